@@ -1,0 +1,309 @@
+//! Type erasure: pick a backend at run time and keep using the generic API.
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use super::{Backend, Capabilities, Fence, Queue, Readback};
+use crate::error::{DeviceError, DeviceErrorKind};
+use crate::plan::AttendParts;
+use crate::plan::{
+    AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
+    GatherPlan, WriteArgs, WritePlan,
+};
+use crate::storage::PlaneView;
+use crate::tensor::{TokenTensor, TokenTensorMut};
+
+trait DynBackend: fmt::Debug + Send + Sync {
+    fn name(&self) -> &'static str;
+    fn capabilities(&self) -> &Capabilities;
+    fn alloc(&self, bytes: u64) -> Result<AnyBuffer, DeviceError>;
+    fn queue(&self) -> Result<AnyQueue, DeviceError>;
+    fn as_any(&self) -> &dyn Any;
+}
+
+type Recorded = Result<(), DeviceError>;
+
+trait DynQueue: fmt::Debug + Send {
+    fn upload(&mut self, dst: &AnyBuffer, at: u64, src: &[u8]) -> Recorded;
+    fn download(&mut self, src: &AnyBuffer, at: u64, n: u64) -> Result<AnyReadback, DeviceError>;
+    fn zero(&mut self, dst: &AnyBuffer, at: u64, bytes: u64) -> Recorded;
+    fn write_kv(&mut self, plan: &WritePlan<'_>, args: WriteArgs<'_, AnyBuffer>) -> Recorded;
+    fn attend(&mut self, plan: &AttentionPlan<'_>, args: AttendArgs<'_, AnyBuffer>) -> Recorded;
+    fn copy_blocks(&mut self, plan: &CopyPlan<'_>, args: CopyArgs<'_, AnyBuffer>) -> Recorded;
+    fn gather(&mut self, plan: &GatherPlan<'_>, args: GatherArgs<'_, AnyBuffer>) -> Recorded;
+    fn convert(&mut self, plan: &ConvertPlan, args: ConvertArgs<'_, AnyBuffer>) -> Recorded;
+    fn submit(&mut self) -> Result<AnyFence, DeviceError>;
+    fn wait_for(&mut self, fence: &AnyFence) -> Recorded;
+}
+
+trait DynFence: fmt::Debug + Send + Sync {
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<Recorded>;
+    fn wait(&self) -> Recorded;
+    fn as_any(&self) -> &dyn Any;
+}
+
+trait DynReadback: fmt::Debug + Send {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<u8>, DeviceError>>;
+    fn wait(self: Box<Self>) -> Result<Vec<u8>, DeviceError>;
+}
+
+/// A backend chosen at run time.
+#[derive(Debug, Clone)]
+pub struct AnyBackend(Arc<dyn DynBackend>);
+/// Buffer of an [`AnyBackend`].
+#[derive(Clone)]
+pub struct AnyBuffer(Arc<dyn Any + Send + Sync>);
+/// Lane of an [`AnyBackend`].
+#[derive(Debug)]
+pub struct AnyQueue(Box<dyn DynQueue>);
+/// Fence of an [`AnyQueue`].
+#[derive(Debug, Clone)]
+pub struct AnyFence(Arc<dyn DynFence>);
+/// Readback of an [`AnyQueue`].
+#[derive(Debug)]
+pub struct AnyReadback(Box<dyn DynReadback>);
+
+impl AnyBackend {
+    /// Erases a concrete backend; one that is erased already stays as it is.
+    pub fn new<B: Backend>(backend: B) -> Self {
+        let any: &dyn Any = &backend;
+        if let Some(erased) = any.downcast_ref::<Self>() {
+            return erased.clone();
+        }
+        Self(Arc::new(Erased(backend)))
+    }
+
+    /// The concrete backend, `None` when it is of another type.
+    pub fn downcast_ref<B: Backend>(&self) -> Option<&B> {
+        self.0
+            .as_any()
+            .downcast_ref::<Erased<B>>()
+            .map(|erased| &erased.0)
+    }
+}
+
+impl fmt::Debug for AnyBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AnyBuffer").finish_non_exhaustive()
+    }
+}
+
+impl AnyBuffer {
+    /// Erases a buffer of a concrete backend, such as one that wraps the caller's own memory.
+    pub fn new<T: Any + Send + Sync>(buffer: T) -> Self {
+        Self(Arc::new(buffer))
+    }
+    /// The concrete buffer, `None` when it is another backend's.
+    pub fn downcast_ref<T: Any>(&self) -> Option<&T> {
+        self.0.downcast_ref()
+    }
+    fn cast<T: Any>(&self, operation: &'static str) -> Result<&T, DeviceError> {
+        self.downcast_ref().ok_or_else(|| foreign(operation))
+    }
+}
+
+fn foreign(operation: &'static str) -> DeviceError {
+    DeviceError::new(DeviceErrorKind::ForeignHandle, operation)
+}
+
+type Input<'a, T> = Result<TokenTensor<'a, T>, DeviceError>;
+type Output<'a, T> = Result<TokenTensorMut<'a, T>, DeviceError>;
+
+fn input<'a, T: Any>(tensor: TokenTensor<'a, AnyBuffer>, operation: &'static str) -> Input<'a, T> {
+    tensor.try_map(|buffer| buffer.cast(operation))
+}
+fn output<'a, T: Any>(
+    tensor: TokenTensorMut<'a, AnyBuffer>,
+    operation: &'static str,
+) -> Output<'a, T> {
+    tensor.try_map(|buffer| buffer.cast(operation))
+}
+fn plane<'a, T: Any>(
+    view: PlaneView<'a, AnyBuffer>,
+    operation: &'static str,
+) -> Result<PlaneView<'a, T>, DeviceError> {
+    view.downcast().ok_or_else(|| foreign(operation))
+}
+
+#[derive(Debug)]
+struct Erased<T>(T);
+
+impl<B: Backend> DynBackend for Erased<B> {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+    fn capabilities(&self) -> &Capabilities {
+        self.0.capabilities()
+    }
+    fn alloc(&self, bytes: u64) -> Result<AnyBuffer, DeviceError> {
+        Ok(AnyBuffer::new(self.0.alloc(bytes)?))
+    }
+    fn queue(&self) -> Result<AnyQueue, DeviceError> {
+        Ok(AnyQueue(Box::new(Erased(self.0.queue()?))))
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl<Q: Queue> DynQueue for Erased<Q> {
+    fn upload(&mut self, dst: &AnyBuffer, at: u64, src: &[u8]) -> Recorded {
+        self.0.upload(dst.cast("upload")?, at, src)
+    }
+    fn download(&mut self, src: &AnyBuffer, at: u64, n: u64) -> Result<AnyReadback, DeviceError> {
+        let readback = self.0.download(src.cast("download")?, at, n)?;
+        Ok(AnyReadback(Box::new(Erased(readback))))
+    }
+    fn zero(&mut self, dst: &AnyBuffer, at: u64, bytes: u64) -> Recorded {
+        self.0.zero(dst.cast("zero")?, at, bytes)
+    }
+    fn write_kv(&mut self, plan: &WritePlan<'_>, args: WriteArgs<'_, AnyBuffer>) -> Recorded {
+        let ([k, v], [k_plane, v_plane]) = args.into_parts();
+        let tensors = [input(k, "write_kv k")?, input(v, "write_kv v")?];
+        let planes = [
+            plane(k_plane, "write_kv k plane")?,
+            plane(v_plane, "write_kv v plane")?,
+        ];
+        self.0
+            .write_kv(plan, WriteArgs::from_parts(tensors, planes))
+    }
+    fn attend(&mut self, plan: &AttentionPlan<'_>, args: AttendArgs<'_, AnyBuffer>) -> Recorded {
+        let AttendParts {
+            q,
+            outputs: (out, lse),
+            planes: [k, v],
+            options,
+        } = args.into_parts();
+        let parts = AttendParts {
+            q: input(q, "attend q")?,
+            outputs: (
+                output(out, "attend out")?,
+                lse.map(|lse| output(lse, "attend lse")).transpose()?,
+            ),
+            planes: [plane(k, "attend k plane")?, plane(v, "attend v plane")?],
+            options,
+        };
+        self.0.attend(plan, AttendArgs::from_parts(parts))
+    }
+    fn copy_blocks(&mut self, plan: &CopyPlan<'_>, args: CopyArgs<'_, AnyBuffer>) -> Recorded {
+        let storage = args
+            .storage
+            .downcast()
+            .ok_or_else(|| foreign("copy_blocks"))?;
+        self.0.copy_blocks(plan, CopyArgs::new(storage))
+    }
+    fn gather(&mut self, plan: &GatherPlan<'_>, args: GatherArgs<'_, AnyBuffer>) -> Recorded {
+        let (view, out) = args.into_parts();
+        let args = GatherArgs::from_parts(plane(view, "gather plane")?, output(out, "gather out")?);
+        self.0.gather(plan, args)
+    }
+    fn convert(&mut self, plan: &ConvertPlan, args: ConvertArgs<'_, AnyBuffer>) -> Recorded {
+        let (src, dst) = args.into_parts();
+        let args = ConvertArgs::from_parts(input(src, "convert src")?, output(dst, "convert dst")?);
+        self.0.convert(plan, args)
+    }
+    fn submit(&mut self) -> Result<AnyFence, DeviceError> {
+        Ok(AnyFence(Arc::new(Erased(self.0.submit()?))))
+    }
+    fn wait_for(&mut self, fence: &AnyFence) -> Recorded {
+        let fence: &Erased<Q::Fence> = fence
+            .0
+            .as_any()
+            .downcast_ref()
+            .ok_or_else(|| foreign("wait_for"))?;
+        self.0.wait_for(&fence.0)
+    }
+}
+
+impl<F: Fence> DynFence for Erased<F> {
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<Recorded> {
+        self.0.poll(cx)
+    }
+    fn wait(&self) -> Recorded {
+        self.0.wait()
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl<R: Readback> DynReadback for Erased<R> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<u8>, DeviceError>> {
+        self.0.poll(cx)
+    }
+    fn wait(self: Box<Self>) -> Result<Vec<u8>, DeviceError> {
+        self.0.wait()
+    }
+}
+
+impl Backend for AnyBackend {
+    type Buffer = AnyBuffer;
+    type Queue = AnyQueue;
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+    fn capabilities(&self) -> &Capabilities {
+        self.0.capabilities()
+    }
+    fn alloc(&self, bytes: u64) -> Result<AnyBuffer, DeviceError> {
+        self.0.alloc(bytes)
+    }
+    fn queue(&self) -> Result<AnyQueue, DeviceError> {
+        self.0.queue()
+    }
+}
+
+impl Queue for AnyQueue {
+    type Buffer = AnyBuffer;
+    type Fence = AnyFence;
+    type Readback = AnyReadback;
+    fn upload(&mut self, dst: &AnyBuffer, at: u64, src: &[u8]) -> Recorded {
+        self.0.upload(dst, at, src)
+    }
+    fn download(&mut self, src: &AnyBuffer, at: u64, n: u64) -> Result<AnyReadback, DeviceError> {
+        self.0.download(src, at, n)
+    }
+    fn zero(&mut self, dst: &AnyBuffer, at: u64, bytes: u64) -> Recorded {
+        self.0.zero(dst, at, bytes)
+    }
+    fn write_kv(&mut self, plan: &WritePlan<'_>, args: WriteArgs<'_, AnyBuffer>) -> Recorded {
+        self.0.write_kv(plan, args)
+    }
+    fn attend(&mut self, plan: &AttentionPlan<'_>, args: AttendArgs<'_, AnyBuffer>) -> Recorded {
+        self.0.attend(plan, args)
+    }
+    fn copy_blocks(&mut self, plan: &CopyPlan<'_>, args: CopyArgs<'_, AnyBuffer>) -> Recorded {
+        self.0.copy_blocks(plan, args)
+    }
+    fn gather(&mut self, plan: &GatherPlan<'_>, args: GatherArgs<'_, AnyBuffer>) -> Recorded {
+        self.0.gather(plan, args)
+    }
+    fn convert(&mut self, plan: &ConvertPlan, args: ConvertArgs<'_, AnyBuffer>) -> Recorded {
+        self.0.convert(plan, args)
+    }
+    fn submit(&mut self) -> Result<AnyFence, DeviceError> {
+        self.0.submit()
+    }
+    fn wait_for(&mut self, fence: &AnyFence) -> Recorded {
+        self.0.wait_for(fence)
+    }
+}
+
+impl Fence for AnyFence {
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<Recorded> {
+        self.0.poll(cx)
+    }
+    fn wait(&self) -> Recorded {
+        self.0.wait()
+    }
+}
+
+impl Readback for AnyReadback {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<u8>, DeviceError>> {
+        self.0.poll(cx)
+    }
+    fn wait(self) -> Result<Vec<u8>, DeviceError> {
+        self.0.wait()
+    }
+}

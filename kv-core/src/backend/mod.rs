@@ -1,0 +1,228 @@
+//! What a backend crate implements.
+//!
+//! The contract, and the conformance case that proves each part (`kv-testkit`):
+//! 1. work recorded on one queue takes effect in program order (`queue/order`);
+//! 2. work on two queues is unordered until one waits for the other's fence (`queue/wait_for`);
+//! 3. fresh buffers are zero (`buffer/zeroed`);
+//! 4. a range past a buffer's end is refused (`buffer/out_of_range`), a handle of another backend too
+//!    (`erased/foreign_handle`);
+//! 5. an output aliases no input of its call; the caller sees to it;
+//! 6. after `Lost` every call says `Lost`;
+//! 7. anything may be dropped at any time (`queue/drop_anytime`);
+//! 8. the same input twice gives the same bits (`attend/repeatable`).
+mod any;
+mod null;
+
+use std::fmt;
+use std::task::{Context, Poll};
+
+pub use any::{AnyBackend, AnyBuffer, AnyFence, AnyQueue, AnyReadback};
+pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullReadback};
+
+use crate::error::DeviceError;
+use crate::plan::{
+    AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
+    GatherPlan, WriteArgs, WritePlan,
+};
+
+/// Facts about a device, fixed when it is opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Capabilities {
+    /// Largest single allocation, in bytes.
+    pub buffer_bytes_max: u64,
+    /// Largest range one kernel argument may cover, in bytes. Storage is cut into segments of
+    /// whole blocks no larger than this (wgpu 30 on Vulkan: below 2 GiB; CUDA: `u64::MAX`).
+    pub binding_bytes_max: u64,
+    /// Whether a thread may block on a fence (false in a browser).
+    pub blocking_wait: bool,
+    /// Parts of a context that the device works on side by side; the planner cuts for so many.
+    pub workers: u32,
+    /// Whether outputs may lie in host memory.
+    pub host_outputs: bool,
+}
+
+impl Capabilities {
+    /// Starts from the smallest promise; a backend raises fields it can keep.
+    pub fn minimal() -> Self {
+        Self {
+            buffer_bytes_max: 0,
+            binding_bytes_max: 0,
+            blocking_wait: false,
+            workers: 1,
+            host_outputs: false,
+        }
+    }
+    /// Sets the largest buffer, in bytes.
+    #[must_use]
+    pub fn with_buffer_bytes_max(mut self, bytes: u64) -> Self {
+        self.buffer_bytes_max = bytes;
+        self
+    }
+    /// Sets the largest kernel argument, in bytes.
+    #[must_use]
+    pub fn with_binding_bytes_max(mut self, bytes: u64) -> Self {
+        self.binding_bytes_max = bytes;
+        self
+    }
+    /// Declares that a thread may block on a fence.
+    #[must_use]
+    pub fn with_blocking_wait(mut self) -> Self {
+        self.blocking_wait = true;
+        self
+    }
+    /// Sets the number of parallel workers.
+    #[must_use]
+    pub fn with_workers(mut self, workers: u32) -> Self {
+        self.workers = workers.max(1);
+        self
+    }
+    /// Declares that outputs may lie in host memory.
+    #[must_use]
+    pub fn with_host_outputs(mut self) -> Self {
+        self.host_outputs = true;
+        self
+    }
+}
+
+/// One opened device.
+pub trait Backend: fmt::Debug + Send + Sync + 'static {
+    /// Device-resident bytes; a cheap handle that keeps its memory alive.
+    type Buffer: Clone + fmt::Debug + Send + Sync + 'static;
+    /// Ordered lane of work.
+    type Queue: Queue<Buffer = Self::Buffer>;
+
+    /// Short stable name, for logs and test names.
+    fn name(&self) -> &'static str;
+    /// What this device can do.
+    fn capabilities(&self) -> &Capabilities;
+    /// Reserves zeroed memory.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, or `Unsupported` above [`Capabilities::buffer_bytes_max`].
+    fn alloc(&self, bytes: u64) -> Result<Self::Buffer, DeviceError>;
+    /// Opens a new lane.
+    ///
+    /// # Errors
+    /// `Lost` or `Driver`.
+    fn queue(&self) -> Result<Self::Queue, DeviceError>;
+}
+
+/// An ordered lane of work: a CUDA stream, a wgpu encoder with its queue, or the calling thread.
+///
+/// Plans and arguments come checked; a backend checks only what it alone knows: that a device range
+/// lies inside its buffer, and that it can do what is asked.
+pub trait Queue: fmt::Debug + Send + 'static {
+    /// The backend's buffer handle.
+    type Buffer: 'static;
+    /// Signals that submitted work is done.
+    type Fence: Fence;
+    /// A pending copy to the host.
+    type Readback: Readback;
+
+    /// Records a host-to-device copy. `src` is copied before the call returns.
+    ///
+    /// # Errors
+    /// `OutOfRange`, `ForeignHandle`, `OutOfMemory` (staging) or `Lost`.
+    fn upload(
+        &mut self,
+        dst: &Self::Buffer,
+        dst_offset: u64,
+        src: &[u8],
+    ) -> Result<(), DeviceError>;
+    /// Records a device-to-host copy.
+    ///
+    /// # Errors
+    /// `OutOfRange`, `ForeignHandle` or `Lost`.
+    fn download(
+        &mut self,
+        src: &Self::Buffer,
+        src_offset: u64,
+        bytes: u64,
+    ) -> Result<Self::Readback, DeviceError>;
+    /// Records zeroing of a byte range.
+    ///
+    /// # Errors
+    /// `OutOfRange`, `ForeignHandle` or `Lost`.
+    fn zero(&mut self, dst: &Self::Buffer, offset: u64, bytes: u64) -> Result<(), DeviceError>;
+    /// Records the scatter of new K and V rows into their slots, encoded in the planes' formats.
+    ///
+    /// # Errors
+    /// `Unsupported`, `OutOfRange`, `ForeignHandle` or `Lost`.
+    fn write_kv(
+        &mut self,
+        plan: &WritePlan<'_>,
+        args: WriteArgs<'_, Self::Buffer>,
+    ) -> Result<(), DeviceError>;
+    /// Records attention of a batch of queries over their sequences' cached rows.
+    ///
+    /// Rows at or past `kv_len` are never read. Output rows that no query owns become zero, as does
+    /// the row of a query that sees no key.
+    ///
+    /// # Errors
+    /// `Unsupported`, `OutOfRange`, `ForeignHandle` or `Lost`.
+    fn attend(
+        &mut self,
+        plan: &AttentionPlan<'_>,
+        args: AttendArgs<'_, Self::Buffer>,
+    ) -> Result<(), DeviceError>;
+    /// Records copies between blocks, in K and V of every allocated layer of a group.
+    ///
+    /// # Errors
+    /// `ForeignHandle` or `Lost`.
+    fn copy_blocks(
+        &mut self,
+        plan: &CopyPlan<'_>,
+        args: CopyArgs<'_, Self::Buffer>,
+    ) -> Result<(), DeviceError>;
+    /// Records the read of cached rows into a plain tensor, decoded to its element type.
+    ///
+    /// # Errors
+    /// `Unsupported`, `OutOfRange`, `ForeignHandle` or `Lost`.
+    fn gather(
+        &mut self,
+        plan: &GatherPlan<'_>,
+        args: GatherArgs<'_, Self::Buffer>,
+    ) -> Result<(), DeviceError>;
+    /// Records a change of axes and element type of a batch of rows.
+    ///
+    /// # Errors
+    /// `Unsupported`, `OutOfRange`, `ForeignHandle` or `Lost`.
+    fn convert(
+        &mut self,
+        plan: &ConvertPlan,
+        args: ConvertArgs<'_, Self::Buffer>,
+    ) -> Result<(), DeviceError>;
+    /// Hands everything recorded so far to the device.
+    ///
+    /// # Errors
+    /// `Lost`, `Driver`, or a failure of work submitted earlier.
+    fn submit(&mut self) -> Result<Self::Fence, DeviceError>;
+    /// Makes later work on this lane wait for `fence`, without blocking the host.
+    ///
+    /// # Errors
+    /// `ForeignHandle` or `Lost`.
+    fn wait_for(&mut self, fence: &Self::Fence) -> Result<(), DeviceError>;
+}
+
+/// Completion of submitted work.
+pub trait Fence: Clone + fmt::Debug + Send + Sync + 'static {
+    /// Checks without blocking and registers the waker.
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<(), DeviceError>>;
+    /// Blocks the thread.
+    ///
+    /// # Errors
+    /// `Unsupported` without [`Capabilities::blocking_wait`]; otherwise the device's own failure.
+    fn wait(&self) -> Result<(), DeviceError>;
+}
+
+/// Bytes on their way to the host.
+pub trait Readback: fmt::Debug + Send + 'static {
+    /// Takes the bytes once they are here.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<u8>, DeviceError>>;
+    /// Blocks the thread until they are.
+    ///
+    /// # Errors
+    /// As [`Fence::wait`].
+    fn wait(self) -> Result<Vec<u8>, DeviceError>;
+}

@@ -1,0 +1,237 @@
+//! Axes of tensors and the byte layout of a plane.
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{SpecError, UnknownName};
+use crate::format::KvFormat;
+use crate::num::to_usize;
+
+/// Axes of an incoming q, k or v tensor: batch, sequence, head, dim; `t` is the ragged total.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum QkvFormat {
+    /// `[batch, sequence, head, dim]`; row `(b, i)` is token `i` of batch entry `b`.
+    Bshd,
+    /// `[sequence, batch, head, dim]`.
+    Sbhd,
+    /// `[total, head, dim]`: the entries' tokens one after another, without gaps.
+    Thd,
+}
+
+impl fmt::Display for QkvFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Bshd => "bshd",
+            Self::Sbhd => "sbhd",
+            Self::Thd => "thd",
+        })
+    }
+}
+
+impl FromStr for QkvFormat {
+    type Err = UnknownName;
+    fn from_str(name: &str) -> Result<Self, UnknownName> {
+        match name {
+            "bshd" => Ok(Self::Bshd),
+            "sbhd" => Ok(Self::Sbhd),
+            "thd" => Ok(Self::Thd),
+            _ => Err(UnknownName::new("qkv format", name, "bshd, sbhd, thd")),
+        }
+    }
+}
+
+/// Order of the two inner axes of one block of a plane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum BlockOrder {
+    /// `[block_size, num_kv_heads, head_dim]`: a token's heads lie together, so a write is one run.
+    Nhd,
+    /// `[num_kv_heads, block_size, head_dim]`: a head's tokens lie together, so attention streams.
+    #[default]
+    Hnd,
+}
+
+/// Where every row of one plane (the K or the V of one layer) lies.
+///
+/// A plane is cut into *segments* of `blocks_per_segment` whole blocks, each a buffer of its own, so
+/// that no buffer exceeds what a device can bind. CPU and CUDA have one segment a plane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PlaneLayout {
+    num_blocks: u32,
+    block_size: u32,
+    num_kv_heads: u32,
+    head_dim: u32,
+    order: BlockOrder,
+    format: KvFormat,
+    row_bytes: u64,
+    block_bytes: u64,
+    blocks_per_segment: u32,
+}
+
+/// The numbers a [`PlaneLayout`] is made from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[expect(
+    clippy::exhaustive_structs,
+    reason = "a literal names each of the six numbers"
+)]
+pub struct PlaneShape {
+    /// Blocks in the pool.
+    pub num_blocks: u32,
+    /// Tokens a block holds.
+    pub block_size: u32,
+    /// Heads of K and V.
+    pub num_kv_heads: u32,
+    /// Values of one row.
+    pub head_dim: u32,
+    /// Axes inside a block.
+    pub order: BlockOrder,
+    /// Encoding of a row.
+    pub format: KvFormat,
+}
+
+impl PlaneLayout {
+    /// Checks a geometry; the plane is one segment until [`Self::with_segments_of`].
+    ///
+    /// # Errors
+    /// [`SpecError::Zero`] for a zero field, [`SpecError::Overflow`] when the number of slots does not
+    /// fit `u32` or the bytes of the plane do not fit `u64` or `isize`.
+    pub fn new(shape: PlaneShape) -> Result<Self, SpecError> {
+        let PlaneShape {
+            num_blocks,
+            block_size,
+            num_kv_heads,
+            head_dim,
+            order,
+            format,
+        } = shape;
+        for (field, n) in [
+            ("num_blocks", num_blocks),
+            ("block_size", block_size),
+            ("num_kv_heads", num_kv_heads),
+            ("head_dim", head_dim),
+        ] {
+            if n == 0 {
+                return Err(SpecError::Zero { field });
+            }
+        }
+        num_blocks
+            .checked_mul(block_size)
+            .ok_or(SpecError::Overflow {
+                what: "num_blocks * block_size",
+            })?;
+        let row_bytes = format.row_bytes(head_dim);
+        let overflow = SpecError::Overflow {
+            what: "bytes of one plane",
+        };
+        let block_bytes = row_bytes
+            .checked_mul(u64::from(num_kv_heads))
+            .and_then(|n| n.checked_mul(u64::from(block_size)))
+            .ok_or_else(|| overflow.clone())?;
+        let plane = block_bytes
+            .checked_mul(u64::from(num_blocks))
+            .ok_or_else(|| overflow.clone())?;
+        // A host slice is never longer than isize::MAX bytes.
+        if isize::try_from(plane).is_err() {
+            return Err(overflow);
+        }
+        Ok(Self {
+            num_blocks,
+            block_size,
+            num_kv_heads,
+            head_dim,
+            order,
+            format,
+            row_bytes,
+            block_bytes,
+            blocks_per_segment: num_blocks,
+        })
+    }
+
+    /// The same plane cut into segments of `blocks` blocks (at least 1, at most all).
+    #[must_use]
+    pub fn with_segments_of(mut self, blocks: u32) -> Self {
+        self.blocks_per_segment = blocks.clamp(1, self.num_blocks);
+        self
+    }
+
+    /// Blocks in the pool.
+    pub fn num_blocks(&self) -> u32 {
+        self.num_blocks
+    }
+    /// Tokens a block holds.
+    pub fn block_size(&self) -> u32 {
+        self.block_size
+    }
+    /// Heads of K and V.
+    pub fn num_kv_heads(&self) -> u32 {
+        self.num_kv_heads
+    }
+    /// Values of one row.
+    pub fn head_dim(&self) -> u32 {
+        self.head_dim
+    }
+    /// Axes inside a block.
+    pub fn order(&self) -> BlockOrder {
+        self.order
+    }
+    /// Encoding of a row.
+    pub fn format(&self) -> KvFormat {
+        self.format
+    }
+    /// Bytes of one row (one token of one kv head).
+    pub fn row_bytes(&self) -> u64 {
+        self.row_bytes
+    }
+    /// Bytes of one block.
+    pub fn block_bytes(&self) -> u64 {
+        self.block_bytes
+    }
+    /// Blocks in every segment; the last segment may be shorter.
+    pub fn blocks_per_segment(&self) -> u32 {
+        self.blocks_per_segment
+    }
+    /// Number of segments.
+    pub fn num_segments(&self) -> u32 {
+        self.num_blocks.div_ceil(self.blocks_per_segment)
+    }
+    /// Bytes of segment `index`.
+    pub fn segment_bytes(&self, index: u32) -> u64 {
+        let first = index
+            .saturating_mul(self.blocks_per_segment)
+            .min(self.num_blocks);
+        let blocks = self
+            .num_blocks
+            .saturating_sub(first)
+            .min(self.blocks_per_segment);
+        self.block_bytes.saturating_mul(u64::from(blocks))
+    }
+    /// Bytes of the whole plane.
+    pub fn plane_bytes(&self) -> u64 {
+        self.block_bytes.saturating_mul(u64::from(self.num_blocks))
+    }
+    /// Bytes from one token of a head to the next token of the same head, inside a block.
+    pub fn token_stride(&self) -> u64 {
+        match self.order {
+            BlockOrder::Nhd => self.row_bytes.saturating_mul(u64::from(self.num_kv_heads)),
+            BlockOrder::Hnd => self.row_bytes,
+        }
+    }
+    /// Bytes from one head of a token to the next head of the same token, inside a block.
+    pub fn head_stride(&self) -> u64 {
+        match self.order {
+            BlockOrder::Nhd => self.row_bytes,
+            BlockOrder::Hnd => self.row_bytes.saturating_mul(u64::from(self.block_size)),
+        }
+    }
+    /// Where block `block` begins: its segment, and its byte offset inside that segment.
+    pub fn locate(&self, block: u32) -> (usize, u64) {
+        // `blocks_per_segment` is at least 1 by construction.
+        let per = self.blocks_per_segment.max(1);
+        let segment = block.checked_div(per).unwrap_or(0);
+        let inside = block.checked_rem(per).unwrap_or(0);
+        (
+            to_usize(segment),
+            self.block_bytes.saturating_mul(u64::from(inside)),
+        )
+    }
+}

@@ -1,0 +1,47 @@
+//! Newtyped identifiers, so that a block is never mistaken for a slot.
+use std::fmt;
+
+/// Index of a block inside one group's pool, `0..num_blocks`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+#[repr(transparent)]
+pub struct BlockId(pub u32);
+
+/// One token position in a plane, as `block * block_size + offset`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(transparent)]
+pub struct Slot(pub u32);
+
+/// Transformer layer number, counted from 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LayerId(pub u16);
+
+/// A set of layers that share geometry, format, pool and block tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct GroupId(pub u8);
+
+/// One token history, named by the caller; a request may own several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceId(pub u64);
+
+impl From<u16> for LayerId {
+    fn from(layer: u16) -> Self {
+        Self(layer)
+    }
+}
+
+impl From<u64> for SequenceId {
+    fn from(id: u64) -> Self {
+        Self(id)
+    }
+}
+
+macro_rules! display_number {
+    ($($name:ident),*) => {$(
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+    )*};
+}
+display_number!(BlockId, Slot, LayerId, GroupId, SequenceId);

@@ -1,0 +1,365 @@
+//! What attends to what.
+use crate::block::BlockTables;
+use crate::element::DType;
+use crate::error::PlanError;
+use crate::geometry::{PlaneLayout, QkvFormat};
+use crate::num::{to_u32, to_usize};
+use crate::plan::batch::PlannedSequence;
+use crate::plan::split::KvSplit;
+use crate::storage::PlaneView;
+use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, TokenTensorMut};
+
+/// A batch of queries over cached sequences, checked against one group's tables.
+///
+/// Guarantees a backend may index by:
+/// - every block of every table is inside the plane, and `kv_len` tokens fit each sequence's table;
+/// - the splits of a sequence are `splits()[split_start..][..num_splits]`, in order, and cover
+///   `0..kv_len` exactly.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionPlan<'p> {
+    layout: &'p PlaneLayout,
+    tables: &'p BlockTables,
+    sequences: &'p [PlannedSequence],
+    splits: &'p [KvSplit],
+    totals: [u32; 2],
+}
+
+impl<'p> AttentionPlan<'p> {
+    pub(crate) fn from_checked(
+        layout: &'p PlaneLayout,
+        tables: &'p BlockTables,
+        sequences: &'p [PlannedSequence],
+        splits: &'p [KvSplit],
+        totals: [u32; 2],
+    ) -> Self {
+        Self {
+            layout,
+            tables,
+            sequences,
+            splits,
+            totals,
+        }
+    }
+    /// Pool and block geometry the tables were checked against.
+    pub fn layout(&self) -> &'p PlaneLayout {
+        self.layout
+    }
+    /// Block tables of the group.
+    pub fn tables(&self) -> &'p BlockTables {
+        self.tables
+    }
+    /// The batch, in the caller's order.
+    pub fn sequences(&self) -> &'p [PlannedSequence] {
+        self.sequences
+    }
+    /// Parts of all contexts, sequence by sequence.
+    pub fn splits(&self) -> &'p [KvSplit] {
+        self.splits
+    }
+    /// Queries of the whole batch.
+    pub fn total_q(&self) -> u32 {
+        self.totals[0]
+    }
+    /// Queries of the entry that brings most.
+    pub fn q_len_max(&self) -> u32 {
+        self.totals[1]
+    }
+}
+
+/// Which keys a query sees, before window and length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Mask {
+    /// Bottom-right causal: query `i` of `q_len` sees keys `j <= kv_len - q_len + i`.
+    Causal,
+    /// Every key; for cross-attention over an encoder's K and V.
+    Full,
+}
+
+/// How scores become weights.
+///
+/// ```
+/// use kv_core::AttentionOptions;
+/// let options = AttentionOptions::causal(0.125).window_left(1023).soft_cap(50.0);
+/// # let _ = options;
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AttentionOptions<'a> {
+    scale: f32,
+    mask: Mask,
+    window_left: Option<u32>,
+    soft_cap: Option<f32>,
+    sinks: Option<&'a [f32]>,
+    qkv_format: QkvFormat,
+}
+
+impl<'a> AttentionOptions<'a> {
+    /// Causal attention; `scale` multiplies the scores, usually `1 / sqrt(head_dim_k)`.
+    pub fn causal(scale: f32) -> Self {
+        Self {
+            scale,
+            mask: Mask::Causal,
+            window_left: None,
+            soft_cap: None,
+            sinks: None,
+            qkv_format: QkvFormat::Thd,
+        }
+    }
+    /// Attention to every cached key.
+    pub fn full(scale: f32) -> Self {
+        Self {
+            mask: Mask::Full,
+            ..Self::causal(scale)
+        }
+    }
+    /// Sliding window: a query at position `p` also needs `j >= p - window_left`, so it sees at most
+    /// `window_left + 1` keys (flash-attention's `window_size_left`).
+    #[must_use]
+    pub fn window_left(self, window_left: u32) -> Self {
+        Self {
+            window_left: Some(window_left),
+            ..self
+        }
+    }
+    /// Soft cap `c > 0`: a scaled score `s` becomes `c * tanh(s / c)` before masking (Gemma 2).
+    #[must_use]
+    pub fn soft_cap(self, soft_cap: f32) -> Self {
+        Self {
+            soft_cap: Some(soft_cap),
+            ..self
+        }
+    }
+    /// Attention sinks: one extra logit a query head that joins the softmax's denominator and carries
+    /// no value (gpt-oss).
+    #[must_use]
+    pub fn sinks(self, sinks: &'a [f32]) -> Self {
+        Self {
+            sinks: Some(sinks),
+            ..self
+        }
+    }
+    /// Axes of `q`, `out` and the log-sum-exp; [`QkvFormat::Thd`] unless set.
+    #[must_use]
+    pub fn qkv_format(self, qkv_format: QkvFormat) -> Self {
+        Self { qkv_format, ..self }
+    }
+    /// Factor of the scores.
+    pub fn scale(&self) -> f32 {
+        self.scale
+    }
+    /// Which keys a query sees.
+    pub fn mask(&self) -> Mask {
+        self.mask
+    }
+    /// Keys before its own position that a query sees, `None` for all.
+    pub fn window(&self) -> Option<u32> {
+        self.window_left
+    }
+    /// Soft cap of the scores.
+    pub fn cap(&self) -> Option<f32> {
+        self.soft_cap
+    }
+    /// Extra logit of every query head.
+    pub fn sink_logits(&self) -> Option<&'a [f32]> {
+        self.sinks
+    }
+    /// Axes of `q` and `out`.
+    pub fn format(&self) -> QkvFormat {
+        self.qkv_format
+    }
+
+    /// Keys that query `i` of a sequence sees: `begin..end`, empty when it sees none.
+    pub fn visible(&self, sequence: &PlannedSequence, i: u32) -> (u32, u32) {
+        // Position of the query plus one, which is negative when there are more queries than keys.
+        let end = i64::from(sequence.kv_len)
+            .saturating_sub(i64::from(sequence.q_len))
+            .saturating_add(i64::from(i))
+            .saturating_add(1);
+        let position = end.saturating_sub(1);
+        let begin = self
+            .window_left
+            .map_or(0, |left| position.saturating_sub(i64::from(left)).max(0));
+        let end = match self.mask {
+            Mask::Causal => end.clamp(0, i64::from(sequence.kv_len)),
+            Mask::Full => i64::from(sequence.kv_len),
+        };
+        let begin = begin.min(end);
+        (
+            u32::try_from(begin).unwrap_or(0),
+            u32::try_from(end).unwrap_or(0),
+        )
+    }
+
+    fn check(&self, q_heads: u32) -> Result<(), PlanError> {
+        let refuse = |option, problem| Err(PlanError::Option { option, problem });
+        if !self.scale.is_finite() {
+            return refuse("scale", "is not finite");
+        }
+        match self.soft_cap {
+            Some(cap) if !(cap.is_finite() && cap > 0.0) => {
+                return refuse("soft_cap", "must be finite and above 0");
+            }
+            _ => {}
+        }
+        if let Some(sinks) = self.sinks {
+            if sinks.len() != to_usize(q_heads) {
+                let (what, expected, got) = ("sinks", to_usize(q_heads), sinks.len());
+                return Err(PlanError::LengthMismatch {
+                    what,
+                    expected,
+                    got,
+                });
+            }
+            if sinks.iter().any(|s| s.is_nan() || *s == f32::INFINITY) {
+                return refuse("sinks", "hold a NaN or an infinity");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Tensors and planes of one layer's attention, checked against an [`AttentionPlan`].
+#[derive(Debug)]
+pub struct AttendArgs<'a, Buf> {
+    q: TokenTensor<'a, Buf>,
+    out: TokenTensorMut<'a, Buf>,
+    lse: Option<TokenTensorMut<'a, Buf>>,
+    k_plane: PlaneView<'a, Buf>,
+    v_plane: PlaneView<'a, Buf>,
+    options: AttentionOptions<'a>,
+}
+
+impl<'a, Buf> AttendArgs<'a, Buf> {
+    /// Checks the tensors of one layer against the plan.
+    ///
+    /// # Shapes
+    /// | argument | axes (for `thd`; `bshd` and `sbhd` alike) | element |
+    /// |---|---|---|
+    /// | `q` | `[t, num_q_heads, head_dim_k]` | f32, f16, bf16 |
+    /// | `out` | `[t, num_q_heads, head_dim_v]` | that of `q` |
+    /// | `lse` | `[t, num_q_heads]` | f32; natural logarithm |
+    ///
+    /// # Errors
+    /// As [`WriteArgs::new`](crate::plan::WriteArgs::new), and [`PlanError::HeadsNotDivisible`],
+    /// [`PlanError::Overlap`], [`PlanError::Option`], [`PlanError::LengthMismatch`] for the sinks.
+    pub fn new(
+        plan: &AttentionPlan<'_>,
+        q: TensorView<'a, Buf>,
+        out: TensorViewMut<'a, Buf>,
+        lse: Option<TensorViewMut<'a, Buf>>,
+        planes: [PlaneView<'a, Buf>; 2],
+        options: AttentionOptions<'a>,
+    ) -> Result<Self, PlanError> {
+        let [k_plane, v_plane] = planes;
+        let need = |tensor, heads, dim| TokenRequirement {
+            tensor,
+            format: options.qkv_format,
+            batch: to_u32(plan.sequences.len()),
+            tokens_max: plan.q_len_max(),
+            tokens_total: plan.total_q(),
+            heads,
+            dim,
+        };
+        let q = TokenTensor::check(q, &need("q", None, k_plane.layout().head_dim()))?;
+        let q_heads = q.rows().heads();
+        let kv_heads = k_plane.layout().num_kv_heads();
+        if q_heads.checked_rem(kv_heads) != Some(0) {
+            return Err(PlanError::HeadsNotDivisible { q_heads, kv_heads });
+        }
+        options.check(q_heads)?;
+        let got = out.dtype();
+        let dim_v = v_plane.layout().head_dim();
+        let out = TokenTensorMut::check(out, &need("out", Some(q_heads), dim_v))?;
+        if got != q.rows().dtype() {
+            let expected = "the element type of q";
+            return Err(PlanError::ElementType {
+                tensor: "out",
+                expected,
+                got,
+            });
+        }
+        let lse = lse
+            .map(|lse| check_lse(lse, &need("lse", Some(q_heads), 1)))
+            .transpose()?;
+        Ok(Self {
+            q,
+            out,
+            lse,
+            k_plane,
+            v_plane,
+            options,
+        })
+    }
+    /// Queries.
+    pub fn q(&self) -> &TokenTensor<'a, Buf> {
+        &self.q
+    }
+    /// Output rows.
+    pub fn out(&mut self) -> &mut TokenTensorMut<'a, Buf> {
+        &mut self.out
+    }
+    /// Log-sum-exp of every query and head, one value a row; negative infinity where a query sees
+    /// nothing, and for padding.
+    pub fn lse(&mut self) -> Option<&mut TokenTensorMut<'a, Buf>> {
+        self.lse.as_mut()
+    }
+    /// Keys.
+    pub fn k_plane(&self) -> &PlaneView<'a, Buf> {
+        &self.k_plane
+    }
+    /// Values.
+    pub fn v_plane(&self) -> &PlaneView<'a, Buf> {
+        &self.v_plane
+    }
+    /// How scores become weights.
+    pub fn options(&self) -> &AttentionOptions<'a> {
+        &self.options
+    }
+    pub(crate) fn into_parts(self) -> AttendParts<'a, Buf> {
+        AttendParts {
+            q: self.q,
+            outputs: (self.out, self.lse),
+            planes: [self.k_plane, self.v_plane],
+            options: self.options,
+        }
+    }
+    pub(crate) fn from_parts(parts: AttendParts<'a, Buf>) -> Self {
+        let AttendParts {
+            q,
+            outputs: (out, lse),
+            planes: [k_plane, v_plane],
+            options,
+        } = parts;
+        Self {
+            q,
+            out,
+            lse,
+            k_plane,
+            v_plane,
+            options,
+        }
+    }
+}
+
+/// The fields of [`AttendArgs`], for erasure alone.
+pub(crate) struct AttendParts<'a, Buf> {
+    pub(crate) q: TokenTensor<'a, Buf>,
+    pub(crate) outputs: (TokenTensorMut<'a, Buf>, Option<TokenTensorMut<'a, Buf>>),
+    pub(crate) planes: [PlaneView<'a, Buf>; 2],
+    pub(crate) options: AttentionOptions<'a>,
+}
+
+fn check_lse<'a, Buf>(
+    lse: TensorViewMut<'a, Buf>,
+    need: &TokenRequirement,
+) -> Result<TokenTensorMut<'a, Buf>, PlanError> {
+    let got = lse.dtype();
+    if got != DType::F32 {
+        return Err(PlanError::ElementType {
+            tensor: "lse",
+            expected: "f32",
+            got,
+        });
+    }
+    TokenTensorMut::check(lse.with_unit_dim(), need)
+}

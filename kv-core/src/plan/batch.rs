@@ -1,0 +1,235 @@
+//! The batch of a step: which rows of which table, from where to where.
+use crate::block::BlockTables;
+use crate::error::PlanError;
+use crate::geometry::PlaneLayout;
+use crate::ids::Slot;
+use crate::num::{to_u32, to_usize};
+use crate::plan::split::{self, Determinism, KvSplit};
+use crate::plan::{AttentionPlan, WritePlan};
+
+/// What one sequence brings to a step, before the check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(
+    clippy::exhaustive_structs,
+    reason = "a literal names each of the four numbers"
+)]
+pub struct BatchEntry {
+    /// Row of the sequence in the block tables.
+    pub row: u32,
+    /// Tokens cached before this step.
+    pub cached: u32,
+    /// Tokens whose K and V this step writes.
+    pub new_tokens: u32,
+    /// Queries that attend; equals `new_tokens` for self-attention.
+    pub queries: u32,
+}
+
+/// One checked batch entry.
+///
+/// All numbers count tokens. Queries are aligned bottom-right: query `i` of `q_len` stands at position
+/// `kv_len - q_len + i`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PlannedSequence {
+    /// Row of the sequence in the block tables.
+    pub row: u32,
+    /// First row of its queries in a ragged tensor.
+    pub q_start: u32,
+    /// Queries.
+    pub q_len: u32,
+    /// First row of its new K and V in a ragged tensor.
+    pub new_start: u32,
+    /// Tokens written by this step, at positions `kv_len - new_len..kv_len`.
+    pub new_len: u32,
+    /// Valid tokens, this step's included.
+    pub kv_len: u32,
+    /// First of its splits.
+    pub split_start: u32,
+    /// Number of its splits: 0 only for a sequence without queries or without keys.
+    pub num_splits: u32,
+}
+
+/// Buffers of one group that plans borrow from; kept across steps.
+#[derive(Debug, Clone, Default)]
+pub struct PlanBuffers {
+    sequences: Vec<PlannedSequence>,
+    splits: Vec<KvSplit>,
+    slots: Vec<Slot>,
+    stamps: Vec<u64>,
+    stamp: u64,
+    total_q: u32,
+    total_new: u32,
+    q_len_max: u32,
+    new_len_max: u32,
+}
+
+/// How a plan cuts long contexts, and for how many workers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SplitPolicy {
+    pub(crate) workers: u32,
+    pub(crate) determinism: Determinism,
+}
+
+impl PlanBuffers {
+    /// Checks a batch against its tables and makes the plans of one group.
+    ///
+    /// Splits are cut for `workers` parallel workers, or by position alone for
+    /// [`Determinism::BatchInvariant`].
+    ///
+    /// # Errors
+    /// [`PlanError::TableTooShort`] when a sequence has more tokens than its blocks hold,
+    /// [`PlanError::BlockShared`] when two entries would write the same block,
+    /// [`PlanError::TooMany`] when the tokens of the batch do not fit `u32`.
+    pub fn plan<'p>(
+        &'p mut self,
+        layout: &'p PlaneLayout,
+        tables: &'p BlockTables,
+        batch: &[BatchEntry],
+        workers: u32,
+        determinism: Determinism,
+    ) -> Result<(WritePlan<'p>, AttentionPlan<'p>), PlanError> {
+        self.fill(
+            layout,
+            tables,
+            batch,
+            SplitPolicy {
+                workers,
+                determinism,
+            },
+        )?;
+        Ok((
+            self.write_plan(layout, tables),
+            self.attention_plan(layout, tables),
+        ))
+    }
+
+    pub(crate) fn fill(
+        &mut self,
+        layout: &PlaneLayout,
+        tables: &BlockTables,
+        batch: &[BatchEntry],
+        policy: SplitPolicy,
+    ) -> Result<(), PlanError> {
+        self.clear();
+        debug_assert_eq!(
+            layout.num_blocks(),
+            tables.num_blocks(),
+            "tables of another pool"
+        );
+        self.stamps.resize(to_usize(tables.num_blocks()), 0);
+        for (index, entry) in batch.iter().enumerate() {
+            if let Err(refused) = self.push(index, layout, tables, *entry) {
+                self.clear();
+                return Err(refused);
+            }
+        }
+        split::plan(&mut self.sequences, &mut self.splits, layout, policy);
+        Ok(())
+    }
+
+    /// Forgets the batch; capacity stays.
+    pub(crate) fn clear(&mut self) {
+        self.sequences.clear();
+        self.splits.clear();
+        self.slots.clear();
+        self.stamp = self.stamp.wrapping_add(1).max(1);
+        (
+            self.total_q,
+            self.total_new,
+            self.q_len_max,
+            self.new_len_max,
+        ) = (0, 0, 0, 0);
+    }
+
+    pub(crate) fn write_plan<'p>(
+        &'p self,
+        layout: &'p PlaneLayout,
+        tables: &'p BlockTables,
+    ) -> WritePlan<'p> {
+        let totals = [self.total_new, self.new_len_max];
+        WritePlan::from_checked(layout, tables, &self.sequences, &self.slots, totals)
+    }
+
+    pub(crate) fn attention_plan<'p>(
+        &'p self,
+        layout: &'p PlaneLayout,
+        tables: &'p BlockTables,
+    ) -> AttentionPlan<'p> {
+        let totals = [self.total_q, self.q_len_max];
+        AttentionPlan::from_checked(layout, tables, &self.sequences, &self.splits, totals)
+    }
+
+    fn push(
+        &mut self,
+        index: usize,
+        layout: &PlaneLayout,
+        tables: &BlockTables,
+        entry: BatchEntry,
+    ) -> Result<(), PlanError> {
+        let too_many = |got| PlanError::TooMany {
+            what: "tokens in a step",
+            got,
+            max: u64::from(u32::MAX),
+        };
+        let sum = |a: u32, b: u32| {
+            a.checked_add(b)
+                .ok_or_else(|| too_many(u64::from(a).saturating_add(u64::from(b))))
+        };
+        let kv_len = sum(entry.cached, entry.new_tokens)?;
+        let table = tables.row(entry.row);
+        let block_size = layout.block_size();
+        if to_usize(kv_len.div_ceil(block_size)) > table.len() {
+            let blocks = table.len();
+            return Err(PlanError::TableTooShort {
+                index,
+                tokens: kv_len,
+                blocks,
+                block_size,
+            });
+        }
+        let total_q = sum(self.total_q, entry.queries)?;
+        let total_new = sum(self.total_new, entry.new_tokens)?;
+        for position in entry.cached..kv_len {
+            let inside = position.checked_rem(block_size).unwrap_or(0);
+            let block = table
+                .get(to_usize(position.checked_div(block_size).unwrap_or(0)))
+                .map_or(0, |block| block.0);
+            if inside == 0 || position == entry.cached {
+                self.claim(block)?;
+            }
+            // `num_blocks * block_size` fits u32, by the layout's constructor.
+            self.slots.push(Slot(
+                block.saturating_mul(block_size).saturating_add(inside),
+            ));
+        }
+        self.sequences.push(PlannedSequence {
+            row: entry.row,
+            q_start: self.total_q,
+            q_len: entry.queries,
+            new_start: self.total_new,
+            new_len: entry.new_tokens,
+            kv_len,
+            split_start: 0,
+            num_splits: 0,
+        });
+        (self.total_q, self.total_new) = (total_q, total_new);
+        self.q_len_max = self.q_len_max.max(entry.queries);
+        self.new_len_max = self.new_len_max.max(entry.new_tokens);
+        Ok(())
+    }
+
+    /// Marks a block as written by this batch: two writers of one block would race.
+    fn claim(&mut self, block: u32) -> Result<(), PlanError> {
+        match self.stamps.get_mut(to_usize(block)) {
+            Some(stamp) if *stamp == self.stamp => Err(PlanError::BlockShared { block }),
+            Some(stamp) => {
+                *stamp = self.stamp;
+                Ok(())
+            }
+            None => Err(PlanError::BlockOutOfRange {
+                block,
+                num_blocks: to_u32(self.stamps.len()),
+            }),
+        }
+    }
+}

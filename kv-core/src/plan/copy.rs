@@ -1,0 +1,95 @@
+//! Which blocks are copied where.
+use crate::error::PlanError;
+use crate::geometry::PlaneLayout;
+use crate::ids::BlockId;
+use crate::storage::StorageView;
+
+/// One block to copy, whole or its first tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(
+    clippy::exhaustive_structs,
+    reason = "a literal names each of the three numbers"
+)]
+pub struct BlockCopy {
+    /// Where the rows are.
+    pub from: BlockId,
+    /// Where they go.
+    pub to: BlockId,
+    /// How many tokens from the block's start.
+    pub tokens: u32,
+}
+
+/// Copies between blocks of one group, for K and V of all its layers.
+///
+/// Guarantees: all blocks are in range, no block is written twice, and no block is both read and
+/// written, so the copies may run in any order or at once.
+#[derive(Debug, Clone, Copy)]
+pub struct CopyPlan<'p> {
+    copies: &'p [BlockCopy],
+}
+
+impl<'p> CopyPlan<'p> {
+    /// Checks a list of copies. Costs O(n log n) for the disjointness and no memory for one copy.
+    ///
+    /// # Errors
+    /// [`PlanError::BlockOutOfRange`], [`PlanError::BlockShared`], [`PlanError::TooMany`] for more
+    /// tokens than a block has.
+    pub fn new(layout: &PlaneLayout, copies: &'p [BlockCopy]) -> Result<Self, PlanError> {
+        for copy in copies {
+            for block in [copy.from.0, copy.to.0] {
+                if block >= layout.num_blocks() {
+                    let num_blocks = layout.num_blocks();
+                    return Err(PlanError::BlockOutOfRange { block, num_blocks });
+                }
+            }
+            if copy.tokens > layout.block_size() {
+                return Err(PlanError::TooMany {
+                    what: "tokens of one block copy",
+                    got: u64::from(copy.tokens),
+                    max: u64::from(layout.block_size()),
+                });
+            }
+        }
+        let shared = |block: BlockId| Err(PlanError::BlockShared { block: block.0 });
+        if let [only] = copies {
+            return if only.from == only.to {
+                shared(only.to)
+            } else {
+                Ok(Self { copies })
+            };
+        }
+        let mut written: Vec<_> = copies.iter().map(|copy| copy.to).collect();
+        written.sort_unstable();
+        for (a, b) in written.iter().zip(written.iter().skip(1)) {
+            if a == b {
+                return shared(*a);
+            }
+        }
+        match copies
+            .iter()
+            .find(|copy| written.binary_search(&copy.from).is_ok())
+        {
+            Some(copy) => shared(copy.from),
+            None => Ok(Self { copies }),
+        }
+    }
+    /// The copies.
+    pub fn copies(&self) -> &'p [BlockCopy] {
+        self.copies
+    }
+}
+
+/// The planes of one group, for a [`CopyPlan`].
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct CopyArgs<'a, Buf> {
+    /// Storage of all layers of the group.
+    pub storage: StorageView<'a, Buf>,
+}
+
+impl<'a, Buf> CopyArgs<'a, Buf> {
+    /// Copies inside `storage`, which has the layout the plan was checked against.
+    pub fn new(storage: StorageView<'a, Buf>) -> Self {
+        Self { storage }
+    }
+}

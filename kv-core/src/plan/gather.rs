@@ -1,0 +1,129 @@
+//! Which cached rows are read back into a plain tensor.
+use crate::block::BlockTables;
+use crate::error::PlanError;
+use crate::geometry::{PlaneLayout, QkvFormat};
+use crate::num::{to_u32, to_usize};
+use crate::storage::PlaneView;
+use crate::tensor::{TensorViewMut, TokenRequirement, TokenTensorMut};
+
+/// Rows `begin..begin + len` of one sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(
+    clippy::exhaustive_structs,
+    reason = "a literal names each of the three numbers"
+)]
+pub struct GatherRange {
+    /// Row of the sequence in the block tables.
+    pub row: u32,
+    /// First position.
+    pub begin: u32,
+    /// Number of tokens.
+    pub len: u32,
+}
+
+/// Ranges of cached rows, checked against one group's tables.
+#[derive(Debug, Clone, Copy)]
+pub struct GatherPlan<'p> {
+    tables: &'p BlockTables,
+    ranges: &'p [GatherRange],
+    total: u32,
+    len_max: u32,
+}
+
+impl<'p> GatherPlan<'p> {
+    /// Checks ranges: each must lie inside the blocks of its row.
+    ///
+    /// # Errors
+    /// [`PlanError::TableTooShort`], [`PlanError::TooMany`] when the total does not fit `u32`.
+    pub fn new(
+        layout: &PlaneLayout,
+        tables: &'p BlockTables,
+        ranges: &'p [GatherRange],
+    ) -> Result<Self, PlanError> {
+        let (mut total, mut len_max) = (0_u64, 0);
+        for (index, range) in ranges.iter().enumerate() {
+            let blocks = tables.row(range.row).len();
+            let end = range.begin.saturating_add(range.len);
+            let block_size = layout.block_size();
+            if to_usize(end.div_ceil(block_size)) > blocks {
+                return Err(PlanError::TableTooShort {
+                    index,
+                    tokens: end,
+                    blocks,
+                    block_size,
+                });
+            }
+            total = total.saturating_add(u64::from(range.len));
+            len_max = len_max.max(range.len);
+        }
+        let total = u32::try_from(total).map_err(|_| PlanError::TooMany {
+            what: "tokens to gather",
+            got: total,
+            max: u64::from(u32::MAX),
+        })?;
+        Ok(Self {
+            tables,
+            ranges,
+            total,
+            len_max,
+        })
+    }
+    /// Block tables of the group.
+    pub fn tables(&self) -> &'p BlockTables {
+        self.tables
+    }
+    /// The ranges: range `b` fills batch entry `b` of the output.
+    pub fn ranges(&self) -> &'p [GatherRange] {
+        self.ranges
+    }
+    /// Tokens of all ranges.
+    pub fn total(&self) -> u32 {
+        self.total
+    }
+}
+
+/// Plane and output of one gather, checked against a [`GatherPlan`].
+#[derive(Debug)]
+pub struct GatherArgs<'a, Buf> {
+    plane: PlaneView<'a, Buf>,
+    out: TokenTensorMut<'a, Buf>,
+}
+
+impl<'a, Buf> GatherArgs<'a, Buf> {
+    /// Checks `out` (axes by `format`, heads and dim of the plane); rows past a range become zero.
+    ///
+    /// # Errors
+    /// As [`AttendArgs::new`](crate::plan::AttendArgs::new) for `out`.
+    pub fn new(
+        plan: &GatherPlan<'_>,
+        plane: PlaneView<'a, Buf>,
+        out: TensorViewMut<'a, Buf>,
+        format: QkvFormat,
+    ) -> Result<Self, PlanError> {
+        let need = TokenRequirement {
+            tensor: "out",
+            format,
+            batch: to_u32(plan.ranges.len()),
+            tokens_max: plan.len_max,
+            tokens_total: plan.total,
+            heads: Some(plane.layout().num_kv_heads()),
+            dim: plane.layout().head_dim(),
+        };
+        let out = TokenTensorMut::check(out, &need)?;
+        Ok(Self { plane, out })
+    }
+    /// Where rows come from.
+    pub fn plane(&self) -> &PlaneView<'a, Buf> {
+        &self.plane
+    }
+    /// Where they go.
+    pub fn out(&mut self) -> &mut TokenTensorMut<'a, Buf> {
+        &mut self.out
+    }
+    pub(crate) fn into_parts(self) -> (PlaneView<'a, Buf>, TokenTensorMut<'a, Buf>) {
+        (self.plane, self.out)
+    }
+    pub(crate) fn from_parts(plane: PlaneView<'a, Buf>, out: TokenTensorMut<'a, Buf>) -> Self {
+        Self { plane, out }
+    }
+}

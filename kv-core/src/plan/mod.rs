@@ -1,0 +1,22 @@
+//! Checked descriptions of work.
+//!
+//! A plan is made once per step, serves every layer of its group, and is proof: its fields are private
+//! and its one constructor is fallible, so a backend indexes with what it finds and checks nothing
+//! again. Plans borrow from [`PlanBuffers`] and [`BlockTables`](crate::block::BlockTables), which live
+//! across steps; making one allocates nothing once those have grown to their size.
+mod attend;
+mod batch;
+mod convert;
+mod copy;
+mod gather;
+mod split;
+mod write;
+
+pub(crate) use attend::AttendParts;
+pub use attend::{AttendArgs, AttentionOptions, AttentionPlan, Mask};
+pub use batch::{BatchEntry, PlanBuffers, PlannedSequence};
+pub use convert::{ConvertArgs, ConvertPlan};
+pub use copy::{BlockCopy, CopyArgs, CopyPlan};
+pub use gather::{GatherArgs, GatherPlan, GatherRange};
+pub use split::{Determinism, KvSplit};
+pub use write::{WriteArgs, WritePlan};

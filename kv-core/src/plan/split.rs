@@ -1,0 +1,193 @@
+//! How attention over long contexts is cut into parts that run side by side.
+//!
+//! A part computes an unnormalised output with its own maximum and sum, and a merge joins the parts
+//! exactly (Dao et al., "Flash-Decoding for long-context inference", 2023). Only the order of
+//! rounding depends on the cut, and that is what [`Determinism`] is about.
+use crate::geometry::PlaneLayout;
+use crate::num::to_u32;
+use crate::plan::batch::{PlannedSequence, SplitPolicy};
+
+/// What the cut of a context may depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Determinism {
+    /// On the batch and the number of workers: fastest. The same step twice gives the same bits.
+    #[default]
+    Fast,
+    /// On positions alone: a sequence's output has the same bits whatever its neighbours are.
+    BatchInvariant,
+}
+
+/// One part of a sequence's context.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct KvSplit {
+    /// Index of the sequence in the batch.
+    pub sequence: u32,
+    /// First position.
+    pub kv_begin: u32,
+    /// One past the last position; always after `kv_begin`.
+    pub kv_end: u32,
+}
+
+/// Contexts are cut only for so few queries: more of them keep all workers busy by themselves.
+const Q_LEN_SPLIT_MAX: u32 = 8;
+/// Shorter parts cost more in the merge than they gain.
+const SPLIT_TOKENS_MIN: u32 = 256;
+/// Length of a part when the cut may not depend on the batch.
+const SPLIT_TOKENS_INVARIANT: u32 = 1024;
+/// Parts a worker should get, so that a late one does not hold up the rest.
+const SPLITS_PER_WORKER: u64 = 4;
+
+/// Cuts every sequence and notes its parts in it.
+pub(crate) fn plan(
+    sequences: &mut [PlannedSequence],
+    splits: &mut Vec<KvSplit>,
+    layout: &PlaneLayout,
+    policy: SplitPolicy,
+) {
+    let length = match policy.determinism {
+        Determinism::BatchInvariant => SPLIT_TOKENS_INVARIANT,
+        Determinism::Fast => fast_length(sequences, layout, policy.workers),
+    };
+    // Whole blocks, so that a part starts at a block's start.
+    let length = length
+        .checked_next_multiple_of(layout.block_size())
+        .unwrap_or(u32::MAX);
+    for (index, sequence) in (0..).zip(sequences) {
+        sequence.split_start = to_u32(splits.len());
+        if sequence.q_len == 0 || sequence.kv_len == 0 {
+            continue;
+        }
+        let whole = sequence.q_len > Q_LEN_SPLIT_MAX;
+        let mut kv_begin = 0;
+        while kv_begin < sequence.kv_len {
+            let kv_end = match kv_begin.checked_add(length) {
+                Some(end) if !whole => end.min(sequence.kv_len),
+                _ => sequence.kv_len,
+            };
+            splits.push(KvSplit {
+                sequence: index,
+                kv_begin,
+                kv_end,
+            });
+            kv_begin = kv_end;
+        }
+        sequence.num_splits = to_u32(splits.len()).saturating_sub(sequence.split_start);
+    }
+}
+
+/// Tokens a part gets when all workers should finish together.
+fn fast_length(sequences: &[PlannedSequence], layout: &PlaneLayout, workers: u32) -> u32 {
+    let heads = u64::from(layout.num_kv_heads());
+    let cut = |s: &&PlannedSequence| (1..=Q_LEN_SPLIT_MAX).contains(&s.q_len);
+    let tokens: u64 = sequences
+        .iter()
+        .filter(cut)
+        .map(|s| u64::from(s.kv_len))
+        .sum();
+    let parts = u64::from(workers.max(1)).saturating_mul(SPLITS_PER_WORKER);
+    let share = tokens
+        .saturating_mul(heads)
+        .checked_div(parts)
+        .unwrap_or(u64::MAX);
+    if workers <= 1 {
+        return u32::MAX;
+    }
+    u32::try_from(share)
+        .unwrap_or(u32::MAX)
+        .max(SPLIT_TOKENS_MIN)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::KvFormat;
+    use crate::geometry::{BlockOrder, PlaneShape};
+
+    fn layout() -> PlaneLayout {
+        PlaneLayout::new(PlaneShape {
+            num_blocks: 10_000,
+            block_size: 16,
+            num_kv_heads: 2,
+            head_dim: 64,
+            order: BlockOrder::Hnd,
+            format: KvFormat::F32,
+        })
+        .unwrap()
+    }
+
+    fn sequence(q_len: u32, kv_len: u32) -> PlannedSequence {
+        let (row, q_start, new_start, new_len) = (0, 0, 0, 0);
+        PlannedSequence {
+            row,
+            q_start,
+            q_len,
+            new_start,
+            new_len,
+            kv_len,
+            split_start: 0,
+            num_splits: 0,
+        }
+    }
+
+    fn cut(mut sequences: Vec<PlannedSequence>, policy: SplitPolicy) -> Vec<(u32, u32, u32)> {
+        let mut splits = Vec::new();
+        plan(&mut sequences, &mut splits, &layout(), policy);
+        splits
+            .iter()
+            .map(|s| (s.sequence, s.kv_begin, s.kv_end))
+            .collect()
+    }
+
+    #[test]
+    fn one_worker_cuts_nothing() {
+        let policy = SplitPolicy {
+            workers: 1,
+            determinism: Determinism::Fast,
+        };
+        assert_eq!(cut(vec![sequence(1, 100_000)], policy), [(0, 0, 100_000)]);
+    }
+
+    #[test]
+    fn parts_cover_the_context_in_order() {
+        let policy = SplitPolicy {
+            workers: 8,
+            determinism: Determinism::Fast,
+        };
+        let parts = cut(
+            vec![sequence(1, 5000), sequence(0, 7), sequence(1, 16)],
+            policy,
+        );
+        let long: Vec<_> = parts.iter().filter(|p| p.0 == 0).collect();
+        assert!(long.len() > 4, "{parts:?}");
+        assert_eq!((long[0].1, long[long.len() - 1].2), (0, 5000));
+        assert!(long.windows(2).all(|w| w[0].2 == w[1].1 && w[0].1 < w[0].2));
+        assert!(parts.iter().all(|p| p.0 != 1), "no queries, no parts");
+        assert!(parts.contains(&(2, 0, 16)));
+    }
+
+    #[test]
+    fn invariant_parts_ignore_the_neighbours() {
+        let policy = SplitPolicy {
+            workers: 8,
+            determinism: Determinism::BatchInvariant,
+        };
+        let alone = cut(vec![sequence(1, 3000)], policy);
+        let crowd = cut(
+            vec![sequence(1, 3000), sequence(1, 90_000), sequence(4, 2)],
+            policy,
+        );
+        assert_eq!(alone, [(0, 0, 1024), (0, 1024, 2048), (0, 2048, 3000)]);
+        assert_eq!(crowd[..3], alone);
+    }
+
+    #[test]
+    fn prefill_is_not_cut() {
+        let policy = SplitPolicy {
+            workers: 64,
+            determinism: Determinism::BatchInvariant,
+        };
+        assert_eq!(cut(vec![sequence(9, 4096)], policy), [(0, 0, 4096)]);
+    }
+}

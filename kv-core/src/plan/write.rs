@@ -1,0 +1,148 @@
+//! Where the rows of a step go.
+use crate::block::BlockTables;
+use crate::error::PlanError;
+use crate::geometry::{PlaneLayout, QkvFormat};
+use crate::ids::Slot;
+use crate::num::to_u32;
+use crate::plan::batch::PlannedSequence;
+use crate::storage::PlaneView;
+use crate::tensor::{TensorView, TokenRequirement, TokenTensor};
+
+/// The slots that a step's new K and V go to, checked against one group's tables.
+///
+/// Guarantees a backend may index by: every slot is inside the plane, and no slot, nor any block, is
+/// written by two entries, so entries may be written in parallel.
+#[derive(Debug, Clone, Copy)]
+pub struct WritePlan<'p> {
+    layout: &'p PlaneLayout,
+    tables: &'p BlockTables,
+    sequences: &'p [PlannedSequence],
+    slots: &'p [Slot],
+    totals: [u32; 2],
+}
+
+impl<'p> WritePlan<'p> {
+    pub(crate) fn from_checked(
+        layout: &'p PlaneLayout,
+        tables: &'p BlockTables,
+        sequences: &'p [PlannedSequence],
+        slots: &'p [Slot],
+        totals: [u32; 2],
+    ) -> Self {
+        Self {
+            layout,
+            tables,
+            sequences,
+            slots,
+            totals,
+        }
+    }
+    /// Pool and block geometry the slots were checked against.
+    pub fn layout(&self) -> &'p PlaneLayout {
+        self.layout
+    }
+    /// Block tables of the group.
+    pub fn tables(&self) -> &'p BlockTables {
+        self.tables
+    }
+    /// The batch, in the caller's order.
+    pub fn sequences(&self) -> &'p [PlannedSequence] {
+        self.sequences
+    }
+    /// One slot a new token, entries one after another: the slot mapping of a `thd` tensor.
+    pub fn slots(&self) -> &'p [Slot] {
+        self.slots
+    }
+    /// New tokens of the whole batch.
+    pub fn total_new(&self) -> u32 {
+        self.totals[0]
+    }
+    /// New tokens of the entry that brings most.
+    pub fn new_len_max(&self) -> u32 {
+        self.totals[1]
+    }
+
+    pub(crate) fn requirement(
+        &self,
+        tensor: &'static str,
+        format: QkvFormat,
+        layout: &PlaneLayout,
+    ) -> TokenRequirement {
+        TokenRequirement {
+            tensor,
+            format,
+            batch: to_u32(self.sequences.len()),
+            tokens_max: self.new_len_max(),
+            tokens_total: self.total_new(),
+            heads: Some(layout.num_kv_heads()),
+            dim: layout.head_dim(),
+        }
+    }
+}
+
+/// Tensors and planes of one layer's write, checked against a [`WritePlan`].
+#[derive(Debug)]
+pub struct WriteArgs<'a, Buf> {
+    k: TokenTensor<'a, Buf>,
+    v: TokenTensor<'a, Buf>,
+    k_plane: PlaneView<'a, Buf>,
+    v_plane: PlaneView<'a, Buf>,
+}
+
+impl<'a, Buf> WriteArgs<'a, Buf> {
+    /// Checks `k` and `v` (axes by `format`, row `i` of entry `b` as in [`QkvFormat`]) against the plan.
+    ///
+    /// A `bshd` or `sbhd` tensor may have more entries and longer ones than the plan, a `thd` tensor
+    /// more rows: those are padding.
+    ///
+    /// # Errors
+    /// [`PlanError::Shape`], [`PlanError::ElementType`], [`PlanError::TensorBytes`] or
+    /// [`PlanError::Misaligned`], naming the tensor.
+    pub fn new(
+        plan: &WritePlan<'_>,
+        k: TensorView<'a, Buf>,
+        v: TensorView<'a, Buf>,
+        format: QkvFormat,
+        k_plane: PlaneView<'a, Buf>,
+        v_plane: PlaneView<'a, Buf>,
+    ) -> Result<Self, PlanError> {
+        let k = TokenTensor::check(k, &plan.requirement("k", format, k_plane.layout()))?;
+        let v = TokenTensor::check(v, &plan.requirement("v", format, v_plane.layout()))?;
+        Ok(Self {
+            k,
+            v,
+            k_plane,
+            v_plane,
+        })
+    }
+    /// New keys.
+    pub fn k(&self) -> &TokenTensor<'a, Buf> {
+        &self.k
+    }
+    /// New values.
+    pub fn v(&self) -> &TokenTensor<'a, Buf> {
+        &self.v
+    }
+    /// Where keys go.
+    pub fn k_plane(&self) -> &PlaneView<'a, Buf> {
+        &self.k_plane
+    }
+    /// Where values go.
+    pub fn v_plane(&self) -> &PlaneView<'a, Buf> {
+        &self.v_plane
+    }
+    pub(crate) fn into_parts(self) -> ([TokenTensor<'a, Buf>; 2], [PlaneView<'a, Buf>; 2]) {
+        ([self.k, self.v], [self.k_plane, self.v_plane])
+    }
+    pub(crate) fn from_parts(
+        [k, v]: [TokenTensor<'a, Buf>; 2],
+        [k_plane, v_plane]: [PlaneView<'a, Buf>; 2],
+    ) -> Self {
+        Self {
+            k,
+            v,
+            k_plane,
+            v_plane,
+        }
+    }
+}

@@ -1,0 +1,575 @@
+//! Views of the caller's tensors, and what they become once a plan has checked them.
+//!
+//! The caller's bytes are never copied first: a view says where they are, and the backend uses them
+//! there for the length of the call. [`TensorView`] is what a caller makes, without any check;
+//! [`TokenTensor`] is what a backend gets, with every extent, stride, type and byte count checked.
+use std::fmt;
+
+use crate::element::{DType, Element};
+use crate::error::{Expected, PlanError};
+use crate::geometry::QkvFormat;
+use crate::num::to_u64;
+
+/// Extents of up to four axes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Dims {
+    rank: u8,
+    extents: [u32; 4],
+}
+
+impl Dims {
+    /// Takes up to four extents; more are kept as a rank that no tensor has and so is refused later.
+    pub fn new(extents: &[u32]) -> Self {
+        let mut dims = Self {
+            rank: u8::try_from(extents.len()).unwrap_or(u8::MAX),
+            extents: [0; 4],
+        };
+        for (to, from) in dims.extents.iter_mut().zip(extents) {
+            *to = *from;
+        }
+        dims
+    }
+
+    /// The extents, outermost first; at most four.
+    pub fn as_slice(&self) -> &[u32] {
+        self.extents
+            .get(..usize::from(self.rank))
+            .unwrap_or(&self.extents)
+    }
+}
+
+impl fmt::Debug for Dims {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for Dims {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.as_slice()).finish()?;
+        if self.rank > 4 {
+            write!(f, " and {} more axes", self.rank.saturating_sub(4))?;
+        }
+        Ok(())
+    }
+}
+
+/// Where the bytes of an input lie.
+#[derive(Debug)]
+#[expect(
+    clippy::exhaustive_enums,
+    reason = "a byte is on the host or on the device"
+)]
+pub enum TensorData<'a, Buf> {
+    /// In host memory, used in place by the CPU and staged by a device.
+    Host(&'a [u8]),
+    /// In memory of the backend's device.
+    Device {
+        /// The buffer.
+        buffer: &'a Buf,
+        /// First byte.
+        offset: u64,
+    },
+}
+
+impl<Buf> Clone for TensorData<'_, Buf> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Buf> Copy for TensorData<'_, Buf> {}
+
+/// Where the bytes of an output lie.
+#[derive(Debug)]
+#[expect(
+    clippy::exhaustive_enums,
+    reason = "a byte is on the host or on the device"
+)]
+pub enum TensorDataMut<'a, Buf> {
+    /// In host memory. Only a backend that computes there can write it; others say `Unsupported`.
+    Host(&'a mut [u8]),
+    /// In memory of the backend's device. It may alias no input of the same call.
+    Device {
+        /// The buffer.
+        buffer: &'a Buf,
+        /// First byte.
+        offset: u64,
+    },
+}
+
+/// An input tensor as the caller has it: element type, extents, strides, bytes.
+///
+/// The inner two axes (head, dim) are dense; the outer strides are free. Nothing is checked until the
+/// view meets a plan.
+#[derive(Debug)]
+pub struct TensorView<'a, Buf> {
+    data: TensorData<'a, Buf>,
+    meta: Meta,
+}
+
+impl<Buf> Clone for TensorView<'_, Buf> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Buf> Copy for TensorView<'_, Buf> {}
+
+/// An output tensor as the caller has it; see [`TensorView`].
+#[derive(Debug)]
+pub struct TensorViewMut<'a, Buf> {
+    data: TensorDataMut<'a, Buf>,
+    meta: Meta,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Meta {
+    dtype: DType,
+    dims: Dims,
+    outer_strides: Option<[u64; 2]>,
+}
+
+impl<'a, Buf> TensorView<'a, Buf> {
+    /// A dense tensor in host memory.
+    pub fn host<T: Element>(values: &'a [T], dims: &[u32]) -> Self {
+        Self::host_bytes(T::DTYPE, bytemuck::cast_slice(values), dims)
+    }
+    /// A dense tensor in host memory, given as bytes.
+    pub fn host_bytes(dtype: DType, bytes: &'a [u8], dims: &[u32]) -> Self {
+        Self {
+            data: TensorData::Host(bytes),
+            meta: Meta::dense(dtype, dims),
+        }
+    }
+    /// A dense tensor in device memory, `offset` bytes into `buffer`.
+    pub fn device(dtype: DType, buffer: &'a Buf, offset: u64, dims: &[u32]) -> Self {
+        Self {
+            data: TensorData::Device { buffer, offset },
+            meta: Meta::dense(dtype, dims),
+        }
+    }
+    /// Sets the strides of the outer axes, in elements: of the two outer axes of a `bshd` or `sbhd`
+    /// tensor, of the one outer axis (and an unused second) of a `thd` tensor.
+    #[must_use]
+    pub fn with_outer_strides(mut self, strides: [u64; 2]) -> Self {
+        self.meta.outer_strides = Some(strides);
+        self
+    }
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.meta.dtype
+    }
+    /// Extents.
+    pub fn dims(&self) -> Dims {
+        self.meta.dims
+    }
+}
+
+impl<'a, Buf> TensorViewMut<'a, Buf> {
+    /// A dense tensor in host memory.
+    pub fn host<T: Element>(values: &'a mut [T], dims: &[u32]) -> Self {
+        Self::host_bytes(T::DTYPE, bytemuck::cast_slice_mut(values), dims)
+    }
+    /// A dense tensor in host memory, given as bytes.
+    pub fn host_bytes(dtype: DType, bytes: &'a mut [u8], dims: &[u32]) -> Self {
+        Self {
+            data: TensorDataMut::Host(bytes),
+            meta: Meta::dense(dtype, dims),
+        }
+    }
+    /// A dense tensor in device memory, `offset` bytes into `buffer`.
+    pub fn device(dtype: DType, buffer: &'a Buf, offset: u64, dims: &[u32]) -> Self {
+        Self {
+            data: TensorDataMut::Device { buffer, offset },
+            meta: Meta::dense(dtype, dims),
+        }
+    }
+    /// Sets the strides of the outer axes; see [`TensorView::with_outer_strides`].
+    #[must_use]
+    pub fn with_outer_strides(mut self, strides: [u64; 2]) -> Self {
+        self.meta.outer_strides = Some(strides);
+        self
+    }
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.meta.dtype
+    }
+    /// Extents.
+    pub fn dims(&self) -> Dims {
+        self.meta.dims
+    }
+}
+
+impl<Buf> TensorViewMut<'_, Buf> {
+    /// Reads `[.., heads]` as `[.., heads, 1]`, so that one number a head is checked like a row.
+    pub(crate) fn with_unit_dim(mut self) -> Self {
+        let mut extents = self.meta.dims.extents;
+        let rank = usize::from(self.meta.dims.rank);
+        if let Some(last) = extents.get_mut(rank) {
+            *last = 1;
+            self.meta.dims = Dims {
+                rank: self.meta.dims.rank.saturating_add(1),
+                extents,
+            };
+        }
+        self
+    }
+}
+
+impl Meta {
+    fn dense(dtype: DType, dims: &[u32]) -> Self {
+        Self {
+            dtype,
+            dims: Dims::new(dims),
+            outer_strides: None,
+        }
+    }
+}
+
+/// What a plan demands of a token tensor.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TokenRequirement {
+    pub(crate) tensor: &'static str,
+    pub(crate) format: QkvFormat,
+    /// Batch entries the tensor must at least have room for.
+    pub(crate) batch: u32,
+    /// Longest entry, in tokens.
+    pub(crate) tokens_max: u32,
+    /// Tokens of all entries.
+    pub(crate) tokens_total: u32,
+    /// Exact head count, `None` when the caller chooses it.
+    pub(crate) heads: Option<u32>,
+    /// Exact row length.
+    pub(crate) dim: u32,
+}
+
+/// How the rows of a checked tensor lie: extents and strides, all in elements.
+///
+/// Established by the check: every row a plan can name lies inside the tensor's bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenRows {
+    format: QkvFormat,
+    dtype: DType,
+    batch: u32,
+    tokens: u32,
+    heads: u32,
+    dim: u32,
+    batch_stride: u64,
+    token_stride: u64,
+}
+
+impl TokenRows {
+    /// Axes of the tensor.
+    pub fn format(&self) -> QkvFormat {
+        self.format
+    }
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+    /// Batch entries there is room for; 1 for `thd`.
+    pub fn batch(&self) -> u32 {
+        self.batch
+    }
+    /// Tokens each batch entry has room for; the whole `t` axis for `thd`.
+    pub fn tokens(&self) -> u32 {
+        self.tokens
+    }
+    /// Heads of a token.
+    pub fn heads(&self) -> u32 {
+        self.heads
+    }
+    /// Values of one head's row.
+    pub fn dim(&self) -> u32 {
+        self.dim
+    }
+    /// Elements from one token of an entry to its next.
+    pub fn token_stride(&self) -> u64 {
+        self.token_stride
+    }
+    /// Index of the first element of token `i` of batch entry `entry`, whose tokens begin at row
+    /// `start` of a ragged tensor. The token's heads and values follow densely.
+    pub fn offset(&self, entry: usize, start: u32, i: u32) -> usize {
+        let at = match self.format {
+            QkvFormat::Thd => u64::from(start)
+                .saturating_add(u64::from(i))
+                .saturating_mul(self.token_stride),
+            QkvFormat::Bshd | QkvFormat::Sbhd => to_u64(entry)
+                .saturating_mul(self.batch_stride)
+                .saturating_add(u64::from(i).saturating_mul(self.token_stride)),
+        };
+        usize::try_from(at).unwrap_or(usize::MAX)
+    }
+
+    fn check(meta: Meta, need: &TokenRequirement) -> Result<Self, PlanError> {
+        let expected = |axes, dims: &[u32]| {
+            let expected = Expected {
+                axes,
+                dims: Dims::new(dims),
+            };
+            PlanError::Shape {
+                tensor: need.tensor,
+                expected,
+                got: meta.dims,
+            }
+        };
+        if !meta.dtype.is_float() {
+            let expected = "f32, f16 or bf16";
+            return Err(PlanError::ElementType {
+                tensor: need.tensor,
+                expected,
+                got: meta.dtype,
+            });
+        }
+        let heads_needed = need.heads.unwrap_or(0);
+        let (axes, dims): (_, &[u32]) = match need.format {
+            QkvFormat::Bshd => (
+                "[b at least, s at least, h, d]",
+                &[need.batch, need.tokens_max, heads_needed, need.dim],
+            ),
+            QkvFormat::Sbhd => (
+                "[s at least, b at least, h, d]",
+                &[need.tokens_max, need.batch, heads_needed, need.dim],
+            ),
+            QkvFormat::Thd => (
+                "[t at least, h, d]",
+                &[need.tokens_total, heads_needed, need.dim],
+            ),
+        };
+        let (first, second, heads, dim) = match (need.format, meta.dims.as_slice()) {
+            (QkvFormat::Thd, &[t, h, d]) => (t, 1, h, d),
+            (QkvFormat::Bshd | QkvFormat::Sbhd, &[x, y, h, d]) => (x, y, h, d),
+            _ => return Err(expected(axes, dims)),
+        };
+        let heads_fit = need.heads.map_or(heads > 0, |h| h == heads);
+        let row = u64::from(heads).saturating_mul(u64::from(dim));
+        let [stride_first, stride_second] = meta.outer_strides.unwrap_or(match need.format {
+            QkvFormat::Thd => [row, 0],
+            QkvFormat::Bshd | QkvFormat::Sbhd => [row.saturating_mul(u64::from(second)), row],
+        });
+        let rows = match need.format {
+            QkvFormat::Thd => (1, first, 0, stride_first),
+            QkvFormat::Bshd => (first, second, stride_first, stride_second),
+            QkvFormat::Sbhd => (second, first, stride_second, stride_first),
+        };
+        let (batch, tokens, batch_stride, token_stride) = rows;
+        let room = match need.format {
+            QkvFormat::Thd => tokens >= need.tokens_total,
+            QkvFormat::Bshd | QkvFormat::Sbhd => batch >= need.batch && tokens >= need.tokens_max,
+        };
+        if !(heads_fit && dim == need.dim && room) {
+            return Err(expected(axes, dims));
+        }
+        let (format, dtype) = (need.format, meta.dtype);
+        Ok(Self {
+            format,
+            dtype,
+            batch,
+            tokens,
+            heads,
+            dim,
+            batch_stride,
+            token_stride,
+        })
+    }
+
+    /// Bytes from the first element to the end of the last row, `None` when that overflows.
+    fn bytes_reached(&self) -> Option<u64> {
+        if self.batch == 0 || self.tokens == 0 {
+            return Some(0);
+        }
+        let last_batch = u64::from(self.batch.saturating_sub(1)).checked_mul(self.batch_stride)?;
+        let last_token = u64::from(self.tokens.saturating_sub(1)).checked_mul(self.token_stride)?;
+        let row = u64::from(self.heads).checked_mul(u64::from(self.dim))?;
+        last_batch
+            .checked_add(last_token)?
+            .checked_add(row)?
+            .checked_mul(to_u64(self.dtype.size()))
+    }
+
+    fn check_bytes(&self, tensor: &'static str, got: u64) -> Result<(), PlanError> {
+        let needed = self.bytes_reached().unwrap_or(u64::MAX);
+        if needed > got {
+            return Err(PlanError::TensorBytes {
+                tensor,
+                needed,
+                got,
+            });
+        }
+        Ok(())
+    }
+
+    /// Whether two rows share an element: only distinct rows may be written.
+    fn rows_overlap(&self) -> bool {
+        let row = u64::from(self.heads).saturating_mul(u64::from(self.dim));
+        let (near, far, near_count, far_count) = if self.batch_stride <= self.token_stride {
+            (
+                self.batch_stride,
+                self.token_stride,
+                self.batch,
+                self.tokens,
+            )
+        } else {
+            (
+                self.token_stride,
+                self.batch_stride,
+                self.tokens,
+                self.batch,
+            )
+        };
+        let near_span = u64::from(near_count.saturating_sub(1))
+            .saturating_mul(near)
+            .saturating_add(row);
+        (near_count > 1 && near < row) || (far_count > 1 && far < near_span)
+    }
+}
+
+fn check_host_alignment(tensor: &'static str, dtype: DType, bytes: &[u8]) -> Result<(), PlanError> {
+    let align = dtype.size();
+    if bytes.is_empty() || bytes.as_ptr().align_offset(align) == 0 {
+        return Ok(());
+    }
+    Err(PlanError::Misaligned { tensor, align })
+}
+
+fn check_device_offset(tensor: &'static str, dtype: DType, offset: u64) -> Result<(), PlanError> {
+    let align = dtype.size();
+    match offset.checked_rem(to_u64(align)) {
+        Some(0) => Ok(()),
+        _ => Err(PlanError::Misaligned { tensor, align }),
+    }
+}
+
+/// A checked input: rows of tokens, and where their bytes are.
+///
+/// Rows past an entry's tokens are padding and are never read. For device memory the backend itself
+/// compares the reach with the size of its buffer ([`Self::bytes_reached`]).
+#[derive(Debug)]
+pub struct TokenTensor<'a, Buf> {
+    rows: TokenRows,
+    data: TensorData<'a, Buf>,
+}
+
+impl<Buf> Clone for TokenTensor<'_, Buf> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Buf> Copy for TokenTensor<'_, Buf> {}
+
+impl<'a, Buf> TokenTensor<'a, Buf> {
+    pub(crate) fn check(
+        view: TensorView<'a, Buf>,
+        need: &TokenRequirement,
+    ) -> Result<Self, PlanError> {
+        let rows = TokenRows::check(view.meta, need)?;
+        match view.data {
+            TensorData::Host(bytes) => {
+                rows.check_bytes(need.tensor, to_u64(bytes.len()))?;
+                check_host_alignment(need.tensor, rows.dtype, bytes)?;
+            }
+            TensorData::Device { offset, .. } => {
+                check_device_offset(need.tensor, rows.dtype, offset)?;
+            }
+        }
+        Ok(Self {
+            rows,
+            data: view.data,
+        })
+    }
+    /// Extents, strides and element type.
+    pub fn rows(&self) -> &TokenRows {
+        &self.rows
+    }
+    /// Where the bytes are.
+    pub fn data(&self) -> TensorData<'a, Buf> {
+        self.data
+    }
+    /// Bytes from the first element to the end of the last row.
+    pub fn bytes_reached(&self) -> u64 {
+        self.rows.bytes_reached().unwrap_or(u64::MAX)
+    }
+    /// The same tensor with its buffer handle exchanged.
+    pub(crate) fn try_map<T: 'a, E>(
+        self,
+        cast: impl FnOnce(&'a Buf) -> Result<&'a T, E>,
+    ) -> Result<TokenTensor<'a, T>, E> {
+        let data = match self.data {
+            TensorData::Host(bytes) => TensorData::Host(bytes),
+            TensorData::Device { buffer, offset } => TensorData::Device {
+                buffer: cast(buffer)?,
+                offset,
+            },
+        };
+        Ok(TokenTensor {
+            rows: self.rows,
+            data,
+        })
+    }
+}
+
+/// A checked output: rows of tokens, and where to write them.
+///
+/// Every row that is padding is written as zeros. No two rows overlap.
+#[derive(Debug)]
+pub struct TokenTensorMut<'a, Buf> {
+    rows: TokenRows,
+    data: TensorDataMut<'a, Buf>,
+}
+
+impl<'a, Buf> TokenTensorMut<'a, Buf> {
+    pub(crate) fn check(
+        view: TensorViewMut<'a, Buf>,
+        need: &TokenRequirement,
+    ) -> Result<Self, PlanError> {
+        let rows = TokenRows::check(view.meta, need)?;
+        match &view.data {
+            TensorDataMut::Host(bytes) => {
+                rows.check_bytes(need.tensor, to_u64(bytes.len()))?;
+                check_host_alignment(need.tensor, rows.dtype, bytes)?;
+            }
+            TensorDataMut::Device { offset, .. } => {
+                check_device_offset(need.tensor, rows.dtype, *offset)?;
+            }
+        }
+        if rows.rows_overlap() {
+            let strides = [rows.batch_stride, rows.token_stride];
+            return Err(PlanError::Overlap {
+                tensor: need.tensor,
+                strides,
+            });
+        }
+        Ok(Self {
+            rows,
+            data: view.data,
+        })
+    }
+    /// Extents, strides and element type.
+    pub fn rows(&self) -> &TokenRows {
+        &self.rows
+    }
+    /// Bytes from the first element to the end of the last row.
+    pub fn bytes_reached(&self) -> u64 {
+        self.rows.bytes_reached().unwrap_or(u64::MAX)
+    }
+    /// Where to write.
+    pub fn data(&mut self) -> &mut TensorDataMut<'a, Buf> {
+        &mut self.data
+    }
+    /// The same tensor with its buffer handle exchanged.
+    pub(crate) fn try_map<T: 'a, E>(
+        self,
+        cast: impl FnOnce(&'a Buf) -> Result<&'a T, E>,
+    ) -> Result<TokenTensorMut<'a, T>, E> {
+        let data = match self.data {
+            TensorDataMut::Host(bytes) => TensorDataMut::Host(bytes),
+            TensorDataMut::Device { buffer, offset } => TensorDataMut::Device {
+                buffer: cast(buffer)?,
+                offset,
+            },
+        };
+        Ok(TokenTensorMut {
+            rows: self.rows,
+            data,
+        })
+    }
+}
