@@ -22,11 +22,7 @@ pub struct UnknownName {
 impl UnknownName {
     /// Says what was looked for, what came and what would have done.
     pub fn new(what: &'static str, name: &str, expected: &'static str) -> Self {
-        Self {
-            what,
-            name: name.to_owned(),
-            expected,
-        }
+        Self { what, name: name.to_owned(), expected }
     }
 }
 
@@ -354,12 +350,7 @@ pub struct DeviceError {
 impl DeviceError {
     /// Makes an error without an underlying cause.
     pub fn new(kind: DeviceErrorKind, operation: &'static str) -> Self {
-        Self {
-            kind,
-            operation,
-            detail: None,
-            source: None,
-        }
+        Self { kind, operation, detail: None, source: None }
     }
 
     /// Adds what was asked or found, for people.

@@ -70,10 +70,7 @@ pub struct PlaneLayout {
 
 /// The numbers a [`PlaneLayout`] is made from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[expect(
-    clippy::exhaustive_structs,
-    reason = "a literal names each of the six numbers"
-)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the six numbers")]
 pub struct PlaneShape {
     /// Blocks in the pool.
     pub num_blocks: u32,
@@ -96,14 +93,7 @@ impl PlaneLayout {
     /// [`SpecError::Zero`] for a zero field, [`SpecError::Overflow`] when the number of slots does not
     /// fit `u32` or the bytes of the plane do not fit `u64` or `isize`.
     pub fn new(shape: PlaneShape) -> Result<Self, SpecError> {
-        let PlaneShape {
-            num_blocks,
-            block_size,
-            num_kv_heads,
-            head_dim,
-            order,
-            format,
-        } = shape;
+        let PlaneShape { num_blocks, block_size, num_kv_heads, head_dim, order, format } = shape;
         for (field, n) in [
             ("num_blocks", num_blocks),
             ("block_size", block_size),
@@ -116,20 +106,15 @@ impl PlaneLayout {
         }
         num_blocks
             .checked_mul(block_size)
-            .ok_or(SpecError::Overflow {
-                what: "num_blocks * block_size",
-            })?;
+            .ok_or(SpecError::Overflow { what: "num_blocks * block_size" })?;
         let row_bytes = format.row_bytes(head_dim);
-        let overflow = SpecError::Overflow {
-            what: "bytes of one plane",
-        };
+        let overflow = SpecError::Overflow { what: "bytes of one plane" };
         let block_bytes = row_bytes
             .checked_mul(u64::from(num_kv_heads))
             .and_then(|n| n.checked_mul(u64::from(block_size)))
             .ok_or_else(|| overflow.clone())?;
-        let plane = block_bytes
-            .checked_mul(u64::from(num_blocks))
-            .ok_or_else(|| overflow.clone())?;
+        let plane =
+            block_bytes.checked_mul(u64::from(num_blocks)).ok_or_else(|| overflow.clone())?;
         // A host slice is never longer than isize::MAX bytes.
         if isize::try_from(plane).is_err() {
             return Err(overflow);
@@ -196,13 +181,8 @@ impl PlaneLayout {
     }
     /// Bytes of segment `index`.
     pub fn segment_bytes(&self, index: u32) -> u64 {
-        let first = index
-            .saturating_mul(self.blocks_per_segment)
-            .min(self.num_blocks);
-        let blocks = self
-            .num_blocks
-            .saturating_sub(first)
-            .min(self.blocks_per_segment);
+        let first = index.saturating_mul(self.blocks_per_segment).min(self.num_blocks);
+        let blocks = self.num_blocks.saturating_sub(first).min(self.blocks_per_segment);
         self.block_bytes.saturating_mul(u64::from(blocks))
     }
     /// Bytes of the whole plane.
@@ -229,9 +209,6 @@ impl PlaneLayout {
         let per = self.blocks_per_segment.max(1);
         let segment = block.checked_div(per).unwrap_or(0);
         let inside = block.checked_rem(per).unwrap_or(0);
-        (
-            to_usize(segment),
-            self.block_bytes.saturating_mul(u64::from(inside)),
-        )
+        (to_usize(segment), self.block_bytes.saturating_mul(u64::from(inside)))
     }
 }

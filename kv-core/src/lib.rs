@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 pub mod backend;
 pub mod block;
+mod cache;
 mod element;
 pub mod error;
 mod format;
@@ -9,10 +10,12 @@ mod geometry;
 mod ids;
 mod num;
 pub mod plan;
+mod spec;
 mod storage;
 mod tensor;
 
 pub use backend::{AnyBackend, Backend};
+pub use cache::{KvCache, StartOptions, Step, StepInput, Usage};
 pub use element::{DType, Element};
 pub use error::{
     BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
@@ -21,6 +24,7 @@ pub use format::KvFormat;
 pub use geometry::{BlockOrder, PlaneLayout, PlaneShape, QkvFormat};
 pub use ids::{BlockId, GroupId, LayerId, SequenceId, Slot};
 pub use plan::{AttentionOptions, Determinism, Mask};
+pub use spec::{CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, MemoryUsage};
 pub use storage::{KvStorage, Plane, PlaneView, StorageView};
 pub use tensor::{
     Dims, TensorData, TensorDataMut, TensorView, TensorViewMut, TokenRows, TokenTensor,

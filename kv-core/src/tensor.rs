@@ -20,10 +20,8 @@ pub struct Dims {
 impl Dims {
     /// Takes up to four extents; more are kept as a rank that no tensor has and so is refused later.
     pub fn new(extents: &[u32]) -> Self {
-        let mut dims = Self {
-            rank: u8::try_from(extents.len()).unwrap_or(u8::MAX),
-            extents: [0; 4],
-        };
+        let mut dims =
+            Self { rank: u8::try_from(extents.len()).unwrap_or(u8::MAX), extents: [0; 4] };
         for (to, from) in dims.extents.iter_mut().zip(extents) {
             *to = *from;
         }
@@ -32,9 +30,7 @@ impl Dims {
 
     /// The extents, outermost first; at most four.
     pub fn as_slice(&self) -> &[u32] {
-        self.extents
-            .get(..usize::from(self.rank))
-            .unwrap_or(&self.extents)
+        self.extents.get(..usize::from(self.rank)).unwrap_or(&self.extents)
     }
 }
 
@@ -56,10 +52,7 @@ impl fmt::Display for Dims {
 
 /// Where the bytes of an input lie.
 #[derive(Debug)]
-#[expect(
-    clippy::exhaustive_enums,
-    reason = "a byte is on the host or on the device"
-)]
+#[expect(clippy::exhaustive_enums, reason = "a byte is on the host or on the device")]
 pub enum TensorData<'a, Buf> {
     /// In host memory, used in place by the CPU and staged by a device.
     Host(&'a [u8]),
@@ -81,10 +74,7 @@ impl<Buf> Copy for TensorData<'_, Buf> {}
 
 /// Where the bytes of an output lie.
 #[derive(Debug)]
-#[expect(
-    clippy::exhaustive_enums,
-    reason = "a byte is on the host or on the device"
-)]
+#[expect(clippy::exhaustive_enums, reason = "a byte is on the host or on the device")]
 pub enum TensorDataMut<'a, Buf> {
     /// In host memory. Only a backend that computes there can write it; others say `Unsupported`.
     Host(&'a mut [u8]),
@@ -135,17 +125,11 @@ impl<'a, Buf> TensorView<'a, Buf> {
     }
     /// A dense tensor in host memory, given as bytes.
     pub fn host_bytes(dtype: DType, bytes: &'a [u8], dims: &[u32]) -> Self {
-        Self {
-            data: TensorData::Host(bytes),
-            meta: Meta::dense(dtype, dims),
-        }
+        Self { data: TensorData::Host(bytes), meta: Meta::dense(dtype, dims) }
     }
     /// A dense tensor in device memory, `offset` bytes into `buffer`.
     pub fn device(dtype: DType, buffer: &'a Buf, offset: u64, dims: &[u32]) -> Self {
-        Self {
-            data: TensorData::Device { buffer, offset },
-            meta: Meta::dense(dtype, dims),
-        }
+        Self { data: TensorData::Device { buffer, offset }, meta: Meta::dense(dtype, dims) }
     }
     /// Sets the strides of the outer axes, in elements: of the two outer axes of a `bshd` or `sbhd`
     /// tensor, of the one outer axis (and an unused second) of a `thd` tensor.
@@ -171,17 +155,11 @@ impl<'a, Buf> TensorViewMut<'a, Buf> {
     }
     /// A dense tensor in host memory, given as bytes.
     pub fn host_bytes(dtype: DType, bytes: &'a mut [u8], dims: &[u32]) -> Self {
-        Self {
-            data: TensorDataMut::Host(bytes),
-            meta: Meta::dense(dtype, dims),
-        }
+        Self { data: TensorDataMut::Host(bytes), meta: Meta::dense(dtype, dims) }
     }
     /// A dense tensor in device memory, `offset` bytes into `buffer`.
     pub fn device(dtype: DType, buffer: &'a Buf, offset: u64, dims: &[u32]) -> Self {
-        Self {
-            data: TensorDataMut::Device { buffer, offset },
-            meta: Meta::dense(dtype, dims),
-        }
+        Self { data: TensorDataMut::Device { buffer, offset }, meta: Meta::dense(dtype, dims) }
     }
     /// Sets the strides of the outer axes; see [`TensorView::with_outer_strides`].
     #[must_use]
@@ -206,10 +184,7 @@ impl<Buf> TensorViewMut<'_, Buf> {
         let rank = usize::from(self.meta.dims.rank);
         if let Some(last) = extents.get_mut(rank) {
             *last = 1;
-            self.meta.dims = Dims {
-                rank: self.meta.dims.rank.saturating_add(1),
-                extents,
-            };
+            self.meta.dims = Dims { rank: self.meta.dims.rank.saturating_add(1), extents };
         }
         self
     }
@@ -217,11 +192,7 @@ impl<Buf> TensorViewMut<'_, Buf> {
 
 impl Meta {
     fn dense(dtype: DType, dims: &[u32]) -> Self {
-        Self {
-            dtype,
-            dims: Dims::new(dims),
-            outer_strides: None,
-        }
+        Self { dtype, dims: Dims::new(dims), outer_strides: None }
     }
 }
 
@@ -290,9 +261,9 @@ impl TokenRows {
     /// `start` of a ragged tensor. The token's heads and values follow densely.
     pub fn offset(&self, entry: usize, start: u32, i: u32) -> usize {
         let at = match self.format {
-            QkvFormat::Thd => u64::from(start)
-                .saturating_add(u64::from(i))
-                .saturating_mul(self.token_stride),
+            QkvFormat::Thd => {
+                u64::from(start).saturating_add(u64::from(i)).saturating_mul(self.token_stride)
+            }
             QkvFormat::Bshd | QkvFormat::Sbhd => to_u64(entry)
                 .saturating_mul(self.batch_stride)
                 .saturating_add(u64::from(i).saturating_mul(self.token_stride)),
@@ -302,23 +273,12 @@ impl TokenRows {
 
     fn check(meta: Meta, need: &TokenRequirement) -> Result<Self, PlanError> {
         let expected = |axes, dims: &[u32]| {
-            let expected = Expected {
-                axes,
-                dims: Dims::new(dims),
-            };
-            PlanError::Shape {
-                tensor: need.tensor,
-                expected,
-                got: meta.dims,
-            }
+            let expected = Expected { axes, dims: Dims::new(dims) };
+            PlanError::Shape { tensor: need.tensor, expected, got: meta.dims }
         };
         if !meta.dtype.is_float() {
             let expected = "f32, f16 or bf16";
-            return Err(PlanError::ElementType {
-                tensor: need.tensor,
-                expected,
-                got: meta.dtype,
-            });
+            return Err(PlanError::ElementType { tensor: need.tensor, expected, got: meta.dtype });
         }
         let heads_needed = need.heads.unwrap_or(0);
         let (axes, dims): (_, &[u32]) = match need.format {
@@ -330,10 +290,7 @@ impl TokenRows {
                 "[s at least, b at least, h, d]",
                 &[need.tokens_max, need.batch, heads_needed, need.dim],
             ),
-            QkvFormat::Thd => (
-                "[t at least, h, d]",
-                &[need.tokens_total, heads_needed, need.dim],
-            ),
+            QkvFormat::Thd => ("[t at least, h, d]", &[need.tokens_total, heads_needed, need.dim]),
         };
         let (first, second, heads, dim) = match (need.format, meta.dims.as_slice()) {
             (QkvFormat::Thd, &[t, h, d]) => (t, 1, h, d),
@@ -360,16 +317,7 @@ impl TokenRows {
             return Err(expected(axes, dims));
         }
         let (format, dtype) = (need.format, meta.dtype);
-        Ok(Self {
-            format,
-            dtype,
-            batch,
-            tokens,
-            heads,
-            dim,
-            batch_stride,
-            token_stride,
-        })
+        Ok(Self { format, dtype, batch, tokens, heads, dim, batch_stride, token_stride })
     }
 
     /// Bytes from the first element to the end of the last row, `None` when that overflows.
@@ -380,20 +328,13 @@ impl TokenRows {
         let last_batch = u64::from(self.batch.saturating_sub(1)).checked_mul(self.batch_stride)?;
         let last_token = u64::from(self.tokens.saturating_sub(1)).checked_mul(self.token_stride)?;
         let row = u64::from(self.heads).checked_mul(u64::from(self.dim))?;
-        last_batch
-            .checked_add(last_token)?
-            .checked_add(row)?
-            .checked_mul(to_u64(self.dtype.size()))
+        last_batch.checked_add(last_token)?.checked_add(row)?.checked_mul(to_u64(self.dtype.size()))
     }
 
     fn check_bytes(&self, tensor: &'static str, got: u64) -> Result<(), PlanError> {
         let needed = self.bytes_reached().unwrap_or(u64::MAX);
         if needed > got {
-            return Err(PlanError::TensorBytes {
-                tensor,
-                needed,
-                got,
-            });
+            return Err(PlanError::TensorBytes { tensor, needed, got });
         }
         Ok(())
     }
@@ -402,23 +343,12 @@ impl TokenRows {
     fn rows_overlap(&self) -> bool {
         let row = u64::from(self.heads).saturating_mul(u64::from(self.dim));
         let (near, far, near_count, far_count) = if self.batch_stride <= self.token_stride {
-            (
-                self.batch_stride,
-                self.token_stride,
-                self.batch,
-                self.tokens,
-            )
+            (self.batch_stride, self.token_stride, self.batch, self.tokens)
         } else {
-            (
-                self.token_stride,
-                self.batch_stride,
-                self.tokens,
-                self.batch,
-            )
+            (self.token_stride, self.batch_stride, self.tokens, self.batch)
         };
-        let near_span = u64::from(near_count.saturating_sub(1))
-            .saturating_mul(near)
-            .saturating_add(row);
+        let near_span =
+            u64::from(near_count.saturating_sub(1)).saturating_mul(near).saturating_add(row);
         (near_count > 1 && near < row) || (far_count > 1 && far < near_span)
     }
 }
@@ -471,10 +401,7 @@ impl<'a, Buf> TokenTensor<'a, Buf> {
                 check_device_offset(need.tensor, rows.dtype, offset)?;
             }
         }
-        Ok(Self {
-            rows,
-            data: view.data,
-        })
+        Ok(Self { rows, data: view.data })
     }
     /// Extents, strides and element type.
     pub fn rows(&self) -> &TokenRows {
@@ -495,15 +422,11 @@ impl<'a, Buf> TokenTensor<'a, Buf> {
     ) -> Result<TokenTensor<'a, T>, E> {
         let data = match self.data {
             TensorData::Host(bytes) => TensorData::Host(bytes),
-            TensorData::Device { buffer, offset } => TensorData::Device {
-                buffer: cast(buffer)?,
-                offset,
-            },
+            TensorData::Device { buffer, offset } => {
+                TensorData::Device { buffer: cast(buffer)?, offset }
+            }
         };
-        Ok(TokenTensor {
-            rows: self.rows,
-            data,
-        })
+        Ok(TokenTensor { rows: self.rows, data })
     }
 }
 
@@ -533,15 +456,9 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
         }
         if rows.rows_overlap() {
             let strides = [rows.batch_stride, rows.token_stride];
-            return Err(PlanError::Overlap {
-                tensor: need.tensor,
-                strides,
-            });
+            return Err(PlanError::Overlap { tensor: need.tensor, strides });
         }
-        Ok(Self {
-            rows,
-            data: view.data,
-        })
+        Ok(Self { rows, data: view.data })
     }
     /// Extents, strides and element type.
     pub fn rows(&self) -> &TokenRows {
@@ -562,14 +479,10 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
     ) -> Result<TokenTensorMut<'a, T>, E> {
         let data = match self.data {
             TensorDataMut::Host(bytes) => TensorDataMut::Host(bytes),
-            TensorDataMut::Device { buffer, offset } => TensorDataMut::Device {
-                buffer: cast(buffer)?,
-                offset,
-            },
+            TensorDataMut::Device { buffer, offset } => {
+                TensorDataMut::Device { buffer: cast(buffer)?, offset }
+            }
         };
-        Ok(TokenTensorMut {
-            rows: self.rows,
-            data,
-        })
+        Ok(TokenTensorMut { rows: self.rows, data })
     }
 }

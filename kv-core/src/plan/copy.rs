@@ -6,10 +6,7 @@ use crate::storage::StorageView;
 
 /// One block to copy, whole or its first tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(
-    clippy::exhaustive_structs,
-    reason = "a literal names each of the three numbers"
-)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the three numbers")]
 pub struct BlockCopy {
     /// Where the rows are.
     pub from: BlockId,
@@ -52,11 +49,7 @@ impl<'p> CopyPlan<'p> {
         }
         let shared = |block: BlockId| Err(PlanError::BlockShared { block: block.0 });
         if let [only] = copies {
-            return if only.from == only.to {
-                shared(only.to)
-            } else {
-                Ok(Self { copies })
-            };
+            return if only.from == only.to { shared(only.to) } else { Ok(Self { copies }) };
         }
         let mut written: Vec<_> = copies.iter().map(|copy| copy.to).collect();
         written.sort_unstable();
@@ -65,10 +58,7 @@ impl<'p> CopyPlan<'p> {
                 return shared(*a);
             }
         }
-        match copies
-            .iter()
-            .find(|copy| written.binary_search(&copy.from).is_ok())
-        {
+        match copies.iter().find(|copy| written.binary_search(&copy.from).is_ok()) {
             Some(copy) => shared(copy.from),
             None => Ok(Self { copies }),
         }

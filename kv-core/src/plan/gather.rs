@@ -8,10 +8,7 @@ use crate::tensor::{TensorViewMut, TokenRequirement, TokenTensorMut};
 
 /// Rows `begin..begin + len` of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(
-    clippy::exhaustive_structs,
-    reason = "a literal names each of the three numbers"
-)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the three numbers")]
 pub struct GatherRange {
     /// Row of the sequence in the block tables.
     pub row: u32,
@@ -46,12 +43,7 @@ impl<'p> GatherPlan<'p> {
             let end = range.begin.saturating_add(range.len);
             let block_size = layout.block_size();
             if to_usize(end.div_ceil(block_size)) > blocks {
-                return Err(PlanError::TableTooShort {
-                    index,
-                    tokens: end,
-                    blocks,
-                    block_size,
-                });
+                return Err(PlanError::TableTooShort { index, tokens: end, blocks, block_size });
             }
             total = total.saturating_add(u64::from(range.len));
             len_max = len_max.max(range.len);
@@ -61,12 +53,7 @@ impl<'p> GatherPlan<'p> {
             got: total,
             max: u64::from(u32::MAX),
         })?;
-        Ok(Self {
-            tables,
-            ranges,
-            total,
-            len_max,
-        })
+        Ok(Self { tables, ranges, total, len_max })
     }
     /// Block tables of the group.
     pub fn tables(&self) -> &'p BlockTables {

@@ -29,13 +29,7 @@ impl<'p> WritePlan<'p> {
         slots: &'p [Slot],
         totals: [u32; 2],
     ) -> Self {
-        Self {
-            layout,
-            tables,
-            sequences,
-            slots,
-            totals,
-        }
+        Self { layout, tables, sequences, slots, totals }
     }
     /// Pool and block geometry the slots were checked against.
     pub fn layout(&self) -> &'p PlaneLayout {
@@ -108,12 +102,7 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
     ) -> Result<Self, PlanError> {
         let k = TokenTensor::check(k, &plan.requirement("k", format, k_plane.layout()))?;
         let v = TokenTensor::check(v, &plan.requirement("v", format, v_plane.layout()))?;
-        Ok(Self {
-            k,
-            v,
-            k_plane,
-            v_plane,
-        })
+        Ok(Self { k, v, k_plane, v_plane })
     }
     /// New keys.
     pub fn k(&self) -> &TokenTensor<'a, Buf> {
@@ -138,11 +127,6 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
         [k, v]: [TokenTensor<'a, Buf>; 2],
         [k_plane, v_plane]: [PlaneView<'a, Buf>; 2],
     ) -> Self {
-        Self {
-            k,
-            v,
-            k_plane,
-            v_plane,
-        }
+        Self { k, v, k_plane, v_plane }
     }
 }

@@ -1,0 +1,479 @@
+//! What a cache is to hold, checked once.
+use crate::error::SpecError;
+use crate::format::KvFormat;
+use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
+use crate::ids::{GroupId, LayerId};
+use crate::plan::Determinism;
+
+/// A checked cache geometry: groups of layers, each with planes, a pool and tables of its own.
+///
+/// ```
+/// use kv_core::{CacheSpec, KvFormat};
+/// let spec = CacheSpec::builder()
+///     .layers(32)
+///     .kv_heads(8)
+///     .head_dim(128)
+///     .format(KvFormat::Bf16)
+///     .paged(16, 4096)
+///     .build()?;
+/// assert_eq!(spec.memory().bytes_per_token, 32 * 2 * 8 * 128 * 2);
+/// # Ok::<(), kv_core::SpecError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CacheSpec {
+    groups: Vec<GroupSpec>,
+    /// Group and index inside it, by layer; empty for layers on demand.
+    layers: Vec<(GroupId, usize)>,
+    on_demand: bool,
+    max_sequences: u32,
+    max_seq_len: u32,
+    determinism: Determinism,
+    wipe_on_release: bool,
+}
+
+/// One group of a [`CacheSpec`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupSpec {
+    layers: Vec<LayerId>,
+    layouts: [PlaneLayout; 2],
+    contiguous: bool,
+}
+
+impl GroupSpec {
+    /// Layers of the group, in ascending order; empty for layers on demand.
+    pub fn layers(&self) -> &[LayerId] {
+        &self.layers
+    }
+    /// Layouts of the K and the V plane.
+    pub fn layouts(&self) -> &[PlaneLayout; 2] {
+        &self.layouts
+    }
+    /// Tokens a block holds.
+    pub fn block_size(&self) -> u32 {
+        self.layouts[0].block_size()
+    }
+    /// Blocks of the pool.
+    pub fn num_blocks(&self) -> u32 {
+        self.layouts[0].num_blocks()
+    }
+    /// Whether a sequence is one block.
+    pub fn is_contiguous(&self) -> bool {
+        self.contiguous
+    }
+    /// Bytes of one block of one layer, K and V.
+    pub fn layer_block_bytes(&self) -> u64 {
+        let [k, v] = &self.layouts;
+        k.block_bytes().saturating_add(v.block_bytes())
+    }
+}
+
+impl CacheSpec {
+    /// Starts an empty specification.
+    pub fn builder() -> CacheSpecBuilder {
+        CacheSpecBuilder::default()
+    }
+    /// The groups, in order of [`GroupId`].
+    pub fn groups(&self) -> &[GroupSpec] {
+        &self.groups
+    }
+    /// Layers of the model; for layers on demand, the most there can be.
+    pub fn num_layers(&self) -> u16 {
+        if self.on_demand {
+            return u16::MAX;
+        }
+        u16::try_from(self.layers.len()).unwrap_or(u16::MAX)
+    }
+    /// Whether layers get memory one by one, when asked for.
+    pub fn layers_on_demand(&self) -> bool {
+        self.on_demand
+    }
+    /// The group of a layer and the layer's index inside it.
+    pub fn locate(&self, layer: LayerId) -> Option<(GroupId, usize)> {
+        if self.on_demand {
+            return (layer.0 < u16::MAX).then_some((GroupId(0), usize::from(layer.0)));
+        }
+        self.layers.get(usize::from(layer.0)).copied()
+    }
+    /// The most sequences that may live at once.
+    pub fn max_sequences(&self) -> u32 {
+        self.max_sequences
+    }
+    /// The most tokens one sequence may have.
+    pub fn max_seq_len(&self) -> u32 {
+        self.max_seq_len
+    }
+    /// How contexts are cut.
+    pub fn determinism(&self) -> Determinism {
+        self.determinism
+    }
+    /// Whether blocks are zeroed when their last holder lets go.
+    pub fn wipe_on_release(&self) -> bool {
+        self.wipe_on_release
+    }
+}
+
+/// Collects settings; [`Self::build`] checks them together.
+#[derive(Debug, Clone, Default)]
+pub struct CacheSpecBuilder {
+    layers: Option<u16>,
+    on_demand: bool,
+    default_group: GroupBuilder,
+    groups: Vec<(Vec<u16>, GroupBuilder)>,
+    max_sequences: Option<u32>,
+    max_seq_len: Option<u32>,
+    determinism: Determinism,
+    wipe_on_release: bool,
+}
+
+/// Settings of one group; those not set are the builder's own.
+#[derive(Debug, Clone, Default)]
+pub struct GroupBuilder {
+    kv_heads: Option<u32>,
+    head_dim_k: Option<u32>,
+    head_dim_v: Option<u32>,
+    format_k: Option<KvFormat>,
+    format_v: Option<KvFormat>,
+    order: BlockOrder,
+    blocks: Option<Blocks>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Blocks {
+    Paged { block_size: u32, num_blocks: u32 },
+    PagedWithin { block_size: u32, bytes: u64 },
+    Contiguous { max_sequences: u32, max_seq_len: u32 },
+}
+
+impl GroupBuilder {
+    /// Heads of K and V: as many as query heads for MHA, fewer for GQA, 1 for MQA.
+    #[must_use]
+    pub fn kv_heads(mut self, heads: u32) -> Self {
+        self.kv_heads = Some(heads);
+        self
+    }
+    /// Values of one row of K and of V.
+    #[must_use]
+    pub fn head_dim(self, dim: u32) -> Self {
+        self.head_dims(dim, dim)
+    }
+    /// Values of one row of K, and of V.
+    #[must_use]
+    pub fn head_dims(mut self, k: u32, v: u32) -> Self {
+        (self.head_dim_k, self.head_dim_v) = (Some(k), Some(v));
+        self
+    }
+    /// Stored format of K and V.
+    #[must_use]
+    pub fn format(self, format: KvFormat) -> Self {
+        self.formats(format, format)
+    }
+    /// Stored format of K, and of V.
+    #[must_use]
+    pub fn formats(mut self, k: KvFormat, v: KvFormat) -> Self {
+        (self.format_k, self.format_v) = (Some(k), Some(v));
+        self
+    }
+    /// Axes inside a block; [`BlockOrder::Hnd`] unless set.
+    #[must_use]
+    pub fn block_order(mut self, order: BlockOrder) -> Self {
+        self.order = order;
+        self
+    }
+    /// `num_blocks` blocks of `block_size` tokens each. Any number of blocks will do: fewer than the
+    /// worst case is the point of paging.
+    #[must_use]
+    pub fn paged(mut self, block_size: u32, num_blocks: u32) -> Self {
+        self.blocks = Some(Blocks::Paged { block_size, num_blocks });
+        self
+    }
+    /// As many blocks of `block_size` tokens as `bytes` hold, over all layers of the group.
+    #[must_use]
+    pub fn paged_within(mut self, block_size: u32, bytes: u64) -> Self {
+        self.blocks = Some(Blocks::PagedWithin { block_size, bytes });
+        self
+    }
+    /// One block of `max_seq_len` tokens for each of `max_sequences` sequences.
+    #[must_use]
+    pub fn contiguous(mut self, max_sequences: u32, max_seq_len: u32) -> Self {
+        self.blocks = Some(Blocks::Contiguous { max_sequences, max_seq_len });
+        self
+    }
+
+    fn build(&self, layers: Vec<LayerId>) -> Result<(GroupSpec, Option<u32>), SpecError> {
+        let required = |value: Option<u32>, field| value.ok_or(SpecError::Missing { field });
+        let blocks = self.blocks.ok_or(SpecError::Missing { field: "paged or contiguous" })?;
+        let format = |format: Option<KvFormat>| format.unwrap_or(KvFormat::F16);
+        let shape = |dim: Option<u32>, format: KvFormat, block_size, num_blocks| {
+            Ok(PlaneShape {
+                num_blocks,
+                block_size,
+                num_kv_heads: required(self.kv_heads, "kv_heads")?,
+                head_dim: required(dim, "head_dim")?,
+                order: self.order,
+                format,
+            })
+        };
+        let layouts = |block_size, num_blocks| {
+            let k = shape(self.head_dim_k, format(self.format_k), block_size, num_blocks)?;
+            let v = shape(self.head_dim_v, format(self.format_v), block_size, num_blocks)?;
+            Ok::<_, SpecError>([PlaneLayout::new(k)?, PlaneLayout::new(v)?])
+        };
+        let (layouts, contiguous, max_seq_len) = match blocks {
+            Blocks::Paged { block_size, num_blocks } => {
+                (layouts(block_size, num_blocks)?, false, None)
+            }
+            Blocks::PagedWithin { block_size, bytes } => {
+                let [k, v] = layouts(block_size, 1)?;
+                let num_layers = crate::num::to_u64(layers.len().max(1));
+                let block = k.block_bytes().saturating_add(v.block_bytes());
+                let block = block.saturating_mul(num_layers);
+                // The slots of a pool are numbered in u32.
+                let most = u32::MAX.checked_div(block_size).unwrap_or(0);
+                let fit = bytes.checked_div(block).unwrap_or(0);
+                let num_blocks = u32::try_from(fit).unwrap_or(u32::MAX).min(most);
+                (layouts(block_size, num_blocks)?, false, None)
+            }
+            Blocks::Contiguous { max_sequences, max_seq_len } => {
+                for (field, n) in [("max_sequences", max_sequences), ("max_seq_len", max_seq_len)] {
+                    if n == 0 {
+                        return Err(SpecError::Zero { field });
+                    }
+                }
+                (layouts(max_seq_len, max_sequences)?, true, Some(max_seq_len))
+            }
+        };
+        Ok((GroupSpec { layers, layouts, contiguous }, max_seq_len))
+    }
+}
+
+macro_rules! forward_to_default_group {
+    ($($(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*);)*) => {$(
+        $(#[$doc])*
+        #[must_use]
+        pub fn $name(mut self, $($arg: $type),*) -> Self {
+            self.default_group = self.default_group.$name($($arg),*);
+            self
+        }
+    )*};
+}
+
+impl CacheSpecBuilder {
+    /// Number of layers of the model.
+    #[must_use]
+    pub fn layers(mut self, layers: u16) -> Self {
+        self.layers = Some(layers);
+        self
+    }
+    /// Layers are not counted in advance: each gets memory from
+    /// [`KvCache::allocate_layer`](crate::KvCache::allocate_layer), in one group.
+    #[must_use]
+    pub fn layers_on_demand(mut self) -> Self {
+        self.on_demand = true;
+        self
+    }
+    forward_to_default_group! {
+        /// Heads of K and V: as many as query heads for MHA, fewer for GQA, 1 for MQA.
+        kv_heads(heads: u32);
+        /// Values of one row of K and of V.
+        head_dim(dim: u32);
+        /// Values of one row of K, and of V.
+        head_dims(k: u32, v: u32);
+        /// Stored format of K and V; [`KvFormat::F16`] unless set.
+        format(format: KvFormat);
+        /// Stored format of K, and of V.
+        formats(k: KvFormat, v: KvFormat);
+        /// Axes inside a block; [`BlockOrder::Hnd`] unless set.
+        block_order(order: BlockOrder);
+        /// `num_blocks` blocks of `block_size` tokens each; see [`GroupBuilder::paged`].
+        paged(block_size: u32, num_blocks: u32);
+        /// As many blocks of `block_size` tokens as `bytes` hold, over all layers of the group.
+        paged_within(block_size: u32, bytes: u64);
+        /// One block of `max_seq_len` tokens for each of `max_sequences` sequences.
+        contiguous(max_sequences: u32, max_seq_len: u32);
+    }
+    /// Gives some layers settings of their own: `change` gets the settings made so far. Layers that no
+    /// group lists form the first group.
+    #[must_use]
+    pub fn group(
+        mut self,
+        layers: impl IntoIterator<Item = u16>,
+        change: impl FnOnce(GroupBuilder) -> GroupBuilder,
+    ) -> Self {
+        let group = change(self.default_group.clone());
+        self.groups.push((layers.into_iter().collect(), group));
+        self
+    }
+    /// The most sequences that may live at once; unlimited unless set, `num_blocks` if contiguous.
+    #[must_use]
+    pub fn max_sequences(mut self, sequences: u32) -> Self {
+        self.max_sequences = Some(sequences);
+        self
+    }
+    /// The most tokens one sequence may have; the whole pool unless set.
+    #[must_use]
+    pub fn max_seq_len(mut self, tokens: u32) -> Self {
+        self.max_seq_len = Some(tokens);
+        self
+    }
+    /// How contexts are cut; [`Determinism::Fast`] unless set.
+    #[must_use]
+    pub fn determinism(mut self, determinism: Determinism) -> Self {
+        self.determinism = determinism;
+        self
+    }
+    /// Zeroes every block when its last holder lets go, for callers that share a device between
+    /// tenants.
+    #[must_use]
+    pub fn wipe_on_release(mut self, wipe: bool) -> Self {
+        self.wipe_on_release = wipe;
+        self
+    }
+
+    /// Checks everything together.
+    ///
+    /// # Errors
+    /// [`SpecError`], naming the first setting that is missing, zero or too large, or the first layer
+    /// that is in no group or in two.
+    pub fn build(self) -> Result<CacheSpec, SpecError> {
+        let (layers, lists) = self.assign_layers()?;
+        let mut groups = Vec::new();
+        let (mut max_seq_len, mut max_sequences) = (u32::MAX, u32::MAX);
+        for (list, builder) in lists {
+            let (group, limit) = builder.build(list)?;
+            let slots = group.num_blocks().saturating_mul(group.block_size());
+            max_seq_len = max_seq_len.min(limit.unwrap_or(slots));
+            if group.contiguous {
+                max_sequences = max_sequences.min(group.num_blocks());
+            }
+            groups.push(group);
+        }
+        for (field, given, limit) in [
+            ("max_seq_len", self.max_seq_len, &mut max_seq_len),
+            ("max_sequences", self.max_sequences, &mut max_sequences),
+        ] {
+            match given {
+                Some(0) => return Err(SpecError::Zero { field }),
+                Some(n) => *limit = n.min(*limit),
+                None => {}
+            }
+        }
+        let spec = CacheSpec {
+            groups,
+            layers,
+            on_demand: self.on_demand,
+            max_sequences,
+            max_seq_len,
+            determinism: self.determinism,
+            wipe_on_release: self.wipe_on_release,
+        };
+        match spec.memory_checked() {
+            Some(_) => Ok(spec),
+            None => Err(SpecError::Overflow { what: "bytes of the cache" }),
+        }
+    }
+
+    /// Gives every layer its group.
+    #[expect(clippy::type_complexity, reason = "used once, two lines above")]
+    fn assign_layers(
+        &self,
+    ) -> Result<(Vec<(GroupId, usize)>, Vec<(Vec<LayerId>, &GroupBuilder)>), SpecError> {
+        if self.on_demand {
+            return Ok((Vec::new(), vec![(Vec::new(), &self.default_group)]));
+        }
+        let num_layers = match self.layers {
+            None => return Err(SpecError::Missing { field: "layers" }),
+            Some(0) => return Err(SpecError::Zero { field: "layers" }),
+            Some(n) => n,
+        };
+        let mut listed = vec![0_usize; usize::from(num_layers)];
+        for &layer in self.groups.iter().flat_map(|(layers, _)| layers) {
+            match listed.get_mut(usize::from(layer)) {
+                Some(times) => *times = times.saturating_add(1),
+                None => {
+                    return Err(SpecError::LayerOutOfRange { layer: LayerId(layer), num_layers });
+                }
+            }
+        }
+        if let Some((layer, &groups)) = (0..).zip(&listed).find(|(_, times)| **times > 1) {
+            return Err(SpecError::LayerGroups { layer: LayerId(layer), groups });
+        }
+        let rest = (0..).zip(&listed).filter(|(_, times)| **times == 0).map(|(l, _)| LayerId(l));
+        let mut lists = vec![(rest.collect::<Vec<_>>(), &self.default_group)];
+        lists.extend(self.groups.iter().map(|(layers, builder)| {
+            let mut layers: Vec<_> = layers.iter().copied().map(LayerId).collect();
+            layers.sort_unstable();
+            (layers, builder)
+        }));
+        lists.retain(|(layers, _)| !layers.is_empty());
+        let max = 255;
+        if lists.len() > max {
+            let (got, max) = (crate::num::to_u64(lists.len()), crate::num::to_u64(max));
+            return Err(SpecError::TooLarge { field: "groups", got, max });
+        }
+        let mut places = vec![(GroupId(0), 0); usize::from(num_layers)];
+        for (group, (layers, _)) in (0..).zip(&lists) {
+            for (index, layer) in layers.iter().enumerate() {
+                if let Some(place) = places.get_mut(usize::from(layer.0)) {
+                    *place = (GroupId(group), index);
+                }
+            }
+        }
+        Ok((places, lists))
+    }
+}
+
+/// Host and device memory of a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryUsage {
+    /// Bytes of K and V of one token over all layers. For layers on demand: of one layer.
+    pub bytes_per_token: u64,
+    /// Bytes of all planes.
+    pub bytes_total: u64,
+    /// Tokens the smallest pool holds.
+    pub tokens: u64,
+}
+
+impl CacheSpec {
+    /// How much memory the planes take. For layers on demand: of one layer.
+    pub fn memory(&self) -> MemoryUsage {
+        // `build` has refused every geometry that overflows.
+        self.memory_checked().unwrap_or(MemoryUsage {
+            bytes_per_token: 0,
+            bytes_total: 0,
+            tokens: 0,
+        })
+    }
+
+    /// How many sequences of `tokens` tokens fit at once when nothing is shared.
+    pub fn sequences_that_fit(&self, tokens: u32) -> u32 {
+        let fit = |group: &GroupSpec| {
+            group.num_blocks().checked_div(tokens.div_ceil(group.block_size())).unwrap_or(u32::MAX)
+        };
+        let fit = self.groups.iter().map(fit).min().unwrap_or(0);
+        if tokens > self.max_seq_len { 0 } else { fit.min(self.max_sequences) }
+    }
+
+    fn memory_checked(&self) -> Option<MemoryUsage> {
+        let (mut per_token, mut total, mut tokens) = (0_u64, 0_u64, u64::MAX);
+        for group in &self.groups {
+            let layers = crate::num::to_u64(group.layers.len().max(1));
+            let block =
+                group.layouts.iter().try_fold(0_u64, |n, l| n.checked_add(l.block_bytes()))?;
+            let block = block.checked_mul(layers)?;
+            total = total.checked_add(block.checked_mul(u64::from(group.num_blocks()))?)?;
+            per_token = per_token.checked_add(block.checked_div(u64::from(group.block_size()))?)?;
+            let slots = u64::from(group.num_blocks()).checked_mul(u64::from(group.block_size()))?;
+            tokens = tokens.min(slots);
+        }
+        // A host allocation is never larger than isize::MAX bytes.
+        isize::try_from(total).ok()?;
+        Some(MemoryUsage { bytes_per_token: per_token, bytes_total: total, tokens })
+    }
+}
+
+/// Entries a table row starts with: enough for any sequence up to a cap, so that rows rarely move.
+pub(crate) fn table_width(spec: &CacheSpec, group: &GroupSpec) -> u32 {
+    const WIDTH_START_MAX: u32 = 1024;
+    spec.max_seq_len.div_ceil(group.block_size()).min(group.num_blocks()).min(WIDTH_START_MAX)
+}
