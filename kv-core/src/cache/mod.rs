@@ -6,6 +6,8 @@ mod open;
 mod rows;
 mod sequences;
 mod step;
+#[cfg(test)]
+mod tests;
 mod usage;
 
 use crate::backend::{AnyBackend, Backend, Queue};
@@ -154,7 +156,7 @@ impl<B: Backend> KvCache<B> {
             return Err(PlanError::SequenceTooLong { sequence, len: 0, new: asked, max }.into());
         }
         self.check_new(sequence)?;
-        for (id, group) in (0..).zip(&self.groups) {
+        for (group, id) in self.groups.iter().zip(0..) {
             let needed = options.reserve.div_ceil(block_size(group));
             let free = group.pool.num_free();
             if needed > free {

@@ -37,7 +37,7 @@ impl Sequences {
         self.rows.keys().copied()
     }
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Sequence)> + '_ {
-        (0..).zip(&self.states).filter_map(|(row, state)| Some((row, state.as_ref()?)))
+        self.states.iter().zip(0..).filter_map(|(state, row)| Some((row, state.as_ref()?)))
     }
     pub(crate) fn contains(&self, id: SequenceId) -> bool {
         self.rows.contains_key(&id)

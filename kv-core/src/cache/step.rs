@@ -162,6 +162,11 @@ impl<B: Backend> Step<'_, B> {
 
     /// Ends the step as if it had never begun. Dropping it does the same.
     pub fn roll_back(self) {}
+
+    /// The cache the step runs on; its lengths are those before the step.
+    pub fn cache(&self) -> &KvCache<B> {
+        self.cache
+    }
 }
 
 impl<B: Backend> KvCache<B> {

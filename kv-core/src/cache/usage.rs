@@ -46,7 +46,7 @@ impl<B: Backend> KvCache<B> {
         let size = block_size(group);
         let mut filled = HashMap::new();
         for (row, state) in self.sequences.iter() {
-            for (index, block) in (0_u32..).zip(group.tables.row(row)) {
+            for (block, index) in group.tables.row(row).iter().zip(0_u32..) {
                 let before = index.saturating_mul(size);
                 let tokens = state.len.saturating_sub(before).min(size);
                 let most = filled.entry(*block).or_insert(0_u32);

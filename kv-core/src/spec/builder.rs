@@ -293,10 +293,11 @@ impl CacheSpecBuilder {
                 }
             }
         }
-        if let Some((layer, &groups)) = (0..).zip(&listed).find(|(_, times)| **times > 1) {
+        if let Some((&groups, layer)) = listed.iter().zip(0..).find(|(times, _)| **times > 1) {
             return Err(SpecError::LayerGroups { layer: LayerId(layer), groups });
         }
-        let rest = (0..).zip(&listed).filter(|(_, times)| **times == 0).map(|(l, _)| LayerId(l));
+        let rest =
+            listed.iter().zip(0..).filter(|(times, _)| **times == 0).map(|(_, l)| LayerId(l));
         let mut lists = vec![(rest.collect::<Vec<_>>(), &self.default_group)];
         lists.extend(self.groups.iter().map(|(layers, builder)| {
             let mut layers: Vec<_> = layers.iter().copied().map(LayerId).collect();
@@ -310,7 +311,7 @@ impl CacheSpecBuilder {
             return Err(SpecError::TooLarge { field: "groups", got, max });
         }
         let mut places = vec![(GroupId(0), 0); usize::from(num_layers)];
-        for (group, (layers, _)) in (0..).zip(&lists) {
+        for ((layers, _), group) in lists.iter().zip(0..) {
             for (index, layer) in layers.iter().enumerate() {
                 if let Some(place) = places.get_mut(usize::from(layer.0)) {
                     *place = (GroupId(group), index);

@@ -1,5 +1,7 @@
 //! What a cache is to hold, checked once.
 mod builder;
+#[cfg(test)]
+mod tests;
 
 pub use builder::{CacheSpecBuilder, GroupBuilder};
 
