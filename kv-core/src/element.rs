@@ -54,11 +54,7 @@ impl FromStr for DType {
             "f16" => Ok(Self::F16),
             "bf16" => Ok(Self::Bf16),
             "u32" => Ok(Self::U32),
-            _ => Err(UnknownName::new(
-                "element type",
-                name,
-                "f32, f16, bf16, u32",
-            )),
+            _ => Err(UnknownName::new("element type", name, "f32, f16, bf16, u32")),
         }
     }
 }

@@ -22,11 +22,7 @@ pub struct UnknownName {
 impl UnknownName {
     /// Says what was looked for, what came and what would have done.
     pub fn new(what: &'static str, name: &str, expected: &'static str) -> Self {
-        Self {
-            what,
-            name: name.to_owned(),
-            expected,
-        }
+        Self { what, name: name.to_owned(), expected }
     }
 }
 
@@ -264,6 +260,14 @@ pub enum PlanError {
         /// Tokens a block holds.
         block_size: u32,
     },
+    /// A plane belongs to another pool than the one the plan was checked against.
+    #[error("plane of {got:?} (blocks, tokens a block) with a plan for {expected:?}")]
+    LayoutMismatch {
+        /// Blocks and block size of the plan.
+        expected: (u32, u32),
+        /// Blocks and block size of the plane.
+        got: (u32, u32),
+    },
     /// Two entries of one batch write the same block.
     #[error("block {block} is written or copied to more than once")]
     BlockShared {
@@ -354,12 +358,7 @@ pub struct DeviceError {
 impl DeviceError {
     /// Makes an error without an underlying cause.
     pub fn new(kind: DeviceErrorKind, operation: &'static str) -> Self {
-        Self {
-            kind,
-            operation,
-            detail: None,
-            source: None,
-        }
+        Self { kind, operation, detail: None, source: None }
     }
 
     /// Adds what was asked or found, for people.

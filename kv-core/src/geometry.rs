@@ -2,7 +2,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::{SpecError, UnknownName};
+use crate::block::BlockTables;
+use crate::error::{PlanError, SpecError, UnknownName};
 use crate::format::KvFormat;
 use crate::num::to_usize;
 
@@ -70,10 +71,7 @@ pub struct PlaneLayout {
 
 /// The numbers a [`PlaneLayout`] is made from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[expect(
-    clippy::exhaustive_structs,
-    reason = "a literal names each of the six numbers"
-)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the six numbers")]
 pub struct PlaneShape {
     /// Blocks in the pool.
     pub num_blocks: u32,
@@ -96,14 +94,7 @@ impl PlaneLayout {
     /// [`SpecError::Zero`] for a zero field, [`SpecError::Overflow`] when the number of slots does not
     /// fit `u32` or the bytes of the plane do not fit `u64` or `isize`.
     pub fn new(shape: PlaneShape) -> Result<Self, SpecError> {
-        let PlaneShape {
-            num_blocks,
-            block_size,
-            num_kv_heads,
-            head_dim,
-            order,
-            format,
-        } = shape;
+        let PlaneShape { num_blocks, block_size, num_kv_heads, head_dim, order, format } = shape;
         for (field, n) in [
             ("num_blocks", num_blocks),
             ("block_size", block_size),
@@ -116,20 +107,15 @@ impl PlaneLayout {
         }
         num_blocks
             .checked_mul(block_size)
-            .ok_or(SpecError::Overflow {
-                what: "num_blocks * block_size",
-            })?;
+            .ok_or(SpecError::Overflow { what: "num_blocks * block_size" })?;
         let row_bytes = format.row_bytes(head_dim);
-        let overflow = SpecError::Overflow {
-            what: "bytes of one plane",
-        };
+        let overflow = SpecError::Overflow { what: "bytes of one plane" };
         let block_bytes = row_bytes
             .checked_mul(u64::from(num_kv_heads))
             .and_then(|n| n.checked_mul(u64::from(block_size)))
             .ok_or_else(|| overflow.clone())?;
-        let plane = block_bytes
-            .checked_mul(u64::from(num_blocks))
-            .ok_or_else(|| overflow.clone())?;
+        let plane =
+            block_bytes.checked_mul(u64::from(num_blocks)).ok_or_else(|| overflow.clone())?;
         // A host slice is never longer than isize::MAX bytes.
         if isize::try_from(plane).is_err() {
             return Err(overflow);
@@ -186,6 +172,20 @@ impl PlaneLayout {
     pub fn block_bytes(&self) -> u64 {
         self.block_bytes
     }
+    /// Refuses tables whose blocks are not those of `self`.
+    pub(crate) fn check_tables(&self, tables: &BlockTables) -> Result<(), PlanError> {
+        let (expected, got) = (to_usize(self.num_blocks), to_usize(tables.num_blocks()));
+        if expected == got {
+            return Ok(());
+        }
+        Err(PlanError::LengthMismatch { what: "blocks of the tables' pool", expected, got })
+    }
+    /// Refuses a plane whose blocks are not those of `self`.
+    pub(crate) fn check_same_blocks(&self, plane: &Self) -> Result<(), PlanError> {
+        let expected = (self.num_blocks, self.block_size);
+        let got = (plane.num_blocks, plane.block_size);
+        if expected == got { Ok(()) } else { Err(PlanError::LayoutMismatch { expected, got }) }
+    }
     /// Blocks in every segment; the last segment may be shorter.
     pub fn blocks_per_segment(&self) -> u32 {
         self.blocks_per_segment
@@ -196,13 +196,8 @@ impl PlaneLayout {
     }
     /// Bytes of segment `index`.
     pub fn segment_bytes(&self, index: u32) -> u64 {
-        let first = index
-            .saturating_mul(self.blocks_per_segment)
-            .min(self.num_blocks);
-        let blocks = self
-            .num_blocks
-            .saturating_sub(first)
-            .min(self.blocks_per_segment);
+        let first = index.saturating_mul(self.blocks_per_segment).min(self.num_blocks);
+        let blocks = self.num_blocks.saturating_sub(first).min(self.blocks_per_segment);
         self.block_bytes.saturating_mul(u64::from(blocks))
     }
     /// Bytes of the whole plane.
@@ -229,9 +224,6 @@ impl PlaneLayout {
         let per = self.blocks_per_segment.max(1);
         let segment = block.checked_div(per).unwrap_or(0);
         let inside = block.checked_rem(per).unwrap_or(0);
-        (
-            to_usize(segment),
-            self.block_bytes.saturating_mul(u64::from(inside)),
-        )
+        (to_usize(segment), self.block_bytes.saturating_mul(u64::from(inside)))
     }
 }

@@ -1,10 +1,7 @@
 //! Number conversions that cannot lose value on the machines we support.
 
 // Block numbers and token counts are `u32`; a host with a narrower address space cannot hold them.
-const _: () = assert!(
-    usize::BITS >= 32 && usize::BITS <= 64,
-    "usize must be 32 or 64 bits wide"
-);
+const _: () = assert!(usize::BITS >= 32 && usize::BITS <= 64, "usize must be 32 or 64 bits wide");
 
 /// Widens a count or an index to `usize`.
 pub(crate) const fn to_usize(n: u32) -> usize {
@@ -24,9 +21,6 @@ pub(crate) const fn to_u64(n: usize) -> u64 {
 
 /// Narrows a length that an earlier check has bounded; saturates if that check is wrong.
 pub(crate) fn to_u32(n: usize) -> u32 {
-    debug_assert!(
-        u32::try_from(n).is_ok(),
-        "a length passed its check and does not fit u32"
-    );
+    debug_assert!(u32::try_from(n).is_ok(), "a length passed its check and does not fit u32");
     u32::try_from(n).unwrap_or(u32::MAX)
 }

@@ -32,28 +32,17 @@ impl<Buf> KvStorage<Buf> {
         layouts: [PlaneLayout; 2],
     ) -> Result<Self, DeviceError> {
         let capabilities = backend.capabilities();
-        let max = capabilities
-            .buffer_bytes_max
-            .min(capabilities.binding_bytes_max);
+        let max = capabilities.buffer_bytes_max.min(capabilities.binding_bytes_max);
         // K and V are cut alike, so that one block lies in the same segment of both.
-        let block = layouts
-            .iter()
-            .map(PlaneLayout::block_bytes)
-            .max()
-            .unwrap_or(1);
+        let block = layouts.iter().map(PlaneLayout::block_bytes).max().unwrap_or(1);
         let blocks = max.checked_div(block).unwrap_or(0);
         if blocks == 0 {
-            return Err(
-                DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes")
-                    .with_detail(format!("a block of {block} bytes, the device binds {max}")),
-            );
+            return Err(DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes")
+                .with_detail(format!("a block of {block} bytes, the device binds {max}")));
         }
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
         let layouts = layouts.map(|layout| layout.with_segments_of(blocks));
-        Ok(Self {
-            layouts,
-            layers: Vec::new(),
-        })
+        Ok(Self { layouts, layers: Vec::new() })
     }
 
     /// Allocates layer `index` of the group, zeroed; `false` when it has memory already.
@@ -101,14 +90,8 @@ impl<Buf> KvStorage<Buf> {
         let [k, v] = self.layers.get(index)?.as_ref()?;
         let [k_layout, v_layout] = self.layouts;
         Some(match plane {
-            Plane::Key => PlaneView {
-                layout: k_layout,
-                segments: Segments::Direct(k),
-            },
-            Plane::Value => PlaneView {
-                layout: v_layout,
-                segments: Segments::Direct(v),
-            },
+            Plane::Key => PlaneView { layout: k_layout, segments: Segments::Direct(k) },
+            Plane::Value => PlaneView { layout: v_layout, segments: Segments::Direct(v) },
         })
     }
     /// All planes, for operations over every layer at once.
@@ -153,18 +136,15 @@ impl<'a, Buf: Any> PlaneView<'a, Buf> {
     /// buffers' sizes are compared by the backend.
     pub fn new(layout: PlaneLayout, segments: &'a [Buf]) -> Result<Self, DeviceError> {
         if u64::from(layout.num_segments()) > crate::num::to_u64(segments.len()) {
-            return Err(
-                DeviceError::new(DeviceErrorKind::OutOfRange, "plane").with_detail(format!(
+            return Err(DeviceError::new(DeviceErrorKind::OutOfRange, "plane").with_detail(
+                format!(
                     "{} segments needed, {} buffers given",
                     layout.num_segments(),
                     segments.len()
-                )),
-            );
+                ),
+            ));
         }
-        Ok(Self {
-            layout,
-            segments: Segments::Direct(segments),
-        })
+        Ok(Self { layout, segments: Segments::Direct(segments) })
     }
     /// Number of buffers.
     pub fn num_segments(&self) -> usize {
@@ -188,13 +168,8 @@ impl<'a> PlaneView<'a, AnyBuffer> {
         let Segments::Direct(buffers) = self.segments else {
             return None;
         };
-        let own = buffers
-            .iter()
-            .all(|buffer| buffer.downcast_ref::<T>().is_some());
-        own.then_some(PlaneView {
-            layout: self.layout,
-            segments: Segments::Erased(buffers),
-        })
+        let own = buffers.iter().all(|buffer| buffer.downcast_ref::<T>().is_some());
+        own.then_some(PlaneView { layout: self.layout, segments: Segments::Erased(buffers) })
     }
 }
 
@@ -228,6 +203,16 @@ impl<Buf> Clone for StorageSource<'_, Buf> {
 }
 impl<Buf> Copy for StorageSource<'_, Buf> {}
 
+impl<'a, Buf> StorageView<'a, Buf> {
+    /// Layouts of the K and the V planes.
+    pub fn layouts(&self) -> &'a [PlaneLayout; 2] {
+        match self.0 {
+            StorageSource::Direct(storage) => storage.layouts(),
+            StorageSource::Erased(storage) => storage.layouts(),
+        }
+    }
+}
+
 impl<'a, Buf: Any> StorageView<'a, Buf> {
     /// The planes, K then V, layer by layer.
     pub fn planes(self) -> impl Iterator<Item = PlaneView<'a, Buf>> {
@@ -237,24 +222,18 @@ impl<'a, Buf: Any> StorageView<'a, Buf> {
         };
         let direct = direct.into_iter().flat_map(|storage| {
             storage.layers.iter().flatten().flat_map(|layer| {
-                layer
-                    .iter()
-                    .zip(storage.layouts)
-                    .map(|(segments, layout)| PlaneView {
-                        layout,
-                        segments: Segments::Direct(segments.as_slice()),
-                    })
+                layer.iter().zip(storage.layouts).map(|(segments, layout)| PlaneView {
+                    layout,
+                    segments: Segments::Direct(segments.as_slice()),
+                })
             })
         });
         let erased = erased.into_iter().flat_map(|storage| {
             storage.layers.iter().flatten().flat_map(|layer| {
-                layer
-                    .iter()
-                    .zip(storage.layouts)
-                    .map(|(segments, layout)| PlaneView {
-                        layout,
-                        segments: Segments::Erased(segments.as_slice()),
-                    })
+                layer.iter().zip(storage.layouts).map(|(segments, layout)| PlaneView {
+                    layout,
+                    segments: Segments::Erased(segments.as_slice()),
+                })
             })
         });
         direct.chain(erased)

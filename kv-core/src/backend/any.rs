@@ -76,10 +76,7 @@ impl AnyBackend {
 
     /// The concrete backend, `None` when it is of another type.
     pub fn downcast_ref<B: Backend>(&self) -> Option<&B> {
-        self.0
-            .as_any()
-            .downcast_ref::<Erased<B>>()
-            .map(|erased| &erased.0)
+        self.0.as_any().downcast_ref::<Erased<B>>().map(|erased| &erased.0)
     }
 }
 
@@ -161,20 +158,11 @@ impl<Q: Queue> DynQueue for Erased<Q> {
     fn write_kv(&mut self, plan: &WritePlan<'_>, args: WriteArgs<'_, AnyBuffer>) -> Recorded {
         let ([k, v], [k_plane, v_plane]) = args.into_parts();
         let tensors = [input(k, "write_kv k")?, input(v, "write_kv v")?];
-        let planes = [
-            plane(k_plane, "write_kv k plane")?,
-            plane(v_plane, "write_kv v plane")?,
-        ];
-        self.0
-            .write_kv(plan, WriteArgs::from_parts(tensors, planes))
+        let planes = [plane(k_plane, "write_kv k plane")?, plane(v_plane, "write_kv v plane")?];
+        self.0.write_kv(plan, WriteArgs::from_parts(tensors, planes))
     }
     fn attend(&mut self, plan: &AttentionPlan<'_>, args: AttendArgs<'_, AnyBuffer>) -> Recorded {
-        let AttendParts {
-            q,
-            outputs: (out, lse),
-            planes: [k, v],
-            options,
-        } = args.into_parts();
+        let AttendParts { q, outputs: (out, lse), planes: [k, v], options } = args.into_parts();
         let parts = AttendParts {
             q: input(q, "attend q")?,
             outputs: (
@@ -187,11 +175,8 @@ impl<Q: Queue> DynQueue for Erased<Q> {
         self.0.attend(plan, AttendArgs::from_parts(parts))
     }
     fn copy_blocks(&mut self, plan: &CopyPlan<'_>, args: CopyArgs<'_, AnyBuffer>) -> Recorded {
-        let storage = args
-            .storage
-            .downcast()
-            .ok_or_else(|| foreign("copy_blocks"))?;
-        self.0.copy_blocks(plan, CopyArgs::new(storage))
+        let storage = args.storage().downcast().ok_or_else(|| foreign("copy_blocks"))?;
+        self.0.copy_blocks(plan, CopyArgs::from_parts(storage))
     }
     fn gather(&mut self, plan: &GatherPlan<'_>, args: GatherArgs<'_, AnyBuffer>) -> Recorded {
         let (view, out) = args.into_parts();
@@ -207,11 +192,8 @@ impl<Q: Queue> DynQueue for Erased<Q> {
         Ok(AnyFence(Arc::new(Erased(self.0.submit()?))))
     }
     fn wait_for(&mut self, fence: &AnyFence) -> Recorded {
-        let fence: &Erased<Q::Fence> = fence
-            .0
-            .as_any()
-            .downcast_ref()
-            .ok_or_else(|| foreign("wait_for"))?;
+        let fence: &Erased<Q::Fence> =
+            fence.0.as_any().downcast_ref().ok_or_else(|| foreign("wait_for"))?;
         self.0.wait_for(&fence.0)
     }
 }

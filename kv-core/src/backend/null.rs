@@ -84,10 +84,6 @@ impl NullBackend {
 
 /// Remote control of a [`NullBackend`].
 #[derive(Debug, Clone)]
-#[expect(
-    unnameable_types,
-    reason = "returned by NullBackend::control and used in place"
-)]
 pub struct NullControl(Arc<Shared>);
 
 impl NullControl {
@@ -139,9 +135,7 @@ impl Backend for NullBackend {
         Ok(NullBuffer { bytes })
     }
     fn queue(&self) -> Result<NullQueue, DeviceError> {
-        Ok(NullQueue {
-            shared: Arc::clone(&self.shared),
-        })
+        Ok(NullQueue { shared: Arc::clone(&self.shared) })
     }
 }
 
@@ -233,9 +227,7 @@ fn zeros(bytes: u64) -> Result<Vec<u8>, DeviceError> {
     let too_large = || DeviceError::new(DeviceErrorKind::OutOfMemory, "download");
     let len = usize::try_from(bytes).map_err(|_| too_large())?;
     let mut zeros = Vec::new();
-    zeros
-        .try_reserve_exact(len)
-        .map_err(|error| too_large().with_source(error))?;
+    zeros.try_reserve_exact(len).map_err(|error| too_large().with_source(error))?;
     zeros.resize(len, 0);
     Ok(zeros)
 }

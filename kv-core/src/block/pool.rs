@@ -9,7 +9,6 @@ use crate::num::{to_u32, to_usize};
 pub struct BlockPool {
     free: Vec<BlockId>,
     counts: Vec<u32>,
-    peak: u32,
 }
 
 impl BlockPool {
@@ -18,7 +17,6 @@ impl BlockPool {
         Self {
             free: (0..num_blocks).rev().map(BlockId).collect(),
             counts: vec![0; to_usize(num_blocks)],
-            peak: 0,
         }
     }
 
@@ -28,7 +26,6 @@ impl BlockPool {
         if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
             *count = 1;
         }
-        self.peak = self.peak.max(self.num_used());
         Some(block)
     }
 
@@ -37,14 +34,8 @@ impl BlockPool {
     /// # Panics
     /// When nobody holds the block: its content may already be another's.
     pub fn retain(&mut self, block: BlockId) {
-        let count = self
-            .counts
-            .get_mut(to_usize(block.0))
-            .filter(|count| **count > 0);
-        assert!(
-            count.is_some(),
-            "retain of block {block}, which nobody holds"
-        );
+        let count = self.counts.get_mut(to_usize(block.0)).filter(|count| **count > 0);
+        assert!(count.is_some(), "retain of block {block}, which nobody holds");
         if let Some(count) = count {
             *count = count.saturating_add(1);
         }
@@ -55,14 +46,8 @@ impl BlockPool {
     /// # Panics
     /// When nobody holds the block.
     pub fn release(&mut self, block: BlockId) -> bool {
-        let count = self
-            .counts
-            .get_mut(to_usize(block.0))
-            .filter(|count| **count > 0);
-        assert!(
-            count.is_some(),
-            "release of block {block}, which nobody holds"
-        );
+        let count = self.counts.get_mut(to_usize(block.0)).filter(|count| **count > 0);
+        assert!(count.is_some(), "release of block {block}, which nobody holds");
         let freed = count.is_some_and(|count| {
             *count = count.saturating_sub(1);
             *count == 0
@@ -89,10 +74,6 @@ impl BlockPool {
     pub fn num_used(&self) -> u32 {
         self.num_blocks().saturating_sub(self.num_free())
     }
-    /// The most blocks that were ever held at once.
-    pub fn num_used_peak(&self) -> u32 {
-        self.peak
-    }
 }
 
 #[cfg(test)]
@@ -104,10 +85,7 @@ mod tests {
         let mut pool = BlockPool::new(3);
         let taken: Vec<_> = std::iter::from_fn(|| pool.allocate()).collect();
         assert_eq!(taken, [BlockId(0), BlockId(1), BlockId(2)]);
-        assert_eq!(
-            (pool.num_free(), pool.num_used(), pool.num_used_peak()),
-            (0, 3, 3)
-        );
+        assert_eq!((pool.num_free(), pool.num_used()), (0, 3));
     }
 
     #[test]
@@ -118,7 +96,7 @@ mod tests {
         assert!(!pool.release(block));
         assert_eq!(pool.holders(block), 1);
         assert!(pool.release(block));
-        assert_eq!((pool.num_free(), pool.num_used_peak()), (1, 1));
+        assert_eq!(pool.num_free(), 1);
     }
 
     #[test]

@@ -23,20 +23,14 @@ pub struct BlockTables {
 impl BlockTables {
     /// Tables for a pool of `num_blocks`, with room for `width` blocks a row before rows move.
     pub fn new(num_blocks: u32, width: u32) -> Self {
-        Self {
-            num_blocks,
-            stride: to_usize(width.max(1)),
-            entries: Vec::new(),
-            lens: Vec::new(),
-        }
+        Self { num_blocks, stride: to_usize(width.max(1)), entries: Vec::new(), lens: Vec::new() }
     }
 
     /// Makes sure that rows `0..rows` exist; new rows are empty.
     pub fn ensure_rows(&mut self, rows: usize) {
         if rows > self.lens.len() {
             self.lens.resize(rows, 0);
-            self.entries
-                .resize(rows.saturating_mul(self.stride), BlockId(0));
+            self.entries.resize(rows.saturating_mul(self.stride), BlockId(0));
         }
     }
 
@@ -61,9 +55,7 @@ impl BlockTables {
         let row = to_usize(row);
         let len = self.lens.get(row).copied().map_or(0, to_usize);
         let start = row.saturating_mul(self.stride);
-        self.entries
-            .get(start..start.saturating_add(len))
-            .unwrap_or_default()
+        self.entries.get(start..start.saturating_add(len)).unwrap_or_default()
     }
 
     /// Appends a block to a row.
@@ -76,18 +68,12 @@ impl BlockTables {
         let index = to_usize(row);
         let Some(len) = self.lens.get(index).copied() else {
             let got = u64::from(row).saturating_add(1);
-            return Err(PlanError::TooMany {
-                what: "rows",
-                got,
-                max: u64::from(to_u32(rows)),
-            });
+            return Err(PlanError::TooMany { what: "rows", got, max: u64::from(to_u32(rows)) });
         };
         if to_usize(len) == self.stride {
             self.widen();
         }
-        let at = index
-            .saturating_mul(self.stride)
-            .saturating_add(to_usize(len));
+        let at = index.saturating_mul(self.stride).saturating_add(to_usize(len));
         if let (Some(entry), Some(len)) = (self.entries.get_mut(at), self.lens.get_mut(index)) {
             *entry = block;
             *len = len.saturating_add(1);
@@ -119,13 +105,8 @@ impl BlockTables {
         if index >= len {
             return Ok(None);
         }
-        let at = to_usize(row)
-            .saturating_mul(self.stride)
-            .saturating_add(index);
-        Ok(self
-            .entries
-            .get_mut(at)
-            .map(|entry| std::mem::replace(entry, block)))
+        let at = to_usize(row).saturating_mul(self.stride).saturating_add(index);
+        Ok(self.entries.get_mut(at).map(|entry| std::mem::replace(entry, block)))
     }
 
     /// Writes the rows of a batch as compressed sparse rows: `offsets` (batch + 1) into `blocks`.
@@ -152,19 +133,15 @@ impl BlockTables {
         if block.0 < self.num_blocks {
             return Ok(());
         }
-        Err(PlanError::BlockOutOfRange {
-            block: block.0,
-            num_blocks: self.num_blocks,
-        })
+        Err(PlanError::BlockOutOfRange { block: block.0, num_blocks: self.num_blocks })
     }
 
     /// Doubles the stride. Amortised over the pushes that made it necessary.
     fn widen(&mut self) {
         let stride = self.stride.saturating_mul(2);
         let mut entries = vec![BlockId(0); stride.saturating_mul(self.lens.len())];
-        for (new, old) in entries
-            .chunks_exact_mut(stride)
-            .zip(self.entries.chunks_exact(self.stride))
+        for (new, old) in
+            entries.chunks_exact_mut(stride).zip(self.entries.chunks_exact(self.stride))
         {
             if let Some(start) = new.get_mut(..self.stride) {
                 start.copy_from_slice(old);
@@ -211,10 +188,7 @@ mod tests {
     #[test]
     fn refuses_a_block_the_pool_does_not_have() {
         let mut tables = tables();
-        let refused = Err(PlanError::BlockOutOfRange {
-            block: 10,
-            num_blocks: 10,
-        });
+        let refused = Err(PlanError::BlockOutOfRange { block: 10, num_blocks: 10 });
         assert_eq!(tables.push(0, BlockId(10)), refused);
         assert!(tables.replace(0, 0, BlockId(10)).is_err());
         assert_eq!(tables.row(0).len(), 3);

@@ -32,13 +32,7 @@ impl<'p> AttentionPlan<'p> {
         splits: &'p [KvSplit],
         totals: [u32; 2],
     ) -> Self {
-        Self {
-            layout,
-            tables,
-            sequences,
-            splits,
-            totals,
-        }
+        Self { layout, tables, sequences, splits, totals }
     }
     /// Pool and block geometry the tables were checked against.
     pub fn layout(&self) -> &'p PlaneLayout {
@@ -107,36 +101,24 @@ impl<'a> AttentionOptions<'a> {
     }
     /// Attention to every cached key.
     pub fn full(scale: f32) -> Self {
-        Self {
-            mask: Mask::Full,
-            ..Self::causal(scale)
-        }
+        Self { mask: Mask::Full, ..Self::causal(scale) }
     }
     /// Sliding window: a query at position `p` also needs `j >= p - window_left`, so it sees at most
     /// `window_left + 1` keys (flash-attention's `window_size_left`).
     #[must_use]
     pub fn window_left(self, window_left: u32) -> Self {
-        Self {
-            window_left: Some(window_left),
-            ..self
-        }
+        Self { window_left: Some(window_left), ..self }
     }
     /// Soft cap `c > 0`: a scaled score `s` becomes `c * tanh(s / c)` before masking (Gemma 2).
     #[must_use]
     pub fn soft_cap(self, soft_cap: f32) -> Self {
-        Self {
-            soft_cap: Some(soft_cap),
-            ..self
-        }
+        Self { soft_cap: Some(soft_cap), ..self }
     }
     /// Attention sinks: one extra logit a query head that joins the softmax's denominator and carries
     /// no value (gpt-oss).
     #[must_use]
     pub fn sinks(self, sinks: &'a [f32]) -> Self {
-        Self {
-            sinks: Some(sinks),
-            ..self
-        }
+        Self { sinks: Some(sinks), ..self }
     }
     /// Axes of `q`, `out` and the log-sum-exp; [`QkvFormat::Thd`] unless set.
     #[must_use]
@@ -176,18 +158,14 @@ impl<'a> AttentionOptions<'a> {
             .saturating_add(i64::from(i))
             .saturating_add(1);
         let position = end.saturating_sub(1);
-        let begin = self
-            .window_left
-            .map_or(0, |left| position.saturating_sub(i64::from(left)).max(0));
+        let begin =
+            self.window_left.map_or(0, |left| position.saturating_sub(i64::from(left)).max(0));
         let end = match self.mask {
             Mask::Causal => end.clamp(0, i64::from(sequence.kv_len)),
             Mask::Full => i64::from(sequence.kv_len),
         };
         let begin = begin.min(end);
-        (
-            u32::try_from(begin).unwrap_or(0),
-            u32::try_from(end).unwrap_or(0),
-        )
+        (u32::try_from(begin).unwrap_or(0), u32::try_from(end).unwrap_or(0))
     }
 
     fn check(&self, q_heads: u32) -> Result<(), PlanError> {
@@ -204,11 +182,7 @@ impl<'a> AttentionOptions<'a> {
         if let Some(sinks) = self.sinks {
             if sinks.len() != to_usize(q_heads) {
                 let (what, expected, got) = ("sinks", to_usize(q_heads), sinks.len());
-                return Err(PlanError::LengthMismatch {
-                    what,
-                    expected,
-                    got,
-                });
+                return Err(PlanError::LengthMismatch { what, expected, got });
             }
             if sinks.iter().any(|s| s.is_nan() || *s == f32::INFINITY) {
                 return refuse("sinks", "hold a NaN or an infinity");
@@ -251,6 +225,13 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         options: AttentionOptions<'a>,
     ) -> Result<Self, PlanError> {
         let [k_plane, v_plane] = planes;
+        plan.layout.check_same_blocks(k_plane.layout())?;
+        plan.layout.check_same_blocks(v_plane.layout())?;
+        let v_heads = v_plane.layout().num_kv_heads();
+        let kv_heads = k_plane.layout().num_kv_heads();
+        if v_heads != kv_heads {
+            return Err(PlanError::HeadsNotDivisible { q_heads: v_heads, kv_heads });
+        }
         let need = |tensor, heads, dim| TokenRequirement {
             tensor,
             format: options.qkv_format,
@@ -262,7 +243,6 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         };
         let q = TokenTensor::check(q, &need("q", None, k_plane.layout().head_dim()))?;
         let q_heads = q.rows().heads();
-        let kv_heads = k_plane.layout().num_kv_heads();
         if q_heads.checked_rem(kv_heads) != Some(0) {
             return Err(PlanError::HeadsNotDivisible { q_heads, kv_heads });
         }
@@ -272,23 +252,10 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         let out = TokenTensorMut::check(out, &need("out", Some(q_heads), dim_v))?;
         if got != q.rows().dtype() {
             let expected = "the element type of q";
-            return Err(PlanError::ElementType {
-                tensor: "out",
-                expected,
-                got,
-            });
+            return Err(PlanError::ElementType { tensor: "out", expected, got });
         }
-        let lse = lse
-            .map(|lse| check_lse(lse, &need("lse", Some(q_heads), 1)))
-            .transpose()?;
-        Ok(Self {
-            q,
-            out,
-            lse,
-            k_plane,
-            v_plane,
-            options,
-        })
+        let lse = lse.map(|lse| check_lse(lse, &need("lse", Some(q_heads), 1))).transpose()?;
+        Ok(Self { q, out, lse, k_plane, v_plane, options })
     }
     /// Queries.
     pub fn q(&self) -> &TokenTensor<'a, Buf> {
@@ -324,20 +291,8 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         }
     }
     pub(crate) fn from_parts(parts: AttendParts<'a, Buf>) -> Self {
-        let AttendParts {
-            q,
-            outputs: (out, lse),
-            planes: [k_plane, v_plane],
-            options,
-        } = parts;
-        Self {
-            q,
-            out,
-            lse,
-            k_plane,
-            v_plane,
-            options,
-        }
+        let AttendParts { q, outputs: (out, lse), planes: [k_plane, v_plane], options } = parts;
+        Self { q, out, lse, k_plane, v_plane, options }
     }
 }
 
@@ -355,11 +310,7 @@ fn check_lse<'a, Buf>(
 ) -> Result<TokenTensorMut<'a, Buf>, PlanError> {
     let got = lse.dtype();
     if got != DType::F32 {
-        return Err(PlanError::ElementType {
-            tensor: "lse",
-            expected: "f32",
-            got,
-        });
+        return Err(PlanError::ElementType { tensor: "lse", expected: "f32", got });
     }
     TokenTensorMut::check(lse.with_unit_dim(), need)
 }

@@ -9,10 +9,7 @@ use crate::plan::{AttentionPlan, WritePlan};
 
 /// What one sequence brings to a step, before the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(
-    clippy::exhaustive_structs,
-    reason = "a literal names each of the four numbers"
-)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the four numbers")]
 pub struct BatchEntry {
     /// Row of the sequence in the block tables.
     pub row: u32,
@@ -79,7 +76,8 @@ impl PlanBuffers {
     /// # Errors
     /// [`PlanError::TableTooShort`] when a sequence has more tokens than its blocks hold,
     /// [`PlanError::BlockShared`] when two entries would write the same block,
-    /// [`PlanError::TooMany`] when the tokens of the batch do not fit `u32`.
+    /// [`PlanError::TooMany`] when the tokens of the batch do not fit `u32`,
+    /// [`PlanError::LengthMismatch`] for tables of another pool.
     pub fn plan<'p>(
         &'p mut self,
         layout: &'p PlaneLayout,
@@ -88,19 +86,8 @@ impl PlanBuffers {
         workers: u32,
         determinism: Determinism,
     ) -> Result<(WritePlan<'p>, AttentionPlan<'p>), PlanError> {
-        self.fill(
-            layout,
-            tables,
-            batch,
-            SplitPolicy {
-                workers,
-                determinism,
-            },
-        )?;
-        Ok((
-            self.write_plan(layout, tables),
-            self.attention_plan(layout, tables),
-        ))
+        self.fill(layout, tables, batch, SplitPolicy { workers, determinism })?;
+        Ok((self.write_plan(layout, tables), self.attention_plan(layout, tables)))
     }
 
     pub(crate) fn fill(
@@ -111,11 +98,7 @@ impl PlanBuffers {
         policy: SplitPolicy,
     ) -> Result<(), PlanError> {
         self.clear();
-        debug_assert_eq!(
-            layout.num_blocks(),
-            tables.num_blocks(),
-            "tables of another pool"
-        );
+        layout.check_tables(tables)?;
         self.stamps.resize(to_usize(tables.num_blocks()), 0);
         for (index, entry) in batch.iter().enumerate() {
             if let Err(refused) = self.push(index, layout, tables, *entry) {
@@ -133,12 +116,7 @@ impl PlanBuffers {
         self.splits.clear();
         self.slots.clear();
         self.stamp = self.stamp.wrapping_add(1).max(1);
-        (
-            self.total_q,
-            self.total_new,
-            self.q_len_max,
-            self.new_len_max,
-        ) = (0, 0, 0, 0);
+        (self.total_q, self.total_new, self.q_len_max, self.new_len_max) = (0, 0, 0, 0);
     }
 
     pub(crate) fn write_plan<'p>(
@@ -166,26 +144,17 @@ impl PlanBuffers {
         tables: &BlockTables,
         entry: BatchEntry,
     ) -> Result<(), PlanError> {
-        let too_many = |got| PlanError::TooMany {
-            what: "tokens in a step",
-            got,
-            max: u64::from(u32::MAX),
-        };
+        let too_many =
+            |got| PlanError::TooMany { what: "tokens in a step", got, max: u64::from(u32::MAX) };
         let sum = |a: u32, b: u32| {
-            a.checked_add(b)
-                .ok_or_else(|| too_many(u64::from(a).saturating_add(u64::from(b))))
+            a.checked_add(b).ok_or_else(|| too_many(u64::from(a).saturating_add(u64::from(b))))
         };
         let kv_len = sum(entry.cached, entry.new_tokens)?;
         let table = tables.row(entry.row);
         let block_size = layout.block_size();
         if to_usize(kv_len.div_ceil(block_size)) > table.len() {
             let blocks = table.len();
-            return Err(PlanError::TableTooShort {
-                index,
-                tokens: kv_len,
-                blocks,
-                block_size,
-            });
+            return Err(PlanError::TableTooShort { index, tokens: kv_len, blocks, block_size });
         }
         let total_q = sum(self.total_q, entry.queries)?;
         let total_new = sum(self.total_new, entry.new_tokens)?;
@@ -198,9 +167,7 @@ impl PlanBuffers {
                 self.claim(block)?;
             }
             // `num_blocks * block_size` fits u32, by the layout's constructor.
-            self.slots.push(Slot(
-                block.saturating_mul(block_size).saturating_add(inside),
-            ));
+            self.slots.push(Slot(block.saturating_mul(block_size).saturating_add(inside)));
         }
         self.sequences.push(PlannedSequence {
             row: entry.row,
@@ -226,10 +193,9 @@ impl PlanBuffers {
                 *stamp = self.stamp;
                 Ok(())
             }
-            None => Err(PlanError::BlockOutOfRange {
-                block,
-                num_blocks: to_u32(self.stamps.len()),
-            }),
+            None => {
+                Err(PlanError::BlockOutOfRange { block, num_blocks: to_u32(self.stamps.len()) })
+            }
         }
     }
 }

@@ -29,22 +29,14 @@ impl ConvertPlan {
             })?;
             starts.push(total);
         }
-        Ok(Self {
-            starts,
-            len_max: lens.iter().copied().max().unwrap_or(0),
-        })
+        Ok(Self { starts, len_max: lens.iter().copied().max().unwrap_or(0) })
     }
     /// A batch from its prefix sums, `cu_seqlens[0] == 0`.
     ///
     /// # Errors
     /// [`PlanError::Option`] when the sums are empty, do not start at 0 or fall.
     pub fn from_cu_seqlens(cu_seqlens: &[u32]) -> Result<Self, PlanError> {
-        let refuse = |problem| {
-            Err(PlanError::Option {
-                option: "cu_seqlens",
-                problem,
-            })
-        };
+        let refuse = |problem| Err(PlanError::Option { option: "cu_seqlens", problem });
         if cu_seqlens.first() != Some(&0) {
             return refuse("must start with 0");
         }
@@ -65,10 +57,7 @@ impl ConvertPlan {
     /// First ragged row and number of tokens of every entry.
     pub fn entries(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let ends = self.starts.iter().skip(1);
-        self.starts
-            .iter()
-            .zip(ends)
-            .map(|(start, end)| (*start, end.saturating_sub(*start)))
+        self.starts.iter().zip(ends).map(|(start, end)| (*start, end.saturating_sub(*start)))
     }
     /// Tokens of all entries.
     pub fn total(&self) -> u32 {

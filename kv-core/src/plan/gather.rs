@@ -8,10 +8,7 @@ use crate::tensor::{TensorViewMut, TokenRequirement, TokenTensorMut};
 
 /// Rows `begin..begin + len` of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(
-    clippy::exhaustive_structs,
-    reason = "a literal names each of the three numbers"
-)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the three numbers")]
 pub struct GatherRange {
     /// Row of the sequence in the block tables.
     pub row: u32,
@@ -24,6 +21,7 @@ pub struct GatherRange {
 /// Ranges of cached rows, checked against one group's tables.
 #[derive(Debug, Clone, Copy)]
 pub struct GatherPlan<'p> {
+    layout: PlaneLayout,
     tables: &'p BlockTables,
     ranges: &'p [GatherRange],
     total: u32,
@@ -34,24 +32,21 @@ impl<'p> GatherPlan<'p> {
     /// Checks ranges: each must lie inside the blocks of its row.
     ///
     /// # Errors
-    /// [`PlanError::TableTooShort`], [`PlanError::TooMany`] when the total does not fit `u32`.
+    /// [`PlanError::TableTooShort`], [`PlanError::TooMany`] when the total does not fit `u32`,
+    /// [`PlanError::LengthMismatch`] for tables of another pool.
     pub fn new(
         layout: &PlaneLayout,
         tables: &'p BlockTables,
         ranges: &'p [GatherRange],
     ) -> Result<Self, PlanError> {
+        layout.check_tables(tables)?;
         let (mut total, mut len_max) = (0_u64, 0);
         for (index, range) in ranges.iter().enumerate() {
             let blocks = tables.row(range.row).len();
             let end = range.begin.saturating_add(range.len);
             let block_size = layout.block_size();
             if to_usize(end.div_ceil(block_size)) > blocks {
-                return Err(PlanError::TableTooShort {
-                    index,
-                    tokens: end,
-                    blocks,
-                    block_size,
-                });
+                return Err(PlanError::TableTooShort { index, tokens: end, blocks, block_size });
             }
             total = total.saturating_add(u64::from(range.len));
             len_max = len_max.max(range.len);
@@ -61,12 +56,7 @@ impl<'p> GatherPlan<'p> {
             got: total,
             max: u64::from(u32::MAX),
         })?;
-        Ok(Self {
-            tables,
-            ranges,
-            total,
-            len_max,
-        })
+        Ok(Self { layout: *layout, tables, ranges, total, len_max })
     }
     /// Block tables of the group.
     pub fn tables(&self) -> &'p BlockTables {
@@ -100,6 +90,7 @@ impl<'a, Buf> GatherArgs<'a, Buf> {
         out: TensorViewMut<'a, Buf>,
         format: QkvFormat,
     ) -> Result<Self, PlanError> {
+        plan.layout.check_same_blocks(plane.layout())?;
         let need = TokenRequirement {
             tensor: "out",
             format,

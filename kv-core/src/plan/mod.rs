@@ -10,10 +10,13 @@ mod convert;
 mod copy;
 mod gather;
 mod split;
+#[cfg(test)]
+mod tests;
 mod write;
 
 pub(crate) use attend::AttendParts;
 pub use attend::{AttendArgs, AttentionOptions, AttentionPlan, Mask};
+pub(crate) use batch::SplitPolicy;
 pub use batch::{BatchEntry, PlanBuffers, PlannedSequence};
 pub use convert::{ConvertArgs, ConvertPlan};
 pub use copy::{BlockCopy, CopyArgs, CopyPlan};

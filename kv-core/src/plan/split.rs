@@ -51,10 +51,8 @@ pub(crate) fn plan(
         Determinism::Fast => fast_length(sequences, layout, policy.workers),
     };
     // Whole blocks, so that a part starts at a block's start.
-    let length = length
-        .checked_next_multiple_of(layout.block_size())
-        .unwrap_or(u32::MAX);
-    for (index, sequence) in (0..).zip(sequences) {
+    let length = length.checked_next_multiple_of(layout.block_size()).unwrap_or(u32::MAX);
+    for (sequence, index) in sequences.iter_mut().zip(0..) {
         sequence.split_start = to_u32(splits.len());
         if sequence.q_len == 0 || sequence.kv_len == 0 {
             continue;
@@ -66,11 +64,7 @@ pub(crate) fn plan(
                 Some(end) if !whole => end.min(sequence.kv_len),
                 _ => sequence.kv_len,
             };
-            splits.push(KvSplit {
-                sequence: index,
-                kv_begin,
-                kv_end,
-            });
+            splits.push(KvSplit { sequence: index, kv_begin, kv_end });
             kv_begin = kv_end;
         }
         sequence.num_splits = to_u32(splits.len()).saturating_sub(sequence.split_start);
@@ -81,22 +75,13 @@ pub(crate) fn plan(
 fn fast_length(sequences: &[PlannedSequence], layout: &PlaneLayout, workers: u32) -> u32 {
     let heads = u64::from(layout.num_kv_heads());
     let cut = |s: &&PlannedSequence| (1..=Q_LEN_SPLIT_MAX).contains(&s.q_len);
-    let tokens: u64 = sequences
-        .iter()
-        .filter(cut)
-        .map(|s| u64::from(s.kv_len))
-        .sum();
+    let tokens: u64 = sequences.iter().filter(cut).map(|s| u64::from(s.kv_len)).sum();
     let parts = u64::from(workers.max(1)).saturating_mul(SPLITS_PER_WORKER);
-    let share = tokens
-        .saturating_mul(heads)
-        .checked_div(parts)
-        .unwrap_or(u64::MAX);
+    let share = tokens.saturating_mul(heads).checked_div(parts).unwrap_or(u64::MAX);
     if workers <= 1 {
         return u32::MAX;
     }
-    u32::try_from(share)
-        .unwrap_or(u32::MAX)
-        .max(SPLIT_TOKENS_MIN)
+    u32::try_from(share).unwrap_or(u32::MAX).max(SPLIT_TOKENS_MIN)
 }
 
 #[cfg(test)]
@@ -134,31 +119,19 @@ mod tests {
     fn cut(mut sequences: Vec<PlannedSequence>, policy: SplitPolicy) -> Vec<(u32, u32, u32)> {
         let mut splits = Vec::new();
         plan(&mut sequences, &mut splits, &layout(), policy);
-        splits
-            .iter()
-            .map(|s| (s.sequence, s.kv_begin, s.kv_end))
-            .collect()
+        splits.iter().map(|s| (s.sequence, s.kv_begin, s.kv_end)).collect()
     }
 
     #[test]
     fn one_worker_cuts_nothing() {
-        let policy = SplitPolicy {
-            workers: 1,
-            determinism: Determinism::Fast,
-        };
+        let policy = SplitPolicy { workers: 1, determinism: Determinism::Fast };
         assert_eq!(cut(vec![sequence(1, 100_000)], policy), [(0, 0, 100_000)]);
     }
 
     #[test]
     fn parts_cover_the_context_in_order() {
-        let policy = SplitPolicy {
-            workers: 8,
-            determinism: Determinism::Fast,
-        };
-        let parts = cut(
-            vec![sequence(1, 5000), sequence(0, 7), sequence(1, 16)],
-            policy,
-        );
+        let policy = SplitPolicy { workers: 8, determinism: Determinism::Fast };
+        let parts = cut(vec![sequence(1, 5000), sequence(0, 7), sequence(1, 16)], policy);
         let long: Vec<_> = parts.iter().filter(|p| p.0 == 0).collect();
         assert!(long.len() > 4, "{parts:?}");
         assert_eq!((long[0].1, long[long.len() - 1].2), (0, 5000));
@@ -169,25 +142,16 @@ mod tests {
 
     #[test]
     fn invariant_parts_ignore_the_neighbours() {
-        let policy = SplitPolicy {
-            workers: 8,
-            determinism: Determinism::BatchInvariant,
-        };
+        let policy = SplitPolicy { workers: 8, determinism: Determinism::BatchInvariant };
         let alone = cut(vec![sequence(1, 3000)], policy);
-        let crowd = cut(
-            vec![sequence(1, 3000), sequence(1, 90_000), sequence(4, 2)],
-            policy,
-        );
+        let crowd = cut(vec![sequence(1, 3000), sequence(1, 90_000), sequence(4, 2)], policy);
         assert_eq!(alone, [(0, 0, 1024), (0, 1024, 2048), (0, 2048, 3000)]);
         assert_eq!(crowd[..3], alone);
     }
 
     #[test]
     fn prefill_is_not_cut() {
-        let policy = SplitPolicy {
-            workers: 64,
-            determinism: Determinism::BatchInvariant,
-        };
+        let policy = SplitPolicy { workers: 64, determinism: Determinism::BatchInvariant };
         assert_eq!(cut(vec![sequence(9, 4096)], policy), [(0, 0, 4096)]);
     }
 }

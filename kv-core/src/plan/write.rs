@@ -29,13 +29,7 @@ impl<'p> WritePlan<'p> {
         slots: &'p [Slot],
         totals: [u32; 2],
     ) -> Self {
-        Self {
-            layout,
-            tables,
-            sequences,
-            slots,
-            totals,
-        }
+        Self { layout, tables, sequences, slots, totals }
     }
     /// Pool and block geometry the slots were checked against.
     pub fn layout(&self) -> &'p PlaneLayout {
@@ -97,7 +91,8 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
     ///
     /// # Errors
     /// [`PlanError::Shape`], [`PlanError::ElementType`], [`PlanError::TensorBytes`] or
-    /// [`PlanError::Misaligned`], naming the tensor.
+    /// [`PlanError::Misaligned`], naming the tensor; [`PlanError::LayoutMismatch`] for a plane of
+    /// another pool.
     pub fn new(
         plan: &WritePlan<'_>,
         k: TensorView<'a, Buf>,
@@ -106,14 +101,11 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
         k_plane: PlaneView<'a, Buf>,
         v_plane: PlaneView<'a, Buf>,
     ) -> Result<Self, PlanError> {
+        plan.layout.check_same_blocks(k_plane.layout())?;
+        plan.layout.check_same_blocks(v_plane.layout())?;
         let k = TokenTensor::check(k, &plan.requirement("k", format, k_plane.layout()))?;
         let v = TokenTensor::check(v, &plan.requirement("v", format, v_plane.layout()))?;
-        Ok(Self {
-            k,
-            v,
-            k_plane,
-            v_plane,
-        })
+        Ok(Self { k, v, k_plane, v_plane })
     }
     /// New keys.
     pub fn k(&self) -> &TokenTensor<'a, Buf> {
@@ -138,11 +130,6 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
         [k, v]: [TokenTensor<'a, Buf>; 2],
         [k_plane, v_plane]: [PlaneView<'a, Buf>; 2],
     ) -> Self {
-        Self {
-            k,
-            v,
-            k_plane,
-            v_plane,
-        }
+        Self { k, v, k_plane, v_plane }
     }
 }

@@ -1,229 +1,9 @@
-//! Views of the caller's tensors, and what they become once a plan has checked them.
-//!
-//! The caller's bytes are never copied first: a view says where they are, and the backend uses them
-//! there for the length of the call. [`TensorView`] is what a caller makes, without any check;
-//! [`TokenTensor`] is what a backend gets, with every extent, stride, type and byte count checked.
-use std::fmt;
-
-use crate::element::{DType, Element};
+//! Tensors that have met a plan: every extent, stride, type and byte count checked.
+use super::{Dims, Meta, TensorData, TensorDataMut, TensorView, TensorViewMut};
+use crate::element::DType;
 use crate::error::{Expected, PlanError};
 use crate::geometry::QkvFormat;
 use crate::num::to_u64;
-
-/// Extents of up to four axes.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct Dims {
-    rank: u8,
-    extents: [u32; 4],
-}
-
-impl Dims {
-    /// Takes up to four extents; more are kept as a rank that no tensor has and so is refused later.
-    pub fn new(extents: &[u32]) -> Self {
-        let mut dims = Self {
-            rank: u8::try_from(extents.len()).unwrap_or(u8::MAX),
-            extents: [0; 4],
-        };
-        for (to, from) in dims.extents.iter_mut().zip(extents) {
-            *to = *from;
-        }
-        dims
-    }
-
-    /// The extents, outermost first; at most four.
-    pub fn as_slice(&self) -> &[u32] {
-        self.extents
-            .get(..usize::from(self.rank))
-            .unwrap_or(&self.extents)
-    }
-}
-
-impl fmt::Debug for Dims {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl fmt::Display for Dims {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.as_slice()).finish()?;
-        if self.rank > 4 {
-            write!(f, " and {} more axes", self.rank.saturating_sub(4))?;
-        }
-        Ok(())
-    }
-}
-
-/// Where the bytes of an input lie.
-#[derive(Debug)]
-#[expect(
-    clippy::exhaustive_enums,
-    reason = "a byte is on the host or on the device"
-)]
-pub enum TensorData<'a, Buf> {
-    /// In host memory, used in place by the CPU and staged by a device.
-    Host(&'a [u8]),
-    /// In memory of the backend's device.
-    Device {
-        /// The buffer.
-        buffer: &'a Buf,
-        /// First byte.
-        offset: u64,
-    },
-}
-
-impl<Buf> Clone for TensorData<'_, Buf> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<Buf> Copy for TensorData<'_, Buf> {}
-
-/// Where the bytes of an output lie.
-#[derive(Debug)]
-#[expect(
-    clippy::exhaustive_enums,
-    reason = "a byte is on the host or on the device"
-)]
-pub enum TensorDataMut<'a, Buf> {
-    /// In host memory. Only a backend that computes there can write it; others say `Unsupported`.
-    Host(&'a mut [u8]),
-    /// In memory of the backend's device. It may alias no input of the same call.
-    Device {
-        /// The buffer.
-        buffer: &'a Buf,
-        /// First byte.
-        offset: u64,
-    },
-}
-
-/// An input tensor as the caller has it: element type, extents, strides, bytes.
-///
-/// The inner two axes (head, dim) are dense; the outer strides are free. Nothing is checked until the
-/// view meets a plan.
-#[derive(Debug)]
-pub struct TensorView<'a, Buf> {
-    data: TensorData<'a, Buf>,
-    meta: Meta,
-}
-
-impl<Buf> Clone for TensorView<'_, Buf> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<Buf> Copy for TensorView<'_, Buf> {}
-
-/// An output tensor as the caller has it; see [`TensorView`].
-#[derive(Debug)]
-pub struct TensorViewMut<'a, Buf> {
-    data: TensorDataMut<'a, Buf>,
-    meta: Meta,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Meta {
-    dtype: DType,
-    dims: Dims,
-    outer_strides: Option<[u64; 2]>,
-}
-
-impl<'a, Buf> TensorView<'a, Buf> {
-    /// A dense tensor in host memory.
-    pub fn host<T: Element>(values: &'a [T], dims: &[u32]) -> Self {
-        Self::host_bytes(T::DTYPE, bytemuck::cast_slice(values), dims)
-    }
-    /// A dense tensor in host memory, given as bytes.
-    pub fn host_bytes(dtype: DType, bytes: &'a [u8], dims: &[u32]) -> Self {
-        Self {
-            data: TensorData::Host(bytes),
-            meta: Meta::dense(dtype, dims),
-        }
-    }
-    /// A dense tensor in device memory, `offset` bytes into `buffer`.
-    pub fn device(dtype: DType, buffer: &'a Buf, offset: u64, dims: &[u32]) -> Self {
-        Self {
-            data: TensorData::Device { buffer, offset },
-            meta: Meta::dense(dtype, dims),
-        }
-    }
-    /// Sets the strides of the outer axes, in elements: of the two outer axes of a `bshd` or `sbhd`
-    /// tensor, of the one outer axis (and an unused second) of a `thd` tensor.
-    #[must_use]
-    pub fn with_outer_strides(mut self, strides: [u64; 2]) -> Self {
-        self.meta.outer_strides = Some(strides);
-        self
-    }
-    /// Element type.
-    pub fn dtype(&self) -> DType {
-        self.meta.dtype
-    }
-    /// Extents.
-    pub fn dims(&self) -> Dims {
-        self.meta.dims
-    }
-}
-
-impl<'a, Buf> TensorViewMut<'a, Buf> {
-    /// A dense tensor in host memory.
-    pub fn host<T: Element>(values: &'a mut [T], dims: &[u32]) -> Self {
-        Self::host_bytes(T::DTYPE, bytemuck::cast_slice_mut(values), dims)
-    }
-    /// A dense tensor in host memory, given as bytes.
-    pub fn host_bytes(dtype: DType, bytes: &'a mut [u8], dims: &[u32]) -> Self {
-        Self {
-            data: TensorDataMut::Host(bytes),
-            meta: Meta::dense(dtype, dims),
-        }
-    }
-    /// A dense tensor in device memory, `offset` bytes into `buffer`.
-    pub fn device(dtype: DType, buffer: &'a Buf, offset: u64, dims: &[u32]) -> Self {
-        Self {
-            data: TensorDataMut::Device { buffer, offset },
-            meta: Meta::dense(dtype, dims),
-        }
-    }
-    /// Sets the strides of the outer axes; see [`TensorView::with_outer_strides`].
-    #[must_use]
-    pub fn with_outer_strides(mut self, strides: [u64; 2]) -> Self {
-        self.meta.outer_strides = Some(strides);
-        self
-    }
-    /// Element type.
-    pub fn dtype(&self) -> DType {
-        self.meta.dtype
-    }
-    /// Extents.
-    pub fn dims(&self) -> Dims {
-        self.meta.dims
-    }
-}
-
-impl<Buf> TensorViewMut<'_, Buf> {
-    /// Reads `[.., heads]` as `[.., heads, 1]`, so that one number a head is checked like a row.
-    pub(crate) fn with_unit_dim(mut self) -> Self {
-        let mut extents = self.meta.dims.extents;
-        let rank = usize::from(self.meta.dims.rank);
-        if let Some(last) = extents.get_mut(rank) {
-            *last = 1;
-            self.meta.dims = Dims {
-                rank: self.meta.dims.rank.saturating_add(1),
-                extents,
-            };
-        }
-        self
-    }
-}
-
-impl Meta {
-    fn dense(dtype: DType, dims: &[u32]) -> Self {
-        Self {
-            dtype,
-            dims: Dims::new(dims),
-            outer_strides: None,
-        }
-    }
-}
 
 /// What a plan demands of a token tensor.
 #[derive(Debug, Clone, Copy)]
@@ -290,9 +70,9 @@ impl TokenRows {
     /// `start` of a ragged tensor. The token's heads and values follow densely.
     pub fn offset(&self, entry: usize, start: u32, i: u32) -> usize {
         let at = match self.format {
-            QkvFormat::Thd => u64::from(start)
-                .saturating_add(u64::from(i))
-                .saturating_mul(self.token_stride),
+            QkvFormat::Thd => {
+                u64::from(start).saturating_add(u64::from(i)).saturating_mul(self.token_stride)
+            }
             QkvFormat::Bshd | QkvFormat::Sbhd => to_u64(entry)
                 .saturating_mul(self.batch_stride)
                 .saturating_add(u64::from(i).saturating_mul(self.token_stride)),
@@ -302,23 +82,12 @@ impl TokenRows {
 
     fn check(meta: Meta, need: &TokenRequirement) -> Result<Self, PlanError> {
         let expected = |axes, dims: &[u32]| {
-            let expected = Expected {
-                axes,
-                dims: Dims::new(dims),
-            };
-            PlanError::Shape {
-                tensor: need.tensor,
-                expected,
-                got: meta.dims,
-            }
+            let expected = Expected { axes, dims: Dims::new(dims) };
+            PlanError::Shape { tensor: need.tensor, expected, got: meta.dims }
         };
         if !meta.dtype.is_float() {
             let expected = "f32, f16 or bf16";
-            return Err(PlanError::ElementType {
-                tensor: need.tensor,
-                expected,
-                got: meta.dtype,
-            });
+            return Err(PlanError::ElementType { tensor: need.tensor, expected, got: meta.dtype });
         }
         let heads_needed = need.heads.unwrap_or(0);
         let (axes, dims): (_, &[u32]) = match need.format {
@@ -330,10 +99,7 @@ impl TokenRows {
                 "[s at least, b at least, h, d]",
                 &[need.tokens_max, need.batch, heads_needed, need.dim],
             ),
-            QkvFormat::Thd => (
-                "[t at least, h, d]",
-                &[need.tokens_total, heads_needed, need.dim],
-            ),
+            QkvFormat::Thd => ("[t at least, h, d]", &[need.tokens_total, heads_needed, need.dim]),
         };
         let (first, second, heads, dim) = match (need.format, meta.dims.as_slice()) {
             (QkvFormat::Thd, &[t, h, d]) => (t, 1, h, d),
@@ -360,16 +126,7 @@ impl TokenRows {
             return Err(expected(axes, dims));
         }
         let (format, dtype) = (need.format, meta.dtype);
-        Ok(Self {
-            format,
-            dtype,
-            batch,
-            tokens,
-            heads,
-            dim,
-            batch_stride,
-            token_stride,
-        })
+        Ok(Self { format, dtype, batch, tokens, heads, dim, batch_stride, token_stride })
     }
 
     /// Bytes from the first element to the end of the last row, `None` when that overflows.
@@ -380,20 +137,13 @@ impl TokenRows {
         let last_batch = u64::from(self.batch.saturating_sub(1)).checked_mul(self.batch_stride)?;
         let last_token = u64::from(self.tokens.saturating_sub(1)).checked_mul(self.token_stride)?;
         let row = u64::from(self.heads).checked_mul(u64::from(self.dim))?;
-        last_batch
-            .checked_add(last_token)?
-            .checked_add(row)?
-            .checked_mul(to_u64(self.dtype.size()))
+        last_batch.checked_add(last_token)?.checked_add(row)?.checked_mul(to_u64(self.dtype.size()))
     }
 
     fn check_bytes(&self, tensor: &'static str, got: u64) -> Result<(), PlanError> {
         let needed = self.bytes_reached().unwrap_or(u64::MAX);
         if needed > got {
-            return Err(PlanError::TensorBytes {
-                tensor,
-                needed,
-                got,
-            });
+            return Err(PlanError::TensorBytes { tensor, needed, got });
         }
         Ok(())
     }
@@ -402,23 +152,12 @@ impl TokenRows {
     fn rows_overlap(&self) -> bool {
         let row = u64::from(self.heads).saturating_mul(u64::from(self.dim));
         let (near, far, near_count, far_count) = if self.batch_stride <= self.token_stride {
-            (
-                self.batch_stride,
-                self.token_stride,
-                self.batch,
-                self.tokens,
-            )
+            (self.batch_stride, self.token_stride, self.batch, self.tokens)
         } else {
-            (
-                self.token_stride,
-                self.batch_stride,
-                self.tokens,
-                self.batch,
-            )
+            (self.token_stride, self.batch_stride, self.tokens, self.batch)
         };
-        let near_span = u64::from(near_count.saturating_sub(1))
-            .saturating_mul(near)
-            .saturating_add(row);
+        let near_span =
+            u64::from(near_count.saturating_sub(1)).saturating_mul(near).saturating_add(row);
         (near_count > 1 && near < row) || (far_count > 1 && far < near_span)
     }
 }
@@ -471,10 +210,7 @@ impl<'a, Buf> TokenTensor<'a, Buf> {
                 check_device_offset(need.tensor, rows.dtype, offset)?;
             }
         }
-        Ok(Self {
-            rows,
-            data: view.data,
-        })
+        Ok(Self { rows, data: view.data })
     }
     /// Extents, strides and element type.
     pub fn rows(&self) -> &TokenRows {
@@ -495,15 +231,11 @@ impl<'a, Buf> TokenTensor<'a, Buf> {
     ) -> Result<TokenTensor<'a, T>, E> {
         let data = match self.data {
             TensorData::Host(bytes) => TensorData::Host(bytes),
-            TensorData::Device { buffer, offset } => TensorData::Device {
-                buffer: cast(buffer)?,
-                offset,
-            },
+            TensorData::Device { buffer, offset } => {
+                TensorData::Device { buffer: cast(buffer)?, offset }
+            }
         };
-        Ok(TokenTensor {
-            rows: self.rows,
-            data,
-        })
+        Ok(TokenTensor { rows: self.rows, data })
     }
 }
 
@@ -533,15 +265,9 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
         }
         if rows.rows_overlap() {
             let strides = [rows.batch_stride, rows.token_stride];
-            return Err(PlanError::Overlap {
-                tensor: need.tensor,
-                strides,
-            });
+            return Err(PlanError::Overlap { tensor: need.tensor, strides });
         }
-        Ok(Self {
-            rows,
-            data: view.data,
-        })
+        Ok(Self { rows, data: view.data })
     }
     /// Extents, strides and element type.
     pub fn rows(&self) -> &TokenRows {
@@ -562,14 +288,10 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
     ) -> Result<TokenTensorMut<'a, T>, E> {
         let data = match self.data {
             TensorDataMut::Host(bytes) => TensorDataMut::Host(bytes),
-            TensorDataMut::Device { buffer, offset } => TensorDataMut::Device {
-                buffer: cast(buffer)?,
-                offset,
-            },
+            TensorDataMut::Device { buffer, offset } => {
+                TensorDataMut::Device { buffer: cast(buffer)?, offset }
+            }
         };
-        Ok(TokenTensorMut {
-            rows: self.rows,
-            data,
-        })
+        Ok(TokenTensorMut { rows: self.rows, data })
     }
 }

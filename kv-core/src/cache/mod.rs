@@ -1,0 +1,358 @@
+//! The cache: the one place where pool, tables, sequences, plans and a backend meet.
+//!
+//! [`KvCache`] owns the life of sequences; [`Step`] is one forward pass over some of them. Every call
+//! checks its arguments before it changes anything, and a step applies whole or not at all.
+mod open;
+mod rows;
+mod sequences;
+mod step;
+#[cfg(test)]
+mod tests;
+mod usage;
+
+use crate::backend::{AnyBackend, Backend, Queue};
+use crate::block::{BlockPool, BlockTables};
+use crate::error::{BlocksExhausted, CacheError, DeviceError, PlanError};
+use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
+use crate::num::{to_u64, to_usize};
+use crate::plan::PlanBuffers;
+use crate::spec::{CacheSpec, table_width};
+use crate::storage::KvStorage;
+use open::OpenStep;
+use sequences::Sequences;
+pub use step::{Step, StepInput};
+pub use usage::Usage;
+
+/// A KV cache on one device.
+///
+/// ```
+/// use kv_core::backend::NullBackend;
+/// use kv_core::{CacheSpec, KvCache, SequenceId, StartOptions, StepInput};
+///
+/// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(16, 8).build()?;
+/// let mut cache = KvCache::new(NullBackend::new(), spec)?;
+/// let seq = SequenceId(7);
+/// cache.start(seq, &[1, 2, 3], StartOptions::default())?;
+/// let step = cache.begin_step(&[StepInput::tokens(seq, &[1, 2, 3])])?;
+/// assert_eq!(step.positions(), [0, 1, 2]);
+/// drop(step); // nothing was written, so nothing happened
+/// assert_eq!(cache.seq_len(seq), Some(0));
+/// # Ok::<(), kv_core::CacheError>(())
+/// ```
+#[derive(Debug)]
+pub struct KvCache<B: Backend = AnyBackend> {
+    backend: B,
+    queue: B::Queue,
+    spec: CacheSpec,
+    groups: Vec<Group<B::Buffer>>,
+    sequences: Sequences,
+    open: OpenStep,
+    /// Buffers of plans outside a step.
+    scratch: PlanBuffers,
+    /// Blocks that lost their last holder and wait to be zeroed.
+    unwiped: Vec<(usize, BlockId)>,
+    blocks_peak: u32,
+}
+
+/// Pool, tables and planes of one group of layers.
+#[derive(Debug)]
+struct Group<Buf> {
+    pool: BlockPool,
+    tables: BlockTables,
+    storage: KvStorage<Buf>,
+}
+
+/// How a sequence starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct StartOptions {
+    /// Tokens whose blocks are taken at once and stay with the sequence for life.
+    pub reserve: u32,
+}
+
+impl StartOptions {
+    /// Takes the blocks of `tokens` tokens at once, so that no step up to there can run out of blocks.
+    #[must_use]
+    pub fn reserve(mut self, tokens: u32) -> Self {
+        self.reserve = tokens;
+        self
+    }
+}
+
+impl<B: Backend> KvCache<B> {
+    /// Reserves all memory of `spec` on `backend`; layers on demand get theirs later.
+    ///
+    /// # Errors
+    /// [`CacheError::Device`]: `OutOfMemory`, or `Unsupported` when one block exceeds what the device
+    /// can bind.
+    pub fn new(backend: B, spec: CacheSpec) -> Result<Self, CacheError> {
+        let queue = backend.queue()?;
+        let mut groups = Vec::with_capacity(spec.groups().len());
+        for group in spec.groups() {
+            let mut storage = KvStorage::new(&backend, *group.layouts())?;
+            for index in 0..group.layers().len() {
+                storage.allocate(&backend, index)?;
+            }
+            let tables = BlockTables::new(group.num_blocks(), table_width(&spec, group));
+            groups.push(Group { pool: BlockPool::new(group.num_blocks()), tables, storage });
+        }
+        let open = OpenStep::new(groups.len());
+        Ok(Self {
+            backend,
+            queue,
+            spec,
+            groups,
+            sequences: Sequences::default(),
+            open,
+            scratch: PlanBuffers::default(),
+            unwiped: Vec::new(),
+            blocks_peak: 0,
+        })
+    }
+
+    /// The geometry.
+    pub fn spec(&self) -> &CacheSpec {
+        &self.spec
+    }
+    /// The device.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+    /// The lane all work of this cache is recorded on, for callers that order their own work with it.
+    pub fn queue_mut(&mut self) -> &mut B::Queue {
+        &mut self.queue
+    }
+
+    /// Gives a layer its memory; `false` when it had it already.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownLayer`], or the device's `OutOfMemory`.
+    pub fn allocate_layer(&mut self, layer: impl Into<LayerId>) -> Result<bool, CacheError> {
+        let (group, index) = self.locate(layer.into())?;
+        let Some(group) = self.groups.get_mut(group) else {
+            return Ok(false);
+        };
+        Ok(group.storage.allocate(&self.backend, index)?)
+    }
+
+    /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step;
+    /// the first step brings the rest.
+    ///
+    /// Prefix reuse is not there yet: the answer is 0.
+    ///
+    /// # Errors
+    /// [`PlanError::SequenceExists`], [`PlanError::TooMany`] sequences,
+    /// [`PlanError::SequenceTooLong`] for the prompt or the reserve, [`CacheError::Exhausted`] for the
+    /// reserve.
+    pub fn start(
+        &mut self,
+        sequence: SequenceId,
+        prompt: &[u32],
+        options: StartOptions,
+    ) -> Result<usize, CacheError> {
+        let asked = to_u64(prompt.len()).max(u64::from(options.reserve));
+        let max = self.spec.max_seq_len();
+        if asked > u64::from(max) {
+            return Err(PlanError::SequenceTooLong { sequence, len: 0, new: asked, max }.into());
+        }
+        self.check_new(sequence)?;
+        for (group, id) in self.groups.iter().zip(0..) {
+            let needed = options.reserve.div_ceil(block_size(group));
+            let free = group.pool.num_free();
+            if needed > free {
+                let group = GroupId(id);
+                return Err(BlocksExhausted { group, needed, free, evictable: 0 }.into());
+            }
+        }
+        self.wipe()?;
+        let row = self.insert(sequence, 0)?;
+        if let Some(state) = self.sequences.at_mut(row) {
+            state.reserved = options.reserve;
+        }
+        for group in &mut self.groups {
+            for _ in 0..options.reserve.div_ceil(block_size(group)) {
+                let block = group.pool.allocate();
+                push_held(&mut group.tables, row, block);
+            }
+        }
+        self.note_peak();
+        Ok(0)
+    }
+
+    /// Begins `child` with everything `parent` has committed. All blocks are shared; the last partial
+    /// one is copied when either writes to it first.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`].
+    pub fn fork(&mut self, parent: SequenceId, child: SequenceId) -> Result<(), CacheError> {
+        let (parent_row, state) = self.sequences.get(parent)?;
+        let len = state.len;
+        self.check_new(child)?;
+        let row = self.insert(child, len)?;
+        for group in &mut self.groups {
+            for index in 0..to_usize(len.div_ceil(block_size(group))) {
+                let block = group.tables.row(parent_row).get(index).copied();
+                if let Some(block) = block {
+                    group.pool.retain(block);
+                }
+                push_held(&mut group.tables, row, block);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes tokens back, so that `sequence` has `len`; blocks beyond go back unless reserved.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`]; a device failure of the wipe,
+    /// after which the truncation stands and the wipe is tried again before any block is handed out.
+    pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
+        let (row, state) = self.sequences.get(sequence)?;
+        if len > state.len {
+            let (asked, len) = (len, state.len);
+            return Err(PlanError::SequenceTooShort { sequence, len, asked }.into());
+        }
+        let keep = len.max(state.reserved);
+        if let Some(state) = self.sequences.at_mut(row) {
+            state.len = len;
+        }
+        self.drop_blocks(row, keep);
+        Ok(self.wipe()?)
+    }
+
+    /// Ends a sequence; blocks that nobody else holds are free.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`]; a device failure of the wipe as for [`Self::truncate`].
+    pub fn release(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
+        let row = self.sequences.row(sequence)?;
+        self.drop_blocks(row, 0);
+        self.sequences.remove(sequence);
+        Ok(self.wipe()?)
+    }
+
+    /// Ends every sequence.
+    ///
+    /// # Errors
+    /// A device failure of the wipe as for [`Self::truncate`].
+    pub fn reset(&mut self) -> Result<(), CacheError> {
+        let ids: Vec<_> = self.sequences.ids().collect();
+        for id in ids {
+            let row = self.sequences.row(id)?;
+            self.drop_blocks(row, 0);
+            self.sequences.remove(id);
+        }
+        Ok(self.wipe()?)
+    }
+
+    /// Committed tokens of a sequence, `None` for an unknown one.
+    pub fn seq_len(&self, sequence: SequenceId) -> Option<u32> {
+        self.sequences.get(sequence).ok().map(|(_, state)| state.len)
+    }
+    /// Whether a sequence is live.
+    pub fn contains(&self, sequence: SequenceId) -> bool {
+        self.sequences.contains(sequence)
+    }
+    /// Live sequences, in no particular order.
+    pub fn sequences(&self) -> impl Iterator<Item = SequenceId> + '_ {
+        self.sequences.ids()
+    }
+    /// Number of live sequences.
+    pub fn num_sequences(&self) -> usize {
+        self.sequences.len()
+    }
+    /// Blocks of a sequence in token order, reserved ones included.
+    pub fn block_table(&self, sequence: SequenceId, group: GroupId) -> Option<&[BlockId]> {
+        let row = self.sequences.row(sequence).ok()?;
+        Some(self.groups.get(usize::from(group.0))?.tables.row(row))
+    }
+    /// Blocks of a group that nobody holds.
+    pub fn free_blocks(&self, group: GroupId) -> u32 {
+        self.groups.get(usize::from(group.0)).map_or(0, |group| group.pool.num_free())
+    }
+    /// Planes of one group.
+    pub fn storage(&self, group: GroupId) -> Option<&KvStorage<B::Buffer>> {
+        self.groups.get(usize::from(group.0)).map(|group| &group.storage)
+    }
+    /// Pool of one group.
+    pub fn pool(&self, group: GroupId) -> Option<&BlockPool> {
+        self.groups.get(usize::from(group.0)).map(|group| &group.pool)
+    }
+
+    /// Group index and index inside the group of a layer.
+    fn locate(&self, layer: LayerId) -> Result<(usize, usize), PlanError> {
+        let num_layers = self.spec.num_layers();
+        let place = self.spec.locate(layer).ok_or(PlanError::UnknownLayer { layer, num_layers })?;
+        Ok((usize::from(place.0.0), place.1))
+    }
+
+    fn check_new(&self, sequence: SequenceId) -> Result<(), PlanError> {
+        if self.sequences.contains(sequence) {
+            return Err(PlanError::SequenceExists { sequence });
+        }
+        let (got, max) =
+            (to_u64(self.sequences.len()).saturating_add(1), self.spec.max_sequences());
+        if got > u64::from(max) {
+            return Err(PlanError::TooMany { what: "sequences", got, max: u64::from(max) });
+        }
+        Ok(())
+    }
+
+    /// A row for a new sequence, empty in all tables.
+    fn insert(&mut self, sequence: SequenceId, len: u32) -> Result<u32, PlanError> {
+        let row = self.sequences.insert(sequence, len)?;
+        let rows = self.sequences.num_rows();
+        for group in &mut self.groups {
+            group.tables.ensure_rows(rows);
+        }
+        Ok(row)
+    }
+
+    /// Lets go of a row's blocks beyond those of `keep` tokens, last first.
+    fn drop_blocks(&mut self, row: u32, keep: u32) {
+        for (index, group) in self.groups.iter_mut().enumerate() {
+            let keep = to_usize(keep.div_ceil(block_size(group)));
+            while group.tables.row(row).len() > keep {
+                let Some(block) = group.tables.pop(row) else {
+                    break;
+                };
+                if group.pool.release(block) && self.spec.wipe_on_release() {
+                    self.unwiped.push((index, block));
+                }
+            }
+        }
+    }
+
+    /// Zeroes blocks that wait for it; those left by a device failure wait for the next call, and none
+    /// is handed out before.
+    fn wipe(&mut self) -> Result<(), DeviceError> {
+        while let Some(&(group, block)) = self.unwiped.last() {
+            if let Some(group) = self.groups.get(group) {
+                for plane in group.storage.view().planes() {
+                    let (segment, offset) = plane.layout().locate(block.0);
+                    if let Some(buffer) = plane.segment(segment) {
+                        self.queue.zero(buffer, offset, plane.layout().block_bytes())?;
+                    }
+                }
+            }
+            self.unwiped.pop();
+        }
+        Ok(())
+    }
+
+    fn note_peak(&mut self) {
+        let used = self.groups.iter().map(|group| group.pool.num_used()).sum();
+        self.blocks_peak = self.blocks_peak.max(used);
+    }
+}
+
+fn block_size<Buf>(group: &Group<Buf>) -> u32 {
+    let [k, _] = group.storage.layouts();
+    k.block_size()
+}
+
+/// Appends a block that a pool of the same size handed out.
+fn push_held(tables: &mut BlockTables, row: u32, block: Option<BlockId>) {
+    let pushed = block.is_some_and(|block| tables.push(row, block).is_ok());
+    debug_assert!(pushed, "the pool was asked for its free blocks and the row was made before");
+}

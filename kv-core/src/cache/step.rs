@@ -1,0 +1,184 @@
+//! One forward pass, as its caller sees it.
+use crate::backend::{AnyBackend, Backend};
+use crate::cache::KvCache;
+use crate::error::{CacheError, PlanError};
+use crate::geometry::QkvFormat;
+use crate::ids::{GroupId, LayerId, SequenceId};
+use crate::num::to_u64;
+use crate::plan::{AttentionOptions, AttentionPlan, PlannedSequence, WritePlan};
+use crate::tensor::{TensorView, TensorViewMut};
+
+/// What one sequence brings to a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepInput<'a> {
+    pub(super) sequence: SequenceId,
+    brings: Brings<'a>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Brings<'a> {
+    Tokens(&'a [u32]),
+    Count(u32),
+    Query(u32),
+    Nothing,
+}
+
+impl<'a> StepInput<'a> {
+    /// New tokens, whose K and V the step writes and whose queries attend.
+    pub fn tokens(sequence: SequenceId, tokens: &'a [u32]) -> Self {
+        Self { sequence, brings: Brings::Tokens(tokens) }
+    }
+    /// So many new tokens, from a caller without token ids; such tokens are never reused.
+    pub fn count(sequence: SequenceId, tokens: u32) -> Self {
+        Self { sequence, brings: Brings::Count(tokens) }
+    }
+    /// Queries over what is cached, writing nothing: cross-attention over an encoder's K and V.
+    pub fn query(sequence: SequenceId, queries: u32) -> Self {
+        Self { sequence, brings: Brings::Query(queries) }
+    }
+    /// A batch row that neither writes nor attends, so that rows keep their places.
+    pub fn idle(sequence: SequenceId) -> Self {
+        Self { sequence, brings: Brings::Nothing }
+    }
+
+    /// New tokens and queries.
+    pub(super) fn counts(&self) -> Result<(u64, u64), PlanError> {
+        let zero = PlanError::ZeroTokens { sequence: self.sequence };
+        let counts = match self.brings {
+            Brings::Tokens(tokens) => (to_u64(tokens.len()), to_u64(tokens.len())),
+            Brings::Count(n) => (u64::from(n), u64::from(n)),
+            Brings::Query(n) => (0, u64::from(n)),
+            Brings::Nothing => return Ok((0, 0)),
+        };
+        if counts == (0, 0) { Err(zero) } else { Ok(counts) }
+    }
+}
+
+/// A step in progress. Dropped without [`Self::commit`], it never happened.
+///
+/// All tensors of a step have a batch entry for each [`StepInput`], in the order they were given; a
+/// `bshd` or `sbhd` tensor may have further entries and longer ones, a `thd` tensor further rows. Those
+/// are padding: never read in inputs, zero in outputs.
+#[derive(Debug)]
+pub struct Step<'c, B: Backend = AnyBackend> {
+    cache: &'c mut KvCache<B>,
+}
+
+impl<B: Backend> Drop for Step<'_, B> {
+    fn drop(&mut self) {
+        self.cache.roll_back();
+    }
+}
+
+impl<B: Backend> Step<'_, B> {
+    /// Position of every query in its sequence, entries one after another: what RoPE needs.
+    pub fn positions(&self) -> &[u32] {
+        &self.cache.open.positions
+    }
+    /// The batch as it was planned for the first group: query rows, lengths.
+    pub fn sequences(&self) -> &[PlannedSequence] {
+        self.cache.open_sequences()
+    }
+    /// The write plan of one group, for callers that drive the backend themselves.
+    pub fn write_plan(&self, group: GroupId) -> Option<WritePlan<'_>> {
+        self.cache.open_plans(group).map(|(write, _)| write)
+    }
+    /// The attention plan of one group, for callers that drive the backend themselves.
+    pub fn attention_plan(&self, group: GroupId) -> Option<AttentionPlan<'_>> {
+        self.cache.open_plans(group).map(|(_, attend)| attend)
+    }
+
+    /// Writes the K and V of this step's new tokens into one layer.
+    ///
+    /// Stateless: positions come from committed lengths, so layers may come in any order and a write
+    /// may be repeated.
+    ///
+    /// # Shapes
+    /// | argument | `thd` | `bshd` | `sbhd` |
+    /// |---|---|---|---|
+    /// | `k` | `[t, num_kv_heads, head_dim_k]` | `[b, s, ..]` | `[s, b, ..]` |
+    /// | `v` | `[t, num_kv_heads, head_dim_v]` | `[b, s, ..]` | `[s, b, ..]` |
+    ///
+    /// Elements are f32, f16 or bf16, whatever the stored format is.
+    ///
+    /// # Errors
+    /// [`PlanError`] for an unknown or unallocated layer or a tensor that does not fit; the device's
+    /// own. The step stays open.
+    pub fn write(
+        &mut self,
+        layer: impl Into<LayerId>,
+        k: TensorView<'_, B::Buffer>,
+        v: TensorView<'_, B::Buffer>,
+        format: QkvFormat,
+    ) -> Result<(), CacheError> {
+        self.cache.write_open(layer.into(), [k, v], format)
+    }
+
+    /// Attends this step's queries over each sequence's cached rows, this step's included.
+    ///
+    /// # Shapes
+    /// `q` is `[t, num_q_heads, head_dim_k]` and `out` `[t, num_q_heads, head_dim_v]` for `thd`, and
+    /// likewise for the other formats ([`AttentionOptions::qkv_format`]). `out` has the element type
+    /// of `q`; `num_q_heads` is a multiple of `num_kv_heads`.
+    ///
+    /// # Errors
+    /// [`PlanError`] for a layer that is unknown or not written in this step, a tensor or an option
+    /// that does not fit; the device's own. The step stays open.
+    pub fn attend(
+        &mut self,
+        layer: impl Into<LayerId>,
+        q: TensorView<'_, B::Buffer>,
+        out: TensorViewMut<'_, B::Buffer>,
+        options: &AttentionOptions<'_>,
+    ) -> Result<(), CacheError> {
+        self.cache.attend_open(layer.into(), q, (out, None), options)
+    }
+
+    /// As [`Self::attend`], and writes the natural log-sum-exp of every query and head to `lse`
+    /// (`[t, num_q_heads]`, f32), sinks included.
+    ///
+    /// # Errors
+    /// As [`Self::attend`].
+    pub fn attend_lse(
+        &mut self,
+        layer: impl Into<LayerId>,
+        q: TensorView<'_, B::Buffer>,
+        out: TensorViewMut<'_, B::Buffer>,
+        lse: TensorViewMut<'_, B::Buffer>,
+        options: &AttentionOptions<'_>,
+    ) -> Result<(), CacheError> {
+        self.cache.attend_open(layer.into(), q, (out, Some(lse)), options)
+    }
+
+    /// Ends the step: lengths advance, and recorded work goes to the device.
+    ///
+    /// # Errors
+    /// [`PlanError::LayersUnwritten`] when a layer with memory was not written, or the device's own.
+    /// Either way the step is rolled back.
+    pub fn commit(self) -> Result<(), CacheError> {
+        self.cache.commit_open()
+        // Dropping `self` finds the step closed, or rolls it back.
+    }
+
+    /// Ends the step as if it had never begun. Dropping it does the same.
+    pub fn roll_back(self) {}
+
+    /// The cache the step runs on; its lengths are those before the step.
+    pub fn cache(&self) -> &KvCache<B> {
+        self.cache
+    }
+}
+
+impl<B: Backend> KvCache<B> {
+    /// Plans and reserves a step for the whole batch, or changes nothing.
+    ///
+    /// # Errors
+    /// - [`PlanError::UnknownSequence`], [`PlanError::DuplicateSequence`], [`PlanError::ZeroTokens`],
+    ///   [`PlanError::SequenceTooLong`];
+    /// - [`CacheError::Exhausted`] with what the whole step needs and what is free;
+    /// - the device's own, for the copy of shared blocks.
+    pub fn begin_step(&mut self, inputs: &[StepInput<'_>]) -> Result<Step<'_, B>, CacheError> {
+        self.begin_open(inputs)?;
+        Ok(Step { cache: self })
+    }
+}
