@@ -275,22 +275,24 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
     fn step(&mut self) -> anyhow::Result<Vec<Vec<f32>>> {
         loop {
             self.fill_batch();
-            let begun = Instant::now();
-            let inputs = inputs(&self.batch);
-            let error = match self.cache.begin_step(&inputs) {
-                Ok(mut step) => {
-                    let logits = self.model.forward(&mut step, &self.batch)?;
-                    step.commit()?;
-                    self.note_step(begun);
-                    return Ok(logits);
-                }
-                Err(error) => error,
-            };
-            match error {
-                CacheError::Exhausted(exhausted) => self.preempt(exhausted)?,
-                error => return Err(error.into()),
+            match self.try_step()? {
+                Ok(logits) => return Ok(logits),
+                Err(exhausted) => self.preempt(exhausted)?,
             }
         }
+    }
+
+    fn try_step(&mut self) -> anyhow::Result<Result<Vec<Vec<f32>>, BlocksExhausted>> {
+        let begun = Instant::now();
+        let mut step = match self.cache.begin_step(&inputs(&self.batch)) {
+            Ok(step) => step,
+            Err(CacheError::Exhausted(exhausted)) => return Ok(Err(exhausted)),
+            Err(error) => return Err(error.into()),
+        };
+        let logits = self.model.forward(&mut step, &self.batch)?;
+        step.commit()?;
+        self.note_step(begun);
+        Ok(Ok(logits))
     }
 
     /// Takes the youngest sequence's blocks; it computes everything again later.
