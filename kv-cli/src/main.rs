@@ -43,7 +43,9 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
-    match panic::catch_unwind(AssertUnwindSafe(|| run(&cli))) {
+    // Inside the pool that candle and the CPU backend work on: a step of a small model has a hundred
+    // operations, and handing each over from a thread outside costs more than doing it.
+    match panic::catch_unwind(AssertUnwindSafe(|| rayon::scope(|_| run(&cli)))) {
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(error)) if error.is::<output::OutputClosed>() => ExitCode::SUCCESS,
         Ok(Err(error)) => {
