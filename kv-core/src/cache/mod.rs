@@ -2,6 +2,7 @@
 //!
 //! [`KvCache`] owns the life of sequences; [`Step`] is one forward pass over some of them. Every call
 //! checks its arguments before it changes anything, and a step applies whole or not at all.
+mod front;
 mod sequences;
 mod step;
 
@@ -15,6 +16,7 @@ use crate::plan::{GatherArgs, GatherPlan, GatherRange, PlanBuffers};
 use crate::spec::{CacheSpec, table_width};
 use crate::storage::{KvStorage, Plane};
 use crate::tensor::{TensorView, TensorViewMut};
+pub(crate) use front::AheadQuery;
 use sequences::Sequences;
 use step::OpenStep;
 pub use step::{Step, StepInput};
