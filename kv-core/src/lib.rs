@@ -6,6 +6,7 @@ mod cache;
 mod element;
 pub mod error;
 mod format;
+pub mod front;
 mod geometry;
 mod ids;
 mod num;
@@ -21,6 +22,7 @@ pub use error::{
     BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
 };
 pub use format::KvFormat;
+pub use front::{InferenceParams, KvCacheManager};
 pub use geometry::{BlockOrder, PlaneLayout, PlaneShape, QkvFormat};
 pub use ids::{BlockId, GroupId, LayerId, SequenceId, Slot};
 pub use plan::{AttentionOptions, Determinism, Mask};
