@@ -66,12 +66,11 @@ impl<B: Backend> BlockManager<B> {
             .block_order(order)
             .max_sequences(config.max_batch_size)
             .max_seq_len(config.max_seqlen);
-        let (builder, block_size) = match config.pages {
-            Some(p) => (builder.paged(p.page_size, p.total_num_pages), p.page_size),
-            None => {
-                let contiguous = builder.contiguous(config.max_batch_size, config.max_seqlen);
-                (contiguous, config.max_seqlen)
-            }
+        // Not paged is one page a sequence, as long as the longest.
+        let block_size = config.pages.map_or(config.max_seqlen, |pages| pages.page_size);
+        let builder = match config.pages {
+            Some(pages) => builder.paged(pages.page_size, pages.total_num_pages),
+            None => builder.contiguous(config.max_batch_size, config.max_seqlen),
         };
         Ok(Self {
             cache: KvCache::new(backend, builder.build()?)?,

@@ -29,7 +29,7 @@ use crate::tensor::{TensorView, TensorViewMut};
 /// - No history is ever moved: [`Self::page_table`] says where a row's tokens are, paged or not.
 ///
 /// # Source
-/// TransformerEngine, `InferenceParams` (v2.8 to v2.13). What differs on purpose: `docs/adr/0003`.
+/// TransformerEngine, `InferenceParams` (v2.8 to v2.13). What differs on purpose: `docs/adr/0003-te-front-end.md`.
 ///
 /// # Examples
 /// ```
@@ -164,8 +164,7 @@ impl<B: Backend> InferenceParams<B> {
         }
         let published = self.publish();
         if published.is_err() {
-            self.manager.roll_back();
-            self.buffers.clear();
+            self.roll_back();
         }
         published
     }
@@ -181,6 +180,14 @@ impl<B: Backend> InferenceParams<B> {
         }
         self.buffers.fill(&*self.manager)?;
         Ok(self.buffers.upload(self.manager.queue_mut())?)
+    }
+
+    /// Takes the prepared step back, for a caller that gives it up half way: lengths are those before
+    /// it and the arrays of the step are zero. Sequences it finished stay finished; those it began
+    /// stay, with length 0, until the next step names them or not.
+    pub fn roll_back(&mut self) {
+        self.manager.roll_back();
+        self.buffers.clear();
     }
 
     /// Writes the K and V of the step's tokens into one layer, and says where to read them.
