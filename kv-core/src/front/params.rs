@@ -146,8 +146,8 @@ impl<B: Backend> InferenceParams<B> {
     /// - [`PlanError::LayerNumber`] when the step before brought tokens and a layer with memory was
     ///   not written.
     ///
-    /// After a failure of the device no step is prepared, lengths are those before it, and the arrays
-    /// of the step are zero.
+    /// After a failure of the device no step is prepared, lengths are those of the last step whose work
+    /// the device took, and the arrays of the step are zero.
     pub fn pre_step<S: Into<SequenceId> + Copy>(
         &mut self,
         step: &[(S, u32)],

@@ -102,7 +102,10 @@ fn a_format_is_parsed_at_construction() {
     }
     for name in ["foo", "thd_2bshd", "BSHD", ""] {
         let refused = InferenceParams::new(NullBackend::new(), config().qkv_format(name));
-        assert!(matches!(refused, Err(CacheError::Plan(PlanError::Name(_)))), "{name}: {refused:?}");
+        assert!(
+            matches!(refused, Err(CacheError::Plan(PlanError::Name(_)))),
+            "{name}: {refused:?}"
+        );
     }
 }
 

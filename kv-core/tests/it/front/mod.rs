@@ -85,6 +85,9 @@ pub(crate) fn refusal<T: std::fmt::Debug>(result: Result<T, CacheError>) -> Plan
     }
 }
 
-pub(crate) fn out(values: &mut [f32], tokens: u32) -> TensorViewMut<'_, kv_core::backend::NullBuffer> {
+pub(crate) fn out(
+    values: &mut [f32],
+    tokens: u32,
+) -> TensorViewMut<'_, kv_core::backend::NullBuffer> {
     TensorViewMut::host(values, &[tokens, 2, 4])
 }

@@ -28,7 +28,9 @@ fn a_sequence_named_twice() {
         run(&mut params, &[(0, 3)]);
         let error = refused(&mut params, &[(0, 1), (1, 1), (0, 1)]);
         let sequence = SequenceId(0);
-        assert!(matches!(error, CacheError::Plan(PlanError::DuplicateSequence { sequence: s }) if s == sequence));
+        assert!(
+            matches!(error, CacheError::Plan(PlanError::DuplicateSequence { sequence: s }) if s == sequence)
+        );
     }
 }
 
@@ -54,17 +56,13 @@ fn tokens_past_the_maximum_length() {
 fn more_pages_than_there_are() {
     // The recorded failure: 3 pages, 2 held, 2 more needed and 1 free.
     let mut params = params(paged(4, 3));
-    run(&mut params_with_layer(&mut params), &[(0, 5)]);
+    params.allocate_memory(1).unwrap();
+    run(&mut params, &[(0, 5)]);
     let error = refused(&mut params, &[(0, 1), (1, 8)]);
     assert!(matches!(error, CacheError::Exhausted(e) if (e.needed, e.free) == (2, 1)), "{error}");
     run(&mut params, &[(0, 1), (1, 4)]);
     assert_eq!(params.num_free_pages(), 0);
     assert!(!params.has_free_page());
-}
-
-fn params_with_layer(params: &mut Params) -> &mut Params {
-    params.allocate_memory(1).unwrap();
-    params
 }
 
 #[test]
@@ -117,8 +115,7 @@ fn a_step_with_wrong_tensors() {
         for name in ["foo", "thd_2bshd", "bshd "] {
             assert!(matches!(refusal(params.step(1, good, good, name)), PlanError::Name(_)));
         }
-        let unallocated =
-            PlanError::LayerNumber { number: 7, problem: LayerProblem::Unallocated };
+        let unallocated = PlanError::LayerNumber { number: 7, problem: LayerProblem::Unallocated };
         assert_eq!(refusal(params.step(7, good, good, "bshd")), unallocated);
         let half = vec![0_u8; 3 * 8 * 2];
         let half = TensorView::host_bytes(DType::F16, &half, &[1, 3, 2, 4]);
@@ -158,7 +155,8 @@ fn reading_before_writing() {
         assert!(matches!(error, PlanError::State { operation: "attend", .. }));
 
         pre_step(&mut params, &[(0, 3)]).unwrap();
-        let unwritten = PlanError::LayerNumber { number: 1, problem: LayerProblem::ReadBeforeWrite };
+        let unwritten =
+            PlanError::LayerNumber { number: 1, problem: LayerProblem::ReadBeforeWrite };
         let error = refusal(params.attend(1, q, super::out(&mut values, 3), &options));
         assert_eq!(error, unwritten);
         let mut k = vec![0.0_f32; 64 * 8];
