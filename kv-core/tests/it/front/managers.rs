@@ -98,8 +98,8 @@ fn a_factory_gets_the_keywords_of_the_original() {
         pages: None,
     };
     let pages = Some(PageConfig { total_num_pages: 7, page_size: 4 });
-    let paged = CacheManagerConfig { head_dim_v: 4, pages, ..plain };
-    assert_eq!(seen, [plain, paged, CacheManagerConfig { head_dim_v: 4, ..plain }]);
+    let pooled = CacheManagerConfig { head_dim_v: 4, pages, ..plain };
+    assert_eq!(seen, [plain, pooled, CacheManagerConfig { head_dim_v: 4, ..plain }]);
 }
 
 #[test]
