@@ -257,6 +257,16 @@ fn any_number_names_a_layer_and_memory_comes_once() {
 }
 
 #[test]
+fn there_is_an_end_to_layers() {
+    let mut params = params(config());
+    assert!((0..65_535).all(|layer| params.allocate_memory(layer).unwrap()));
+    let refused = super::refusal(params.allocate_memory(65_535));
+    let got = kv_core::PlanError::TooMany { what: "layers", got: 65_536, max: 65_535 };
+    assert_eq!(refused, got);
+    assert!(!params.allocate_memory(65_534).unwrap());
+}
+
+#[test]
 fn a_cache_without_layers_plans_all_the_same() {
     for config in [config(), paged(4, 16)] {
         let mut params = params(config);

@@ -8,6 +8,7 @@
 mod construct;
 mod lifecycle;
 mod managers;
+mod random;
 mod refusals;
 mod slots;
 
