@@ -26,8 +26,8 @@ Usage: cargo xtask COMMAND
   test                 everything a change must pass, in order, each stage with its time
   conformance          the shared suite on every backend of this workspace
       --backend NAME   only this one (repeatable); fails when it is absent or cannot be opened
-      --vectors DIR    also run every vector file found under DIR
-      [-- FILTER...]   passed to the runner: only cases whose name contains FILTER
+      --vectors DIR    the vector files found under DIR instead of the suite (repeatable)
+      [-- ARG...]      to the runner, as to libtest: a part of a case's name, --list, --exact
   tidy                 rules about files, crates and documents that no compiler checks
   setup                what the suites need on this machine, installed where that is possible
   bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
@@ -103,15 +103,20 @@ fn parse(mut parser: Parser) -> Result<Command> {
 
 fn parse_conformance(mut parser: Parser) -> Result<Command> {
     let mut options = conformance::Options::default();
+    // After `--` everything is the runner's; lexopt would only stop reading options there.
+    let args: Vec<OsString> = parser.raw_args()?.collect();
+    let ours = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
+    options.args.extend(args.iter().skip(ours).skip(1).cloned());
+    let mut parser = Parser::from_args(args.into_iter().take(ours));
     while let Some(arg) = parser.next()? {
         match arg {
             Arg::Long("backend") => options.backends.push(parser.value()?.string()?),
             Arg::Long("vectors") => {
                 // The runner has another working directory.
-                options.vectors = Some(std::path::absolute(parser.value()?)?);
+                options.vectors.push(std::path::absolute(parser.value()?)?);
             }
             Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
-            Arg::Value(filter) => options.filters.push(filter),
+            Arg::Value(filter) => options.args.insert(0, filter),
             other => return Err(other.unexpected().into()),
         }
     }
@@ -127,15 +132,15 @@ mod tests {
     }
 
     #[test]
-    fn conformance_takes_backends_vectors_and_filters() {
+    fn conformance_takes_backends_vectors_and_arguments_of_the_runner() {
         let Ok(Command::Conformance(options)) =
-            parsed("conformance --backend cpu --vectors some/dir -- attend write")
+            parsed("conformance --backend cpu --vectors some/dir -- attend --exact")
         else {
             panic!("not parsed as conformance");
         };
         assert_eq!(options.backends, ["cpu"]);
-        assert!(options.vectors.unwrap().is_absolute());
-        assert_eq!(options.filters, ["attend", "write"]);
+        assert!(options.vectors[0].is_absolute());
+        assert_eq!(options.args, ["attend", "--exact"]);
     }
 
     #[test]
