@@ -207,7 +207,8 @@ impl<B: Backend> KvCache<B> {
             }
             let [layout, _] = group.storage.layouts();
             let plan = CopyPlan::new(layout, copies)?;
-            self.queue.copy_blocks(&plan, CopyArgs::new(group.storage.view()))?;
+            let args = CopyArgs::new(&plan, group.storage.view())?;
+            self.queue.copy_blocks(&plan, args)?;
         }
         Ok(())
     }

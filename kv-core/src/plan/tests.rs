@@ -106,6 +106,47 @@ fn copies_are_disjoint() {
 }
 
 #[test]
+fn a_plane_of_another_pool_is_refused() {
+    use crate::backend::NullBackend;
+    use crate::storage::{KvStorage, Plane};
+    use crate::{QkvFormat, TensorView, TensorViewMut};
+    let (layout, tables) = (layout(), tables(&[&[5]]));
+    let smaller = PlaneLayout::new(PlaneShape {
+        num_blocks: 5,
+        block_size: 4,
+        num_kv_heads: 1,
+        head_dim: 2,
+        order: BlockOrder::Nhd,
+        format: KvFormat::F32,
+    })
+    .unwrap();
+    let backend = NullBackend::new();
+    let mut storage = KvStorage::new(&backend, [smaller; 2]).unwrap();
+    storage.allocate(&backend, 0).unwrap();
+    let [k, v] = [Plane::Key, Plane::Value].map(|plane| storage.plane(0, plane).unwrap());
+    let refused = PlanError::LayoutMismatch { expected: (6, 4), got: (5, 4) };
+
+    let mut buffers = PlanBuffers::default();
+    let batch = [entry(0, 0, 1)];
+    let (write, attend) = buffers.plan(&layout, &tables, &batch, 1, Determinism::Fast).unwrap();
+    let (row, mut out) = ([0.0_f32; 2], [0.0_f32; 2]);
+    let input = TensorView::host(&row, &[1, 1, 2]);
+    let written = WriteArgs::new(&write, input, input, QkvFormat::Thd, k, v);
+    assert_eq!(written.unwrap_err(), refused);
+    let output = TensorViewMut::host(&mut out, &[1, 1, 2]);
+    let options = AttentionOptions::causal(1.0);
+    let attended = AttendArgs::new(&attend, input, output, None, [k, v], options);
+    assert_eq!(attended.unwrap_err(), refused);
+    let ranges = [GatherRange { row: 0, begin: 0, len: 1 }];
+    let gather = GatherPlan::new(&layout, &tables, &ranges).unwrap();
+    let output = TensorViewMut::host(&mut out, &[1, 1, 2]);
+    let gathered = GatherArgs::new(&gather, k, output, QkvFormat::Thd);
+    assert_eq!(gathered.unwrap_err(), refused);
+    let copy = CopyPlan::new(&layout, &[]).unwrap();
+    assert_eq!(CopyArgs::new(&copy, storage.view()).unwrap_err(), refused);
+}
+
+#[test]
 fn conversions_take_lengths_or_prefix_sums() {
     let plan = ConvertPlan::from_cu_seqlens(&[0, 2, 2, 5]).unwrap();
     assert_eq!(plan, ConvertPlan::new(&[2, 0, 3]).unwrap());
