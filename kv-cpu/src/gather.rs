@@ -1,6 +1,6 @@
 //! Cached rows read back into a plain tensor.
-use kv_core::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan, GatherRange};
+use kv_core::{BlockId, DeviceError};
 
 use crate::access::Access;
 use crate::backend::Cpu;
@@ -46,24 +46,15 @@ pub(crate) fn gather(
     for (entry, range) in ranges.iter().enumerate() {
         let units = range.len.div_ceil(TOKENS_PER_UNIT);
         let side_by_side = range.len >= TOKENS_SIDE_BY_SIDE;
-        cpu.threads.run(
-            to_usize(units),
-            side_by_side,
-            &mut workspace.scratch,
-            |_, unit| {
-                let unit = u32::try_from(unit).unwrap_or(u32::MAX);
-                let begin = unit.saturating_mul(TOKENS_PER_UNIT);
-                let end = begin.saturating_add(TOKENS_PER_UNIT).min(range.len);
-                for token in begin..end {
-                    let at = RowAt {
-                        entry,
-                        start,
-                        token,
-                    };
-                    gather_token(cpu, plan, range, (&plane, &out), at);
-                }
-            },
-        );
+        cpu.threads.run(to_usize(units), side_by_side, &mut workspace.scratch, |_, unit| {
+            let unit = u32::try_from(unit).unwrap_or(u32::MAX);
+            let begin = unit.saturating_mul(TOKENS_PER_UNIT);
+            let end = begin.saturating_add(TOKENS_PER_UNIT).min(range.len);
+            for token in begin..end {
+                let at = RowAt { entry, start, token };
+                gather_token(cpu, plan, range, (&plane, &out), at);
+            }
+        });
         start = start.saturating_add(range.len);
     }
     let len = |entry: usize| ranges.get(entry).map_or(0, |range| range.len);
@@ -87,15 +78,13 @@ fn gather_token(
         // SAFETY: each token belongs to one unit, which writes its heads one after another.
         let to = unsafe { out.get_mut(at, head, 1) };
         let block = plan.tables().row(range.row).get(to_usize(index));
-        let from = block.map_or(&[] as &[u8], |block| {
-            plane.get(block.0, plane.row_begin(inside, head), row_bytes)
-        });
+        let row = |block: &BlockId| plane.get(block.0, plane.row_begin(inside, head), row_bytes);
+        let from = block.map(row).unwrap_or_default();
         // Empty only where the plan belongs to another geometry; nothing else is known to be right.
         if from.is_empty() {
             to.fill(0);
         } else {
-            cpu.kernels
-                .convert((plane.encoding(), from), (out.encoding(), to));
+            cpu.kernels.convert((plane.encoding(), from), (out.encoding(), to));
         }
     }
 }

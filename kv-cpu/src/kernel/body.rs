@@ -7,6 +7,8 @@
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
     clippy::inline_always,
+    clippy::many_single_char_names,
+    clippy::needless_range_loop,
     reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
               that carries the target features"
 )]
@@ -26,14 +28,9 @@ fn fetch<S: Simd>(s: S, row: &[u8]) {
 }
 
 fn check_rows<E: Stored>(rows: &[&[u8]], (begin, end): (usize, usize), dim: usize) {
+    assert!(begin <= end && end <= rows.len() && end <= TILE, "a token range lies inside its tile");
     assert!(
-        begin <= end && end <= rows.len() && end <= TILE,
-        "a token range lies inside its tile"
-    );
-    assert!(
-        rows[begin..end]
-            .iter()
-            .all(|row| row.len() >= dim * E::SIZE),
+        rows[begin..end].iter().all(|row| row.len() >= dim * E::SIZE),
         "a row holds its values"
     );
 }
@@ -43,7 +40,7 @@ fn check_rows<E: Stored>(rows: &[&[u8]], (begin, end): (usize, usize), dim: usiz
 pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
     check_rows::<E>(args.k, args.range, args.dim);
     assert!(
-        args.stride % LANES_MAX == 0
+        args.stride.is_multiple_of(LANES_MAX)
             && args.dim <= args.stride
             && args.q.len() >= args.rows * args.stride
             && args.out.len() >= args.rows * TILE,
@@ -145,7 +142,7 @@ fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
 pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>) {
     check_rows::<E>(args.v, args.range, args.dim);
     assert!(
-        args.stride % LANES_MAX == 0
+        args.stride.is_multiple_of(LANES_MAX)
             && args.dim <= args.stride
             && args.out.len() >= args.rows * args.stride
             && args.weights.len() >= args.rows * TILE,
@@ -297,10 +294,7 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>) -> f32 {
 /// Decodes as many values as `to` has room for.
 #[inline(always)]
 pub(super) fn decode<S: Simd, E: Stored>(s: S, from: &[u8], to: &mut [f32]) {
-    assert!(
-        from.len() >= to.len() * E::SIZE,
-        "as many values as are asked for"
-    );
+    assert!(from.len() >= to.len() * E::SIZE, "as many values as are asked for");
     let (n, mut i) = (to.len(), 0);
     while i + S::LANES <= n {
         // SAFETY: `i + LANES <= n` values, by the assertion.
@@ -320,10 +314,7 @@ pub(super) fn decode<S: Simd, E: Stored>(s: S, from: &[u8], to: &mut [f32]) {
 /// Encodes all of `from`.
 #[inline(always)]
 pub(super) fn encode<S: Simd, E: Stored>(s: S, from: &[f32], to: &mut [u8]) {
-    assert!(
-        to.len() >= from.len() * E::SIZE,
-        "room for the values given"
-    );
+    assert!(to.len() >= from.len() * E::SIZE, "room for the values given");
     let (n, mut i) = (from.len(), 0);
     while i + S::LANES <= n {
         // SAFETY: `i + LANES <= n = from.len()`.

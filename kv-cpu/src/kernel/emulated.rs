@@ -1,4 +1,10 @@
 //! Sixteen lanes in plain Rust, so that the loops of a wide vector are tested on any CPU.
+#![expect(
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "tests: exponents are small integers"
+)]
 use half::{bf16, f16};
 
 use super::simd::Simd;
@@ -42,9 +48,7 @@ impl Simd for Wide {
         v.iter().sum()
     }
     fn reduce_max(self, v: [f32; 16]) -> f32 {
-        v.into_iter()
-            .reduce(|a, b| if a > b { a } else { b })
-            .unwrap()
+        v.into_iter().reduce(|a, b| if a > b { a } else { b }).unwrap()
     }
     unsafe fn load(self, from: *const f32, at: usize) -> [f32; 16] {
         // SAFETY: condition 1 of `Simd::load`.

@@ -1,5 +1,14 @@
 //! The backend as a whole, with every kernel table this CPU runs and the emulated one, against a plain
 //! reference in `f64`. Seeds are fixed.
+#![expect(
+    clippy::as_conversions,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    clippy::float_cmp,
+    reason = "tests: numbers are small, and zeros are exact"
+)]
 mod attend;
 mod errors;
 mod moves;
@@ -50,9 +59,7 @@ fn backends() -> Vec<(String, CpuBackend)> {
     for isa in Isa::available() {
         list.push((isa.to_string(), open(isa, 1).unwrap()));
     }
-    let wide = open(Isa::Scalar, 1)
-        .unwrap()
-        .with_kernels(Kernels::emulated());
+    let wide = open(Isa::Scalar, 1).unwrap().with_kernels(Kernels::emulated());
     list.push(("emulated".to_owned(), wide));
     let threads = open(Isa::detect(), 3).unwrap();
     list.push((format!("{} on 3 threads", Isa::detect()), threads));
