@@ -1,7 +1,12 @@
 //! With one thread, a step allocates nothing once the queue's buffers have met their size.
 //!
 //! A test binary of its own: the allocator counts for the whole process.
-#![expect(clippy::as_conversions, reason = "tests: numbers are small")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    reason = "a test, and its helpers outside the test function"
+)]
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -37,7 +42,7 @@ unsafe impl GlobalAlloc for Counting {
 static COUNTING: Counting = Counting;
 
 /// One step: a long decode that is cut, a prefill, a copy; with q and out on the device.
-fn step<B: Backend>(backend: &B, buffers: &mut PlanBuffers, parts: &mut Parts<B>) {
+fn step<B: Backend>(buffers: &mut PlanBuffers, parts: &mut Parts<B>) {
     let Parts { layout, tables, storage, queue, device, values } = parts;
     let batch = [
         BatchEntry { row: 0, cached: 1000, new_tokens: 1, queries: 1 },
@@ -92,10 +97,10 @@ fn count<B: Backend>(backend: &B) -> usize {
     let values = vec![0.5; 41 * 8 * 32];
     let mut parts = Parts { layout, tables, storage, queue, device, values };
     let mut buffers = PlanBuffers::default();
-    step(backend, &mut buffers, &mut parts);
-    step(backend, &mut buffers, &mut parts);
+    step(&mut buffers, &mut parts);
+    step(&mut buffers, &mut parts);
     let before = ALLOCATIONS.load(Ordering::Relaxed);
-    step(backend, &mut buffers, &mut parts);
+    step(&mut buffers, &mut parts);
     ALLOCATIONS.load(Ordering::Relaxed) - before
 }
 
