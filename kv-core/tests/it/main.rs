@@ -1,0 +1,2 @@
+//! Integration tests of kv-core, one binary.
+mod front;
