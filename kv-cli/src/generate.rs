@@ -34,8 +34,8 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     output::text(&format!("\n{}", report.show()))
 }
 
-/// What a person sees while a run goes on: the text of one prompt as it comes, or the texts of several
-/// as they are finished, with a bar where there is a terminal.
+/// What a person sees while a run goes on: the text of one prompt as it comes, or the texts of
+/// several as they are finished, with a bar where there is a terminal.
 struct Show<'s> {
     session: &'s Session,
     stop: Vec<u32>,
