@@ -113,11 +113,11 @@ impl<'s> Show<'s> {
         }
         let why = match generated.finish {
             Finish::Length => "",
-            Finish::Stop => " (end of text)",
-            Finish::Context => " (end of context)",
+            Finish::Stop => " [end of text]",
+            Finish::Context => " [end of context]",
         };
         let number = index.saturating_add(1);
-        let text = format!("[{number}]{why} {}{text}{rest}\n", prompt.text);
+        let text = format!("[{number}] {}{text}{rest}{why}\n", prompt.text);
         match &self.bar {
             Some(bar) => bar.suspend(|| output::text(&text)),
             None => output::text(&text),
