@@ -95,7 +95,7 @@ fn count<B: Backend>(backend: &B) -> usize {
     let queue = backend.queue().unwrap();
     let device = backend.alloc(2 * 41 * 8 * 32 * 4).unwrap();
     let values = vec![0.5; 41 * 8 * 32];
-    let mut parts = Parts { layout, tables, storage, queue, device, values };
+    let mut parts: Parts<B> = Parts { layout, tables, storage, queue, device, values };
     let mut buffers = PlanBuffers::default();
     step(&mut buffers, &mut parts);
     step(&mut buffers, &mut parts);

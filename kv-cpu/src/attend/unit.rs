@@ -20,7 +20,7 @@ use crate::num::{offset, to_usize};
 use crate::rows::{PlaneRows, RowAt};
 use crate::workspace::AlignedFloats;
 
-/// Query rows from which on a 16-bit tile is decoded once instead of at each use.
+/// Query rows from which on a tile is decoded once instead of at each use.
 const ROWS_STAGED: usize = 16;
 
 /// Some queries of one kv head and one part of a context.
@@ -283,38 +283,58 @@ fn for_tiles(
     let at = (sequence.row, unit.kv_head);
     // Tiles lie at multiples of their length, so that a sum's order does not depend on the queries.
     let next_bounds = |from: u32| (from, (from / tile * tile).saturating_add(tile).min(end));
-    let (mut k_rows, mut k_next, mut v_rows): (TileRows<'_>, TileRows<'_>, TileRows<'_>) =
+    let (mut some, mut others, mut v_rows): (TileRows<'_>, TileRows<'_>, TileRows<'_>) =
         ([&[]; TILE], [&[]; TILE], [&[]; TILE]);
+    let (mut k_rows, mut k_next) = (&mut some, &mut others);
     let mut bounds = next_bounds(begin);
-    find_rows(job, &job.k, at, bounds, &mut k_rows);
+    find_rows(job, &job.k, at, bounds, k_rows);
     while bounds.0 < bounds.1 {
         let len = to_usize(bounds.1 - bounds.0);
         find_rows(job, &job.v, at, bounds, &mut v_rows);
         let next = next_bounds(bounds.1);
         let next = (next.0.min(end), next.1);
-        find_rows(job, &job.k, at, next, &mut k_next);
+        find_rows(job, &job.k, at, next, k_next);
         let next_len = to_usize(next.1.saturating_sub(next.0));
-        let mut tile = Tile {
+        let tile = Tile {
             bounds,
             k: (job.k.encoding(), &k_rows[..len]),
             v: (job.v.encoding(), &v_rows[..len]),
             v_ahead: &v_rows[..len],
             k_ahead: &k_next[..next_len],
         };
-        let (mut k_staged, mut v_staged): (TileRows<'_>, TileRows<'_>) = ([&[]; TILE], [&[]; TILE]);
-        if !k_stage.is_empty() {
-            (tile.v_ahead, tile.k_ahead) = (&[], &[]);
-            let heads = job.heads;
-            tile.k = stage(job, tile.k, (heads.dim_k, heads.stride_k), k_stage, &mut k_staged);
-            tile.v = stage(job, tile.v, (heads.dim_v, heads.stride_v), v_stage, &mut v_staged);
+        if k_stage.is_empty() {
+            meet(job, unit, sequence, state, &tile);
+        } else {
+            meet_staged(job, unit, sequence, state, &tile, (k_stage, v_stage));
         }
-        meet(job, unit, sequence, state, &tile);
         std::mem::swap(&mut k_rows, &mut k_next);
         bounds = next;
     }
 }
 
-/// Decodes the rows of a tile, unless they are `f32` already.
+/// Lets all query rows meet a tile that is decoded first.
+fn meet_staged(
+    job: &Job<'_>,
+    unit: &Unit,
+    sequence: &PlannedSequence,
+    state: &mut Tiles<'_>,
+    tile: &Tile<'_>,
+    (k_stage, v_stage): (&mut [f32], &mut [f32]),
+) {
+    let heads = job.heads;
+    let (mut k, mut v): (TileRows<'_>, TileRows<'_>) = ([&[]; TILE], [&[]; TILE]);
+    let staged = Tile {
+        bounds: tile.bounds,
+        k: stage(job, tile.k, (heads.dim_k, heads.stride_k), k_stage, &mut k),
+        v: stage(job, tile.v, (heads.dim_v, heads.stride_v), v_stage, &mut v),
+        v_ahead: &[],
+        k_ahead: &[],
+    };
+    meet(job, unit, sequence, state, &staged);
+}
+
+/// Decodes the rows of a tile. Worth a copy for `f32` too: blocks at large powers of two would share few
+/// places of the cache.
 fn stage<'s, 't>(
     job: &Job<'_>,
     (encoding, rows): (Encoding, &'t [&'s [u8]]),
@@ -322,9 +342,6 @@ fn stage<'s, 't>(
     memory: &'s mut [f32],
     staged: &'t mut TileRows<'s>,
 ) -> (Encoding, &'t [&'s [u8]]) {
-    if encoding == Encoding::F32 {
-        return (encoding, rows);
-    }
     for ((from, memory), to) in
         rows.iter().zip(memory.chunks_exact_mut(stride)).zip(staged.iter_mut())
     {
