@@ -2,6 +2,7 @@
 //!
 //! [`KvCache`] owns the life of sequences; [`Step`] is one forward pass over some of them. Every call
 //! checks its arguments before it changes anything, and a step applies whole or not at all.
+mod front;
 mod open;
 mod rows;
 mod sequences;
