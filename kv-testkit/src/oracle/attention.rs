@@ -1,0 +1,233 @@
+//! Attention as its formula states it.
+//!
+//! The same code computes the reference in f64 and, in f32, the plain straightforward computation that
+//! tolerances are derived from.
+use std::ops::{Add, Div, Mul};
+
+/// f64 for the reference, f32 for the plain computation.
+pub trait Real:
+    Copy + PartialOrd + Add<Output = Self> + Mul<Output = Self> + Div<Output = Self>
+{
+    /// Converts an input.
+    fn of(x: f32) -> Self;
+    /// Converts a result.
+    fn value(self) -> f64;
+    /// Natural exponential.
+    fn exp(self) -> Self;
+    /// Natural logarithm.
+    fn ln(self) -> Self;
+    /// Hyperbolic tangent.
+    fn tanh(self) -> Self;
+}
+
+impl Real for f32 {
+    fn of(x: f32) -> Self {
+        x
+    }
+    fn value(self) -> f64 {
+        f64::from(self)
+    }
+    fn exp(self) -> Self {
+        self.exp()
+    }
+    fn ln(self) -> Self {
+        self.ln()
+    }
+    fn tanh(self) -> Self {
+        self.tanh()
+    }
+}
+
+impl Real for f64 {
+    fn of(x: f32) -> Self {
+        Self::from(x)
+    }
+    fn value(self) -> f64 {
+        self
+    }
+    fn exp(self) -> Self {
+        self.exp()
+    }
+    fn ln(self) -> Self {
+        self.ln()
+    }
+    fn tanh(self) -> Self {
+        self.tanh()
+    }
+}
+
+/// One sequence's attention.
+#[derive(Debug, Clone)]
+pub struct Attention {
+    /// Query heads, a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// Heads of K and V.
+    pub kv_heads: usize,
+    /// Values of one row of K.
+    pub dk: usize,
+    /// Values of one row of V.
+    pub dv: usize,
+    /// Factor of the scores.
+    pub scale: f32,
+    /// Bottom-right causal, or every key.
+    pub causal: bool,
+    /// Keys before its own position that a query sees.
+    pub window_left: Option<u32>,
+    /// Soft cap of the scaled scores.
+    pub soft_cap: Option<f32>,
+    /// An extra logit for every query head, without a value.
+    pub sinks: Option<Vec<f32>>,
+}
+
+/// Result of one sequence: `[nq, q_heads, dv]` and `[nq, q_heads]`.
+#[derive(Debug, Clone, Default)]
+pub struct Attended {
+    /// Weighted sums of values; 0 where a query sees nothing.
+    pub out: Vec<f64>,
+    /// The same sums of absolute values: the scale of rounding errors in `out`.
+    pub magnitude: Vec<f64>,
+    /// Log-sum-exp of the scores, sinks included; negative infinity where a query sees nothing.
+    pub lse: Vec<f64>,
+}
+
+impl Attention {
+    /// Plain attention: causal, `1 / sqrt(dk)`, no options.
+    pub fn causal(q_heads: usize, kv_heads: usize, dk: usize, dv: usize) -> Self {
+        let scale = (1.0 / (dk as f64).sqrt()) as f32;
+        Self {
+            q_heads,
+            kv_heads,
+            dk,
+            dv,
+            scale,
+            causal: true,
+            window_left: None,
+            soft_cap: None,
+            sinks: None,
+        }
+    }
+
+    /// Whether query `i` of `nq` sees key `j` of `nk`.
+    pub fn sees(&self, i: usize, nq: usize, j: usize, nk: usize) -> bool {
+        let (position, j) = (i as i64 + nk as i64 - nq as i64, j as i64);
+        (!self.causal || j <= position)
+            && self.window_left.is_none_or(|left| j >= position - i64::from(left))
+    }
+
+    /// Attends `q` (`[nq, q_heads, dk]`) over `k` (`[nk, kv_heads, dk]`) and `v`.
+    pub fn run<R: Real>(&self, q: &[f32], k: &[f32], v: &[f32]) -> Attended {
+        let Self { q_heads, kv_heads, dk, dv, .. } = *self;
+        let (nq, nk) = (q.len() / (q_heads * dk), k.len() / (kv_heads * dk));
+        let mut result = Attended::default();
+        for i in 0..nq {
+            for head in 0..q_heads {
+                let kv_head = head / (q_heads / kv_heads);
+                let q_row = &q[(i * q_heads + head) * dk..][..dk];
+                let seen: Vec<_> = (0..nk).filter(|&j| self.sees(i, nq, j, nk)).collect();
+                let score = |&j: &usize| self.score::<R>(q_row, &k[(j * kv_heads + kv_head) * dk..]);
+                let scores: Vec<R> = seen.iter().map(score).collect();
+                let (weights, lse) = self.softmax(&scores, head);
+                let mut sum = vec![R::of(0.0); dv];
+                let mut magnitude = vec![0.0; dv];
+                for (&j, &weight) in seen.iter().zip(&weights) {
+                    let v_row = &v[(j * kv_heads + kv_head) * dv..][..dv];
+                    for d in 0..dv {
+                        sum[d] = sum[d] + weight * R::of(v_row[d]);
+                        magnitude[d] += weight.value() * f64::from(v_row[d]).abs();
+                    }
+                }
+                result.out.extend(sum.into_iter().map(R::value));
+                result.magnitude.extend(magnitude);
+                result.lse.push(lse);
+            }
+        }
+        result
+    }
+
+    fn score<R: Real>(&self, q_row: &[f32], k_row: &[f32]) -> R {
+        let mut dot = R::of(0.0);
+        for (&a, &b) in q_row.iter().zip(k_row) {
+            dot = dot + R::of(a) * R::of(b);
+        }
+        let scaled = dot * R::of(self.scale);
+        match self.soft_cap {
+            Some(cap) => R::of(cap) * (scaled / R::of(cap)).tanh(),
+            None => scaled,
+        }
+    }
+
+    /// Weights of the seen keys, and the log-sum-exp.
+    fn softmax<R: Real>(&self, scores: &[R], head: usize) -> (Vec<R>, f64) {
+        if scores.is_empty() {
+            return (Vec::new(), f64::NEG_INFINITY);
+        }
+        let sink = self.sinks.as_ref().map(|sinks| R::of(sinks[head]));
+        let larger = |a: R, b: R| if b > a { b } else { a };
+        let max = scores.iter().copied().chain(sink).reduce(larger).unwrap_or(R::of(0.0));
+        let minus = |x: R| x + max * R::of(-1.0);
+        let exps: Vec<R> = scores.iter().map(|&score| minus(score).exp()).collect();
+        let sink = sink.map(|sink| minus(sink).exp());
+        let total = exps.iter().copied().chain(sink).fold(R::of(0.0), |sum, e| sum + e);
+        let weights = exps.into_iter().map(|e| e / total).collect();
+        (weights, (max + total.ln()).value())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn near(a: &[f64], b: &[f64]) {
+        assert_eq!(a.len(), b.len());
+        assert!(a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-12 || a == b), "{a:?} {b:?}");
+    }
+
+    /// Scores 0 and ln 3: weights 1/4 and 3/4.
+    fn two_keys() -> (Attention, [f32; 1], [f32; 2], [f32; 2]) {
+        let attention = Attention { scale: 1.0, ..Attention::causal(1, 1, 1, 1) };
+        (attention, [1.0], [0.0, 3_f32.ln()], [4.0, 8.0])
+    }
+
+    #[test]
+    fn weighs_by_hand() {
+        let (attention, q, k, v) = two_keys();
+        let got = attention.run::<f64>(&q, &k, &v);
+        let exact = f64::from(3_f32.ln()).exp();
+        near(&got.out, &[(4.0 + 8.0 * exact) / (1.0 + exact)]);
+        near(&got.lse, &[(1.0 + exact).ln()]);
+        assert!((got.out[0] - 7.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn a_sink_takes_weight_and_no_value() {
+        let (attention, q, k, v) = two_keys();
+        let attention = Attention { sinks: Some(vec![0.0]), ..attention };
+        let got = attention.run::<f64>(&q, &k, &v);
+        // Weights 1/5, 3/5, and 1/5 for the sink.
+        assert!((got.out[0] - 28.0 / 5.0).abs() < 1e-6, "{got:?}");
+        assert!((got.lse[0] - 5_f64.ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn window_causality_and_more_queries_than_keys() {
+        let (attention, ..) = two_keys();
+        // Three queries over two keys: the first stands before every key.
+        let got = attention.run::<f64>(&[1.0; 3], &[0.0, 0.0], &[4.0, 8.0]);
+        near(&got.out, &[0.0, 4.0, 6.0]);
+        assert_eq!(got.lse[0], f64::NEG_INFINITY);
+        let windowed = Attention { window_left: Some(0), ..attention.clone() };
+        near(&windowed.run::<f64>(&[1.0; 2], &[0.0; 2], &[4.0, 8.0]).out, &[4.0, 8.0]);
+        let full = Attention { causal: false, ..attention };
+        near(&full.run::<f64>(&[1.0; 3], &[0.0; 2], &[4.0, 8.0]).out, &[6.0; 3]);
+    }
+
+    #[test]
+    fn groups_share_a_kv_head_and_the_cap_bounds_scores() {
+        let attention = Attention { scale: 1.0, ..Attention::causal(4, 2, 1, 1) };
+        let got = attention.run::<f64>(&[1.0; 4], &[0.0, 0.0], &[4.0, 8.0]);
+        near(&got.out, &[4.0, 4.0, 8.0, 8.0]);
+        let capped =
+            Attention { scale: 1.0, soft_cap: Some(2.0), ..Attention::causal(1, 1, 1, 1) };
+        near(&capped.run::<f64>(&[1.0], &[1000.0], &[1.0]).lse, &[2.0]);
+    }
+}
