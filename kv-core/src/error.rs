@@ -260,6 +260,14 @@ pub enum PlanError {
         /// Tokens a block holds.
         block_size: u32,
     },
+    /// A plane belongs to another pool than the one the plan was checked against.
+    #[error("plane of {got:?} (blocks, tokens a block) with a plan for {expected:?}")]
+    LayoutMismatch {
+        /// Blocks and block size of the plan.
+        expected: (u32, u32),
+        /// Blocks and block size of the plane.
+        got: (u32, u32),
+    },
     /// Two entries of one batch write the same block.
     #[error("block {block} is written or copied to more than once")]
     BlockShared {

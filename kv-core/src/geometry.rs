@@ -2,7 +2,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::error::{SpecError, UnknownName};
+use crate::block::BlockTables;
+use crate::error::{PlanError, SpecError, UnknownName};
 use crate::format::KvFormat;
 use crate::num::to_usize;
 
@@ -170,6 +171,20 @@ impl PlaneLayout {
     /// Bytes of one block.
     pub fn block_bytes(&self) -> u64 {
         self.block_bytes
+    }
+    /// Refuses tables whose blocks are not those of `self`.
+    pub(crate) fn check_tables(&self, tables: &BlockTables) -> Result<(), PlanError> {
+        let (expected, got) = (to_usize(self.num_blocks), to_usize(tables.num_blocks()));
+        if expected == got {
+            return Ok(());
+        }
+        Err(PlanError::LengthMismatch { what: "blocks of the tables' pool", expected, got })
+    }
+    /// Refuses a plane whose blocks are not those of `self`.
+    pub(crate) fn check_same_blocks(&self, plane: &Self) -> Result<(), PlanError> {
+        let expected = (self.num_blocks, self.block_size);
+        let got = (plane.num_blocks, plane.block_size);
+        if expected == got { Ok(()) } else { Err(PlanError::LayoutMismatch { expected, got }) }
     }
     /// Blocks in every segment; the last segment may be shorter.
     pub fn blocks_per_segment(&self) -> u32 {

@@ -203,6 +203,16 @@ impl<Buf> Clone for StorageSource<'_, Buf> {
 }
 impl<Buf> Copy for StorageSource<'_, Buf> {}
 
+impl<'a, Buf> StorageView<'a, Buf> {
+    /// Layouts of the K and the V planes.
+    pub fn layouts(&self) -> &'a [PlaneLayout; 2] {
+        match self.0 {
+            StorageSource::Direct(storage) => storage.layouts(),
+            StorageSource::Erased(storage) => storage.layouts(),
+        }
+    }
+}
+
 impl<'a, Buf: Any> StorageView<'a, Buf> {
     /// The planes, K then V, layer by layer.
     pub fn planes(self) -> impl Iterator<Item = PlaneView<'a, Buf>> {

@@ -175,8 +175,8 @@ impl<Q: Queue> DynQueue for Erased<Q> {
         self.0.attend(plan, AttendArgs::from_parts(parts))
     }
     fn copy_blocks(&mut self, plan: &CopyPlan<'_>, args: CopyArgs<'_, AnyBuffer>) -> Recorded {
-        let storage = args.storage.downcast().ok_or_else(|| foreign("copy_blocks"))?;
-        self.0.copy_blocks(plan, CopyArgs::new(storage))
+        let storage = args.storage().downcast().ok_or_else(|| foreign("copy_blocks"))?;
+        self.0.copy_blocks(plan, CopyArgs::from_parts(storage))
     }
     fn gather(&mut self, plan: &GatherPlan<'_>, args: GatherArgs<'_, AnyBuffer>) -> Recorded {
         let (view, out) = args.into_parts();

@@ -2,22 +2,26 @@
 //!
 //! [`KvCache`] owns the life of sequences; [`Step`] is one forward pass over some of them. Every call
 //! checks its arguments before it changes anything, and a step applies whole or not at all.
+mod open;
+mod rows;
 mod sequences;
 mod step;
+#[cfg(test)]
+mod tests;
+mod usage;
 
 use crate::backend::{AnyBackend, Backend, Queue};
 use crate::block::{BlockPool, BlockTables};
 use crate::error::{BlocksExhausted, CacheError, DeviceError, PlanError};
-use crate::geometry::QkvFormat;
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
 use crate::num::{to_u64, to_usize};
-use crate::plan::{GatherArgs, GatherPlan, GatherRange, PlanBuffers};
+use crate::plan::PlanBuffers;
 use crate::spec::{CacheSpec, table_width};
-use crate::storage::{KvStorage, Plane};
-use crate::tensor::{TensorView, TensorViewMut};
+use crate::storage::KvStorage;
+use open::OpenStep;
 use sequences::Sequences;
-use step::OpenStep;
 pub use step::{Step, StepInput};
+pub use usage::Usage;
 
 /// A KV cache on one device.
 ///
@@ -73,25 +77,6 @@ impl StartOptions {
         self.reserve = tokens;
         self
     }
-}
-
-/// How full a cache is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct Usage {
-    /// Live sequences.
-    pub sequences: usize,
-    /// Committed tokens of all sequences; a shared token counts once a sequence.
-    pub tokens: u64,
-    /// Blocks of all pools.
-    pub blocks_total: u32,
-    /// Blocks somebody holds.
-    pub blocks_used: u32,
-    /// The most blocks held after any commit.
-    pub blocks_peak: u32,
-    /// Slots of held blocks that hold no committed token; 0 or less is not possible, sharing counts a
-    /// block's tokens once.
-    pub slots_wasted: u64,
 }
 
 impl<B: Backend> KvCache<B> {
@@ -171,7 +156,7 @@ impl<B: Backend> KvCache<B> {
             return Err(PlanError::SequenceTooLong { sequence, len: 0, new: asked, max }.into());
         }
         self.check_new(sequence)?;
-        for (id, group) in (0..).zip(&self.groups) {
+        for (group, id) in self.groups.iter().zip(0..) {
             let needed = options.reserve.div_ceil(block_size(group));
             let free = group.pool.num_free();
             if needed > free {
@@ -294,109 +279,6 @@ impl<B: Backend> KvCache<B> {
         self.groups.get(usize::from(group.0)).map(|group| &group.pool)
     }
 
-    /// How full the cache is. Walks all sequences and their blocks: for reports, not for every step.
-    pub fn usage(&self) -> Usage {
-        let tokens = self.sequences.iter().map(|(_, state)| u64::from(state.len)).sum();
-        let sum = |count: fn(&BlockPool) -> u32| {
-            self.groups.iter().fold(0_u32, |n, group| n.saturating_add(count(&group.pool)))
-        };
-        Usage {
-            sequences: self.sequences.len(),
-            tokens,
-            blocks_total: sum(BlockPool::num_blocks),
-            blocks_used: sum(BlockPool::num_used),
-            blocks_peak: self.blocks_peak,
-            slots_wasted: self.groups.iter().map(|group| self.wasted(group)).sum(),
-        }
-    }
-
-    /// Reads cached rows of one layer back, decoded to the element type of `out`.
-    ///
-    /// Range `b` is `(sequence, first position, tokens)` and fills entry `b` of `out`, axes by
-    /// `format`; rows past a range become zero.
-    ///
-    /// # Errors
-    /// [`PlanError`] for an unknown sequence or layer, a range past a sequence's length, or a shape
-    /// that does not fit; the device's own.
-    pub fn gather(
-        &mut self,
-        layer: impl Into<LayerId>,
-        plane: Plane,
-        ranges: &[(SequenceId, u32, u32)],
-        out: TensorViewMut<'_, B::Buffer>,
-        format: QkvFormat,
-    ) -> Result<(), CacheError> {
-        let layer = layer.into();
-        let (group, index) = self.locate(layer)?;
-        let mut rows = Vec::with_capacity(ranges.len());
-        for &(sequence, begin, len) in ranges {
-            let (row, state) = self.sequences.get(sequence)?;
-            let asked = begin.saturating_add(len);
-            if asked > state.len {
-                let len = state.len;
-                return Err(PlanError::SequenceTooShort { sequence, len, asked }.into());
-            }
-            rows.push(GatherRange { row, begin, len });
-        }
-        let Some(group) = self.groups.get(group) else {
-            return Ok(());
-        };
-        let view =
-            group.storage.plane(index, plane).ok_or(PlanError::LayerUnallocated { layer })?;
-        let plan = GatherPlan::new(view.layout(), &group.tables, &rows)?;
-        let args = GatherArgs::new(&plan, view, out, format)?;
-        Ok(self.queue.gather(&plan, args)?)
-    }
-
-    /// Writes rows behind a sequence's length without a step, into blocks it has reserved.
-    pub(crate) fn write_ahead(
-        &mut self,
-        sequence: SequenceId,
-        layer: LayerId,
-        tokens: u32,
-        [k, v]: [TensorView<'_, B::Buffer>; 2],
-        format: QkvFormat,
-    ) -> Result<(), CacheError> {
-        use crate::plan::{BatchEntry, WriteArgs};
-        let (group, index) = self.locate(layer)?;
-        let (row, state) = self.sequences.get(sequence)?;
-        let (len, max) = (state.len, state.reserved);
-        if tokens == 0 {
-            return Err(PlanError::ZeroTokens { sequence }.into());
-        }
-        if len.saturating_add(tokens) > max {
-            let new = u64::from(tokens);
-            return Err(PlanError::SequenceTooLong { sequence, len, new, max }.into());
-        }
-        let Some(group) = self.groups.get(group) else {
-            return Ok(());
-        };
-        let entry = BatchEntry { row, cached: len, new_tokens: tokens, queries: 0 };
-        let [layout, _] = group.storage.layouts();
-        let determinism = self.spec.determinism();
-        let (plan, _) = self.scratch.plan(layout, &group.tables, &[entry], 1, determinism)?;
-        let unallocated = PlanError::LayerUnallocated { layer };
-        let k_plane = group.storage.plane(index, Plane::Key).ok_or(unallocated.clone())?;
-        let v_plane = group.storage.plane(index, Plane::Value).ok_or(unallocated)?;
-        let args = WriteArgs::new(&plan, k, v, format, k_plane, v_plane)?;
-        Ok(self.queue.write_kv(&plan, args)?)
-    }
-
-    /// Declares rows written by [`Self::write_ahead`] as part of the sequence.
-    pub(crate) fn advance(&mut self, sequence: SequenceId, tokens: u32) -> Result<(), CacheError> {
-        let (row, state) = self.sequences.get(sequence)?;
-        let (len, max) = (state.len, state.reserved);
-        let new_len = len.checked_add(tokens).filter(|n| *n <= max).ok_or({
-            let new = u64::from(tokens);
-            PlanError::SequenceTooLong { sequence, len, new, max }
-        })?;
-        self.queue.submit()?;
-        if let Some(state) = self.sequences.at_mut(row) {
-            state.len = new_len;
-        }
-        Ok(())
-    }
-
     /// Group index and index inside the group of a layer.
     fn locate(&self, layer: LayerId) -> Result<(usize, usize), PlanError> {
         let num_layers = self.spec.num_layers();
@@ -461,24 +343,6 @@ impl<B: Backend> KvCache<B> {
     fn note_peak(&mut self) {
         let used = self.groups.iter().map(|group| group.pool.num_used()).sum();
         self.blocks_peak = self.blocks_peak.max(used);
-    }
-
-    /// Slots of held blocks without a committed token. A shared block's tokens are those of the holder
-    /// that has most.
-    fn wasted(&self, group: &Group<B::Buffer>) -> u64 {
-        let size = block_size(group);
-        let mut filled = hashbrown::HashMap::new();
-        for (row, state) in self.sequences.iter() {
-            for (index, block) in (0_u32..).zip(group.tables.row(row)) {
-                let before = index.saturating_mul(size);
-                let tokens = state.len.saturating_sub(before).min(size);
-                let most = filled.entry(*block).or_insert(0_u32);
-                *most = tokens.max(*most);
-            }
-        }
-        let filled: u64 = filled.values().map(|n| u64::from(*n)).sum();
-        let slots = u64::from(group.pool.num_used()).saturating_mul(u64::from(size));
-        slots.saturating_sub(filled)
     }
 }
 

@@ -9,7 +9,6 @@ use crate::num::{to_u32, to_usize};
 /// What the cache knows of one sequence.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sequence {
-    pub(crate) id: SequenceId,
     /// Committed tokens.
     pub(crate) len: u32,
     /// Tokens whose blocks stay with the sequence even while it is shorter.
@@ -38,7 +37,7 @@ impl Sequences {
         self.rows.keys().copied()
     }
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &Sequence)> + '_ {
-        (0..).zip(&self.states).filter_map(|(row, state)| Some((row, state.as_ref()?)))
+        self.states.iter().zip(0..).filter_map(|(state, row)| Some((row, state.as_ref()?)))
     }
     pub(crate) fn contains(&self, id: SequenceId) -> bool {
         self.rows.contains_key(&id)
@@ -51,9 +50,6 @@ impl Sequences {
         let row = self.row(id)?;
         let state = self.states.get(to_usize(row)).and_then(Option::as_ref);
         state.map(|state| (row, state)).ok_or(PlanError::UnknownSequence { sequence: id })
-    }
-    pub(crate) fn at(&self, row: u32) -> Option<&Sequence> {
-        self.states.get(to_usize(row))?.as_ref()
     }
     pub(crate) fn at_mut(&mut self, row: u32) -> Option<&mut Sequence> {
         self.states.get_mut(to_usize(row))?.as_mut()
@@ -69,7 +65,7 @@ impl Sequences {
         });
         vacant.insert(row);
         if let Some(state) = self.states.get_mut(to_usize(row)) {
-            *state = Some(Sequence { id, len, reserved: 0, mark: 0 });
+            *state = Some(Sequence { len, reserved: 0, mark: 0 });
         }
         Ok(row)
     }

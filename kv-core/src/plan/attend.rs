@@ -225,6 +225,13 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         options: AttentionOptions<'a>,
     ) -> Result<Self, PlanError> {
         let [k_plane, v_plane] = planes;
+        plan.layout.check_same_blocks(k_plane.layout())?;
+        plan.layout.check_same_blocks(v_plane.layout())?;
+        let v_heads = v_plane.layout().num_kv_heads();
+        let kv_heads = k_plane.layout().num_kv_heads();
+        if v_heads != kv_heads {
+            return Err(PlanError::HeadsNotDivisible { q_heads: v_heads, kv_heads });
+        }
         let need = |tensor, heads, dim| TokenRequirement {
             tensor,
             format: options.qkv_format,
@@ -236,7 +243,6 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         };
         let q = TokenTensor::check(q, &need("q", None, k_plane.layout().head_dim()))?;
         let q_heads = q.rows().heads();
-        let kv_heads = k_plane.layout().num_kv_heads();
         if q_heads.checked_rem(kv_heads) != Some(0) {
             return Err(PlanError::HeadsNotDivisible { q_heads, kv_heads });
         }

@@ -76,7 +76,8 @@ impl PlanBuffers {
     /// # Errors
     /// [`PlanError::TableTooShort`] when a sequence has more tokens than its blocks hold,
     /// [`PlanError::BlockShared`] when two entries would write the same block,
-    /// [`PlanError::TooMany`] when the tokens of the batch do not fit `u32`.
+    /// [`PlanError::TooMany`] when the tokens of the batch do not fit `u32`,
+    /// [`PlanError::LengthMismatch`] for tables of another pool.
     pub fn plan<'p>(
         &'p mut self,
         layout: &'p PlaneLayout,
@@ -97,7 +98,7 @@ impl PlanBuffers {
         policy: SplitPolicy,
     ) -> Result<(), PlanError> {
         self.clear();
-        debug_assert_eq!(layout.num_blocks(), tables.num_blocks(), "tables of another pool");
+        layout.check_tables(tables)?;
         self.stamps.resize(to_usize(tables.num_blocks()), 0);
         for (index, entry) in batch.iter().enumerate() {
             if let Err(refused) = self.push(index, layout, tables, *entry) {

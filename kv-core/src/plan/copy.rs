@@ -22,6 +22,7 @@ pub struct BlockCopy {
 /// written, so the copies may run in any order or at once.
 #[derive(Debug, Clone, Copy)]
 pub struct CopyPlan<'p> {
+    layout: PlaneLayout,
     copies: &'p [BlockCopy],
 }
 
@@ -32,6 +33,7 @@ impl<'p> CopyPlan<'p> {
     /// [`PlanError::BlockOutOfRange`], [`PlanError::BlockShared`], [`PlanError::TooMany`] for more
     /// tokens than a block has.
     pub fn new(layout: &PlaneLayout, copies: &'p [BlockCopy]) -> Result<Self, PlanError> {
+        let plan = Self { layout: *layout, copies };
         for copy in copies {
             for block in [copy.from.0, copy.to.0] {
                 if block >= layout.num_blocks() {
@@ -49,7 +51,7 @@ impl<'p> CopyPlan<'p> {
         }
         let shared = |block: BlockId| Err(PlanError::BlockShared { block: block.0 });
         if let [only] = copies {
-            return if only.from == only.to { shared(only.to) } else { Ok(Self { copies }) };
+            return if only.from == only.to { shared(only.to) } else { Ok(plan) };
         }
         let mut written: Vec<_> = copies.iter().map(|copy| copy.to).collect();
         written.sort_unstable();
@@ -60,7 +62,7 @@ impl<'p> CopyPlan<'p> {
         }
         match copies.iter().find(|copy| written.binary_search(&copy.from).is_ok()) {
             Some(copy) => shared(copy.from),
-            None => Ok(Self { copies }),
+            None => Ok(plan),
         }
     }
     /// The copies.
@@ -69,17 +71,28 @@ impl<'p> CopyPlan<'p> {
     }
 }
 
-/// The planes of one group, for a [`CopyPlan`].
+/// The planes of one group, checked against a [`CopyPlan`].
 #[derive(Debug, Clone, Copy)]
-#[non_exhaustive]
 pub struct CopyArgs<'a, Buf> {
-    /// Storage of all layers of the group.
-    pub storage: StorageView<'a, Buf>,
+    storage: StorageView<'a, Buf>,
 }
 
 impl<'a, Buf> CopyArgs<'a, Buf> {
-    /// Copies inside `storage`, which has the layout the plan was checked against.
-    pub fn new(storage: StorageView<'a, Buf>) -> Self {
+    /// Copies inside every allocated plane of `storage`.
+    ///
+    /// # Errors
+    /// [`PlanError::LayoutMismatch`] when the plan was checked against another pool.
+    pub fn new(plan: &CopyPlan<'_>, storage: StorageView<'a, Buf>) -> Result<Self, PlanError> {
+        for layout in storage.layouts() {
+            plan.layout.check_same_blocks(layout)?;
+        }
+        Ok(Self { storage })
+    }
+    /// The planes.
+    pub fn storage(&self) -> StorageView<'a, Buf> {
+        self.storage
+    }
+    pub(crate) fn from_parts(storage: StorageView<'a, Buf>) -> Self {
         Self { storage }
     }
 }

@@ -21,6 +21,7 @@ pub struct GatherRange {
 /// Ranges of cached rows, checked against one group's tables.
 #[derive(Debug, Clone, Copy)]
 pub struct GatherPlan<'p> {
+    layout: PlaneLayout,
     tables: &'p BlockTables,
     ranges: &'p [GatherRange],
     total: u32,
@@ -31,12 +32,14 @@ impl<'p> GatherPlan<'p> {
     /// Checks ranges: each must lie inside the blocks of its row.
     ///
     /// # Errors
-    /// [`PlanError::TableTooShort`], [`PlanError::TooMany`] when the total does not fit `u32`.
+    /// [`PlanError::TableTooShort`], [`PlanError::TooMany`] when the total does not fit `u32`,
+    /// [`PlanError::LengthMismatch`] for tables of another pool.
     pub fn new(
         layout: &PlaneLayout,
         tables: &'p BlockTables,
         ranges: &'p [GatherRange],
     ) -> Result<Self, PlanError> {
+        layout.check_tables(tables)?;
         let (mut total, mut len_max) = (0_u64, 0);
         for (index, range) in ranges.iter().enumerate() {
             let blocks = tables.row(range.row).len();
@@ -53,7 +56,7 @@ impl<'p> GatherPlan<'p> {
             got: total,
             max: u64::from(u32::MAX),
         })?;
-        Ok(Self { tables, ranges, total, len_max })
+        Ok(Self { layout: *layout, tables, ranges, total, len_max })
     }
     /// Block tables of the group.
     pub fn tables(&self) -> &'p BlockTables {
@@ -87,6 +90,7 @@ impl<'a, Buf> GatherArgs<'a, Buf> {
         out: TensorViewMut<'a, Buf>,
         format: QkvFormat,
     ) -> Result<Self, PlanError> {
+        plan.layout.check_same_blocks(plane.layout())?;
         let need = TokenRequirement {
             tensor: "out",
             format,

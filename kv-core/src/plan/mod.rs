@@ -10,6 +10,8 @@ mod convert;
 mod copy;
 mod gather;
 mod split;
+#[cfg(test)]
+mod tests;
 mod write;
 
 pub(crate) use attend::AttendParts;

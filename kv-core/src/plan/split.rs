@@ -52,7 +52,7 @@ pub(crate) fn plan(
     };
     // Whole blocks, so that a part starts at a block's start.
     let length = length.checked_next_multiple_of(layout.block_size()).unwrap_or(u32::MAX);
-    for (index, sequence) in (0..).zip(sequences) {
+    for (sequence, index) in sequences.iter_mut().zip(0..) {
         sequence.split_start = to_u32(splits.len());
         if sequence.q_len == 0 || sequence.kv_len == 0 {
             continue;

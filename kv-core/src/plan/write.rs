@@ -91,7 +91,8 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
     ///
     /// # Errors
     /// [`PlanError::Shape`], [`PlanError::ElementType`], [`PlanError::TensorBytes`] or
-    /// [`PlanError::Misaligned`], naming the tensor.
+    /// [`PlanError::Misaligned`], naming the tensor; [`PlanError::LayoutMismatch`] for a plane of
+    /// another pool.
     pub fn new(
         plan: &WritePlan<'_>,
         k: TensorView<'a, Buf>,
@@ -100,6 +101,8 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
         k_plane: PlaneView<'a, Buf>,
         v_plane: PlaneView<'a, Buf>,
     ) -> Result<Self, PlanError> {
+        plan.layout.check_same_blocks(k_plane.layout())?;
+        plan.layout.check_same_blocks(v_plane.layout())?;
         let k = TokenTensor::check(k, &plan.requirement("k", format, k_plane.layout()))?;
         let v = TokenTensor::check(v, &plan.requirement("v", format, v_plane.layout()))?;
         Ok(Self { k, v, k_plane, v_plane })

@@ -1,6 +1,6 @@
 //! Memory of a device.
 use kv_core::DeviceErrorKind;
-use kv_core::backend::{Backend, Queue};
+use kv_core::backend::Queue;
 
 use super::case;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, refused, same};

@@ -209,7 +209,7 @@ fn copies<B: Device>(backend: &B) -> CaseResult {
             expected.push(before);
         }
         let plan = CopyPlan::new(&layouts[0], &list)?;
-        queue.copy_blocks(&plan, CopyArgs::new(storage.view()))?;
+        queue.copy_blocks(&plan, CopyArgs::new(&plan, storage.view())?)?;
         for (before, plane) in expected.into_iter().zip(storage.view().planes()) {
             let buffer = plane.segment(0).ok_or("a plane without a buffer")?;
             let range = (0, plane.layout().plane_bytes());

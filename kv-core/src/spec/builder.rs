@@ -1,116 +1,11 @@
-//! What a cache is to hold, checked once.
+//! From settings to a checked [`CacheSpec`].
 use crate::error::SpecError;
 use crate::format::KvFormat;
 use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
 use crate::ids::{GroupId, LayerId};
+use crate::num::to_u64;
 use crate::plan::Determinism;
-
-/// A checked cache geometry: groups of layers, each with planes, a pool and tables of its own.
-///
-/// ```
-/// use kv_core::{CacheSpec, KvFormat};
-/// let spec = CacheSpec::builder()
-///     .layers(32)
-///     .kv_heads(8)
-///     .head_dim(128)
-///     .format(KvFormat::Bf16)
-///     .paged(16, 4096)
-///     .build()?;
-/// assert_eq!(spec.memory().bytes_per_token, 32 * 2 * 8 * 128 * 2);
-/// # Ok::<(), kv_core::SpecError>(())
-/// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CacheSpec {
-    groups: Vec<GroupSpec>,
-    /// Group and index inside it, by layer; empty for layers on demand.
-    layers: Vec<(GroupId, usize)>,
-    on_demand: bool,
-    max_sequences: u32,
-    max_seq_len: u32,
-    determinism: Determinism,
-    wipe_on_release: bool,
-}
-
-/// One group of a [`CacheSpec`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GroupSpec {
-    layers: Vec<LayerId>,
-    layouts: [PlaneLayout; 2],
-    contiguous: bool,
-}
-
-impl GroupSpec {
-    /// Layers of the group, in ascending order; empty for layers on demand.
-    pub fn layers(&self) -> &[LayerId] {
-        &self.layers
-    }
-    /// Layouts of the K and the V plane.
-    pub fn layouts(&self) -> &[PlaneLayout; 2] {
-        &self.layouts
-    }
-    /// Tokens a block holds.
-    pub fn block_size(&self) -> u32 {
-        self.layouts[0].block_size()
-    }
-    /// Blocks of the pool.
-    pub fn num_blocks(&self) -> u32 {
-        self.layouts[0].num_blocks()
-    }
-    /// Whether a sequence is one block.
-    pub fn is_contiguous(&self) -> bool {
-        self.contiguous
-    }
-    /// Bytes of one block of one layer, K and V.
-    pub fn layer_block_bytes(&self) -> u64 {
-        let [k, v] = &self.layouts;
-        k.block_bytes().saturating_add(v.block_bytes())
-    }
-}
-
-impl CacheSpec {
-    /// Starts an empty specification.
-    pub fn builder() -> CacheSpecBuilder {
-        CacheSpecBuilder::default()
-    }
-    /// The groups, in order of [`GroupId`].
-    pub fn groups(&self) -> &[GroupSpec] {
-        &self.groups
-    }
-    /// Layers of the model; for layers on demand, the most there can be.
-    pub fn num_layers(&self) -> u16 {
-        if self.on_demand {
-            return u16::MAX;
-        }
-        u16::try_from(self.layers.len()).unwrap_or(u16::MAX)
-    }
-    /// Whether layers get memory one by one, when asked for.
-    pub fn layers_on_demand(&self) -> bool {
-        self.on_demand
-    }
-    /// The group of a layer and the layer's index inside it.
-    pub fn locate(&self, layer: LayerId) -> Option<(GroupId, usize)> {
-        if self.on_demand {
-            return (layer.0 < u16::MAX).then_some((GroupId(0), usize::from(layer.0)));
-        }
-        self.layers.get(usize::from(layer.0)).copied()
-    }
-    /// The most sequences that may live at once.
-    pub fn max_sequences(&self) -> u32 {
-        self.max_sequences
-    }
-    /// The most tokens one sequence may have.
-    pub fn max_seq_len(&self) -> u32 {
-        self.max_seq_len
-    }
-    /// How contexts are cut.
-    pub fn determinism(&self) -> Determinism {
-        self.determinism
-    }
-    /// Whether blocks are zeroed when their last holder lets go.
-    pub fn wipe_on_release(&self) -> bool {
-        self.wipe_on_release
-    }
-}
+use crate::spec::{CacheSpec, GroupSpec};
 
 /// Collects settings; [`Self::build`] checks them together.
 #[derive(Debug, Clone, Default)]
@@ -224,13 +119,7 @@ impl GroupBuilder {
             }
             Blocks::PagedWithin { block_size, bytes } => {
                 let [k, v] = layouts(block_size, 1)?;
-                let num_layers = crate::num::to_u64(layers.len().max(1));
-                let block = k.block_bytes().saturating_add(v.block_bytes());
-                let block = block.saturating_mul(num_layers);
-                // The slots of a pool are numbered in u32.
-                let most = u32::MAX.checked_div(block_size).unwrap_or(0);
-                let fit = bytes.checked_div(block).unwrap_or(0);
-                let num_blocks = u32::try_from(fit).unwrap_or(u32::MAX).min(most);
+                let num_blocks = blocks_within([k, v], layers.len(), bytes);
                 (layouts(block_size, num_blocks)?, false, None)
             }
             Blocks::Contiguous { max_sequences, max_seq_len } => {
@@ -244,6 +133,16 @@ impl GroupBuilder {
         };
         Ok((GroupSpec { layers, layouts, contiguous }, max_seq_len))
     }
+}
+
+/// How many blocks of all layers of a group `bytes` hold.
+fn blocks_within([k, v]: [PlaneLayout; 2], num_layers: usize, bytes: u64) -> u32 {
+    let block = k.block_bytes().saturating_add(v.block_bytes());
+    let block = block.saturating_mul(to_u64(num_layers.max(1)));
+    // The slots of a pool are numbered in u32.
+    let most = u32::MAX.checked_div(k.block_size()).unwrap_or(0);
+    let fit = bytes.checked_div(block).unwrap_or(0);
+    u32::try_from(fit).unwrap_or(u32::MAX).min(most)
 }
 
 macro_rules! forward_to_default_group {
@@ -394,10 +293,11 @@ impl CacheSpecBuilder {
                 }
             }
         }
-        if let Some((layer, &groups)) = (0..).zip(&listed).find(|(_, times)| **times > 1) {
+        if let Some((&groups, layer)) = listed.iter().zip(0..).find(|(times, _)| **times > 1) {
             return Err(SpecError::LayerGroups { layer: LayerId(layer), groups });
         }
-        let rest = (0..).zip(&listed).filter(|(_, times)| **times == 0).map(|(l, _)| LayerId(l));
+        let rest =
+            listed.iter().zip(0..).filter(|(times, _)| **times == 0).map(|(_, l)| LayerId(l));
         let mut lists = vec![(rest.collect::<Vec<_>>(), &self.default_group)];
         lists.extend(self.groups.iter().map(|(layers, builder)| {
             let mut layers: Vec<_> = layers.iter().copied().map(LayerId).collect();
@@ -407,11 +307,11 @@ impl CacheSpecBuilder {
         lists.retain(|(layers, _)| !layers.is_empty());
         let max = 255;
         if lists.len() > max {
-            let (got, max) = (crate::num::to_u64(lists.len()), crate::num::to_u64(max));
+            let (got, max) = (to_u64(lists.len()), to_u64(max));
             return Err(SpecError::TooLarge { field: "groups", got, max });
         }
         let mut places = vec![(GroupId(0), 0); usize::from(num_layers)];
-        for (group, (layers, _)) in (0..).zip(&lists) {
+        for ((layers, _), group) in lists.iter().zip(0..) {
             for (index, layer) in layers.iter().enumerate() {
                 if let Some(place) = places.get_mut(usize::from(layer.0)) {
                     *place = (GroupId(group), index);
@@ -420,60 +320,4 @@ impl CacheSpecBuilder {
         }
         Ok((places, lists))
     }
-}
-
-/// Host and device memory of a cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct MemoryUsage {
-    /// Bytes of K and V of one token over all layers. For layers on demand: of one layer.
-    pub bytes_per_token: u64,
-    /// Bytes of all planes.
-    pub bytes_total: u64,
-    /// Tokens the smallest pool holds.
-    pub tokens: u64,
-}
-
-impl CacheSpec {
-    /// How much memory the planes take. For layers on demand: of one layer.
-    pub fn memory(&self) -> MemoryUsage {
-        // `build` has refused every geometry that overflows.
-        self.memory_checked().unwrap_or(MemoryUsage {
-            bytes_per_token: 0,
-            bytes_total: 0,
-            tokens: 0,
-        })
-    }
-
-    /// How many sequences of `tokens` tokens fit at once when nothing is shared.
-    pub fn sequences_that_fit(&self, tokens: u32) -> u32 {
-        let fit = |group: &GroupSpec| {
-            group.num_blocks().checked_div(tokens.div_ceil(group.block_size())).unwrap_or(u32::MAX)
-        };
-        let fit = self.groups.iter().map(fit).min().unwrap_or(0);
-        if tokens > self.max_seq_len { 0 } else { fit.min(self.max_sequences) }
-    }
-
-    fn memory_checked(&self) -> Option<MemoryUsage> {
-        let (mut per_token, mut total, mut tokens) = (0_u64, 0_u64, u64::MAX);
-        for group in &self.groups {
-            let layers = crate::num::to_u64(group.layers.len().max(1));
-            let block =
-                group.layouts.iter().try_fold(0_u64, |n, l| n.checked_add(l.block_bytes()))?;
-            let block = block.checked_mul(layers)?;
-            total = total.checked_add(block.checked_mul(u64::from(group.num_blocks()))?)?;
-            per_token = per_token.checked_add(block.checked_div(u64::from(group.block_size()))?)?;
-            let slots = u64::from(group.num_blocks()).checked_mul(u64::from(group.block_size()))?;
-            tokens = tokens.min(slots);
-        }
-        // A host allocation is never larger than isize::MAX bytes.
-        isize::try_from(total).ok()?;
-        Some(MemoryUsage { bytes_per_token: per_token, bytes_total: total, tokens })
-    }
-}
-
-/// Entries a table row starts with: enough for any sequence up to a cap, so that rows rarely move.
-pub(crate) fn table_width(spec: &CacheSpec, group: &GroupSpec) -> u32 {
-    const WIDTH_START_MAX: u32 = 1024;
-    spec.max_seq_len.div_ceil(group.block_size()).min(group.num_blocks()).min(WIDTH_START_MAX)
 }

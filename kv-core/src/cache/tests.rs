@@ -1,0 +1,382 @@
+//! The life of sequences on a device that computes nothing: who holds which block, and that a refused
+//! or failed call leaves no trace.
+#![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::backend::NullBackend;
+use crate::error::DeviceErrorKind;
+use crate::{AttentionOptions, QkvFormat, TensorView, TensorViewMut};
+
+const SEQ: [SequenceId; 4] = [SequenceId(0), SequenceId(1), SequenceId(2), SequenceId(3)];
+
+fn cache(block_size: u32, num_blocks: u32) -> KvCache<NullBackend> {
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(block_size, num_blocks);
+    KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
+}
+
+/// Two groups of different block sizes; the second is the tighter one.
+fn two_groups(wipe: bool) -> KvCache<NullBackend> {
+    let spec = CacheSpec::builder()
+        .layers(3)
+        .kv_heads(1)
+        .head_dim(2)
+        .paged(2, 12)
+        .group([1], |group| group.head_dims(4, 2).paged(3, 7))
+        .wipe_on_release(wipe);
+    KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
+}
+
+fn start(cache: &mut KvCache<NullBackend>, sequence: SequenceId) {
+    cache.start(sequence, &[], StartOptions::default()).unwrap();
+}
+
+/// Runs a whole step of new tokens.
+fn append(
+    cache: &mut KvCache<NullBackend>,
+    inputs: &[(SequenceId, u32)],
+) -> Result<(), CacheError> {
+    let inputs: Vec<_> = inputs.iter().map(|&(s, n)| StepInput::count(s, n)).collect();
+    let mut step = cache.begin_step(&inputs)?;
+    write_all(&mut step)?;
+    step.commit()
+}
+
+fn write_all(step: &mut Step<'_, NullBackend>) -> Result<(), CacheError> {
+    let total = step.sequences().iter().map(|s| s.new_len).sum::<u32>();
+    let zeros = vec![0.0_f32; usize::try_from(total).unwrap() * 4];
+    for layer in 0..step.num_layers() {
+        let [k, v] = step.head_dims(LayerId(layer));
+        let (k, v) = ([total, 1, k], [total, 1, v]);
+        let k = TensorView::host(&zeros[..k.iter().product::<u32>().try_into().unwrap()], &k);
+        let v = TensorView::host(&zeros[..v.iter().product::<u32>().try_into().unwrap()], &v);
+        step.write(layer, k, v, QkvFormat::Thd)?;
+    }
+    Ok(())
+}
+
+impl Step<'_, NullBackend> {
+    fn num_layers(&self) -> u16 {
+        self.cache().spec.num_layers()
+    }
+    fn head_dims(&self, layer: LayerId) -> [u32; 2] {
+        let (group, _) = self.cache().spec.locate(layer).unwrap();
+        self.cache().spec.groups()[usize::from(group.0)].layouts().map(|l| l.head_dim())
+    }
+}
+
+/// Everything a caller can see, and who holds what.
+type Snapshot = (BTreeMap<SequenceId, (u32, Vec<Vec<BlockId>>)>, Vec<Vec<u32>>);
+
+fn snapshot(cache: &KvCache<NullBackend>) -> Snapshot {
+    let groups = 0..u8::try_from(cache.groups.len()).unwrap();
+    let tables =
+        |s| groups.clone().map(|g| cache.block_table(s, GroupId(g)).unwrap().to_vec()).collect();
+    let sequences =
+        cache.sequences().map(|s| (s, (cache.seq_len(s).unwrap(), tables(s)))).collect();
+    let holders = |group: &Group<_>| {
+        (0..group.pool.num_blocks()).map(|b| group.pool.holders(BlockId(b))).collect()
+    };
+    (sequences, cache.groups.iter().map(holders).collect())
+}
+
+/// Every block's holders are the table entries that name it, and the free list is the rest.
+fn check_invariants(cache: &KvCache<NullBackend>) {
+    let (sequences, holders) = snapshot(cache);
+    for (index, group) in cache.groups.iter().enumerate() {
+        let mut counted = vec![0; holders[index].len()];
+        for (len, tables) in sequences.values() {
+            for block in &tables[index] {
+                counted[usize::try_from(block.0).unwrap()] += 1;
+            }
+            let room = u32::try_from(tables[index].len()).unwrap() * block_size(group);
+            assert!(*len <= room, "{len} tokens in {room} slots");
+        }
+        assert_eq!(counted, holders[index]);
+        let free = counted.iter().filter(|n| **n == 0).count();
+        assert_eq!(group.pool.num_free(), u32::try_from(free).unwrap());
+    }
+}
+
+#[test]
+fn a_step_advances_lengths_only_at_commit() {
+    let mut cache = cache(4, 8);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 5)]).unwrap();
+    let mut step = cache.begin_step(&[StepInput::count(SEQ[0], 3)]).unwrap();
+    assert_eq!(step.positions(), [5, 6, 7]);
+    write_all(&mut step).unwrap();
+    step.roll_back();
+    assert_eq!(cache.seq_len(SEQ[0]), Some(5));
+    append(&mut cache, &[(SEQ[0], 4)]).unwrap();
+    assert_eq!(cache.seq_len(SEQ[0]), Some(9));
+    assert_eq!(cache.block_table(SEQ[0], GroupId(0)).unwrap().len(), 3);
+}
+
+#[test]
+fn commit_names_the_unwritten_layer_and_rolls_back() {
+    let mut cache = cache(4, 8);
+    start(&mut cache, SEQ[0]);
+    let before = snapshot(&cache);
+    let mut step = cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap();
+    let row = [0.0_f32; 2];
+    let view = || TensorView::host(&row, &[1, 1, 2]);
+    step.write(1, view(), view(), QkvFormat::Thd).unwrap();
+    let refused = step.commit().unwrap_err();
+    assert_eq!(refused.to_string(), "layer 0 and 0 more were not written in this step");
+    assert_eq!(snapshot(&cache), before);
+}
+
+#[test]
+fn attend_needs_the_layer_written() {
+    let mut cache = cache(4, 8);
+    start(&mut cache, SEQ[0]);
+    let mut step = cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap();
+    let (q, mut out) = ([0.0_f32; 2], [0.0_f32; 2]);
+    let out = TensorViewMut::host(&mut out, &[1, 1, 2]);
+    let options = AttentionOptions::causal(1.0);
+    let refused = step.attend(0, TensorView::host(&q, &[1, 1, 2]), out, &options).unwrap_err();
+    assert!(matches!(
+        refused,
+        CacheError::Plan(PlanError::AttendBeforeWrite { layer: LayerId(0) })
+    ));
+}
+
+#[test]
+fn refused_inputs_change_nothing() {
+    let mut cache = cache(4, 4);
+    start(&mut cache, SEQ[0]);
+    start(&mut cache, SEQ[1]);
+    append(&mut cache, &[(SEQ[0], 3)]).unwrap();
+    let before = snapshot(&cache);
+    let one = |sequence| StepInput::count(sequence, 1);
+    for (inputs, text) in [
+        (vec![one(SEQ[0]), one(SEQ[0])], "sequence 0 appears twice in one step"),
+        (vec![one(SEQ[0]), one(SEQ[2])], "sequence 2 is unknown"),
+        (vec![StepInput::tokens(SEQ[0], &[])], "sequence 0: 0 tokens given, at least 1 is needed"),
+        (vec![StepInput::query(SEQ[0], 0)], "sequence 0: 0 tokens given, at least 1 is needed"),
+        (
+            vec![one(SEQ[1]), StepInput::count(SEQ[0], 14)],
+            "sequence 0: 3 cached + 14 new tokens exceed the maximum of 16",
+        ),
+        (
+            vec![StepInput::count(SEQ[0], 10), StepInput::count(SEQ[1], 4)],
+            "group 0 is out of blocks: 4 needed, 3 free, 0 evictable",
+        ),
+    ] {
+        assert_eq!(cache.begin_step(&inputs).unwrap_err().to_string(), text);
+        assert_eq!(snapshot(&cache), before);
+        check_invariants(&cache);
+    }
+    append(&mut cache, &[(SEQ[0], 13)]).unwrap();
+}
+
+#[test]
+fn a_fork_copies_the_partial_block_once() {
+    let mut cache = cache(4, 8);
+    let control = cache.backend().control();
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 6)]).unwrap();
+    cache.fork(SEQ[0], SEQ[1]).unwrap();
+    assert_eq!(cache.usage().blocks_used, 2);
+    let before = control.recorded();
+    append(&mut cache, &[(SEQ[0], 1), (SEQ[1], 1)]).unwrap();
+    // One copy, two writes, one submission: the second writer finds itself alone.
+    assert_eq!(control.recorded() - before, 4);
+    let table = |cache: &KvCache<_>, s| cache.block_table(s, GroupId(0)).unwrap().to_vec();
+    let (parent, child) = (table(&cache, SEQ[0]), table(&cache, SEQ[1]));
+    assert_eq!(parent[0], child[0]);
+    assert_ne!(parent[1], child[1]);
+    check_invariants(&cache);
+}
+
+#[test]
+fn a_shared_full_block_is_never_copied() {
+    let mut cache = cache(4, 8);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 8)]).unwrap();
+    cache.fork(SEQ[0], SEQ[1]).unwrap();
+    let shared = cache.block_table(SEQ[0], GroupId(0)).unwrap().to_vec();
+    append(&mut cache, &[(SEQ[1], 1)]).unwrap();
+    assert_eq!(cache.block_table(SEQ[1], GroupId(0)).unwrap()[..2], shared);
+    assert_eq!(cache.usage().blocks_used, 3);
+}
+
+#[test]
+fn a_truncated_fork_does_not_write_into_its_parent() {
+    let mut cache = cache(4, 8);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 8)]).unwrap();
+    cache.fork(SEQ[0], SEQ[1]).unwrap();
+    cache.truncate(SEQ[1], 5).unwrap();
+    append(&mut cache, &[(SEQ[1], 1)]).unwrap();
+    let parent = cache.block_table(SEQ[0], GroupId(0)).unwrap();
+    assert_ne!(cache.block_table(SEQ[1], GroupId(0)).unwrap()[1], parent[1]);
+    check_invariants(&cache);
+}
+
+#[test]
+fn reserved_blocks_outlive_truncation() {
+    let mut cache = cache(4, 3);
+    cache.start(SEQ[0], &[], StartOptions::default().reserve(9)).unwrap();
+    start(&mut cache, SEQ[1]);
+    let refused = append(&mut cache, &[(SEQ[1], 1)]).unwrap_err();
+    assert!(matches!(refused, CacheError::Exhausted(_)));
+    append(&mut cache, &[(SEQ[0], 9)]).unwrap();
+    cache.truncate(SEQ[0], 0).unwrap();
+    assert_eq!(cache.free_blocks(GroupId(0)), 0);
+    cache.release(SEQ[0]).unwrap();
+    assert_eq!(cache.free_blocks(GroupId(0)), 3);
+}
+
+#[test]
+fn a_failed_copy_rolls_the_step_back() {
+    let mut cache = two_groups(false);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 5)]).unwrap();
+    cache.fork(SEQ[0], SEQ[1]).unwrap();
+    let before = snapshot(&cache);
+    for more in 0..2 {
+        cache.backend().control().fail_after(more);
+        let failed = cache.begin_step(&[StepInput::count(SEQ[1], 1)]).unwrap_err();
+        assert!(matches!(failed, CacheError::Device(e) if e.kind() == DeviceErrorKind::Driver));
+        assert_eq!(snapshot(&cache), before);
+        check_invariants(&cache);
+    }
+    append(&mut cache, &[(SEQ[1], 1)]).unwrap();
+}
+
+#[test]
+fn a_failed_submit_rolls_the_step_back() {
+    let mut cache = cache(4, 8);
+    start(&mut cache, SEQ[0]);
+    let before = snapshot(&cache);
+    cache.backend().control().fail_after(2);
+    assert!(append(&mut cache, &[(SEQ[0], 5)]).is_err());
+    assert_eq!(snapshot(&cache), before);
+    append(&mut cache, &[(SEQ[0], 5)]).unwrap();
+}
+
+#[test]
+fn a_block_is_wiped_before_it_is_handed_out_again() {
+    let mut cache = two_groups(true);
+    let control = cache.backend().control();
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 3)]).unwrap();
+    control.fail_after(1);
+    assert!(cache.release(SEQ[0]).is_err(), "the second zeroing fails");
+    assert!(!cache.contains(SEQ[0]), "the release itself stands");
+    assert_eq!(cache.unwiped.len(), 3);
+    let before = control.recorded();
+    start(&mut cache, SEQ[1]);
+    assert!(cache.unwiped.is_empty());
+    // 2 blocks in 2 layers and 1 block in 1 layer, K and V each, the interrupted block from its start.
+    assert_eq!(control.recorded() - before, 10);
+}
+
+#[test]
+fn queries_and_idle_rows_write_nothing() {
+    let mut cache = cache(4, 8);
+    start(&mut cache, SEQ[0]);
+    start(&mut cache, SEQ[1]);
+    append(&mut cache, &[(SEQ[0], 6)]).unwrap();
+    let before = snapshot(&cache);
+    let step = cache.begin_step(&[StepInput::query(SEQ[0], 2), StepInput::idle(SEQ[1])]).unwrap();
+    assert_eq!(step.positions(), [4, 5]);
+    step.commit().unwrap();
+    assert_eq!(snapshot(&cache), before);
+}
+
+#[test]
+fn limits_of_the_spec_hold() {
+    let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).contiguous(2, 10);
+    let mut cache = KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap();
+    start(&mut cache, SEQ[0]);
+    start(&mut cache, SEQ[1]);
+    let third = cache.start(SEQ[2], &[], StartOptions::default()).unwrap_err();
+    assert_eq!(third.to_string(), "sequences: 3 given, at most 2 are possible");
+    let again = cache.start(SEQ[1], &[], StartOptions::default()).unwrap_err();
+    assert_eq!(again.to_string(), "sequence 1 exists already");
+    cache.release(SEQ[1]).unwrap();
+    let long = cache.start(SEQ[2], &[0; 11], StartOptions::default()).unwrap_err();
+    assert!(matches!(long, CacheError::Plan(PlanError::SequenceTooLong { max: 10, .. })));
+    append(&mut cache, &[(SEQ[0], 10)]).unwrap();
+    assert_eq!(cache.block_table(SEQ[0], GroupId(0)).unwrap().len(), 1);
+}
+
+#[derive(Debug, Clone)]
+enum Operation {
+    Start(SequenceId, u32),
+    Fork(SequenceId, SequenceId),
+    Truncate(SequenceId, u32),
+    Release(SequenceId),
+    Step(Vec<(SequenceId, u32)>, bool),
+    FailNext(u64),
+    Reset,
+}
+
+fn operation() -> impl Strategy<Value = Operation> {
+    let sequence = || (0..SEQ.len()).prop_map(|i| SEQ[i]);
+    let inputs = prop::collection::vec((sequence(), 1..9_u32), 1..4);
+    prop_oneof![
+        3 => (sequence(), 0..6_u32).prop_map(|(s, n)| Operation::Start(s, n)),
+        2 => (sequence(), sequence()).prop_map(|(a, b)| Operation::Fork(a, b)),
+        2 => (sequence(), 0..20_u32).prop_map(|(s, n)| Operation::Truncate(s, n)),
+        2 => sequence().prop_map(Operation::Release),
+        8 => (inputs, any::<bool>()).prop_map(|(i, commit)| Operation::Step(i, commit)),
+        1 => (0..4_u64).prop_map(Operation::FailNext),
+        1 => Just(Operation::Reset),
+    ]
+}
+
+fn apply(cache: &mut KvCache<NullBackend>, operation: &Operation) -> Result<(), CacheError> {
+    match operation {
+        Operation::Start(s, n) => {
+            cache.start(*s, &[], StartOptions::default().reserve(*n)).map(|_| ())
+        }
+        Operation::Fork(a, b) => cache.fork(*a, *b),
+        Operation::Truncate(s, n) => cache.truncate(*s, *n),
+        Operation::Release(s) => cache.release(*s),
+        Operation::Step(inputs, true) => append(cache, inputs),
+        Operation::Step(inputs, false) => {
+            let inputs: Vec<_> = inputs.iter().map(|&(s, n)| StepInput::count(s, n)).collect();
+            let before = snapshot(cache);
+            cache.begin_step(&inputs)?.roll_back();
+            assert_eq!(snapshot(cache), before, "rolled back");
+            Ok(())
+        }
+        Operation::FailNext(more) => {
+            cache.backend().control().fail_after(*more);
+            Ok(())
+        }
+        Operation::Reset => cache.reset(),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+    #[test]
+    fn random_lives_keep_the_books(
+        operations in prop::collection::vec(operation(), 1..60),
+        wipe in any::<bool>(),
+    ) {
+        let mut cache = two_groups(wipe);
+        for operation in &operations {
+            let before = snapshot(&cache);
+            let result = apply(&mut cache, operation);
+            // A release stands even where the wipe after it failed; all else applies whole or not.
+            let stands = matches!(
+                operation,
+                Operation::Release(_) | Operation::Truncate(..) | Operation::Reset
+            );
+            match result {
+                Err(CacheError::Device(_)) if stands => {}
+                Err(_) => prop_assert_eq!(snapshot(&cache), before, "{:?}", operation),
+                Ok(()) => {}
+            }
+            check_invariants(&cache);
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! How full a cache is, for reports.
+use hashbrown::HashMap;
+
+use crate::backend::Backend;
+use crate::block::BlockPool;
+use crate::cache::{Group, KvCache, block_size};
+
+/// How full a cache is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Usage {
+    /// Live sequences.
+    pub sequences: usize,
+    /// Committed tokens of all sequences; a shared token counts once a sequence.
+    pub tokens: u64,
+    /// Blocks of all pools.
+    pub blocks_total: u32,
+    /// Blocks somebody holds.
+    pub blocks_used: u32,
+    /// The most blocks held after any commit.
+    pub blocks_peak: u32,
+    /// Slots of held blocks that hold no committed token of any sequence.
+    pub slots_wasted: u64,
+}
+
+impl<B: Backend> KvCache<B> {
+    /// How full the cache is. Walks all sequences and their blocks: for reports, not for every step.
+    pub fn usage(&self) -> Usage {
+        let tokens = self.sequences.iter().map(|(_, state)| u64::from(state.len)).sum();
+        let sum = |count: fn(&BlockPool) -> u32| {
+            self.groups.iter().fold(0_u32, |n, group| n.saturating_add(count(&group.pool)))
+        };
+        Usage {
+            sequences: self.sequences.len(),
+            tokens,
+            blocks_total: sum(BlockPool::num_blocks),
+            blocks_used: sum(BlockPool::num_used),
+            blocks_peak: self.blocks_peak,
+            slots_wasted: self.groups.iter().map(|group| self.wasted(group)).sum(),
+        }
+    }
+
+    /// Slots of held blocks without a committed token. A shared block's tokens are those of the holder
+    /// that has most.
+    fn wasted(&self, group: &Group<B::Buffer>) -> u64 {
+        let size = block_size(group);
+        let mut filled = HashMap::new();
+        for (row, state) in self.sequences.iter() {
+            for (block, index) in group.tables.row(row).iter().zip(0_u32..) {
+                let before = index.saturating_mul(size);
+                let tokens = state.len.saturating_sub(before).min(size);
+                let most = filled.entry(*block).or_insert(0_u32);
+                *most = tokens.max(*most);
+            }
+        }
+        let filled: u64 = filled.values().map(|n| u64::from(*n)).sum();
+        let slots = u64::from(group.pool.num_used()).saturating_mul(u64::from(size));
+        slots.saturating_sub(filled)
+    }
+}

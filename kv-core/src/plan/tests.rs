@@ -1,0 +1,181 @@
+//! What a plan proves, and what it refuses to prove.
+use super::*;
+use crate::block::BlockTables;
+use crate::error::PlanError;
+use crate::format::KvFormat;
+use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
+use crate::ids::{BlockId, Slot};
+
+fn layout() -> PlaneLayout {
+    PlaneLayout::new(PlaneShape {
+        num_blocks: 6,
+        block_size: 4,
+        num_kv_heads: 1,
+        head_dim: 2,
+        order: BlockOrder::Nhd,
+        format: KvFormat::F32,
+    })
+    .unwrap()
+}
+
+fn tables(rows: &[&[u32]]) -> BlockTables {
+    let mut tables = BlockTables::new(6, 1);
+    tables.ensure_rows(rows.len());
+    for (blocks, row) in rows.iter().zip(0..) {
+        for &block in *blocks {
+            tables.push(row, BlockId(block)).unwrap();
+        }
+    }
+    tables
+}
+
+fn entry(row: u32, cached: u32, new_tokens: u32) -> BatchEntry {
+    BatchEntry { row, cached, new_tokens, queries: new_tokens }
+}
+
+fn plan(rows: &[&[u32]], batch: &[BatchEntry]) -> Result<Vec<Slot>, PlanError> {
+    let mut buffers = PlanBuffers::default();
+    let (layout, tables) = (layout(), tables(rows));
+    let (write, _) = buffers.plan(&layout, &tables, batch, 1, Determinism::Fast)?;
+    Ok(write.slots().to_vec())
+}
+
+#[test]
+fn slots_follow_the_table() {
+    let slots = plan(&[&[5, 2], &[0]], &[entry(1, 0, 2), entry(0, 3, 3)]).unwrap();
+    assert_eq!(slots, [0, 1, 23, 8, 9].map(Slot));
+}
+
+#[test]
+fn entries_keep_the_order_they_were_given() {
+    let mut buffers = PlanBuffers::default();
+    let (layout, tables) = (layout(), tables(&[&[5, 2], &[0]]));
+    let batch = [entry(1, 0, 2), BatchEntry { queries: 4, ..entry(0, 6, 0) }];
+    let (write, attend) = buffers.plan(&layout, &tables, &batch, 1, Determinism::Fast).unwrap();
+    let [a, b] = attend.sequences() else { panic!("two entries") };
+    assert_eq!((a.q_start, a.q_len, a.new_start, a.new_len, a.kv_len), (0, 2, 0, 2, 2));
+    assert_eq!((b.q_start, b.q_len, b.new_start, b.new_len, b.kv_len), (2, 4, 2, 0, 6));
+    assert_eq!((write.total_new(), write.new_len_max()), (2, 2));
+    assert_eq!((attend.total_q(), attend.q_len_max()), (6, 4));
+}
+
+#[test]
+fn a_table_that_is_too_short_is_refused() {
+    let refused = plan(&[&[5, 2]], &[entry(0, 7, 2)]);
+    let expected = PlanError::TableTooShort { index: 0, tokens: 9, blocks: 2, block_size: 4 };
+    assert_eq!(refused, Err(expected));
+    let unknown = plan(&[&[5, 2]], &[entry(0, 0, 1), entry(3, 0, 1)]);
+    assert!(matches!(unknown, Err(PlanError::TableTooShort { index: 1, blocks: 0, .. })));
+}
+
+#[test]
+fn two_writers_of_one_block_are_refused() {
+    let rows: &[&[u32]] = &[&[1, 2], &[1, 3]];
+    let refused = plan(rows, &[entry(0, 2, 1), entry(1, 3, 1)]);
+    assert_eq!(refused, Err(PlanError::BlockShared { block: 1 }));
+    let repeated = plan(&[&[1, 1]], &[entry(0, 0, 8)]);
+    assert_eq!(repeated, Err(PlanError::BlockShared { block: 1 }));
+    assert!(plan(rows, &[entry(0, 4, 1), entry(1, 4, 1)]).is_ok(), "the shared block is only read");
+}
+
+#[test]
+fn a_refused_batch_leaves_no_plan() {
+    let mut buffers = PlanBuffers::default();
+    let (layout, tables) = (layout(), tables(&[&[1]]));
+    for _ in 0..2 {
+        let refused = [entry(0, 0, 1), entry(0, 4, 1)];
+        assert!(buffers.plan(&layout, &tables, &refused, 1, Determinism::Fast).is_err());
+        let batch = [entry(0, 0, 1)];
+        assert!(buffers.plan(&layout, &tables, &batch, 1, Determinism::Fast).is_ok());
+    }
+}
+
+#[test]
+fn copies_are_disjoint() {
+    let copy = |from, to, tokens| BlockCopy { from: BlockId(from), to: BlockId(to), tokens };
+    let check = |copies: &[BlockCopy]| CopyPlan::new(&layout(), copies).map(|_| ());
+    assert_eq!(check(&[]), Ok(()));
+    assert_eq!(check(&[copy(0, 1, 4), copy(0, 2, 1)]), Ok(()));
+    assert_eq!(check(&[copy(3, 3, 1)]), Err(PlanError::BlockShared { block: 3 }));
+    assert_eq!(check(&[copy(0, 1, 1), copy(2, 1, 1)]), Err(PlanError::BlockShared { block: 1 }));
+    assert_eq!(check(&[copy(0, 1, 1), copy(1, 2, 1)]), Err(PlanError::BlockShared { block: 1 }));
+    let beyond = Err(PlanError::BlockOutOfRange { block: 6, num_blocks: 6 });
+    assert_eq!(check(&[copy(6, 0, 1)]), beyond);
+    assert_eq!(check(&[copy(0, 6, 1)]), beyond);
+    assert!(matches!(check(&[copy(0, 1, 5)]), Err(PlanError::TooMany { got: 5, max: 4, .. })));
+}
+
+#[test]
+fn a_plane_of_another_pool_is_refused() {
+    use crate::backend::NullBackend;
+    use crate::storage::{KvStorage, Plane};
+    use crate::{QkvFormat, TensorView, TensorViewMut};
+    let (layout, tables) = (layout(), tables(&[&[5]]));
+    let smaller = PlaneLayout::new(PlaneShape {
+        num_blocks: 5,
+        block_size: 4,
+        num_kv_heads: 1,
+        head_dim: 2,
+        order: BlockOrder::Nhd,
+        format: KvFormat::F32,
+    })
+    .unwrap();
+    let backend = NullBackend::new();
+    let mut storage = KvStorage::new(&backend, [smaller; 2]).unwrap();
+    storage.allocate(&backend, 0).unwrap();
+    let [k, v] = [Plane::Key, Plane::Value].map(|plane| storage.plane(0, plane).unwrap());
+    let refused = PlanError::LayoutMismatch { expected: (6, 4), got: (5, 4) };
+
+    let mut buffers = PlanBuffers::default();
+    let batch = [entry(0, 0, 1)];
+    let (write, attend) = buffers.plan(&layout, &tables, &batch, 1, Determinism::Fast).unwrap();
+    let (row, mut out) = ([0.0_f32; 2], [0.0_f32; 2]);
+    let input = TensorView::host(&row, &[1, 1, 2]);
+    let written = WriteArgs::new(&write, input, input, QkvFormat::Thd, k, v);
+    assert_eq!(written.unwrap_err(), refused);
+    let output = TensorViewMut::host(&mut out, &[1, 1, 2]);
+    let options = AttentionOptions::causal(1.0);
+    let attended = AttendArgs::new(&attend, input, output, None, [k, v], options);
+    assert_eq!(attended.unwrap_err(), refused);
+    let ranges = [GatherRange { row: 0, begin: 0, len: 1 }];
+    let gather = GatherPlan::new(&layout, &tables, &ranges).unwrap();
+    let output = TensorViewMut::host(&mut out, &[1, 1, 2]);
+    let gathered = GatherArgs::new(&gather, k, output, QkvFormat::Thd);
+    assert_eq!(gathered.unwrap_err(), refused);
+    let copy = CopyPlan::new(&layout, &[]).unwrap();
+    assert_eq!(CopyArgs::new(&copy, storage.view()).unwrap_err(), refused);
+}
+
+#[test]
+fn conversions_take_lengths_or_prefix_sums() {
+    let plan = ConvertPlan::from_cu_seqlens(&[0, 2, 2, 5]).unwrap();
+    assert_eq!(plan, ConvertPlan::new(&[2, 0, 3]).unwrap());
+    assert_eq!(plan.entries().collect::<Vec<_>>(), [(0, 2), (2, 0), (2, 3)]);
+    for sums in [&[][..], &[1, 2], &[0, 3, 2]] {
+        let refused = ConvertPlan::from_cu_seqlens(sums);
+        assert!(matches!(refused, Err(PlanError::Option { option: "cu_seqlens", .. })));
+    }
+    assert!(matches!(ConvertPlan::new(&[u32::MAX, 1]), Err(PlanError::TooMany { .. })));
+}
+
+#[test]
+fn a_query_sees_what_mask_and_window_leave() {
+    let planned = |q_len, kv_len| {
+        let mut buffers = PlanBuffers::default();
+        let (layout, tables) = (layout(), tables(&[&[0, 1, 2]]));
+        let batch = [BatchEntry { queries: q_len, ..entry(0, kv_len, 0) }];
+        let (_, attend) = buffers.plan(&layout, &tables, &batch, 1, Determinism::Fast).unwrap();
+        attend.sequences()[0]
+    };
+    let causal = AttentionOptions::causal(1.0);
+    let sequence = planned(3, 10);
+    let seen = |options: AttentionOptions<'_>| [0, 1, 2].map(|i| options.visible(&sequence, i));
+    assert_eq!(seen(causal), [(0, 8), (0, 9), (0, 10)]);
+    assert_eq!(seen(causal.window_left(0)), [(7, 8), (8, 9), (9, 10)]);
+    assert_eq!(seen(causal.window_left(8)), [(0, 8), (0, 9), (1, 10)]);
+    assert_eq!(seen(AttentionOptions::full(1.0)), [(0, 10); 3]);
+    let more_queries = planned(4, 2);
+    let seen = [0, 1, 2, 3].map(|i| causal.visible(&more_queries, i));
+    assert_eq!(seen, [(0, 0), (0, 0), (0, 1), (0, 2)]);
+    assert_eq!(causal.window_left(u32::MAX).visible(&planned(1, 12), 0), (0, 12));
+}

@@ -1,0 +1,174 @@
+//! What a cache is to hold, checked once.
+mod builder;
+#[cfg(test)]
+mod tests;
+
+pub use builder::{CacheSpecBuilder, GroupBuilder};
+
+use crate::geometry::PlaneLayout;
+use crate::ids::{GroupId, LayerId};
+use crate::num::to_u64;
+use crate::plan::Determinism;
+
+/// A checked cache geometry: groups of layers, each with planes, a pool and tables of its own.
+///
+/// ```
+/// use kv_core::{CacheSpec, KvFormat};
+/// let spec = CacheSpec::builder()
+///     .layers(32)
+///     .kv_heads(8)
+///     .head_dim(128)
+///     .format(KvFormat::Bf16)
+///     .paged(16, 4096)
+///     .build()?;
+/// assert_eq!(spec.memory().bytes_per_token, 32 * 2 * 8 * 128 * 2);
+/// # Ok::<(), kv_core::SpecError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CacheSpec {
+    groups: Vec<GroupSpec>,
+    /// Group and index inside it, by layer; empty for layers on demand.
+    layers: Vec<(GroupId, usize)>,
+    on_demand: bool,
+    max_sequences: u32,
+    max_seq_len: u32,
+    determinism: Determinism,
+    wipe_on_release: bool,
+}
+
+/// One group of a [`CacheSpec`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupSpec {
+    layers: Vec<LayerId>,
+    layouts: [PlaneLayout; 2],
+    contiguous: bool,
+}
+
+impl GroupSpec {
+    /// Layers of the group, in ascending order; empty for layers on demand.
+    pub fn layers(&self) -> &[LayerId] {
+        &self.layers
+    }
+    /// Layouts of the K and the V plane.
+    pub fn layouts(&self) -> &[PlaneLayout; 2] {
+        &self.layouts
+    }
+    /// Tokens a block holds.
+    pub fn block_size(&self) -> u32 {
+        self.layouts[0].block_size()
+    }
+    /// Blocks of the pool.
+    pub fn num_blocks(&self) -> u32 {
+        self.layouts[0].num_blocks()
+    }
+    /// Whether a sequence is one block.
+    pub fn is_contiguous(&self) -> bool {
+        self.contiguous
+    }
+    /// Bytes of one block of one layer, K and V.
+    pub fn layer_block_bytes(&self) -> u64 {
+        let [k, v] = &self.layouts;
+        k.block_bytes().saturating_add(v.block_bytes())
+    }
+}
+
+impl CacheSpec {
+    /// Starts an empty specification.
+    pub fn builder() -> CacheSpecBuilder {
+        CacheSpecBuilder::default()
+    }
+    /// The groups, in order of [`GroupId`].
+    pub fn groups(&self) -> &[GroupSpec] {
+        &self.groups
+    }
+    /// Layers of the model; for layers on demand, the most there can be.
+    pub fn num_layers(&self) -> u16 {
+        if self.on_demand {
+            return u16::MAX;
+        }
+        u16::try_from(self.layers.len()).unwrap_or(u16::MAX)
+    }
+    /// Whether layers get memory one by one, when asked for.
+    pub fn layers_on_demand(&self) -> bool {
+        self.on_demand
+    }
+    /// The group of a layer and the layer's index inside it.
+    pub fn locate(&self, layer: LayerId) -> Option<(GroupId, usize)> {
+        if self.on_demand {
+            return (layer.0 < u16::MAX).then_some((GroupId(0), usize::from(layer.0)));
+        }
+        self.layers.get(usize::from(layer.0)).copied()
+    }
+    /// The most sequences that may live at once.
+    pub fn max_sequences(&self) -> u32 {
+        self.max_sequences
+    }
+    /// The most tokens one sequence may have.
+    pub fn max_seq_len(&self) -> u32 {
+        self.max_seq_len
+    }
+    /// How contexts are cut.
+    pub fn determinism(&self) -> Determinism {
+        self.determinism
+    }
+    /// Whether blocks are zeroed when their last holder lets go.
+    pub fn wipe_on_release(&self) -> bool {
+        self.wipe_on_release
+    }
+}
+
+/// Host and device memory of a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryUsage {
+    /// Bytes of K and V of one token over all layers. For layers on demand: of one layer.
+    pub bytes_per_token: u64,
+    /// Bytes of all planes.
+    pub bytes_total: u64,
+    /// Tokens the smallest pool holds.
+    pub tokens: u64,
+}
+
+impl CacheSpec {
+    /// How much memory the planes take. For layers on demand: of one layer.
+    pub fn memory(&self) -> MemoryUsage {
+        // `build` has refused every geometry that overflows.
+        self.memory_checked().unwrap_or(MemoryUsage {
+            bytes_per_token: 0,
+            bytes_total: 0,
+            tokens: 0,
+        })
+    }
+
+    /// How many sequences of `tokens` tokens fit at once when nothing is shared.
+    pub fn sequences_that_fit(&self, tokens: u32) -> u32 {
+        let fit = |group: &GroupSpec| {
+            group.num_blocks().checked_div(tokens.div_ceil(group.block_size())).unwrap_or(u32::MAX)
+        };
+        let fit = self.groups.iter().map(fit).min().unwrap_or(0);
+        if tokens > self.max_seq_len { 0 } else { fit.min(self.max_sequences) }
+    }
+
+    fn memory_checked(&self) -> Option<MemoryUsage> {
+        let (mut per_token, mut total, mut tokens) = (0_u64, 0_u64, u64::MAX);
+        for group in &self.groups {
+            let layers = to_u64(group.layers.len().max(1));
+            let block =
+                group.layouts.iter().try_fold(0_u64, |n, l| n.checked_add(l.block_bytes()))?;
+            let block = block.checked_mul(layers)?;
+            total = total.checked_add(block.checked_mul(u64::from(group.num_blocks()))?)?;
+            per_token = per_token.checked_add(block.checked_div(u64::from(group.block_size()))?)?;
+            let slots = u64::from(group.num_blocks()).checked_mul(u64::from(group.block_size()))?;
+            tokens = tokens.min(slots);
+        }
+        // A host allocation is never larger than isize::MAX bytes.
+        isize::try_from(total).ok()?;
+        Some(MemoryUsage { bytes_per_token: per_token, bytes_total: total, tokens })
+    }
+}
+
+/// Entries a table row starts with: enough for any sequence up to a cap, so that rows rarely move.
+pub(crate) fn table_width(spec: &CacheSpec, group: &GroupSpec) -> u32 {
+    const WIDTH_START_MAX: u32 = 1024;
+    spec.max_seq_len.div_ceil(group.block_size()).min(group.num_blocks()).min(WIDTH_START_MAX)
+}

@@ -1,0 +1,90 @@
+//! Every inconsistency of a geometry is found when it is built.
+use super::*;
+use crate::error::SpecError;
+use crate::format::KvFormat;
+
+fn builder() -> CacheSpecBuilder {
+    CacheSpec::builder().layers(2).kv_heads(2).head_dim(4).format(KvFormat::F32).paged(4, 8)
+}
+
+#[test]
+fn names_what_is_missing() {
+    for (builder, text) in [
+        (CacheSpec::builder(), "layers is not set"),
+        (CacheSpec::builder().layers(1), "paged or contiguous is not set"),
+        (CacheSpec::builder().layers(1).paged(1, 1), "kv_heads is not set"),
+        (CacheSpec::builder().layers(1).paged(1, 1).kv_heads(1), "head_dim is not set"),
+    ] {
+        assert_eq!(builder.build().unwrap_err().to_string(), text);
+    }
+}
+
+#[test]
+fn refuses_zeros() {
+    for (builder, field) in [
+        (builder().layers(0), "layers"),
+        (builder().kv_heads(0), "num_kv_heads"),
+        (builder().head_dims(4, 0), "head_dim"),
+        (builder().paged(0, 8), "block_size"),
+        (builder().paged(4, 0), "num_blocks"),
+        (builder().paged_within(4, 1), "num_blocks"),
+        (builder().paged_within(0, 1), "block_size"),
+        (builder().contiguous(0, 8), "max_sequences"),
+        (builder().contiguous(8, 0), "max_seq_len"),
+        (builder().max_seq_len(0), "max_seq_len"),
+        (builder().max_sequences(0), "max_sequences"),
+    ] {
+        assert_eq!(builder.build(), Err(SpecError::Zero { field }));
+    }
+}
+
+#[test]
+fn refuses_what_overflows() {
+    for builder in [
+        builder().paged(1 << 16, 1 << 16),
+        builder().kv_heads(u32::MAX).head_dim(u32::MAX),
+        builder().paged(1, u32::MAX).kv_heads(1 << 16).head_dim(1 << 16),
+        builder().layers(u16::MAX).paged(1, u32::MAX).kv_heads(1 << 12).head_dim(1 << 12),
+    ] {
+        let refused = builder.build();
+        assert!(matches!(refused, Err(SpecError::Overflow { .. })), "{refused:?}");
+    }
+}
+
+#[test]
+fn a_budget_buys_whole_blocks() {
+    // 2 layers * (K + V) * 4 tokens * 2 heads * 4 values * 4 bytes = 512 bytes a block.
+    let spec = builder().paged_within(4, 1535).build().unwrap();
+    assert_eq!(spec.groups()[0].num_blocks(), 2);
+    assert_eq!(spec.memory().bytes_total, 1024);
+    assert_eq!(spec.memory().bytes_per_token, 128);
+    assert_eq!(spec.sequences_that_fit(4), 2);
+    assert_eq!(spec.sequences_that_fit(5), 1);
+    assert_eq!(spec.sequences_that_fit(9), 0);
+}
+
+#[test]
+fn contiguous_is_paged_with_one_block_a_sequence() {
+    let spec = builder().contiguous(3, 10).build().unwrap();
+    let [group] = spec.groups() else { panic!("one group") };
+    assert_eq!((group.block_size(), group.num_blocks(), group.is_contiguous()), (10, 3, true));
+    assert_eq!((spec.max_sequences(), spec.max_seq_len()), (3, 10));
+    assert_eq!(spec.sequences_that_fit(10), 3);
+}
+
+#[test]
+fn every_layer_is_in_one_group() {
+    let spec = builder().layers(5).group([3, 1], |g| g.paged(8, 2)).build().unwrap();
+    let layers: Vec<_> = spec.groups().iter().map(|g| g.layers().to_vec()).collect();
+    assert_eq!(layers, [vec![LayerId(0), LayerId(2), LayerId(4)], vec![LayerId(1), LayerId(3)]]);
+    assert_eq!(spec.locate(LayerId(3)), Some((GroupId(1), 1)));
+    assert_eq!(spec.locate(LayerId(5)), None);
+    assert_eq!(spec.max_seq_len(), 16, "the smaller pool limits a sequence");
+
+    let twice = builder().group([1], |g| g).group([1, 0], |g| g).build();
+    assert_eq!(twice, Err(SpecError::LayerGroups { layer: LayerId(1), groups: 2 }));
+    let beyond = builder().group([2], |g| g).build();
+    assert_eq!(beyond, Err(SpecError::LayerOutOfRange { layer: LayerId(2), num_layers: 2 }));
+    let all = builder().group([0, 1], |g| g.head_dim(8)).build().unwrap();
+    assert_eq!(all.groups().len(), 1);
+}

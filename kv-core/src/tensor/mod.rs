@@ -1,0 +1,200 @@
+//! Views of the caller's tensors, and what they become once a plan has checked them.
+//!
+//! The caller's bytes are never copied first: a view says where they are, and the backend uses them
+//! there for the length of the call. [`TensorView`] is what a caller makes, without any check;
+//! [`TokenTensor`] is what a backend gets, with every extent, stride, type and byte count checked.
+mod checked;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+
+use crate::element::{DType, Element};
+pub(crate) use checked::TokenRequirement;
+pub use checked::{TokenRows, TokenTensor, TokenTensorMut};
+
+/// Extents of up to four axes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Dims {
+    rank: u8,
+    extents: [u32; 4],
+}
+
+impl Dims {
+    /// Takes up to four extents; more are kept as a rank that no tensor has and so is refused later.
+    pub fn new(extents: &[u32]) -> Self {
+        let mut dims =
+            Self { rank: u8::try_from(extents.len()).unwrap_or(u8::MAX), extents: [0; 4] };
+        for (to, from) in dims.extents.iter_mut().zip(extents) {
+            *to = *from;
+        }
+        dims
+    }
+
+    /// The extents, outermost first; at most four.
+    pub fn as_slice(&self) -> &[u32] {
+        self.extents.get(..usize::from(self.rank)).unwrap_or(&self.extents)
+    }
+}
+
+impl fmt::Debug for Dims {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for Dims {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.as_slice()).finish()?;
+        if self.rank > 4 {
+            write!(f, " and {} more axes", self.rank.saturating_sub(4))?;
+        }
+        Ok(())
+    }
+}
+
+/// Where the bytes of an input lie.
+#[derive(Debug)]
+#[expect(clippy::exhaustive_enums, reason = "a byte is on the host or on the device")]
+pub enum TensorData<'a, Buf> {
+    /// In host memory, used in place by the CPU and staged by a device.
+    Host(&'a [u8]),
+    /// In memory of the backend's device.
+    Device {
+        /// The buffer.
+        buffer: &'a Buf,
+        /// First byte.
+        offset: u64,
+    },
+}
+
+impl<Buf> Clone for TensorData<'_, Buf> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Buf> Copy for TensorData<'_, Buf> {}
+
+/// Where the bytes of an output lie.
+#[derive(Debug)]
+#[expect(clippy::exhaustive_enums, reason = "a byte is on the host or on the device")]
+pub enum TensorDataMut<'a, Buf> {
+    /// In host memory. Only a backend that computes there can write it; others say `Unsupported`.
+    Host(&'a mut [u8]),
+    /// In memory of the backend's device. It may alias no input of the same call.
+    Device {
+        /// The buffer.
+        buffer: &'a Buf,
+        /// First byte.
+        offset: u64,
+    },
+}
+
+/// An input tensor as the caller has it: element type, extents, strides, bytes.
+///
+/// The inner two axes (head, dim) are dense; the outer strides are free. Nothing is checked until the
+/// view meets a plan.
+#[derive(Debug)]
+pub struct TensorView<'a, Buf> {
+    data: TensorData<'a, Buf>,
+    meta: Meta,
+}
+
+impl<Buf> Clone for TensorView<'_, Buf> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Buf> Copy for TensorView<'_, Buf> {}
+
+/// An output tensor as the caller has it; see [`TensorView`].
+#[derive(Debug)]
+pub struct TensorViewMut<'a, Buf> {
+    data: TensorDataMut<'a, Buf>,
+    meta: Meta,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Meta {
+    dtype: DType,
+    dims: Dims,
+    outer_strides: Option<[u64; 2]>,
+}
+
+impl<'a, Buf> TensorView<'a, Buf> {
+    /// A dense tensor in host memory.
+    pub fn host<T: Element>(values: &'a [T], dims: &[u32]) -> Self {
+        Self::host_bytes(T::DTYPE, bytemuck::cast_slice(values), dims)
+    }
+    /// A dense tensor in host memory, given as bytes.
+    pub fn host_bytes(dtype: DType, bytes: &'a [u8], dims: &[u32]) -> Self {
+        Self { data: TensorData::Host(bytes), meta: Meta::dense(dtype, dims) }
+    }
+    /// A dense tensor in device memory, `offset` bytes into `buffer`.
+    pub fn device(dtype: DType, buffer: &'a Buf, offset: u64, dims: &[u32]) -> Self {
+        Self { data: TensorData::Device { buffer, offset }, meta: Meta::dense(dtype, dims) }
+    }
+    /// Sets the strides of the outer axes, in elements: of the two outer axes of a `bshd` or `sbhd`
+    /// tensor, of the one outer axis (and an unused second) of a `thd` tensor.
+    #[must_use]
+    pub fn with_outer_strides(mut self, strides: [u64; 2]) -> Self {
+        self.meta.outer_strides = Some(strides);
+        self
+    }
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.meta.dtype
+    }
+    /// Extents.
+    pub fn dims(&self) -> Dims {
+        self.meta.dims
+    }
+}
+
+impl<'a, Buf> TensorViewMut<'a, Buf> {
+    /// A dense tensor in host memory.
+    pub fn host<T: Element>(values: &'a mut [T], dims: &[u32]) -> Self {
+        Self::host_bytes(T::DTYPE, bytemuck::cast_slice_mut(values), dims)
+    }
+    /// A dense tensor in host memory, given as bytes.
+    pub fn host_bytes(dtype: DType, bytes: &'a mut [u8], dims: &[u32]) -> Self {
+        Self { data: TensorDataMut::Host(bytes), meta: Meta::dense(dtype, dims) }
+    }
+    /// A dense tensor in device memory, `offset` bytes into `buffer`.
+    pub fn device(dtype: DType, buffer: &'a Buf, offset: u64, dims: &[u32]) -> Self {
+        Self { data: TensorDataMut::Device { buffer, offset }, meta: Meta::dense(dtype, dims) }
+    }
+    /// Sets the strides of the outer axes; see [`TensorView::with_outer_strides`].
+    #[must_use]
+    pub fn with_outer_strides(mut self, strides: [u64; 2]) -> Self {
+        self.meta.outer_strides = Some(strides);
+        self
+    }
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.meta.dtype
+    }
+    /// Extents.
+    pub fn dims(&self) -> Dims {
+        self.meta.dims
+    }
+}
+
+impl<Buf> TensorViewMut<'_, Buf> {
+    /// Reads `[.., heads]` as `[.., heads, 1]`, so that one number a head is checked like a row.
+    pub(crate) fn with_unit_dim(mut self) -> Self {
+        let mut extents = self.meta.dims.extents;
+        let rank = usize::from(self.meta.dims.rank);
+        if let Some(last) = extents.get_mut(rank) {
+            *last = 1;
+            self.meta.dims = Dims { rank: self.meta.dims.rank.saturating_add(1), extents };
+        }
+        self
+    }
+}
+
+impl Meta {
+    fn dense(dtype: DType, dims: &[u32]) -> Self {
+        Self { dtype, dims: Dims::new(dims), outer_strides: None }
+    }
+}

@@ -1,0 +1,267 @@
+//! The memory one operation touches: ranges are entered, checked against each other, then locked.
+//!
+//! Gates are passed in the order of their addresses, each once, so two operations never wait for each
+//! other. Knows nothing of what the bytes mean.
+use std::sync::Arc;
+
+use kv_core::{DeviceError, PlaneView, TensorData, TensorDataMut, TokenTensor, TokenTensorMut};
+
+use crate::buffer::{CpuBuffer, Memory};
+use crate::encoding::unsupported;
+use crate::num;
+
+/// A range of bytes that an operation has entered in its [`Access`], or has from a host slice.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Span {
+    base: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a span is an address and a length; using them is unsafe and argued for at each use.
+unsafe impl Send for Span {}
+// SAFETY: as above.
+unsafe impl Sync for Span {}
+
+impl Span {
+    pub(crate) fn base(self) -> *mut u8 {
+        self.base
+    }
+    pub(crate) fn len(self) -> usize {
+        self.len
+    }
+}
+
+/// One entered range of an allocation.
+pub(crate) struct Entry {
+    memory: Arc<Memory>,
+    begin: usize,
+    end: usize,
+    write: bool,
+    /// How its gate was passed, if it was this entry that passed it.
+    entered: Option<bool>,
+}
+
+impl Entry {
+    fn address(&self) -> usize {
+        Arc::as_ptr(&self.memory).addr()
+    }
+}
+
+impl std::fmt::Debug for Entry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (begin, end, write) = (self.begin, self.end, self.write);
+        f.debug_struct("Entry")
+            .field("range", &(begin..end))
+            .field("write", &write)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The ranges of one operation, before they are locked.
+#[derive(Debug)]
+pub(crate) struct Access<'w> {
+    entries: &'w mut Vec<Entry>,
+    operation: &'static str,
+}
+
+/// Every range of an operation, its gates passed until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Locked<'w> {
+    entries: &'w mut Vec<Entry>,
+}
+
+impl<'w> Access<'w> {
+    /// Starts from an empty list, whose capacity is kept from call to call.
+    pub(crate) fn new(entries: &'w mut Vec<Entry>, operation: &'static str) -> Self {
+        entries.clear();
+        Self { entries, operation }
+    }
+
+    /// Enters bytes `offset..offset + bytes` of a buffer.
+    pub(crate) fn enter(
+        &mut self,
+        buffer: &CpuBuffer,
+        (offset, bytes): (u64, u64),
+        write: bool,
+    ) -> Result<Span, DeviceError> {
+        let (begin, len) = buffer.range(offset, bytes, self.operation)?;
+        let base = buffer.base().wrapping_add(begin);
+        if len > 0 {
+            self.entries.push(Entry {
+                memory: Arc::clone(buffer.memory()),
+                begin: base.addr(),
+                end: base.addr().saturating_add(len),
+                write,
+                entered: None,
+            });
+        }
+        Ok(Span { base, len })
+    }
+
+    /// Enters an input tensor.
+    pub(crate) fn input(&mut self, t: &TokenTensor<'_, CpuBuffer>) -> Result<Span, DeviceError> {
+        match t.data() {
+            TensorData::Host(bytes) => Ok(Span {
+                base: bytes.as_ptr().cast_mut(),
+                len: bytes.len(),
+            }),
+            TensorData::Device { buffer, offset } => {
+                self.enter(buffer, (offset, t.bytes_reached()), false)
+            }
+        }
+    }
+
+    /// Enters an output tensor.
+    pub(crate) fn output(
+        &mut self,
+        t: &mut TokenTensorMut<'_, CpuBuffer>,
+    ) -> Result<Span, DeviceError> {
+        let reached = t.bytes_reached();
+        match t.data() {
+            TensorDataMut::Host(bytes) => Ok(Span {
+                base: bytes.as_mut_ptr(),
+                len: bytes.len(),
+            }),
+            TensorDataMut::Device { buffer, offset } => {
+                self.enter(buffer, (*offset, reached), true)
+            }
+        }
+    }
+
+    /// Enters every segment of a plane, each of which must have the size its layout says.
+    pub(crate) fn plane(
+        &mut self,
+        plane: &PlaneView<'_, CpuBuffer>,
+        write: bool,
+    ) -> Result<(), DeviceError> {
+        let layout = plane.layout();
+        for index in 0..layout.num_segments() {
+            let Some(buffer) = plane.segment(num::to_usize(index)) else {
+                return Err(unsupported(
+                    self.operation,
+                    format!("the plane has no buffer for segment {index}"),
+                ));
+            };
+            self.enter(buffer, (0, layout.segment_bytes(index)), write)?;
+        }
+        Ok(())
+    }
+
+    /// Refuses overlaps with what is written, then waits for every gate.
+    pub(crate) fn lock(self) -> Result<Locked<'w>, DeviceError> {
+        let Self { entries, operation } = self;
+        entries.sort_unstable_by_key(|entry| (entry.address(), entry.begin));
+        check_overlaps(entries, operation)?;
+        let locked = Locked { entries };
+        // Waiting on a rayon worker for work that is suspended beneath on that worker never ends.
+        let wait = rayon::current_thread_index().is_none();
+        let mut index = 0;
+        while let Some(entry) = locked.entries.get(index) {
+            let address = entry.address();
+            let rest = locked.entries.get(index..).unwrap_or_default();
+            let same = rest.iter().take_while(|other| other.address() == address);
+            let (count, write) = same.fold((0_usize, false), |(count, write), other| {
+                (count.saturating_add(1), write || other.write)
+            });
+            if !entry.memory.enter(write, wait) {
+                return Err(unsupported(
+                    operation,
+                    "another call uses the buffer, and a rayon worker may not wait for it",
+                ));
+            }
+            if let Some(entry) = locked.entries.get_mut(index) {
+                entry.entered = Some(write);
+            }
+            index = index.saturating_add(count);
+        }
+        Ok(locked)
+    }
+}
+
+/// One sweep over ranges sorted by allocation and start.
+fn check_overlaps(entries: &[Entry], operation: &'static str) -> Result<(), DeviceError> {
+    let (mut address, mut end_any, mut end_written) = (0, 0, 0);
+    for entry in entries {
+        if entry.address() != address {
+            (address, end_any, end_written) = (entry.address(), 0, 0);
+        }
+        let taken = if entry.write { end_any } else { end_written };
+        if entry.begin < taken {
+            return Err(unsupported(
+                operation,
+                "bytes it writes overlap others it names",
+            ));
+        }
+        end_any = end_any.max(entry.end);
+        if entry.write {
+            end_written = end_written.max(entry.end);
+        }
+    }
+    Ok(())
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        for entry in self.entries.iter() {
+            if let Some(write) = entry.entered {
+                entry.memory.leave(write);
+            }
+        }
+        self.entries.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kv_core::DeviceErrorKind;
+
+    use super::*;
+
+    fn lock(ranges: &[(&CpuBuffer, u64, u64, bool)]) -> Result<(), DeviceError> {
+        let mut entries = Vec::new();
+        let mut access = Access::new(&mut entries, "test");
+        for (buffer, offset, bytes, write) in ranges {
+            access.enter(buffer, (*offset, *bytes), *write)?;
+        }
+        access.lock().map(drop)
+    }
+
+    #[test]
+    fn one_allocation_may_be_named_many_times() {
+        let a = CpuBuffer::alloc(100).unwrap();
+        let b = a.clone();
+        let view = a.view(50, 50).unwrap();
+        lock(&[(&a, 0, 50, false), (&view, 0, 50, true)]).unwrap();
+        lock(&[(&a, 0, 100, false), (&b, 0, 100, false)]).unwrap();
+        lock(&[(&a, 0, 10, true), (&b, 10, 10, true)]).unwrap();
+        // The gates were left again.
+        lock(&[(&a, 0, 100, true)]).unwrap();
+    }
+
+    #[test]
+    fn overlaps_with_written_bytes_are_refused() {
+        let a = CpuBuffer::alloc(100).unwrap();
+        let view = a.view(50, 50).unwrap();
+        for ranges in [
+            [(&a, 0, 51, false), (&view, 0, 50, true)],
+            [(&a, 0, 51, true), (&view, 0, 50, false)],
+            [(&a, 5, 10, true), (&a, 5, 10, true)],
+        ] {
+            assert_eq!(lock(&ranges).unwrap_err().kind(), DeviceErrorKind::Unsupported);
+        }
+        // Read under a write that began earlier and ended later.
+        let nested = [(&a, 0, 90, true), (&a, 10, 10, true)];
+        assert!(lock(&nested).is_err());
+        lock(&[(&a, 0, 100, true)]).unwrap();
+    }
+
+    #[test]
+    fn a_rayon_worker_never_waits() {
+        let a = CpuBuffer::alloc(100).unwrap();
+        a.write(|_| {
+            let refused = rayon::scope(|_| lock(&[(&a, 0, 1, false)])).unwrap_err();
+            assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
+        });
+        rayon::scope(|_| lock(&[(&a, 0, 1, false)])).unwrap();
+    }
+}

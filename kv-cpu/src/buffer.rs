@@ -1,0 +1,359 @@
+//! Memory of the CPU "device", and who may touch it when.
+//!
+//! Bytes are reached through raw pointers, never through a `&mut` that outlives a call; what makes
+//! that sound is the gate of each allocation, which every operation passes for the length of its call
+//! (`access.rs`). Knows nothing of planes and tensors.
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::any::Any;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use crate::num;
+
+/// Alignment of memory allocated here: a cache line, and the widest vector.
+const ALIGN: usize = 64;
+
+/// Bytes in host memory; a cheap handle that keeps them alive.
+///
+/// Made by [`Backend::alloc`](kv_core::Backend::alloc) (zeroed, aligned to 64 bytes), from a caller's own memory
+/// ([`Self::from_boxed`], [`Self::from_raw`]), or as a part of another ([`Self::view`]).
+///
+/// # Guarantees
+/// Each allocation has one gate: operations that only read pass it together, one that writes passes
+/// alone, and a thread that must wait blocks. An operation may name an allocation several times, as
+/// handle, clone or view: it passes the gate once, and is refused (`Unsupported`) when bytes it writes
+/// overlap others it names. Inside a worker of a rayon pool a blocked wait could be for work
+/// suspended on that same worker, so there a conflict is refused (`Unsupported`) instead.
+#[derive(Clone)]
+pub struct CpuBuffer {
+    memory: Arc<Memory>,
+    offset: usize,
+    len: usize,
+}
+
+/// One allocation.
+pub(crate) struct Memory {
+    base: NonNull<u8>,
+    owner: Owner,
+    gate: Gate,
+}
+
+enum Owner {
+    /// From the allocator, with this layout.
+    Allocated(Layout),
+    /// A box of so many bytes, taken apart.
+    Boxed(usize),
+    /// Somebody else's, kept alive by this value.
+    Raw(#[expect(dead_code, reason = "held for its destructor")] Box<dyn Any + Send + Sync>),
+}
+
+// SAFETY: the bytes belong to the allocation alone (conditions of `CpuBuffer::from_raw` for foreign
+// ones), its owner is `Send`, and freeing on another thread is allowed for all three owners.
+unsafe impl Send for Memory {}
+// SAFETY: shared access to the bytes goes through the gate, which separates writers from all others.
+unsafe impl Sync for Memory {}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        match &self.owner {
+            // SAFETY: `base` came from `alloc_zeroed` with this layout, and nobody else holds it.
+            Owner::Allocated(layout) => unsafe { dealloc(self.base.as_ptr(), *layout) },
+            Owner::Boxed(len) => {
+                let bytes = std::ptr::slice_from_raw_parts_mut(self.base.as_ptr(), *len);
+                // SAFETY: `from_boxed` took this very box apart, and nobody else holds it.
+                drop(unsafe { Box::from_raw(bytes) });
+            }
+            Owner::Raw(_) => {}
+        }
+    }
+}
+
+impl CpuBuffer {
+    /// Reserves zeroed memory.
+    pub(crate) fn alloc(bytes: u64) -> Result<Self, DeviceError> {
+        let refuse = || {
+            DeviceError::new(DeviceErrorKind::OutOfMemory, "alloc")
+                .with_detail(format!("{bytes} bytes"))
+        };
+        let len = usize::try_from(bytes).map_err(|_| refuse())?;
+        if len == 0 {
+            return Ok(Self::from_boxed(Box::default()));
+        }
+        let layout = Layout::from_size_align(len, ALIGN).map_err(|_| refuse())?;
+        // SAFETY: the layout's size is not zero.
+        let base = unsafe { alloc_zeroed(layout) };
+        let base = NonNull::new(base).ok_or_else(refuse)?;
+        Ok(Self::own(base, len, Owner::Allocated(layout)))
+    }
+
+    /// Takes over a caller's bytes without copying them, from a `Box<[u8]>` or a full `Vec<u8>`.
+    ///
+    /// ```
+    /// let buffer = kv_cpu::CpuBuffer::from_boxed(vec![7; 4096].into());
+    /// assert_eq!(buffer.read(|bytes| bytes[4095]), 7);
+    /// ```
+    pub fn from_boxed(bytes: Box<[u8]>) -> Self {
+        let len = bytes.len();
+        let base = Box::into_raw(bytes).cast::<u8>();
+        // A box is never null, so the dangling pointer is never used.
+        let base = NonNull::new(base).unwrap_or(NonNull::dangling());
+        Self::own(base, len, Owner::Boxed(len))
+    }
+
+    /// Uses memory that belongs to somebody else (a mapped file, another library's tensor), which
+    /// `owner` keeps alive until the last handle is gone.
+    ///
+    /// # Safety
+    /// 1. `base..base + bytes` is readable and writable for as long as `owner` lives, from any thread.
+    /// 2. While an operation that names this buffer runs, nothing else writes those bytes, and nothing
+    ///    else reads the bytes that the operation writes. Only handles made from this call share a
+    ///    gate, so the same bytes may not be wrapped twice.
+    /// 3. The bytes are initialised.
+    pub unsafe fn from_raw(
+        base: NonNull<u8>,
+        bytes: usize,
+        owner: impl Any + Send + Sync,
+    ) -> Self {
+        Self::own(base, bytes, Owner::Raw(Box::new(owner)))
+    }
+
+    fn own(base: NonNull<u8>, len: usize, owner: Owner) -> Self {
+        let gate = Gate::default();
+        Self {
+            memory: Arc::new(Memory { base, owner, gate }),
+            offset: 0,
+            len,
+        }
+    }
+
+    /// Bytes `offset..offset + bytes` as a buffer of their own, such as K and V in one allocation.
+    ///
+    /// # Errors
+    /// `OutOfRange` past the end of this buffer.
+    pub fn view(&self, offset: u64, bytes: u64) -> Result<Self, DeviceError> {
+        let (begin, len) = self.range(offset, bytes, "view")?;
+        Ok(Self {
+            memory: Arc::clone(&self.memory),
+            offset: self.offset.saturating_add(begin),
+            len,
+        })
+    }
+
+    /// Size, in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+    /// Whether it holds no byte.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Lends the bytes for the length of `look`. A call inside it that writes the same allocation
+    /// would wait for its own caller.
+    pub fn read<R>(&self, look: impl FnOnce(&[u8]) -> R) -> R {
+        let _pass = Pass::new(&self.memory.gate, false);
+        // SAFETY: the handle's range lies inside the allocation, and the pass keeps writers out.
+        look(unsafe { std::slice::from_raw_parts(self.base(), self.len) })
+    }
+
+    /// Lends the bytes for writing for the length of `change`. A call inside it that names the same
+    /// allocation would wait for its own caller.
+    pub fn write<R>(&self, change: impl FnOnce(&mut [u8]) -> R) -> R {
+        let _pass = Pass::new(&self.memory.gate, true);
+        // SAFETY: the handle's range lies inside the allocation, and the pass keeps all others out.
+        change(unsafe { std::slice::from_raw_parts_mut(self.base(), self.len) })
+    }
+
+    /// Checks that a range lies inside and returns it as offset and length.
+    pub(crate) fn range(
+        &self,
+        offset: u64,
+        bytes: u64,
+        operation: &'static str,
+    ) -> Result<(usize, usize), DeviceError> {
+        match offset.checked_add(bytes) {
+            Some(end) if end <= num::to_u64(self.len) => {
+                Ok((num::offset(offset), num::offset(bytes)))
+            }
+            _ => Err(
+                DeviceError::new(DeviceErrorKind::OutOfRange, operation).with_detail(format!(
+                    "{bytes} bytes at {offset} of a buffer of {}",
+                    self.len
+                )),
+            ),
+        }
+    }
+
+    /// First byte. The handle's range lies inside the allocation, by its constructors.
+    pub(crate) fn base(&self) -> *mut u8 {
+        self.memory.base.as_ptr().wrapping_add(self.offset)
+    }
+    pub(crate) fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+}
+
+impl fmt::Debug for CpuBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CpuBuffer")
+            .field("bytes", &self.len)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Memory {
+    /// See [`Gate::enter`].
+    pub(crate) fn enter(&self, write: bool, wait: bool) -> bool {
+        self.gate.enter(write, wait)
+    }
+    /// See [`Gate::leave`].
+    pub(crate) fn leave(&self, write: bool) {
+        self.gate.leave(write);
+    }
+}
+
+/// Readers together or one writer. Unlike `std`'s lock it needs no guard to be kept, so a call can hold
+/// any number of them without allocating, and readers never queue behind a waiting writer, so a
+/// thread may read twice.
+#[derive(Debug, Default)]
+struct Gate {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct State {
+    readers: usize,
+    writing: bool,
+}
+
+impl Gate {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Passes as reader or writer; `false` when that would need a wait and `wait` is false.
+    fn enter(&self, write: bool, wait: bool) -> bool {
+        let mut state = self.state();
+        while state.writing || (write && state.readers > 0) {
+            if !wait {
+                return false;
+            }
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        if write {
+            state.writing = true;
+        } else {
+            state.readers = state.readers.saturating_add(1);
+        }
+        true
+    }
+
+    /// Takes back one successful [`Self::enter`] of the same kind.
+    fn leave(&self, write: bool) {
+        let mut state = self.state();
+        if write {
+            state.writing = false;
+        } else {
+            state.readers = state.readers.saturating_sub(1);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+/// An entered gate, left on drop.
+struct Pass<'a> {
+    gate: &'a Gate,
+    write: bool,
+}
+
+impl<'a> Pass<'a> {
+    fn new(gate: &'a Gate, write: bool) -> Self {
+        gate.enter(write, true);
+        Self { gate, write }
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        self.gate.leave(self.write);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_zeroed_aligned_and_bounded() {
+        let buffer = CpuBuffer::alloc(1000).unwrap();
+        assert_eq!(buffer.base().align_offset(ALIGN), 0);
+        assert!(buffer.read(|bytes| bytes.iter().all(|b| *b == 0)));
+        assert!(buffer.range(1000, 0, "test").is_ok());
+        for (offset, bytes) in [(1000, 1), (0, 1001), (u64::MAX, 1), (1, u64::MAX)] {
+            let refused = buffer.range(offset, bytes, "test").unwrap_err();
+            assert_eq!(refused.kind(), DeviceErrorKind::OutOfRange);
+        }
+    }
+
+    #[test]
+    fn impossible_sizes_are_out_of_memory() {
+        for bytes in [u64::MAX, 1 << 62] {
+            let refused = CpuBuffer::alloc(bytes).unwrap_err();
+            assert_eq!(refused.kind(), DeviceErrorKind::OutOfMemory);
+        }
+        assert!(CpuBuffer::alloc(0).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_view_shares_the_bytes() {
+        let whole = CpuBuffer::from_boxed(vec![0; 10].into());
+        let view = whole.view(4, 3).unwrap();
+        view.write(|bytes| bytes.fill(9));
+        let seen = whole.read(<[u8]>::to_vec);
+        assert_eq!(seen, [0, 0, 0, 0, 9, 9, 9, 0, 0, 0]);
+        assert!(view.view(1, 3).is_err());
+    }
+
+    #[test]
+    fn the_owner_of_raw_memory_outlives_the_handles() {
+        struct Tell(Arc<Mutex<bool>>);
+        impl Drop for Tell {
+            fn drop(&mut self) {
+                *self.0.lock().unwrap() = true;
+            }
+        }
+        let mut bytes = vec![1_u8; 16].into_boxed_slice();
+        let gone = Arc::new(Mutex::new(false));
+        let base = NonNull::new(bytes.as_mut_ptr()).unwrap();
+        // SAFETY: `bytes` lives to the end of the test and is not touched meanwhile.
+        let buffer = unsafe { CpuBuffer::from_raw(base, 16, Tell(Arc::clone(&gone))) };
+        let view = buffer.view(8, 8).unwrap();
+        drop(buffer);
+        assert!(!*gone.lock().unwrap());
+        view.write(|bytes| bytes.fill(2));
+        drop(view);
+        assert!(*gone.lock().unwrap());
+        assert_eq!(bytes[7..9], [1, 2]);
+    }
+
+    #[test]
+    fn the_gate_separates_writers() {
+        let gate = Gate::default();
+        assert!(gate.enter(false, false) && gate.enter(false, false));
+        assert!(!gate.enter(true, false));
+        gate.leave(false);
+        gate.leave(false);
+        assert!(gate.enter(true, false));
+        assert!(!gate.enter(false, false) && !gate.enter(true, false));
+        gate.leave(true);
+        assert!(gate.enter(false, false));
+    }
+}

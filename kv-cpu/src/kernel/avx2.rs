@@ -1,0 +1,172 @@
+//! Vectors of eight: AVX2, FMA and F16C.
+//!
+//! Each primitive is a function with the target features, in which intrinsics need no `unsafe`; the
+//! trait's method calls it. The only place that makes an [`Avx2`] is the table below, inside functions
+//! with the same features.
+#![expect(
+    clippy::inline_always,
+    reason = "kernel code: primitives must melt into the function that carries the target features"
+)]
+use std::arch::x86_64::*;
+
+use super::simd::Simd;
+
+/// Witness that the instructions may run: made only inside functions that carry the features.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Avx2(());
+
+/// Writes each primitive twice: behind the features, and as the trait's method that calls it.
+macro_rules! primitives {
+    ($($(#[$attribute:meta])* fn $name:ident($($arg:ident: $type:ty),*) -> $result:ty $body:block)*) => {
+        impl Simd for Avx2 {
+            type F = __m256;
+            const LANES: usize = 8;
+            $(#[inline(always)]
+            fn $name(self, $($arg: $type),*) -> $result {
+                #[inline]
+                #[target_feature(enable = "avx2,fma,f16c")]
+                $(#[$attribute])*
+                fn inner($($arg: $type),*) -> $result $body
+                // SAFETY: an `Avx2` exists only where the features do.
+                unsafe { inner($($arg),*) }
+            })*
+
+            #[inline(always)]
+            fn prefetch(self, at: *const u8) {
+                // SAFETY: SSE is part of x86-64, and a prefetch faults at no address.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+            }
+            #[inline(always)]
+            unsafe fn load(self, from: *const f32, at: usize) -> __m256 {
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features do.
+                unsafe { _mm256_loadu_ps(from.wrapping_add(at)) }
+            }
+            #[inline(always)]
+            unsafe fn store(self, to: *mut f32, at: usize, v: __m256) {
+                // SAFETY: condition 1 of `Simd::store`, and an `Avx2` exists only where the features do.
+                unsafe { _mm256_storeu_ps(to.wrapping_add(at), v) }
+            }
+            #[inline(always)]
+            unsafe fn load_f16(self, from: *const u16, at: usize) -> __m256 {
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features do.
+                let bits = unsafe { _mm_loadu_si128(from.wrapping_add(at).cast()) };
+                widen_f16(self, bits)
+            }
+            #[inline(always)]
+            unsafe fn load_bf16(self, from: *const u16, at: usize) -> __m256 {
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features do.
+                let bits = unsafe { _mm_loadu_si128(from.wrapping_add(at).cast()) };
+                widen_bf16(self, bits)
+            }
+            #[inline(always)]
+            unsafe fn store_f16(self, to: *mut u16, at: usize, v: __m256) {
+                let bits = narrow_f16(self, v);
+                // SAFETY: condition 1 of `Simd::store`, and an `Avx2` exists only where the features do.
+                unsafe { _mm_storeu_si128(to.wrapping_add(at).cast(), bits) }
+            }
+            #[inline(always)]
+            unsafe fn store_bf16(self, to: *mut u16, at: usize, v: __m256) {
+                let bits = narrow_bf16(self, v);
+                // SAFETY: condition 1 of `Simd::store`, and an `Avx2` exists only where the features do.
+                unsafe { _mm_storeu_si128(to.wrapping_add(at).cast(), bits) }
+            }
+        }
+    };
+}
+
+primitives! {
+    fn splat(x: f32) -> __m256 {
+        _mm256_set1_ps(x)
+    }
+    fn add(a: __m256, b: __m256) -> __m256 {
+        _mm256_add_ps(a, b)
+    }
+    fn mul(a: __m256, b: __m256) -> __m256 {
+        _mm256_mul_ps(a, b)
+    }
+    fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        _mm256_fmadd_ps(a, b, c)
+    }
+    // The second operand is the result where either is NaN.
+    fn max(a: __m256, b: __m256) -> __m256 {
+        _mm256_max_ps(a, b)
+    }
+    fn round(x: __m256) -> __m256 {
+        _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x)
+    }
+    // The exponent's bits, biased; of a NaN something that the NaN is then multiplied with.
+    fn pow2(n: __m256) -> __m256 {
+        let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+        _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
+    }
+    fn zero_below(x: __m256, limit: f32, value: __m256) -> __m256 {
+        let below = _mm256_cmp_ps::<_CMP_LT_OQ>(x, _mm256_set1_ps(limit));
+        _mm256_andnot_ps(below, value)
+    }
+    // Neighbours, then pairs, then halves: the order of `reduce_add8`.
+    fn reduce_add(v: __m256) -> f32 {
+        let pairs = _mm256_hadd_ps(v, v);
+        let quads = _mm256_hadd_ps(pairs, pairs);
+        let high = _mm256_extractf128_ps::<1>(quads);
+        _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(quads), high))
+    }
+    fn reduce_max(v: __m256) -> f32 {
+        let halves = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+        let pairs = _mm_max_ps(halves, _mm_movehl_ps(halves, halves));
+        _mm_cvtss_f32(_mm_max_ss(pairs, _mm_shuffle_ps::<1>(pairs, pairs)))
+    }
+    fn reduce_add8(v: [__m256; 8]) -> [f32; 8] {
+        let [a, b, c, d, e, f, g, h] = v;
+        // Four sums of each half of a..d, and of e..h.
+        let first = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        let second = _mm256_hadd_ps(_mm256_hadd_ps(e, f), _mm256_hadd_ps(g, h));
+        let low = _mm256_permute2f128_ps::<0x20>(first, second);
+        let high = _mm256_permute2f128_ps::<0x31>(first, second);
+        let mut sums = [0.0; 8];
+        // SAFETY: the array has room for eight floats.
+        unsafe { _mm256_storeu_ps(sums.as_mut_ptr(), _mm256_add_ps(low, high)) };
+        sums
+    }
+}
+
+/// Conversions with 16-bit vectors, which the trait does not name.
+macro_rules! conversions {
+    ($(fn $name:ident($arg:ident: $type:ty) -> $result:ty $body:block)*) => {$(
+        #[inline(always)]
+        fn $name(_witness: Avx2, $arg: $type) -> $result {
+            #[inline]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn inner($arg: $type) -> $result $body
+            // SAFETY: an `Avx2` exists only where the features do.
+            unsafe { inner($arg) }
+        }
+    )*};
+}
+
+conversions! {
+    fn widen_f16(bits: __m128i) -> __m256 {
+        _mm256_cvtph_ps(bits)
+    }
+    fn narrow_f16(v: __m256) -> __m128i {
+        _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)
+    }
+    fn widen_bf16(bits: __m128i) -> __m256 {
+        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
+    }
+    // Adds just under half of the last place kept, or half where that place is odd; a NaN keeps its
+    // upper bits and becomes quiet.
+    fn narrow_bf16(v: __m256) -> __m128i {
+        let bits = _mm256_castps_si256(v);
+        let upper = _mm256_srli_epi32::<16>(bits);
+        let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+        let half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+        let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, half));
+        let quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+        let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+        let words = _mm256_blendv_epi8(rounded, quiet, nan);
+        let low = _mm256_castsi256_si128(words);
+        _mm_packus_epi32(low, _mm256_extracti128_si256::<1>(words))
+    }
+}
+
+super::table! { [#[target_feature(enable = "avx2,fma,f16c")]] Avx2(()) }

@@ -1,0 +1,99 @@
+//! One lane: plain Rust, the path that every other is compared with.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::inline_always,
+    reason = "kernel code: helpers must melt into the kernel they are used in"
+)]
+use half::{bf16, f16};
+
+use super::simd::Simd;
+
+/// A vector of one.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scalar;
+
+impl Simd for Scalar {
+    type F = f32;
+    const LANES: usize = 1;
+    #[inline(always)]
+    fn splat(self, x: f32) -> f32 {
+        x
+    }
+    #[inline(always)]
+    fn add(self, a: f32, b: f32) -> f32 {
+        a + b
+    }
+    #[inline(always)]
+    fn mul(self, a: f32, b: f32) -> f32 {
+        a * b
+    }
+    #[inline(always)]
+    fn fma(self, a: f32, b: f32, c: f32) -> f32 {
+        // Rounded twice: without the instruction, a fused one is a call into the C library.
+        a * b + c
+    }
+    #[inline(always)]
+    fn max(self, a: f32, b: f32) -> f32 {
+        if a > b { a } else { b }
+    }
+    #[inline(always)]
+    fn round(self, x: f32) -> f32 {
+        x.round_ties_even()
+    }
+    #[inline(always)]
+    fn pow2(self, n: f32) -> f32 {
+        n.exp2()
+    }
+    #[inline(always)]
+    fn zero_below(self, x: f32, limit: f32, value: f32) -> f32 {
+        if x < limit { 0.0 } else { value }
+    }
+    #[inline(always)]
+    fn exp(self, x: f32) -> f32 {
+        x.exp()
+    }
+    #[inline(always)]
+    fn reduce_add(self, v: f32) -> f32 {
+        v
+    }
+    #[inline(always)]
+    fn reduce_max(self, v: f32) -> f32 {
+        v
+    }
+    #[inline(always)]
+    unsafe fn load(self, from: *const f32, at: usize) -> f32 {
+        // SAFETY: condition 1 of `Simd::load`.
+        unsafe { from.wrapping_add(at).read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32, at: usize, v: f32) {
+        // SAFETY: condition 1 of `Simd::store`.
+        unsafe { to.wrapping_add(at).write_unaligned(v) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, from: *const u16, at: usize) -> f32 {
+        // SAFETY: condition 1 of `Simd::load`.
+        let bits = unsafe { from.wrapping_add(at).read_unaligned() };
+        f16::from_bits(bits).to_f32()
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, from: *const u16, at: usize) -> f32 {
+        // SAFETY: condition 1 of `Simd::load`.
+        let bits = unsafe { from.wrapping_add(at).read_unaligned() };
+        bf16::from_bits(bits).to_f32()
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut u16, at: usize, v: f32) {
+        let bits = f16::from_f32(v).to_bits();
+        // SAFETY: condition 1 of `Simd::store`.
+        unsafe { to.wrapping_add(at).write_unaligned(bits) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16, at: usize, v: f32) {
+        let bits = bf16::from_f32(v).to_bits();
+        // SAFETY: condition 1 of `Simd::store`.
+        unsafe { to.wrapping_add(at).write_unaligned(bits) }
+    }
+}
+
+super::table! { [] Scalar }

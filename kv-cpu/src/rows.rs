@@ -1,0 +1,268 @@
+//! Typed access to the rows of locked tensors and planes.
+//!
+//! Turns the core's checked shapes into byte slices. A plan and arguments may have been checked at
+//! different times, so their agreement is compared here once a call; rows are cut with real bounds
+//! checks all the same, one a row. Knows nothing of what is done with a row.
+use std::marker::PhantomData;
+
+use kv_core::{DeviceError, PlaneLayout, PlaneView, QkvFormat, TokenRows};
+
+use crate::access::{Locked, Span};
+use crate::buffer::CpuBuffer;
+use crate::encoding::{Encoding, unsupported};
+use crate::num::{offset, to_u64, to_usize};
+
+/// What a plan demands of the rows of a tensor.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Room {
+    pub(crate) entries: usize,
+    pub(crate) longest: u32,
+    pub(crate) total: u32,
+}
+
+fn check_room(rows: &TokenRows, room: Room, operation: &'static str) -> Result<(), DeviceError> {
+    let fits = match rows.format() {
+        QkvFormat::Thd => rows.tokens() >= room.total,
+        _ => to_usize(rows.batch()) >= room.entries && rows.tokens() >= room.longest,
+    };
+    if fits {
+        return Ok(());
+    }
+    Err(unsupported(
+        operation,
+        "the arguments were checked against another plan",
+    ))
+}
+
+/// Rows of a locked input.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RowsIn<'a> {
+    bytes: &'a [u8],
+    rows: TokenRows,
+    encoding: Encoding,
+}
+
+impl<'a> RowsIn<'a> {
+    /// Rows in the bytes of `span`.
+    ///
+    /// # Safety
+    /// 1. `span` was entered in `locked`, or comes from a host slice that lives as long as `'a`.
+    pub(crate) unsafe fn new(
+        _locked: &'a Locked<'_>,
+        span: Span,
+        rows: TokenRows,
+        room: Room,
+        operation: &'static str,
+    ) -> Result<Self, DeviceError> {
+        check_room(&rows, room, operation)?;
+        let encoding = Encoding::of_tensor(rows.dtype(), operation)?;
+        // SAFETY: the span lies in live memory and nobody writes it while the gates are held, by
+        // condition 1; overlaps with this operation's own outputs were refused when they were passed.
+        let bytes = unsafe { std::slice::from_raw_parts(span.base().cast_const(), span.len()) };
+        Ok(Self {
+            bytes,
+            rows,
+            encoding,
+        })
+    }
+    pub(crate) fn rows(&self) -> &TokenRows {
+        &self.rows
+    }
+    pub(crate) fn encoding(&self) -> Encoding {
+        self.encoding
+    }
+    /// Heads `head..head + heads` of token `i` of an entry.
+    pub(crate) fn get(&self, at: RowAt, head: u32, heads: u32) -> &'a [u8] {
+        let (begin, len) = at.bytes(&self.rows, self.encoding, head, heads);
+        self.bytes
+            .get(begin..begin.saturating_add(len))
+            .unwrap_or_default()
+    }
+}
+
+/// Which token of a batch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RowAt {
+    pub(crate) entry: usize,
+    /// First ragged row of the entry.
+    pub(crate) start: u32,
+    pub(crate) token: u32,
+}
+
+impl RowAt {
+    fn bytes(self, rows: &TokenRows, encoding: Encoding, head: u32, heads: u32) -> (usize, usize) {
+        let dim = to_usize(rows.dim());
+        let size = encoding.size();
+        let begin = rows
+            .offset(self.entry, self.start, self.token)
+            .saturating_add(to_usize(head).saturating_mul(dim))
+            .saturating_mul(size);
+        let len = to_usize(heads).saturating_mul(dim).saturating_mul(size);
+        (begin, len)
+    }
+}
+
+/// Rows of a locked output, written from several threads.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RowsOut<'a> {
+    span: Span,
+    rows: TokenRows,
+    encoding: Encoding,
+    held: PhantomData<&'a Locked<'a>>,
+}
+
+impl<'a> RowsOut<'a> {
+    /// Rows in the bytes of `span`.
+    ///
+    /// # Safety
+    /// 1. `span` was entered for writing in `locked`, or comes from a host slice lent for writing that
+    ///    lives as long as `'a` and is not used meanwhile.
+    pub(crate) unsafe fn new(
+        _locked: &'a Locked<'_>,
+        span: Span,
+        rows: TokenRows,
+        room: Room,
+        operation: &'static str,
+    ) -> Result<Self, DeviceError> {
+        check_room(&rows, room, operation)?;
+        let encoding = Encoding::of_tensor(rows.dtype(), operation)?;
+        Ok(Self {
+            span,
+            rows,
+            encoding,
+            held: PhantomData,
+        })
+    }
+    pub(crate) fn rows(&self) -> &TokenRows {
+        &self.rows
+    }
+    pub(crate) fn encoding(&self) -> Encoding {
+        self.encoding
+    }
+
+    /// Heads `head..head + heads` of token `i` of an entry; empty outside the tensor.
+    ///
+    /// # Safety
+    /// 1. No two live slices share a head of a token.
+    pub(crate) unsafe fn get_mut(&self, at: RowAt, head: u32, heads: u32) -> &'a mut [u8] {
+        let (begin, len) = at.bytes(&self.rows, self.encoding, head, heads);
+        match begin.checked_add(len) {
+            Some(end) if end <= self.span.len() => {}
+            _ => return &mut [],
+        }
+        let first = self.span.base().wrapping_add(begin);
+        // SAFETY: inside the span, which is locked for writing or lent (condition 1 of `new`); rows of
+        // an output do not overlap, by the core's check, and heads of a row follow each other, so
+        // condition 1 makes the slice the only one of its bytes.
+        unsafe { std::slice::from_raw_parts_mut(first, len) }
+    }
+
+    /// Calls `fill` with every row that no entry owns, where entry `i` has `len(i)` tokens.
+    pub(crate) fn for_padding(
+        &self,
+        room: Room,
+        len: impl Fn(usize) -> u32,
+        mut fill: impl FnMut(&mut [u8]),
+    ) {
+        let entries = match self.rows.format() {
+            QkvFormat::Thd => 1,
+            _ => to_usize(self.rows.batch()),
+        };
+        for entry in 0..entries {
+            let used = match self.rows.format() {
+                QkvFormat::Thd => room.total,
+                _ if entry < room.entries => len(entry),
+                _ => 0,
+            };
+            for token in used..self.rows.tokens() {
+                let at = RowAt {
+                    entry,
+                    start: 0,
+                    token,
+                };
+                // SAFETY: one slice at a time lives here, of a token that no entry owns.
+                fill(unsafe { self.get_mut(at, 0, self.rows.heads()) });
+            }
+        }
+    }
+}
+
+/// A locked plane. Whoever makes one has entered all its segments with the sizes of its layout.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PlaneRows<'a> {
+    view: PlaneView<'a, CpuBuffer>,
+    encoding: Encoding,
+}
+
+impl<'a> PlaneRows<'a> {
+    /// Checks that blocks below `num_blocks`, of `block_size` tokens, exist in the plane.
+    ///
+    /// # Safety
+    /// 1. All segments of `view` were entered in `locked`, for writing if [`Self::get_mut`] is used.
+    pub(crate) unsafe fn new(
+        _locked: &'a Locked<'_>,
+        view: PlaneView<'a, CpuBuffer>,
+        num_blocks: u32,
+        block_size: Option<u32>,
+        operation: &'static str,
+    ) -> Result<Self, DeviceError> {
+        let layout = view.layout();
+        let encoding = Encoding::of_plane(layout.format(), operation)?;
+        let alike = block_size.is_none_or(|size| size == layout.block_size());
+        if layout.num_blocks() < num_blocks || !alike {
+            return Err(unsupported(
+                operation,
+                "the plan was checked against another geometry than the plane's",
+            ));
+        }
+        Ok(Self { view, encoding })
+    }
+    pub(crate) fn layout(&self) -> &PlaneLayout {
+        self.view.layout()
+    }
+    pub(crate) fn encoding(&self) -> Encoding {
+        self.encoding
+    }
+
+    /// Where a block's bytes `begin..begin + len` lie; `None` outside the plane.
+    fn locate(&self, block: u32, begin: u64, len: usize) -> Option<*mut u8> {
+        let layout = self.view.layout();
+        let (segment, at) = layout.locate(block);
+        let inside = begin.checked_add(to_u64(len))? <= layout.block_bytes();
+        let first = offset(at.checked_add(begin)?);
+        let buffer = self.view.segment(segment)?;
+        let fits = first.checked_add(len)? <= buffer.len() && block < layout.num_blocks();
+        (inside && fits).then(|| buffer.base().wrapping_add(first))
+    }
+
+    /// Bytes `begin..begin + len` of a block; empty outside the plane.
+    pub(crate) fn get(&self, block: u32, begin: u64, len: usize) -> &'a [u8] {
+        match self.locate(block, begin, len) {
+            // SAFETY: inside a segment that is locked (condition 1 of `new`); the operation itself
+            // writes planes only through `get_mut`, whose condition keeps the two apart.
+            Some(first) => unsafe { std::slice::from_raw_parts(first.cast_const(), len) },
+            None => &[],
+        }
+    }
+
+    /// Bytes `begin..begin + len` of a block, for writing; empty outside the plane.
+    ///
+    /// # Safety
+    /// 1. The plane was locked for writing.
+    /// 2. No two live slices of the plane share a byte.
+    pub(crate) unsafe fn get_mut(&self, block: u32, begin: u64, len: usize) -> &'a mut [u8] {
+        match self.locate(block, begin, len) {
+            // SAFETY: inside a segment, with conditions 1 and 2.
+            Some(first) => unsafe { std::slice::from_raw_parts_mut(first, len) },
+            None => &mut [],
+        }
+    }
+
+    /// Where the row of a token and a head begins inside its block, in bytes.
+    pub(crate) fn row_begin(&self, token: u32, head: u32) -> u64 {
+        let layout = self.view.layout();
+        u64::from(token)
+            .saturating_mul(layout.token_stride())
+            .saturating_add(u64::from(head).saturating_mul(layout.head_stride()))
+    }
+}

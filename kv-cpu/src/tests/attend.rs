@@ -1,0 +1,218 @@
+//! Attention: shapes, types and options against the reference, and what must not change a bit.
+use kv_core::plan::BatchEntry;
+use kv_core::{BlockOrder, DType, Determinism, KvFormat, QkvFormat};
+
+use super::world::{Case, Choice, World};
+use super::{DTYPES, FORMATS, Random, backends};
+use crate::{CpuBackend, CpuOptions, Isa};
+
+fn entry(row: u32, cached: u32, new_tokens: u32, queries: u32) -> BatchEntry {
+    BatchEntry {
+        row,
+        cached,
+        new_tokens,
+        queries,
+    }
+}
+
+fn case(batch: Vec<BatchEntry>) -> Case {
+    Case {
+        seed: 1,
+        batch,
+        kv_heads: 2,
+        group: 2,
+        dims: [16, 16],
+        block_size: 4,
+        order: BlockOrder::Hnd,
+        formats: [KvFormat::F32; 2],
+        dtype: DType::F32,
+        qkv: QkvFormat::Thd,
+        padding: [0, 0],
+        blocks_per_segment: 1000,
+        workers: 1,
+        determinism: Determinism::Fast,
+    }
+}
+
+fn random_case(random: &mut Random) -> Case {
+    let batch = (0..1 + random.below(4))
+        .map(|row| {
+            let new_tokens = random.pick(&[0, 1, 1, 3, 9, 20, 70]);
+            let queries = match random.below(5) {
+                0 => random.below(4),
+                1 => new_tokens + 3,
+                _ => new_tokens,
+            };
+            entry(row, random.below(90), new_tokens, queries)
+        })
+        .collect();
+    Case {
+        seed: random.bits(),
+        batch,
+        kv_heads: random.pick(&[1, 2, 3]),
+        group: random.pick(&[1, 2, 3, 4, 5, 8, 11]),
+        dims: [0, 1].map(|_| random.pick(&[8, 16, 40, 48, 64, 80, 96, 3, 17])),
+        block_size: random.pick(&[1, 3, 4, 16, 256]),
+        order: random.pick(&[BlockOrder::Nhd, BlockOrder::Hnd]),
+        formats: [0, 1].map(|_| random.pick(&FORMATS)),
+        dtype: random.pick(&DTYPES),
+        qkv: random.pick(&[QkvFormat::Thd, QkvFormat::Bshd, QkvFormat::Sbhd]),
+        padding: [random.below(3), random.below(3)],
+        blocks_per_segment: random.pick(&[1, 2, 1000]),
+        workers: random.pick(&[1, 8]),
+        determinism: Determinism::Fast,
+    }
+}
+
+fn random_choice(random: &mut Random, case: &Case) -> Choice {
+    let heads = case.kv_heads * case.group;
+    Choice {
+        full: random.below(3) == 0,
+        window: (random.below(3) == 0).then(|| random.below(40)),
+        cap: (random.below(4) == 0).then_some(1.5),
+        sinks: (random.below(3) == 0).then(|| {
+            let mut sinks: Vec<_> = (0..heads).map(|_| random.unit() * 3.0).collect();
+            sinks[0] = f32::NEG_INFINITY;
+            sinks
+        }),
+    }
+}
+
+#[test]
+fn random_batches_match_the_reference() {
+    let mut random = Random::new(7);
+    for _ in 0..150 {
+        let case = random_case(&mut random);
+        let choice = random_choice(&mut random, &case);
+        for (name, backend) in backends() {
+            World::new(&backend, case.clone()).attend(&name, &backend, &choice);
+        }
+    }
+}
+
+#[test]
+fn large_heads_match_the_reference() {
+    for dims in [[128, 128], [192, 128], [256, 256], [96, 192]] {
+        for format in FORMATS {
+            let case = Case {
+                dims,
+                formats: [format; 2],
+                group: 4,
+                block_size: 16,
+                dtype: DType::Bf16,
+                ..case(vec![entry(0, 150, 1, 1), entry(1, 10, 70, 70)])
+            };
+            for (name, backend) in backends() {
+                World::new(&backend, case.clone()).attend(&name, &backend, &Choice::default());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cut_context_matches_the_reference() {
+    for (queries, window) in [(1, None), (3, None), (2, Some(700)), (1, Some(3))] {
+        let case = Case {
+            workers: 8,
+            block_size: 16,
+            ..case(vec![entry(0, 2500, queries, queries), entry(1, 5, 1, 1)])
+        };
+        let sinks = Some(vec![0.5, -1.0, 2.0, f32::NEG_INFINITY]);
+        for sinks in [None, sinks] {
+            let choice = Choice {
+                window,
+                sinks,
+                ..Choice::default()
+            };
+            for (name, backend) in backends() {
+                let world = World::new(&backend, case.clone());
+                world.attend(&name, &backend, &choice);
+            }
+        }
+    }
+}
+
+/// More heads in a group than a unit has rows.
+#[test]
+fn one_kv_head_may_serve_very_many() {
+    let case = Case {
+        kv_heads: 1,
+        group: 128,
+        formats: [KvFormat::Bf16; 2],
+        ..case(vec![entry(0, 70, 3, 3)])
+    };
+    for (name, backend) in backends() {
+        World::new(&backend, case.clone()).attend(&name, &backend, &Choice::default());
+    }
+}
+
+#[test]
+fn bits_depend_neither_on_repetition_nor_on_threads() {
+    let case = Case {
+        workers: 8,
+        formats: [KvFormat::F16; 2],
+        group: 3,
+        ..case(vec![entry(0, 1500, 1, 1), entry(1, 0, 100, 100)])
+    };
+    let choice = Choice::default();
+    let run = |threads| {
+        let options = CpuOptions::default().isa(Isa::detect()).threads(threads);
+        let backend = CpuBackend::open(options).unwrap();
+        let world = World::new(&backend, case.clone());
+        world
+            .attend("threads", &backend, &choice)
+            .map(|values| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
+    };
+    let first = run(1);
+    for threads in [1, 2, 3, 7] {
+        assert!(run(threads) == first, "{threads} threads");
+    }
+}
+
+/// A query's row has the same bits alone and among many, where the context is not cut.
+#[test]
+fn bits_do_not_depend_on_the_other_queries() {
+    for (name, backend) in backends() {
+        for group in [1, 3, 4] {
+            let case = Case {
+                group,
+                formats: [KvFormat::Bf16; 2],
+                dims: [24, 40],
+                ..case(vec![entry(0, 0, 90, 90)])
+            };
+            let mut world = World::new(&backend, case);
+            let [many, _] = world.attend(&name, &backend, &Choice::default());
+            for queries in [1, 2, 33] {
+                world.case.batch[0].queries = queries;
+                let [few, _] = world.attend(&name, &backend, &Choice::default());
+                assert!(many.ends_with(&few), "{name} {group} {queries}");
+            }
+        }
+    }
+}
+
+#[test]
+fn queries_without_keys_are_zero() {
+    let batch = vec![
+        entry(0, 0, 0, 3),
+        entry(1, 0, 2, 5),
+        entry(2, 0, 0, 0),
+        entry(3, 6, 0, 0),
+    ];
+    for sinks in [None, Some(vec![1.0, -2.0, 0.0, f32::NEG_INFINITY])] {
+        for qkv in [QkvFormat::Thd, QkvFormat::Sbhd] {
+            let case = Case {
+                qkv,
+                padding: [1, 2],
+                ..case(batch.clone())
+            };
+            let choice = Choice {
+                sinks: sinks.clone(),
+                ..Choice::default()
+            };
+            for (name, backend) in backends() {
+                World::new(&backend, case.clone()).attend(&name, &backend, &choice);
+            }
+        }
+    }
+}

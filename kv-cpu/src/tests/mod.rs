@@ -1,0 +1,60 @@
+//! The backend as a whole, with every kernel table this CPU runs and the emulated one, against a plain
+//! reference in `f64`. Seeds are fixed.
+mod attend;
+mod errors;
+mod moves;
+mod world;
+
+use kv_core::{DType, KvFormat};
+
+use crate::isa::Isa;
+use crate::kernel::Kernels;
+use crate::{CpuBackend, CpuOptions};
+
+/// A seeded generator (splitmix64).
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+    pub(crate) fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    pub(crate) fn below(&mut self, n: u32) -> u32 {
+        (self.bits() % u64::from(n)) as u32
+    }
+    pub(crate) fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len() as u32) as usize]
+    }
+    /// Between -1 and 1.
+    pub(crate) fn unit(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+    pub(crate) fn units(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.unit()).collect()
+    }
+}
+
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
+const FORMATS: [KvFormat; 3] = [KvFormat::F32, KvFormat::F16, KvFormat::Bf16];
+
+/// Every way to compute that this machine has.
+fn backends() -> Vec<(String, CpuBackend)> {
+    let open = |isa, threads| CpuBackend::open(CpuOptions::default().isa(isa).threads(threads));
+    let mut list = Vec::new();
+    for isa in Isa::available() {
+        list.push((isa.to_string(), open(isa, 1).unwrap()));
+    }
+    let wide = open(Isa::Scalar, 1)
+        .unwrap()
+        .with_kernels(Kernels::emulated());
+    list.push(("emulated".to_owned(), wide));
+    let threads = open(Isa::detect(), 3).unwrap();
+    list.push((format!("{} on 3 threads", Isa::detect()), threads));
+    list
+}

@@ -1,0 +1,46 @@
+//! What a queue keeps from call to call, so that a call allocates nothing once sizes have been met.
+use crate::access::Entry;
+use crate::attend::{Blank, Merge, Scratch, Unit};
+
+/// Buffers of one queue.
+#[derive(Debug, Default)]
+pub(crate) struct Workspace {
+    /// Locks of the current call; empty between calls.
+    pub(crate) entries: Vec<Entry>,
+    /// Parts of the current attention.
+    pub(crate) units: Vec<Unit>,
+    pub(crate) merges: Vec<Merge>,
+    pub(crate) blanks: Vec<Blank>,
+    /// Output rows of parts, before the merge.
+    pub(crate) partial_rows: AlignedFloats,
+    /// Their running maxima and sums.
+    pub(crate) partial_running: Vec<crate::kernel::Running>,
+    /// One a thread.
+    pub(crate) scratch: Vec<Scratch>,
+}
+
+/// Floats that start on a cache line.
+#[derive(Debug, Default)]
+pub(crate) struct AlignedFloats(Vec<Line>);
+
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([f32; 16]);
+
+// SAFETY: sixteen floats, for which all bits zero are the number 0.
+unsafe impl bytemuck::Zeroable for Line {}
+// SAFETY: sixteen floats of 64 bytes together, aligned to 64 bytes: no padding, any bits are valid,
+// and it is `Copy` and `'static`.
+unsafe impl bytemuck::Pod for Line {}
+
+impl AlignedFloats {
+    /// At least `len` floats, whose content is whatever was there before.
+    pub(crate) fn get(&mut self, len: usize) -> &mut [f32] {
+        let lines = len.div_ceil(16);
+        if self.0.len() < lines {
+            self.0.resize(lines, Line([0.0; 16]));
+        }
+        let floats: &mut [f32] = bytemuck::cast_slice_mut(&mut self.0);
+        floats.get_mut(..len).unwrap_or_default()
+    }
+}
