@@ -240,39 +240,40 @@ pub(crate) fn judge_layer(
     (out, lse): (&[Vec<f32>], Option<&[Vec<f32>]>),
     dtype: DType,
 ) -> Result<(), String> {
-    let (mut exact, mut plain) = (Attended::default(), Attended::default());
+    let mut exact = Attended::default();
+    let mut plain = [(); 3].map(|()| Attended::default());
     for (q, [k, v]) in q.iter().zip(cached) {
-        join(&mut exact, oracle.run::<f64>(q, k, v));
-        join(&mut plain, oracle.run::<f32>(q, k, v));
+        join(&mut exact, oracle.exact(q, k, v));
+        plain.iter_mut().zip(oracle.plain(q, k, v)).for_each(|(all, one)| join(all, one));
     }
     judge_values(&exact, &plain, (out, lse), dtype)
 }
 
-fn join(all: &mut Attended, one: Attended) {
+/// Appends the results of one sequence to those of a batch.
+pub(crate) fn join(all: &mut Attended, one: Attended) {
     all.out.extend(one.out);
-    all.magnitude.extend(one.magnitude);
     all.lse.extend(one.lse);
+    all.magnitude.extend(one.magnitude);
+    all.lse_magnitude.extend(one.lse_magnitude);
 }
 
 /// Holds results of a batch to a reference and its plain computation.
 pub(crate) fn judge_values(
     exact: &Attended,
-    plain: &Attended,
+    plain: &[Attended; 3],
     (out, lse): (&[Vec<f32>], Option<&[Vec<f32>]>),
     dtype: DType,
 ) -> Result<(), String> {
     let flat = |rows: &[Vec<f32>]| -> Vec<f64> {
         rows.iter().flatten().map(|x| f64::from(*x)).collect()
     };
-    let (want, simple, magnitude) = (&exact.out, &plain.out, &exact.magnitude);
-    let reference = Reference { exact: want, plain: simple, magnitude, dtype };
-    reference.check("out", &flat(out))?;
+    let simple = plain.each_ref().map(|plain| plain.out.as_slice());
+    let (want, magnitude) = (&exact.out, &exact.magnitude);
+    Reference { exact: want, plain: simple, magnitude, dtype }.check("out", &flat(out))?;
     if let Some(lse) = lse {
-        let magnitude: Vec<_> = exact.lse.iter().map(|x| x.abs().max(1.0)).collect();
-        let (want, simple, magnitude) = (&exact.lse, &plain.lse, &magnitude);
-        let dtype = DType::F32;
-        let reference = Reference { exact: want, plain: simple, magnitude, dtype };
-        reference.check("lse", &flat(lse))?;
+        let simple = plain.each_ref().map(|plain| plain.lse.as_slice());
+        let (want, magnitude, dtype) = (&exact.lse, &exact.lse_magnitude, DType::F32);
+        Reference { exact: want, plain: simple, magnitude, dtype }.check("lse", &flat(lse))?;
     }
     Ok(())
 }

@@ -84,10 +84,29 @@ pub struct Attention {
 pub struct Attended {
     /// Weighted sums of values; 0 where a query sees nothing.
     pub out: Vec<f64>,
-    /// The same sums of absolute values: the scale of rounding errors in `out`.
-    pub magnitude: Vec<f64>,
     /// Log-sum-exp of the scores, sinks included; negative infinity where a query sees nothing.
     pub lse: Vec<f64>,
+    /// What rounding errors in `out` are proportional to: the terms of the sum, and what a change of a
+    /// score by its own terms does to it.
+    pub magnitude: Vec<f64>,
+    /// The same for `lse`.
+    pub lse_magnitude: Vec<f64>,
+}
+
+/// Orders that a straightforward loop may have; they differ in rounding alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// Dims and keys in ascending order.
+    Forward,
+    /// Dims and keys in descending order.
+    Backward,
+    /// Ascending, with the scale applied to the query instead of the score.
+    ScaleFirst,
+}
+
+impl Order {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::ScaleFirst];
 }
 
 impl Attention {
@@ -114,8 +133,18 @@ impl Attention {
             && self.window_left.is_none_or(|left| j >= position - i64::from(left))
     }
 
-    /// Attends `q` (`[nq, q_heads, dk]`) over `k` (`[nk, kv_heads, dk]`) and `v`.
-    pub fn run<R: Real>(&self, q: &[f32], k: &[f32], v: &[f32]) -> Attended {
+    /// The reference: attends `q` (`[nq, q_heads, dk]`) over `k` (`[nk, kv_heads, dk]`) and `v`.
+    pub fn exact(&self, q: &[f32], k: &[f32], v: &[f32]) -> Attended {
+        self.run::<f64>([q, k, v], Order::Forward)
+    }
+
+    /// The plain computation in f32, in every order.
+    pub fn plain(&self, q: &[f32], k: &[f32], v: &[f32]) -> [Attended; 3] {
+        Order::ALL.map(|order| self.run::<f32>([q, k, v], order))
+    }
+
+    /// Attention in the arithmetic of `R`.
+    pub fn run<R: Real>(&self, [q, k, v]: [&[f32]; 3], order: Order) -> Attended {
         let Self { q_heads, kv_heads, dk, dv, .. } = *self;
         let (nq, nk) = (q.len() / (q_heads * dk), k.len() / (kv_heads * dk));
         let mut result = Attended::default();
@@ -123,33 +152,70 @@ impl Attention {
             for head in 0..q_heads {
                 let kv_head = head / (q_heads / kv_heads);
                 let q_row = &q[(i * q_heads + head) * dk..][..dk];
-                let seen: Vec<_> = (0..nk).filter(|&j| self.sees(i, nq, j, nk)).collect();
-                let score = |&j: &usize| self.score::<R>(q_row, &k[(j * kv_heads + kv_head) * dk..]);
-                let scores: Vec<R> = seen.iter().map(score).collect();
+                let mut seen: Vec<_> = (0..nk).filter(|&j| self.sees(i, nq, j, nk)).collect();
+                if order == Order::Backward {
+                    seen.reverse();
+                }
+                let row = |x: usize, j: usize, dim: usize| (j * kv_heads + kv_head) * dim + x;
+                let k_rows: Vec<_> = seen.iter().map(|&j| &k[row(0, j, dk)..row(dk, j, dk)]).collect();
+                let v_rows: Vec<_> = seen.iter().map(|&j| &v[row(0, j, dv)..row(dv, j, dv)]).collect();
+                let scores: Vec<R> =
+                    k_rows.iter().map(|k_row| self.score(q_row, k_row, order)).collect();
                 let (weights, lse) = self.softmax(&scores, head);
                 let mut sum = vec![R::of(0.0); dv];
-                let mut magnitude = vec![0.0; dv];
-                for (&j, &weight) in seen.iter().zip(&weights) {
-                    let v_row = &v[(j * kv_heads + kv_head) * dv..][..dv];
+                for (v_row, &weight) in v_rows.iter().zip(&weights) {
                     for d in 0..dv {
                         sum[d] = sum[d] + weight * R::of(v_row[d]);
-                        magnitude[d] += weight.value() * f64::from(v_row[d]).abs();
                     }
                 }
-                result.out.extend(sum.into_iter().map(R::value));
-                result.magnitude.extend(magnitude);
+                let out: Vec<_> = sum.into_iter().map(R::value).collect();
+                self.magnitudes(&mut result, q_row, [&k_rows, &v_rows], &weights, (&out, lse));
+                result.out.extend(out);
                 result.lse.push(lse);
             }
         }
         result
     }
 
-    fn score<R: Real>(&self, q_row: &[f32], k_row: &[f32]) -> R {
-        let mut dot = R::of(0.0);
-        for (&a, &b) in q_row.iter().zip(k_row) {
-            dot = dot + R::of(a) * R::of(b);
+    /// First-order error analysis of one row: a score is off in proportion to the absolute terms of
+    /// its dot product, an output by the weights' change times the distance of each value.
+    fn magnitudes<R: Real>(
+        &self,
+        result: &mut Attended,
+        q_row: &[f32],
+        [k_rows, v_rows]: [&[&[f32]]; 2],
+        weights: &[R],
+        (out, lse): (&[f64], f64),
+    ) {
+        let scale = f64::from(self.scale).abs();
+        let terms = |k_row: &&[f32]| {
+            let dot = q_row.iter().zip(*k_row).map(|(a, b)| f64::from(a * b).abs());
+            dot.sum::<f64>() * scale
+        };
+        let sizes: Vec<f64> = k_rows.iter().map(terms).collect();
+        let parts = || weights.iter().map(|weight| weight.value()).zip(v_rows).zip(&sizes);
+        for (d, out) in out.iter().enumerate() {
+            let term = |((weight, v_row), size): ((f64, &&[f32]), &f64)| {
+                let value = f64::from(v_row[d]);
+                weight * (value.abs() + (value - out).abs() * size)
+            };
+            result.magnitude.push(parts().map(term).sum());
         }
-        let scaled = dot * R::of(self.scale);
+        let spread: f64 = parts().map(|((weight, _), size)| weight * size).sum();
+        result.lse_magnitude.push(if lse.is_finite() { 1.0 + lse.abs() + spread } else { 0.0 });
+    }
+
+    fn score<R: Real>(&self, q_row: &[f32], k_row: &[f32], order: Order) -> R {
+        let mut dot = R::of(0.0);
+        for n in 0..q_row.len() {
+            let d = if order == Order::Backward { q_row.len() - 1 - n } else { n };
+            let mut a = R::of(q_row[d]);
+            if order == Order::ScaleFirst {
+                a = a * R::of(self.scale);
+            }
+            dot = dot + a * R::of(k_row[d]);
+        }
+        let scaled = if order == Order::ScaleFirst { dot } else { dot * R::of(self.scale) };
         match self.soft_cap {
             Some(cap) => R::of(cap) * (scaled / R::of(cap)).tanh(),
             None => scaled,
@@ -191,7 +257,7 @@ mod tests {
     #[test]
     fn weighs_by_hand() {
         let (attention, q, k, v) = two_keys();
-        let got = attention.run::<f64>(&q, &k, &v);
+        let got = attention.exact(&q, &k, &v);
         let exact = f64::from(3_f32.ln()).exp();
         near(&got.out, &[(4.0 + 8.0 * exact) / (1.0 + exact)]);
         near(&got.lse, &[(1.0 + exact).ln()]);
@@ -202,7 +268,7 @@ mod tests {
     fn a_sink_takes_weight_and_no_value() {
         let (attention, q, k, v) = two_keys();
         let attention = Attention { sinks: Some(vec![0.0]), ..attention };
-        let got = attention.run::<f64>(&q, &k, &v);
+        let got = attention.exact(&q, &k, &v);
         // Weights 1/5, 3/5, and 1/5 for the sink.
         assert!((got.out[0] - 28.0 / 5.0).abs() < 1e-6, "{got:?}");
         assert!((got.lse[0] - 5_f64.ln()).abs() < 1e-6);
@@ -212,22 +278,22 @@ mod tests {
     fn window_causality_and_more_queries_than_keys() {
         let (attention, ..) = two_keys();
         // Three queries over two keys: the first stands before every key.
-        let got = attention.run::<f64>(&[1.0; 3], &[0.0, 0.0], &[4.0, 8.0]);
+        let got = attention.exact(&[1.0; 3], &[0.0, 0.0], &[4.0, 8.0]);
         near(&got.out, &[0.0, 4.0, 6.0]);
         assert_eq!(got.lse[0], f64::NEG_INFINITY);
         let windowed = Attention { window_left: Some(0), ..attention.clone() };
-        near(&windowed.run::<f64>(&[1.0; 2], &[0.0; 2], &[4.0, 8.0]).out, &[4.0, 8.0]);
+        near(&windowed.exact(&[1.0; 2], &[0.0; 2], &[4.0, 8.0]).out, &[4.0, 8.0]);
         let full = Attention { causal: false, ..attention };
-        near(&full.run::<f64>(&[1.0; 3], &[0.0; 2], &[4.0, 8.0]).out, &[6.0; 3]);
+        near(&full.exact(&[1.0; 3], &[0.0; 2], &[4.0, 8.0]).out, &[6.0; 3]);
     }
 
     #[test]
     fn groups_share_a_kv_head_and_the_cap_bounds_scores() {
         let attention = Attention { scale: 1.0, ..Attention::causal(4, 2, 1, 1) };
-        let got = attention.run::<f64>(&[1.0; 4], &[0.0, 0.0], &[4.0, 8.0]);
+        let got = attention.exact(&[1.0; 4], &[0.0, 0.0], &[4.0, 8.0]);
         near(&got.out, &[4.0, 4.0, 8.0, 8.0]);
         let capped =
             Attention { scale: 1.0, soft_cap: Some(2.0), ..Attention::causal(1, 1, 1, 1) };
-        near(&capped.run::<f64>(&[1.0], &[1000.0], &[1.0]).lse, &[2.0]);
+        near(&capped.exact(&[1.0], &[1000.0], &[1.0]).lse, &[2.0]);
     }
 }

@@ -3,6 +3,6 @@ pub mod attention;
 pub mod rope;
 pub mod round;
 
-pub use attention::{Attention, Attended, Real};
+pub use attention::{Attended, Attention, Order, Real};
 pub use rope::Rope;
 pub use round::{round, ulp};
