@@ -292,9 +292,43 @@ pub enum PlanError {
         /// Why it is not possible now.
         problem: &'static str,
     },
+    /// A layer of a front end, which numbers layers as the caller likes.
+    #[error("layer number {number} {problem}")]
+    LayerNumber {
+        /// The caller's number.
+        number: usize,
+        /// What is wrong with it.
+        problem: LayerProblem,
+    },
+    /// Every slot of a slot cache is taken.
+    #[error("no free slot: {used} of {total} are in use")]
+    NoFreeSlot {
+        /// Slots in use.
+        used: u32,
+        /// Slots of the cache.
+        total: u32,
+    },
     /// A name from outside is none of the known ones.
     #[error(transparent)]
     Name(#[from] UnknownName),
+}
+
+/// What is wrong with a layer of a front end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LayerProblem {
+    /// It is used before it has memory.
+    #[error("has no memory yet: allocate it first")]
+    Unallocated,
+    /// A step ends before every layer was written.
+    #[error("and {others} more were not written in this step")]
+    Unwritten {
+        /// How many more there are.
+        others: usize,
+    },
+    /// Rows are read before the step's own were written.
+    #[error("is read before it is written in this step")]
+    ReadBeforeWrite,
 }
 
 /// The shape a tensor should have had.

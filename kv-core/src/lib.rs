@@ -38,6 +38,7 @@ mod cache;
 mod element;
 pub mod error;
 mod format;
+pub mod front;
 mod geometry;
 mod ids;
 mod num;
@@ -53,6 +54,7 @@ pub use error::{
     BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
 };
 pub use format::KvFormat;
+pub use front::{InferenceParams, KvCacheManager};
 pub use geometry::{BlockOrder, PlaneLayout, PlaneShape, QkvFormat};
 pub use half::{bf16, f16};
 pub use ids::{BlockId, GroupId, LayerId, SequenceId, Slot};

@@ -101,10 +101,9 @@ impl<'w> Access<'w> {
     /// Enters an input tensor.
     pub(crate) fn input(&mut self, t: &TokenTensor<'_, CpuBuffer>) -> Result<Span, DeviceError> {
         match t.data() {
-            TensorData::Host(bytes) => Ok(Span {
-                base: bytes.as_ptr().cast_mut(),
-                len: bytes.len(),
-            }),
+            TensorData::Host(bytes) => {
+                Ok(Span { base: bytes.as_ptr().cast_mut(), len: bytes.len() })
+            }
             TensorData::Device { buffer, offset } => {
                 self.enter(buffer, (offset, t.bytes_reached()), false)
             }
@@ -118,10 +117,7 @@ impl<'w> Access<'w> {
     ) -> Result<Span, DeviceError> {
         let reached = t.bytes_reached();
         match t.data() {
-            TensorDataMut::Host(bytes) => Ok(Span {
-                base: bytes.as_mut_ptr(),
-                len: bytes.len(),
-            }),
+            TensorDataMut::Host(bytes) => Ok(Span { base: bytes.as_mut_ptr(), len: bytes.len() }),
             TensorDataMut::Device { buffer, offset } => {
                 self.enter(buffer, (*offset, reached), true)
             }
@@ -187,10 +183,7 @@ fn check_overlaps(entries: &[Entry], operation: &'static str) -> Result<(), Devi
         }
         let taken = if entry.write { end_any } else { end_written };
         if entry.begin < taken {
-            return Err(unsupported(
-                operation,
-                "bytes it writes overlap others it names",
-            ));
+            return Err(unsupported(operation, "bytes it writes overlap others it names"));
         }
         end_any = end_any.max(entry.end);
         if entry.write {

@@ -23,18 +23,12 @@ impl CpuOptions {
     /// Uses a thread pool of its own with so many threads; with 1, the calling thread alone.
     #[must_use]
     pub fn threads(self, threads: usize) -> Self {
-        Self {
-            threads: Some(threads),
-            ..self
-        }
+        Self { threads: Some(threads), ..self }
     }
     /// Uses this instruction set instead of the best there is.
     #[must_use]
     pub fn isa(self, isa: Isa) -> Self {
-        Self {
-            isa: Some(isa),
-            ..self
-        }
+        Self { isa: Some(isa), ..self }
     }
 }
 
@@ -60,7 +54,8 @@ impl CpuBackend {
     /// `Unsupported` for an instruction set that is unknown or that this CPU lacks, and for 0
     /// threads; `Driver` when the threads cannot be started.
     pub fn open(options: CpuOptions) -> Result<Self, DeviceError> {
-        let setting = |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+        let setting =
+            |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
         let isa = match options.isa {
             Some(isa) => isa.require()?,
             None => Isa::from_setting(setting("KV_CPU_ISA").as_deref())?,
@@ -78,11 +73,7 @@ impl CpuBackend {
             .with_blocking_wait()
             .with_workers(u32::try_from(threads.count()).unwrap_or(u32::MAX))
             .with_host_outputs();
-        Ok(Self {
-            capabilities,
-            isa,
-            cpu: Cpu { threads, kernels },
-        })
+        Ok(Self { capabilities, isa, cpu: Cpu { threads, kernels } })
     }
 
     /// The instruction set in use.

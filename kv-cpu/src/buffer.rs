@@ -112,21 +112,13 @@ impl CpuBuffer {
     ///    else reads the bytes that the operation writes. Only handles made from this call share a
     ///    gate, so the same bytes may not be wrapped twice.
     /// 3. The bytes are initialised.
-    pub unsafe fn from_raw(
-        base: NonNull<u8>,
-        bytes: usize,
-        owner: impl Any + Send + Sync,
-    ) -> Self {
+    pub unsafe fn from_raw(base: NonNull<u8>, bytes: usize, owner: impl Any + Send + Sync) -> Self {
         Self::own(base, bytes, Owner::Raw(Box::new(owner)))
     }
 
     fn own(base: NonNull<u8>, len: usize, owner: Owner) -> Self {
         let gate = Gate::default();
-        Self {
-            memory: Arc::new(Memory { base, owner, gate }),
-            offset: 0,
-            len,
-        }
+        Self { memory: Arc::new(Memory { base, owner, gate }), offset: 0, len }
     }
 
     /// Bytes `offset..offset + bytes` as a buffer of their own, such as K and V in one allocation.
@@ -178,12 +170,8 @@ impl CpuBuffer {
             Some(end) if end <= num::to_u64(self.len) => {
                 Ok((num::offset(offset), num::offset(bytes)))
             }
-            _ => Err(
-                DeviceError::new(DeviceErrorKind::OutOfRange, operation).with_detail(format!(
-                    "{bytes} bytes at {offset} of a buffer of {}",
-                    self.len
-                )),
-            ),
+            _ => Err(DeviceError::new(DeviceErrorKind::OutOfRange, operation)
+                .with_detail(format!("{bytes} bytes at {offset} of a buffer of {}", self.len))),
         }
     }
 
@@ -198,9 +186,7 @@ impl CpuBuffer {
 
 impl fmt::Debug for CpuBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CpuBuffer")
-            .field("bytes", &self.len)
-            .finish_non_exhaustive()
+        f.debug_struct("CpuBuffer").field("bytes", &self.len).finish_non_exhaustive()
     }
 }
 
@@ -242,10 +228,7 @@ impl Gate {
             if !wait {
                 return false;
             }
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         if write {
             state.writing = true;

@@ -44,16 +44,11 @@ pub(crate) fn convert(
             let begin = unit.saturating_mul(TOKENS_PER_UNIT);
             let end = begin.saturating_add(TOKENS_PER_UNIT).min(len);
             for token in begin..end {
-                let at = RowAt {
-                    entry,
-                    start,
-                    token,
-                };
+                let at = RowAt { entry, start, token };
                 let from = src.get(at, 0, heads);
                 // SAFETY: each token belongs to one unit and is written once.
                 let to = unsafe { dst.get_mut(at, 0, heads) };
-                cpu.kernels
-                    .convert((src.encoding(), from), (dst.encoding(), to));
+                cpu.kernels.convert((src.encoding(), from), (dst.encoding(), to));
             }
         });
     }

@@ -20,32 +20,21 @@ pub(crate) fn copy_blocks(
     args: &CopyArgs<'_, CpuBuffer>,
 ) -> Result<(), DeviceError> {
     let copies = plan.copies();
-    let blocks = copies
-        .iter()
-        .map(|copy| copy.from.0.max(copy.to.0).saturating_add(1))
-        .max()
-        .unwrap_or(0);
-    for view in args.storage.planes() {
+    let blocks =
+        copies.iter().map(|copy| copy.from.0.max(copy.to.0).saturating_add(1)).max().unwrap_or(0);
+    for view in args.storage().planes() {
         let mut access = Access::new(&mut workspace.entries, OPERATION);
         access.plane(&view, true)?;
         let locked = access.lock()?;
         // SAFETY: entered for writing above.
         let plane = unsafe { PlaneRows::new(&locked, view, blocks, None, OPERATION) }?;
-        let bytes = plane
-            .layout()
-            .block_bytes()
-            .saturating_mul(to_u64(copies.len()));
+        let bytes = plane.layout().block_bytes().saturating_mul(to_u64(copies.len()));
         let side_by_side = bytes >= BYTES_SIDE_BY_SIDE;
-        cpu.threads.run(
-            copies.len(),
-            side_by_side,
-            &mut workspace.scratch,
-            |_, unit| {
-                if let Some(copy) = copies.get(unit) {
-                    copy_block(&plane, copy);
-                }
-            },
-        );
+        cpu.threads.run(copies.len(), side_by_side, &mut workspace.scratch, |_, unit| {
+            if let Some(copy) = copies.get(unit) {
+                copy_block(&plane, copy);
+            }
+        });
     }
     Ok(())
 }

@@ -46,24 +46,15 @@ pub(crate) fn gather(
     for (entry, range) in ranges.iter().enumerate() {
         let units = range.len.div_ceil(TOKENS_PER_UNIT);
         let side_by_side = range.len >= TOKENS_SIDE_BY_SIDE;
-        cpu.threads.run(
-            to_usize(units),
-            side_by_side,
-            &mut workspace.scratch,
-            |_, unit| {
-                let unit = u32::try_from(unit).unwrap_or(u32::MAX);
-                let begin = unit.saturating_mul(TOKENS_PER_UNIT);
-                let end = begin.saturating_add(TOKENS_PER_UNIT).min(range.len);
-                for token in begin..end {
-                    let at = RowAt {
-                        entry,
-                        start,
-                        token,
-                    };
-                    gather_token(cpu, plan, range, (&plane, &out), at);
-                }
-            },
-        );
+        cpu.threads.run(to_usize(units), side_by_side, &mut workspace.scratch, |_, unit| {
+            let unit = u32::try_from(unit).unwrap_or(u32::MAX);
+            let begin = unit.saturating_mul(TOKENS_PER_UNIT);
+            let end = begin.saturating_add(TOKENS_PER_UNIT).min(range.len);
+            for token in begin..end {
+                let at = RowAt { entry, start, token };
+                gather_token(cpu, plan, range, (&plane, &out), at);
+            }
+        });
         start = start.saturating_add(range.len);
     }
     let len = |entry: usize| ranges.get(entry).map_or(0, |range| range.len);
@@ -94,8 +85,7 @@ fn gather_token(
         if from.is_empty() {
             to.fill(0);
         } else {
-            cpu.kernels
-                .convert((plane.encoding(), from), (out.encoding(), to));
+            cpu.kernels.convert((plane.encoding(), from), (out.encoding(), to));
         }
     }
 }

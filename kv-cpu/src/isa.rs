@@ -64,10 +64,7 @@ impl Isa {
         if self.is_available() {
             return Ok(self);
         }
-        Err(unsupported(
-            "open cpu",
-            format!("this CPU has no {self}, possible are {}", possible()),
-        ))
+        Err(unsupported("open cpu", format!("this CPU has no {self}, possible are {}", possible())))
     }
 
     /// Reads a setting such as that of `KV_CPU_ISA`; absent or empty means the best there is.
@@ -108,9 +105,7 @@ impl FromStr for Isa {
             .iter()
             .copied()
             .find(|isa| isa.to_string() == name)
-            .ok_or_else(|| {
-                UnknownName::new("instruction set", name, "scalar, avx2, avx512, neon")
-            })
+            .ok_or_else(|| UnknownName::new("instruction set", name, "scalar, avx2, avx512, neon"))
     }
 }
 

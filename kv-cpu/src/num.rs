@@ -1,10 +1,7 @@
 //! Widening conversions that cannot lose value on the machines we support.
 
 // Token counts and offsets are `u32` and `u64`; memory of a narrower host cannot hold them.
-const _: () = assert!(
-    usize::BITS >= 32 && usize::BITS <= 64,
-    "usize must be 32 or 64 bits wide"
-);
+const _: () = assert!(usize::BITS >= 32 && usize::BITS <= 64, "usize must be 32 or 64 bits wide");
 
 /// Widens a count or an index.
 pub(crate) const fn to_usize(n: u32) -> usize {

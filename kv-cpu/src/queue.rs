@@ -40,9 +40,7 @@ pub struct CpuReadback {
 impl CpuQueue {
     pub(crate) fn new(cpu: Cpu) -> Self {
         let mut workspace = Workspace::default();
-        workspace
-            .scratch
-            .resize_with(cpu.threads.count(), Default::default);
+        workspace.scratch.resize_with(cpu.threads.count(), Default::default);
         Self { cpu, workspace }
     }
 }

@@ -28,10 +28,7 @@ fn check_room(rows: &TokenRows, room: Room, operation: &'static str) -> Result<(
     if fits {
         return Ok(());
     }
-    Err(unsupported(
-        operation,
-        "the arguments were checked against another plan",
-    ))
+    Err(unsupported(operation, "the arguments were checked against another plan"))
 }
 
 /// Rows of a locked input.
@@ -59,11 +56,7 @@ impl<'a> RowsIn<'a> {
         // SAFETY: the span lies in live memory and nobody writes it while the gates are held, by
         // condition 1; overlaps with this operation's own outputs were refused when they were passed.
         let bytes = unsafe { std::slice::from_raw_parts(span.base().cast_const(), span.len()) };
-        Ok(Self {
-            bytes,
-            rows,
-            encoding,
-        })
+        Ok(Self { bytes, rows, encoding })
     }
     pub(crate) fn rows(&self) -> &TokenRows {
         &self.rows
@@ -74,9 +67,7 @@ impl<'a> RowsIn<'a> {
     /// Heads `head..head + heads` of token `i` of an entry.
     pub(crate) fn get(&self, at: RowAt, head: u32, heads: u32) -> &'a [u8] {
         let (begin, len) = at.bytes(&self.rows, self.encoding, head, heads);
-        self.bytes
-            .get(begin..begin.saturating_add(len))
-            .unwrap_or_default()
+        self.bytes.get(begin..begin.saturating_add(len)).unwrap_or_default()
     }
 }
 
@@ -126,12 +117,7 @@ impl<'a> RowsOut<'a> {
     ) -> Result<Self, DeviceError> {
         check_room(&rows, room, operation)?;
         let encoding = Encoding::of_tensor(rows.dtype(), operation)?;
-        Ok(Self {
-            span,
-            rows,
-            encoding,
-            held: PhantomData,
-        })
+        Ok(Self { span, rows, encoding, held: PhantomData })
     }
     pub(crate) fn rows(&self) -> &TokenRows {
         &self.rows
@@ -175,11 +161,7 @@ impl<'a> RowsOut<'a> {
                 _ => 0,
             };
             for token in used..self.rows.tokens() {
-                let at = RowAt {
-                    entry,
-                    start: 0,
-                    token,
-                };
+                let at = RowAt { entry, start: 0, token };
                 // SAFETY: one slice at a time lives here, of a token that no entry owns.
                 fill(unsafe { self.get_mut(at, 0, self.rows.heads()) });
             }

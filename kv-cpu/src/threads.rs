@@ -25,10 +25,7 @@ impl Threads {
     /// `count` threads of its own, or rayon's global pool.
     pub(crate) fn new(count: Option<usize>) -> Result<Self, DeviceError> {
         match count {
-            Some(0) => Err(unsupported(
-                "open cpu",
-                "0 threads given, at least 1 is needed",
-            )),
+            Some(0) => Err(unsupported("open cpu", "0 threads given, at least 1 is needed")),
             Some(1) => Ok(Self::One),
             Some(count) => rayon::ThreadPoolBuilder::new()
                 .num_threads(count)

@@ -47,24 +47,21 @@ pub(crate) fn write_kv(
     let tokens = plan.slots().len();
     let token_bytes = |plane: &PlaneRows<'_>| {
         let layout = plane.layout();
-        layout
-            .row_bytes()
-            .saturating_mul(u64::from(layout.num_kv_heads()))
+        layout.row_bytes().saturating_mul(u64::from(layout.num_kv_heads()))
     };
     let bytes = token_bytes(&k_plane)
         .saturating_add(token_bytes(&v_plane))
         .saturating_mul(u64::from(plan.total_new()));
     let units = tokens.div_ceil(TOKENS_PER_UNIT);
     let side_by_side = bytes >= BYTES_SIDE_BY_SIDE;
-    cpu.threads
-        .run(units, side_by_side, &mut workspace.scratch, |_, unit| {
-            let begin = unit.saturating_mul(TOKENS_PER_UNIT);
-            let end = begin.saturating_add(TOKENS_PER_UNIT).min(tokens);
-            for token in begin..end {
-                write_token(cpu, plan, token, &k, &k_plane);
-                write_token(cpu, plan, token, &v, &v_plane);
-            }
-        });
+    cpu.threads.run(units, side_by_side, &mut workspace.scratch, |_, unit| {
+        let begin = unit.saturating_mul(TOKENS_PER_UNIT);
+        let end = begin.saturating_add(TOKENS_PER_UNIT).min(tokens);
+        for token in begin..end {
+            write_token(cpu, plan, token, &k, &k_plane);
+            write_token(cpu, plan, token, &v, &v_plane);
+        }
+    });
     Ok(())
 }
 
@@ -110,8 +107,7 @@ fn write_token(
         // SAFETY: the plane is locked for writing; slots of a plan are distinct, each is written by one
         // unit, and a unit writes its heads one after another.
         let to = unsafe { plane.get_mut(block, plane.row_begin(inside, head), row_bytes) };
-        cpu.kernels
-            .convert((rows.encoding(), from), (plane.encoding(), to));
+        cpu.kernels.convert((rows.encoding(), from), (plane.encoding(), to));
         head = head.saturating_add(together);
     }
 }

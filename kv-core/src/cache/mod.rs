@@ -2,6 +2,7 @@
 //!
 //! [`KvCache`] owns the life of sequences; [`Step`] is one forward pass over some of them. Every call
 //! checks its arguments before it changes anything, and a step applies whole or not at all.
+mod front;
 mod open;
 mod rows;
 mod sequences;
@@ -18,6 +19,7 @@ use crate::num::{to_u64, to_usize};
 use crate::plan::PlanBuffers;
 use crate::spec::{CacheSpec, table_width};
 use crate::storage::KvStorage;
+pub(crate) use front::AheadQuery;
 use open::OpenStep;
 use sequences::Sequences;
 pub use step::{Step, StepInput};

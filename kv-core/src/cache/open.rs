@@ -22,7 +22,7 @@ pub(super) struct OpenStep {
     is_open: bool,
     /// Number of this step, to mark sequences with.
     number: u64,
-    batch: Vec<BatchEntry>,
+    pub(super) batch: Vec<BatchEntry>,
     /// Plans, by group.
     plans: Vec<PlanBuffers>,
     pub(super) positions: Vec<u32>,
@@ -60,7 +60,7 @@ impl OpenStep {
         }
     }
 
-    fn is_written(&self, layer: LayerId) -> bool {
+    pub(super) fn is_written(&self, layer: LayerId) -> bool {
         self.written.get(usize::from(layer.0)).copied().unwrap_or(false)
     }
 
@@ -75,7 +75,7 @@ impl OpenStep {
         }
     }
 
-    fn brings_tokens(&self) -> bool {
+    pub(super) fn brings_tokens(&self) -> bool {
         self.batch.iter().any(|entry| entry.new_tokens > 0)
     }
 }
@@ -318,7 +318,7 @@ impl<B: Backend> KvCache<B> {
         self.open_plans(GroupId(0)).map_or(&[], |(_, attend)| attend.sequences())
     }
 
-    fn check_open(&self, operation: &'static str) -> Result<(), PlanError> {
+    pub(super) fn check_open(&self, operation: &'static str) -> Result<(), PlanError> {
         if self.open.is_open {
             return Ok(());
         }
@@ -326,7 +326,7 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Every layer that has memory must have been written, unless the step brings no tokens.
-    fn check_all_written(&self) -> Result<(), PlanError> {
+    pub(crate) fn check_all_written(&self) -> Result<(), PlanError> {
         let allocated =
             self.groups.iter().map(|group| group.storage.num_allocated()).sum::<usize>();
         if !self.open.brings_tokens() || self.open.num_written == allocated {

@@ -30,11 +30,7 @@ pub(super) fn run(job: &Job<'_>, merge: &Merge, scratch: &mut Scratch, partials:
     let Some(sequence) = job.sequence(merge.entry) else {
         return;
     };
-    let at = RowAt {
-        entry: merge.entry,
-        start: sequence.q_start,
-        token: merge.query,
-    };
+    let at = RowAt { entry: merge.entry, start: sequence.q_start, token: merge.query };
     let row = scratch.merge_row(job.heads.dim_v);
     for head in 0..job.q.rows().heads() {
         let first = merge.first + to_usize(head);
@@ -65,10 +61,7 @@ impl Running {
             self.max.max(other.max)
         };
         let common = Self { max, sum: 0.0 };
-        Self {
-            max,
-            sum: self.sum * self.factor_to(common) + other.sum * other.factor_to(common),
-        }
+        Self { max, sum: self.sum * self.factor_to(common) + other.sum * other.factor_to(common) }
     }
 
     /// What a value relative to this maximum is multiplied with to be relative to another's.
@@ -82,10 +75,7 @@ impl Running {
 
     /// With one more logit that carries no value.
     pub(super) fn with_sink(self, sink: f32) -> Self {
-        self.join(Self {
-            max: sink,
-            sum: if sink == f32::NEG_INFINITY { 0.0 } else { 1.0 },
-        })
+        self.join(Self { max: sink, sum: if sink == f32::NEG_INFINITY { 0.0 } else { 1.0 } })
     }
 
     /// What a row relative to this maximum is multiplied with to be a mean of weights summing to
@@ -96,11 +86,7 @@ impl Running {
 
     /// Natural logarithm of the sum of exponentials; negative infinity of none.
     pub(super) fn log_sum_exp(self) -> f32 {
-        if self.sum == 0.0 {
-            f32::NEG_INFINITY
-        } else {
-            self.max + self.sum.ln()
-        }
+        if self.sum == 0.0 { f32::NEG_INFINITY } else { self.max + self.sum.ln() }
     }
 }
 
@@ -127,9 +113,6 @@ mod tests {
         let total = seen.with_sink(0.0);
         assert_eq!((total.sum, seen.weight_in(total)), (2.0, 0.5));
         assert_eq!(Running::EMPTY.with_sink(3.0).log_sum_exp(), 3.0);
-        assert_eq!(
-            Running::EMPTY.with_sink(f32::NEG_INFINITY).log_sum_exp(),
-            f32::NEG_INFINITY
-        );
+        assert_eq!(Running::EMPTY.with_sink(f32::NEG_INFINITY).log_sum_exp(), f32::NEG_INFINITY);
     }
 }

@@ -63,15 +63,8 @@ pub(crate) fn attend(
     plan: &AttentionPlan<'_>,
     mut args: AttendArgs<'_, CpuBuffer>,
 ) -> Result<(), DeviceError> {
-    let Workspace {
-        entries,
-        units,
-        merges,
-        blanks,
-        partial_rows,
-        partial_running,
-        scratch,
-    } = workspace;
+    let Workspace { entries, units, merges, blanks, partial_rows, partial_running, scratch } =
+        workspace;
     let mut access = Access::new(entries, OPERATION);
     access.plane(args.k_plane(), false)?;
     access.plane(args.v_plane(), false)?;
@@ -79,11 +72,8 @@ pub(crate) fn attend(
     let out_span = access.output(args.out())?;
     let lse_span = args.lse().map(|lse| access.output(lse)).transpose()?;
     let locked = access.lock()?;
-    let room = Room {
-        entries: plan.sequences().len(),
-        longest: plan.q_len_max(),
-        total: plan.total_q(),
-    };
+    let room =
+        Room { entries: plan.sequences().len(), longest: plan.q_len_max(), total: plan.total_q() };
     // SAFETY: entered above.
     let q = unsafe { RowsIn::new(&locked, q_span, *args.q().rows(), room, OPERATION) }?;
     // SAFETY: entered for writing above; no slice of it is made but by `RowsOut`.
@@ -116,18 +106,16 @@ pub(crate) fn attend(
     let partial_rows = partial_rows.get(partials.saturating_mul(heads.stride_v));
     let partials = unit::Partials::new(partial_rows, partial_running);
     let side_by_side = job.work() >= WORK_SIDE_BY_SIDE;
-    cpu.threads
-        .run(units.len(), side_by_side, scratch, |scratch, index| {
-            if let Some(unit) = units.get(index) {
-                unit::run(&job, unit, scratch, &partials);
-            }
-        });
-    cpu.threads
-        .run(merges.len(), side_by_side, scratch, |scratch, index| {
-            if let Some(merge) = merges.get(index) {
-                merge::run(&job, merge, scratch, &partials);
-            }
-        });
+    cpu.threads.run(units.len(), side_by_side, scratch, |scratch, index| {
+        if let Some(unit) = units.get(index) {
+            unit::run(&job, unit, scratch, &partials);
+        }
+    });
+    cpu.threads.run(merges.len(), side_by_side, scratch, |scratch, index| {
+        if let Some(merge) = merges.get(index) {
+            merge::run(&job, merge, scratch, &partials);
+        }
+    });
     job.fill_blanks(blanks);
     job.fill_padding(room);
     Ok(())
@@ -141,21 +129,12 @@ impl Heads {
         if !alike || group == 0 {
             return Err(unsupported(
                 OPERATION,
-                format!(
-                    "{q_heads} query, {kv_heads} key and {} value heads",
-                    v.num_kv_heads()
-                ),
+                format!("{q_heads} query, {kv_heads} key and {} value heads", v.num_kv_heads()),
             ));
         }
         let pad = |dim: usize| dim.next_multiple_of(LANES_MAX);
         let (dim_k, dim_v) = (to_usize(k.head_dim()), to_usize(v.head_dim()));
-        Ok(Self {
-            group,
-            dim_k,
-            dim_v,
-            stride_k: pad(dim_k),
-            stride_v: pad(dim_v),
-        })
+        Ok(Self { group, dim_k, dim_v, stride_k: pad(dim_k), stride_v: pad(dim_v) })
     }
 }
 
@@ -211,11 +190,7 @@ impl Job<'_> {
                 continue;
             };
             for token in 0..sequence.q_len {
-                let at = RowAt {
-                    entry: blank.entry,
-                    start: sequence.q_start,
-                    token,
-                };
+                let at = RowAt { entry: blank.entry, start: sequence.q_start, token };
                 for head in 0..self.q.rows().heads() {
                     // SAFETY: the units are done, and none of them had this sequence.
                     unsafe { self.finish(at, head, Running::EMPTY, &mut []) };

@@ -156,9 +156,7 @@ impl<'a> Partials<'a> {
         let running = unsafe { self.running.0.add(index).read() };
         let from = self.rows.0.cast_const().wrapping_add(begin);
         // SAFETY: as above.
-        (running, unsafe {
-            std::slice::from_raw_parts(from, heads.dim_v)
-        })
+        (running, unsafe { std::slice::from_raw_parts(from, heads.dim_v) })
     }
 }
 
@@ -212,11 +210,7 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
             // SAFETY: each query and head of a part belongs to one unit.
             unsafe { partials.put(index, heads, running, values) };
         } else {
-            let at = RowAt {
-                entry: unit.entry,
-                start: sequence.q_start,
-                token: query,
-            };
+            let at = RowAt { entry: unit.entry, start: sequence.q_start, token: query };
             // SAFETY: an uncut context has one unit for each query and head.
             unsafe { job.finish(at, head, running, values) };
         }
@@ -236,9 +230,7 @@ fn load_queries(job: &Job<'_>, unit: &Unit, sequence: &PlannedSequence, q: &mut 
         let head = unit.kv_head * heads.group + u32::try_from(index % group).unwrap_or(0);
         let (values, padding) = row.split_at_mut(heads.dim_k);
         padding.fill(0.0);
-        job.cpu
-            .kernels
-            .decode(encoding, job.q.get(at, head, 1), values);
+        job.cpu.kernels.decode(encoding, job.q.get(at, head, 1), values);
     }
 }
 
@@ -305,8 +297,7 @@ fn for_tiles(
             v_ahead: &v_rows[..len],
             k_ahead: &k_next[..next_len],
         };
-        let (mut k_staged, mut v_staged): (TileRows<'_>, TileRows<'_>) =
-            ([&[]; TILE], [&[]; TILE]);
+        let (mut k_staged, mut v_staged): (TileRows<'_>, TileRows<'_>) = ([&[]; TILE], [&[]; TILE]);
         if !k_stage.is_empty() {
             (tile.v_ahead, tile.k_ahead) = (&[], &[]);
             let heads = job.heads;
@@ -330,10 +321,8 @@ fn stage<'s, 't>(
     if encoding == Encoding::F32 {
         return (encoding, rows);
     }
-    for ((from, memory), to) in rows
-        .iter()
-        .zip(memory.chunks_exact_mut(stride))
-        .zip(staged.iter_mut())
+    for ((from, memory), to) in
+        rows.iter().zip(memory.chunks_exact_mut(stride)).zip(staged.iter_mut())
     {
         let (values, _) = memory.split_at_mut(dim);
         job.cpu.kernels.decode(encoding, from, values);

@@ -147,4 +147,4 @@ conversions! {
 }
 
 super::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]]
-    Avx512(()) }
+Avx512(()) }

@@ -26,14 +26,9 @@ fn fetch<S: Simd>(s: S, row: &[u8]) {
 }
 
 fn check_rows<E: Stored>(rows: &[&[u8]], (begin, end): (usize, usize), dim: usize) {
+    assert!(begin <= end && end <= rows.len() && end <= TILE, "a token range lies inside its tile");
     assert!(
-        begin <= end && end <= rows.len() && end <= TILE,
-        "a token range lies inside its tile"
-    );
-    assert!(
-        rows[begin..end]
-            .iter()
-            .all(|row| row.len() >= dim * E::SIZE),
+        rows[begin..end].iter().all(|row| row.len() >= dim * E::SIZE),
         "a row holds its values"
     );
 }
@@ -297,10 +292,7 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>) -> f32 {
 /// Decodes as many values as `to` has room for.
 #[inline(always)]
 pub(super) fn decode<S: Simd, E: Stored>(s: S, from: &[u8], to: &mut [f32]) {
-    assert!(
-        from.len() >= to.len() * E::SIZE,
-        "as many values as are asked for"
-    );
+    assert!(from.len() >= to.len() * E::SIZE, "as many values as are asked for");
     let (n, mut i) = (to.len(), 0);
     while i + S::LANES <= n {
         // SAFETY: `i + LANES <= n` values, by the assertion.
@@ -320,10 +312,7 @@ pub(super) fn decode<S: Simd, E: Stored>(s: S, from: &[u8], to: &mut [f32]) {
 /// Encodes all of `from`.
 #[inline(always)]
 pub(super) fn encode<S: Simd, E: Stored>(s: S, from: &[f32], to: &mut [u8]) {
-    assert!(
-        to.len() >= from.len() * E::SIZE,
-        "room for the values given"
-    );
+    assert!(to.len() >= from.len() * E::SIZE, "room for the values given");
     let (n, mut i) = (from.len(), 0);
     while i + S::LANES <= n {
         // SAFETY: `i + LANES <= n = from.len()`.

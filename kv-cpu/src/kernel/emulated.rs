@@ -42,9 +42,7 @@ impl Simd for Wide {
         v.iter().sum()
     }
     fn reduce_max(self, v: [f32; 16]) -> f32 {
-        v.into_iter()
-            .reduce(|a, b| if a > b { a } else { b })
-            .unwrap()
+        v.into_iter().reduce(|a, b| if a > b { a } else { b }).unwrap()
     }
     unsafe fn load(self, from: *const f32, at: usize) -> [f32; 16] {
         // SAFETY: condition 1 of `Simd::load`.

@@ -74,10 +74,7 @@ pub(crate) struct Running {
 
 impl Running {
     /// Nothing seen yet.
-    pub(crate) const EMPTY: Self = Self {
-        max: f32::NEG_INFINITY,
-        sum: 0.0,
-    };
+    pub(crate) const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 }
 
 /// One step of the online softmax over the scores of one query row.

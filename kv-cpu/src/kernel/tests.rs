@@ -8,8 +8,7 @@ const ENCODINGS: [Encoding; 3] = [Encoding::F32, Encoding::F16, Encoding::Bf16];
 
 fn all() -> Vec<(String, Kernels)> {
     let real = Isa::available().map(|isa| (isa.to_string(), Kernels::of(isa).unwrap()));
-    real.chain([("emulated".to_owned(), Kernels::emulated())])
-        .collect()
+    real.chain([("emulated".to_owned(), Kernels::emulated())]).collect()
 }
 
 fn encoded(encoding: Encoding, values: &[f32]) -> Vec<u8> {
@@ -173,10 +172,8 @@ fn scores_and_sums_of_all_row_counts_agree() {
                 .collect();
             let rows: Vec<Vec<f32>> = (0..TILE).map(|_| random.units(dim)).collect();
             // Poison right behind each row's values.
-            let bytes: Vec<_> = rows
-                .iter()
-                .map(|row| [encoded(encoding, row), vec![0xff; 64]].concat())
-                .collect();
+            let bytes: Vec<_> =
+                rows.iter().map(|row| [encoded(encoding, row), vec![0xff; 64]].concat()).collect();
             let k: Vec<&[u8]> = bytes.iter().map(|b| &b[..dim * encoding.size()]).collect();
             for (name, kernels) in all() {
                 check_tile(&name, kernels, encoding, (&q, dim, stride), &k);
@@ -232,9 +229,7 @@ fn check_tile(
     let mut key = vec![0.0; dim];
     let mut expected_out = vec![0.25_f64; dim];
     for token in range.0..range.1 {
-        Kernels::of(Isa::Scalar)
-            .unwrap()
-            .decode(encoding, k[token], &mut key);
+        Kernels::of(Isa::Scalar).unwrap().decode(encoding, k[token], &mut key);
         let exact: f64 = q.iter().zip(&key).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
         let error = (f64::from(scores[token]) - exact).abs();
         assert!(error < 1e-5 * (dim as f64).sqrt(), "{name} {encoding:?} {dim}");

@@ -7,12 +7,7 @@ use super::{DTYPES, FORMATS, Random, backends};
 use crate::{CpuBackend, CpuOptions, Isa};
 
 fn entry(row: u32, cached: u32, new_tokens: u32, queries: u32) -> BatchEntry {
-    BatchEntry {
-        row,
-        cached,
-        new_tokens,
-        queries,
-    }
+    BatchEntry { row, cached, new_tokens, queries }
 }
 
 fn case(batch: Vec<BatchEntry>) -> Case {
@@ -119,11 +114,7 @@ fn a_cut_context_matches_the_reference() {
         };
         let sinks = Some(vec![0.5, -1.0, 2.0, f32::NEG_INFINITY]);
         for sinks in [None, sinks] {
-            let choice = Choice {
-                window,
-                sinks,
-                ..Choice::default()
-            };
+            let choice = Choice { window, sinks, ..Choice::default() };
             for (name, backend) in backends() {
                 let world = World::new(&backend, case.clone());
                 world.attend(&name, &backend, &choice);
@@ -193,23 +184,11 @@ fn bits_do_not_depend_on_the_other_queries() {
 
 #[test]
 fn queries_without_keys_are_zero() {
-    let batch = vec![
-        entry(0, 0, 0, 3),
-        entry(1, 0, 2, 5),
-        entry(2, 0, 0, 0),
-        entry(3, 6, 0, 0),
-    ];
+    let batch = vec![entry(0, 0, 0, 3), entry(1, 0, 2, 5), entry(2, 0, 0, 0), entry(3, 6, 0, 0)];
     for sinks in [None, Some(vec![1.0, -2.0, 0.0, f32::NEG_INFINITY])] {
         for qkv in [QkvFormat::Thd, QkvFormat::Sbhd] {
-            let case = Case {
-                qkv,
-                padding: [1, 2],
-                ..case(batch.clone())
-            };
-            let choice = Choice {
-                sinks: sinks.clone(),
-                ..Choice::default()
-            };
+            let case = Case { qkv, padding: [1, 2], ..case(batch.clone()) };
+            let choice = Choice { sinks: sinks.clone(), ..Choice::default() };
             for (name, backend) in backends() {
                 World::new(&backend, case.clone()).attend(&name, &backend, &choice);
             }

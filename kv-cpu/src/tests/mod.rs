@@ -50,9 +50,7 @@ fn backends() -> Vec<(String, CpuBackend)> {
     for isa in Isa::available() {
         list.push((isa.to_string(), open(isa, 1).unwrap()));
     }
-    let wide = open(Isa::Scalar, 1)
-        .unwrap()
-        .with_kernels(Kernels::emulated());
+    let wide = open(Isa::Scalar, 1).unwrap().with_kernels(Kernels::emulated());
     list.push(("emulated".to_owned(), wide));
     let threads = open(Isa::detect(), 3).unwrap();
     list.push((format!("{} on 3 threads", Isa::detect()), threads));

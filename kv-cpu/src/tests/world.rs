@@ -43,11 +43,8 @@ pub(super) struct Choice {
 impl Choice {
     pub(super) fn options(&self, case: &Case) -> AttentionOptions<'_> {
         let scale = 1.0 / (case.dims[0] as f32).sqrt() * 3.0;
-        let mut options = if self.full {
-            AttentionOptions::full(scale)
-        } else {
-            AttentionOptions::causal(scale)
-        };
+        let mut options =
+            if self.full { AttentionOptions::full(scale) } else { AttentionOptions::causal(scale) };
         if let Some(window) = self.window {
             options = options.window_left(window);
         }
@@ -87,10 +84,7 @@ pub(super) fn from_bytes(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     match dtype {
         DType::F16 => bytes.chunks(2).map(|b| f16::from_bits(two(b)).to_f32()).collect(),
         DType::Bf16 => bytes.chunks(2).map(|b| bf16::from_bits(two(b)).to_f32()).collect(),
-        _ => bytes
-            .chunks(4)
-            .map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]]))
-            .collect(),
+        _ => bytes.chunks(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect(),
     }
 }
 
@@ -118,12 +112,7 @@ impl Rows {
             QkvFormat::Sbhd => vec![longest, batch, heads, dim],
             _ => vec![total, heads, dim],
         };
-        Self {
-            dims,
-            format,
-            heads,
-            dim,
-        }
+        Self { dims, format, heads, dim }
     }
     pub(super) fn len(&self) -> usize {
         self.dims.iter().map(|n| *n as usize).product()
@@ -191,13 +180,7 @@ impl World {
             }
         }
         let values = [0, 1].map(|_| Vec::new());
-        let mut world = Self {
-            case,
-            layouts,
-            tables,
-            segments,
-            values,
-        };
+        let mut world = Self { case, layouts, tables, segments, values };
         world.values = [0, 1].map(|which| {
             let (format, dim) = (world.case.formats[which], world.case.dims[which]);
             let row = (world.case.kv_heads * dim) as usize;
@@ -205,18 +188,12 @@ impl World {
                 .map(|len| {
                     let values = random.units(*len as usize * row).into_iter();
                     let rounded = values.map(|x| round(world.case.dtype, x));
-                    rounded
-                        .map(|x| round(format.element().unwrap(), x))
-                        .collect()
+                    rounded.map(|x| round(format.element().unwrap(), x)).collect()
                 })
                 .collect()
         });
         let all: Vec<_> = world.case.batch.clone();
-        let before = |e: &BatchEntry| BatchEntry {
-            cached: 0,
-            new_tokens: e.cached,
-            ..*e
-        };
+        let before = |e: &BatchEntry| BatchEntry { cached: 0, new_tokens: e.cached, ..*e };
         world.write(backend, &all.iter().map(before).collect::<Vec<_>>());
         world.write(backend, &all);
         world
@@ -230,9 +207,8 @@ impl World {
     fn write(&self, backend: &CpuBackend, batch: &[BatchEntry]) {
         let case = &self.case;
         let mut buffers = PlanBuffers::default();
-        let (plan, _) = buffers
-            .plan(&self.layouts[0], &self.tables, batch, 1, Determinism::Fast)
-            .unwrap();
+        let (plan, _) =
+            buffers.plan(&self.layouts[0], &self.tables, batch, 1, Determinism::Fast).unwrap();
         let lens: Vec<_> = batch.iter().map(|e| e.new_tokens).collect();
         let tensors = [0, 1].map(|which| {
             let dim = case.dims[which];
@@ -243,7 +219,8 @@ impl World {
                 for token in 0..sequence.new_len {
                     let position = (sequence.kv_len - sequence.new_len + token) as usize;
                     let from = &self.values[which][index][position * row..][..row];
-                    values[rows.at(index, sequence.new_start, token)..][..row].copy_from_slice(from);
+                    values[rows.at(index, sequence.new_start, token)..][..row]
+                        .copy_from_slice(from);
                 }
             }
             (to_bytes(case.dtype, &values), rows.dims)
@@ -259,17 +236,16 @@ impl World {
 
     /// Attends on `backend`, with q and out in one device buffer, and compares every value with the
     /// reference. Returns out and log-sum-exp.
-    pub(super) fn attend(&self, name: &str, backend: &CpuBackend, choice: &Choice) -> [Vec<f32>; 2] {
+    pub(super) fn attend(
+        &self,
+        name: &str,
+        backend: &CpuBackend,
+        choice: &Choice,
+    ) -> [Vec<f32>; 2] {
         let case = &self.case;
         let mut buffers = PlanBuffers::default();
         let (_, plan) = buffers
-            .plan(
-                &self.layouts[0],
-                &self.tables,
-                &case.batch,
-                case.workers,
-                case.determinism,
-            )
+            .plan(&self.layouts[0], &self.tables, &case.batch, case.workers, case.determinism)
             .unwrap();
         let heads = case.kv_heads * case.group;
         let lens: Vec<_> = case.batch.iter().map(|e| e.queries).collect();
@@ -380,9 +356,8 @@ impl World {
             let pairs = query.iter().zip(row(0, key));
             let dot: f64 = pairs.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
             let score = dot * f64::from(options.scale());
-            let capped = choice
-                .cap
-                .map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh());
+            let capped =
+                choice.cap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh());
             scores.push((key, capped));
         }
         let sink = choice.sinks.as_ref().map(|sinks| f64::from(sinks[head as usize]));

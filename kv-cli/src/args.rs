@@ -1,0 +1,212 @@
+//! The command line: every name and number is parsed into its type here, once.
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+use kv::{DeviceSpec, KvFormat};
+
+use crate::memory::Bytes;
+
+/// Generate text with a KV cache, and plan its memory.
+#[derive(Debug, Parser)]
+#[command(name = "kv", version, arg_required_else_help = true, max_term_width = 100)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Generate(GenerateArgs),
+    Plan(PlanArgs),
+}
+
+/// Continue prompts with a Llama-family model, all of them in one continuous batch.
+///
+/// The model runs on the CPU in f32 (f16 and bf16 weights are upcast when they are read); its keys and
+/// values live in the cache of the chosen backend. A sequence ends after --max-new-tokens, at an
+/// end-of-text token, or when it is as long as the model's context.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kv generate --prompt 'Once upon a time'
+  kv generate --prompts prompts.txt --max-batch 16 --paged 16,256 --json
+  kv generate --compare --max-new-tokens 256
+  kv generate --model smollm2.gguf --tokenizer tokenizer.json --temperature 0.8 --seed 7")]
+#[expect(clippy::struct_excessive_bools, reason = "one flag of the command line each")]
+pub(crate) struct GenerateArgs {
+    /// Directory with config.json, model.safetensors (or its index and shards) and tokenizer.json, or
+    /// one .gguf file; the bundled stories260K unless given
+    #[arg(long, value_name = "DIR|FILE.gguf")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// A tokenizer.json, for a .gguf file that has none beside it
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tokenizer: Option<PathBuf>,
+
+    /// Text to continue, may be repeated; "Once upon a time" unless a prompt is given
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub(crate) prompt: Vec<String>,
+
+    /// File with one prompt a line; a line that starts with `"` is a JSON string, empty lines are
+    /// skipped
+    #[arg(long, value_name = "FILE")]
+    pub(crate) prompts: Option<PathBuf>,
+
+    /// Tokens to generate for each prompt
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = at_least_1)]
+    pub(crate) max_new_tokens: u32,
+
+    /// Sequences that run at once
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_1)]
+    pub(crate) max_batch: u32,
+
+    /// Tokens of one step: longer prompts are read in chunks, while others generate
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_1)]
+    pub(crate) max_step_tokens: u32,
+
+    /// 0 takes the most likely token, 1 samples from the model's own distribution
+    #[arg(long, value_name = "T", default_value = "0", value_parser = temperature,
+          allow_negative_numbers = true)]
+    pub(crate) temperature: f64,
+
+    /// Seed of the sampling; each prompt has a stream of its own, whatever the batch
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) seed: u64,
+
+    /// Go on after an end-of-text token. Without this such a token ends its sequence: it is the last
+    /// of `tokens` and not part of `text`
+    #[arg(long)]
+    pub(crate) ignore_eos: bool,
+
+    /// Where the cache lives: cpu, wgpu:INDEX or cuda:INDEX, as far as they were built in
+    #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
+    pub(crate) backend: DeviceSpec,
+
+    /// Stored format of K and V: f32, f16 or bf16
+    #[arg(long, value_name = "NAME", default_value_t = KvFormat::F32)]
+    pub(crate) format: KvFormat,
+
+    /// One block as long as the model's context for each sequence of the batch
+    #[arg(long, conflicts_with = "paged")]
+    pub(crate) contiguous: bool,
+
+    /// Blocks of BLOCK_SIZE tokens; unless given 16, and as many as the batch can need in 1 GiB
+    #[arg(long, value_name = "BLOCK_SIZE,NUM_BLOCKS")]
+    pub(crate) paged: Option<Paged>,
+
+    /// Compute every token again for each new one: what caching saves
+    #[arg(long)]
+    pub(crate) no_cache: bool,
+
+    /// Do not reuse cached prompt prefixes. Accepted, and without effect so far: nothing is reused yet
+    #[arg(long)]
+    pub(crate) no_reuse: bool,
+
+    /// Run paged, contiguous and uncached at several lengths and print what was measured; tokens after
+    /// an end of text are generated too, so that all runs do the same work
+    #[arg(long, conflicts_with_all = ["no_cache", "contiguous"])]
+    pub(crate) compare: bool,
+
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Tell how much memory a model's cache takes and how many sequences fit, from its config.json alone.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kv plan --model models/stories260K
+  kv plan --model path/to/llama --memory 80GB --context 32768 --format f16 --json")]
+pub(crate) struct PlanArgs {
+    /// Directory with a config.json; the bundled stories260K unless given
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// Stored format of K and V, may be repeated; all unless given
+    #[arg(long, value_name = "NAME")]
+    pub(crate) format: Vec<KvFormat>,
+
+    /// Memory for the cache: a number of bytes, or with KB, MB, GB, TB (powers of 1000) or KiB, MiB,
+    /// GiB, TiB (powers of 1024)
+    #[arg(long, value_name = "SIZE", default_value = "24GiB")]
+    pub(crate) memory: Bytes,
+
+    /// Tokens of a sequence; the model's context unless given
+    #[arg(long, value_name = "N", value_parser = at_least_1)]
+    pub(crate) context: Option<u32>,
+
+    /// Tokens of a block
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_1)]
+    pub(crate) block_size: u32,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// The argument of `--paged`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Paged {
+    pub(crate) block_size: u32,
+    pub(crate) num_blocks: u32,
+}
+
+impl std::str::FromStr for Paged {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (block_size, num_blocks) =
+            text.split_once(',').ok_or("expected BLOCK_SIZE,NUM_BLOCKS, such as 16,256")?;
+        let block_size = at_least_1(block_size.trim()).map_err(|e| format!("block size: {e}"))?;
+        let num_blocks = at_least_1(num_blocks.trim()).map_err(|e| format!("blocks: {e}"))?;
+        Ok(Self { block_size, num_blocks })
+    }
+}
+
+fn at_least_1(text: &str) -> Result<u32, String> {
+    match text.parse::<u32>() {
+        Ok(0) => Err("at least 1 is needed".to_owned()),
+        Ok(n) => Ok(n),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn temperature(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(t) if t.is_finite() && t >= 0.0 => Ok(t),
+        Ok(_) => Err("a finite number of at least 0 is needed".to_owned()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn backend(text: &str) -> Result<DeviceSpec, kv::Error> {
+    text.parse()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn paged_takes_two_counts() {
+        let paged = |text: &str| text.parse::<Paged>();
+        assert_eq!(paged("16,256"), Ok(Paged { block_size: 16, num_blocks: 256 }));
+        for text in ["", "16", "16,", ",16", "0,16", "16,0", "a,b", "16,256,1", "-1,4", "1,5e9"] {
+            assert!(paged(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn temperature_is_a_number_from_0() {
+        assert_eq!(temperature("0"), Ok(0.0));
+        assert_eq!(temperature("0.75"), Ok(0.75));
+        for text in ["-1", "NaN", "inf", "warm", ""] {
+            assert!(temperature(text).is_err(), "{text}");
+        }
+    }
+}

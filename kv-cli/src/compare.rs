@@ -1,0 +1,127 @@
+//! `kv generate --compare`: the same prompts with and without a cache, measured in one run.
+use serde::Serialize;
+
+use crate::args::GenerateArgs;
+use crate::memory::Bytes;
+use crate::output;
+use crate::scheduler::Generated;
+use crate::session::{Session, Variant};
+
+/// The object `--compare --json` prints.
+#[derive(Debug, Serialize)]
+struct Report {
+    model: String,
+    backend: String,
+    format: String,
+    sequences: usize,
+    compare: Vec<Line>,
+}
+
+#[derive(Debug, Serialize)]
+struct Line {
+    variant: &'static str,
+    layout: String,
+    /// Asked for, of each sequence.
+    new_tokens: u32,
+    seconds: f64,
+    tokens_per_s: f64,
+    /// Of the sequence that waited longest.
+    ttft_ms: f64,
+    /// How often the uncached run of the same length fits into the time of this one.
+    speedup: f64,
+    cache_bytes: u64,
+    peak_bytes: u64,
+    waste_ratio: f64,
+    /// Whether all tokens are those of the first variant.
+    same_tokens: bool,
+}
+
+pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> {
+    let (paged, contiguous) = (session.paged(args)?, session.contiguous(args));
+    let variants =
+        [("paged", paged, false), ("contiguous", contiguous, false), ("no cache", paged, true)];
+    let mut compare = Vec::new();
+    for max_new_tokens in lengths(args.max_new_tokens) {
+        let mut tokens: Option<Vec<Generated>> = None;
+        let first_of_length = compare.len();
+        for (variant, layout, forget) in variants {
+            let runs = Variant { layout, max_new_tokens, forget, ignore_eos: true };
+            let (generated, stats) = session.run(args, runs, &mut |_| Ok(()))?;
+            let first = tokens.get_or_insert_with(|| generated.clone());
+            let pairs = first.iter().zip(&generated);
+            let first_ms = generated.iter().map(|generated| generated.first_token_ms);
+            compare.push(Line {
+                variant,
+                layout: layout.to_string(),
+                new_tokens: max_new_tokens,
+                seconds: stats.seconds,
+                tokens_per_s: stats.tokens_per_s(),
+                ttft_ms: first_ms.fold(0.0, f64::max),
+                speedup: 1.0,
+                cache_bytes: stats.cache_bytes,
+                peak_bytes: stats.peak_bytes(),
+                waste_ratio: stats.waste_ratio(),
+                same_tokens: pairs.into_iter().all(|(a, b)| a.tokens == b.tokens),
+            });
+        }
+        let uncached = compare.last().map_or(0.0, |line| line.seconds);
+        for line in compare.iter_mut().skip(first_of_length) {
+            line.speedup = uncached / line.seconds.max(f64::MIN_POSITIVE);
+        }
+    }
+    let report = Report {
+        model: session.model_name.clone(),
+        backend: args.backend.to_string(),
+        format: args.format.to_string(),
+        sequences: session.prompts.len(),
+        compare,
+    };
+    if args.json { output::json(&report) } else { output::text(&show(&report)) }
+}
+
+/// A quarter, a half and all of the tokens asked for.
+fn lengths(max: u32) -> Vec<u32> {
+    let mut lengths: Vec<_> =
+        [4, 2, 1].into_iter().filter_map(|part| max.checked_div(part)).map(|n| n.max(1)).collect();
+    lengths.dedup();
+    lengths
+}
+
+fn show(report: &Report) -> String {
+    let heading = [
+        "variant",
+        "new",
+        "seconds",
+        "tokens/s",
+        "first ms",
+        "speed-up",
+        "cache",
+        "used",
+        "wasted",
+        "same tokens",
+    ];
+    let mut rows = vec![heading.map(str::to_owned).to_vec()];
+    rows.extend(report.compare.iter().map(|line| {
+        vec![
+            line.variant.to_owned(),
+            line.new_tokens.to_string(),
+            format!("{:.3}", line.seconds),
+            format!("{:.1}", line.tokens_per_s),
+            format!("{:.1}", line.ttft_ms),
+            format!("{:.1}x", line.speedup),
+            Bytes(line.cache_bytes).to_string(),
+            Bytes(line.peak_bytes).to_string(),
+            format!("{:.0} %", line.waste_ratio * 100.0),
+            if line.same_tokens { "yes" } else { "NO" }.to_owned(),
+        ]
+    }));
+    let plural = if report.sequences == 1 { "" } else { "s" };
+    format!(
+        "{} on {}, {} stored, {} sequence{plural}; speed-up is against no cache at that length\n{}",
+        report.model,
+        report.backend,
+        report.format,
+        report.sequences,
+        output::table(&rows)
+    )
+}

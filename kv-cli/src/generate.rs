@@ -1,0 +1,132 @@
+//! `kv generate`: text as it comes, and a report at the end.
+use std::io::IsTerminal;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::args::GenerateArgs;
+use crate::num::to_u64;
+use crate::output;
+use crate::report::Report;
+use crate::scheduler::{Event, Finish, Generated};
+use crate::session::{Session, Variant};
+use crate::text::TextStream;
+
+pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
+    let session = Session::open(args)?;
+    if args.compare {
+        return crate::compare::run(args, &session);
+    }
+    let layout = if args.contiguous { session.contiguous(args) } else { session.paged(args)? };
+    let variant = Variant {
+        layout,
+        max_new_tokens: args.max_new_tokens,
+        forget: args.no_cache,
+        ignore_eos: args.ignore_eos,
+    };
+    let mut show = Show::new(args, &session, &variant);
+    show.begin()?;
+    let (generated, stats) = session.run(args, variant, &mut |event| show.event(&event))?;
+    show.end();
+    let report = Report::new(args, &session, &variant, &generated, &stats)?;
+    if args.json {
+        return output::json(&report);
+    }
+    output::text(&format!("\n{}", report.show()))
+}
+
+/// What a person sees while a run goes on: the text of one prompt as it comes, or the texts of several
+/// as they are finished, with a bar where there is a terminal.
+struct Show<'s> {
+    session: &'s Session,
+    stop: Vec<u32>,
+    is_json: bool,
+    streams: Vec<(TextStream, String)>,
+    bar: Option<ProgressBar>,
+}
+
+impl<'s> Show<'s> {
+    fn new(args: &GenerateArgs, session: &'s Session, variant: &Variant) -> Self {
+        let streams = session.prompts.iter().map(|prompt| TextStream::after(&prompt.ids));
+        let is_streaming = session.prompts.len() == 1 && !args.json;
+        let total = u64::from(variant.max_new_tokens).saturating_mul(to_u64(session.prompts.len()));
+        let has_bar = !is_streaming && std::io::stderr().is_terminal();
+        let bar = has_bar.then(|| {
+            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+            let style = ProgressStyle::with_template("{bar:40} {pos}/{len} tokens, {per_sec}");
+            bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+        });
+        Self {
+            session,
+            stop: session.stop(variant),
+            is_json: args.json,
+            streams: streams.map(|stream| (stream, String::new())).collect(),
+            bar,
+        }
+    }
+
+    fn is_streaming(&self) -> bool {
+        self.streams.len() == 1 && !self.is_json
+    }
+
+    fn begin(&self) -> anyhow::Result<()> {
+        match self.session.prompts.as_slice() {
+            [prompt] if !self.is_json => output::text(&prompt.text),
+            _ => Ok(()),
+        }
+    }
+
+    fn event(&mut self, event: &Event<'_>) -> anyhow::Result<()> {
+        match event {
+            Event::Token { index, token } => self.token(*index, *token),
+            Event::Finished { index, generated } => self.finished(*index, generated),
+        }
+    }
+
+    fn token(&mut self, index: usize, token: u32) -> anyhow::Result<()> {
+        if let Some(bar) = &self.bar {
+            bar.inc(1);
+        }
+        let is_streaming = self.is_streaming();
+        let Some((stream, text)) = self.streams.get_mut(index).filter(|_| !self.is_json) else {
+            return Ok(());
+        };
+        if self.stop.contains(&token) {
+            return Ok(());
+        }
+        let piece = stream.push(&self.session.text, token)?;
+        if is_streaming {
+            return output::text(&piece);
+        }
+        text.push_str(&piece);
+        Ok(())
+    }
+
+    fn finished(&mut self, index: usize, generated: &Generated) -> anyhow::Result<()> {
+        let is_streaming = self.is_streaming();
+        let parts = self.streams.get_mut(index).zip(self.session.prompts.get(index));
+        let Some(((stream, text), prompt)) = parts.filter(|_| !self.is_json) else {
+            return Ok(());
+        };
+        let rest = stream.finish(&self.session.text)?;
+        if is_streaming {
+            return output::text(&format!("{rest}\n"));
+        }
+        let why = match generated.finish {
+            Finish::Length => "",
+            Finish::Stop => " (end of text)",
+            Finish::Context => " (end of context)",
+        };
+        let number = index.saturating_add(1);
+        let text = format!("[{number}]{why} {}{text}{rest}\n", prompt.text);
+        match &self.bar {
+            Some(bar) => bar.suspend(|| output::text(&text)),
+            None => output::text(&text),
+        }
+    }
+
+    fn end(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! The program `kv`: generate text with a KV cache, and plan its memory.
+//!
+//! Results go to standard output, one line for an error to standard error. Exit codes: 0 done, 1 failed,
+//! 2 wrong usage.
+#![forbid(unsafe_code)]
+
+mod args;
+mod bundled;
+mod compare;
+mod config;
+mod generate;
+mod gguf;
+mod memory;
+mod model;
+mod num;
+mod output;
+mod plan;
+mod prompts;
+mod report;
+mod rope;
+mod sampler;
+mod scheduler;
+mod session;
+mod text;
+mod weights;
+
+use std::io::Write;
+use std::panic::{self, AssertUnwindSafe};
+use std::process::ExitCode;
+
+use clap::Parser;
+use clap::error::ErrorKind;
+
+use args::{Cli, Command};
+
+const FAILED: u8 = 1;
+const WRONG_USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    // A panic is our bug or a dependency's; it too ends in one line and an exit code.
+    panic::set_hook(Box::new(|info| complain(&format!("internal error: {info}"))));
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage(&error),
+    };
+    // Inside the pool that candle and the CPU backend work on: a step of a small model has a hundred
+    // operations, and handing each over from a thread outside costs more than doing it.
+    match panic::catch_unwind(AssertUnwindSafe(|| rayon::scope(|_| run(&cli)))) {
+        Ok(Ok(())) => ExitCode::SUCCESS,
+        Ok(Err(error)) if error.is::<output::OutputClosed>() => ExitCode::SUCCESS,
+        Ok(Err(error)) => {
+            complain(&format!("{error:#}"));
+            ExitCode::from(FAILED)
+        }
+        Err(_) => ExitCode::from(FAILED),
+    }
+}
+
+fn run(cli: &Cli) -> anyhow::Result<()> {
+    match &cli.command {
+        Command::Generate(args) => generate::run(args),
+        Command::Plan(args) => plan::run(args),
+    }
+}
+
+/// Help is a result; anything else is a mistake, told in one line.
+fn usage(error: &clap::Error) -> ExitCode {
+    let text = error.render().to_string();
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match output::text(&text) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) if error.is::<output::OutputClosed>() => ExitCode::SUCCESS,
+            Err(_) => ExitCode::from(FAILED),
+        },
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            write_stderr(&text);
+            ExitCode::from(WRONG_USAGE)
+        }
+        _ => {
+            let message = text.split("\n\nUsage:").next().unwrap_or_default();
+            let message = message.split("\n\nFor more information").next().unwrap_or_default();
+            let message = message.strip_prefix("error: ").unwrap_or(message);
+            complain(&format!("{message} (see --help)"));
+            ExitCode::from(WRONG_USAGE)
+        }
+    }
+}
+
+/// One line, whatever the message holds.
+fn complain(message: &str) {
+    let line: Vec<_> = message.split_whitespace().collect();
+    write_stderr(&format!("kv: {}\n", line.join(" ")));
+}
+
+fn write_stderr(text: &str) {
+    // There is nowhere left to report that standard error is closed.
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+}

@@ -1,0 +1,234 @@
+//! The forward pass of a Llama-family model over one step of the cache.
+//!
+//! Embeddings, norms and matrix products are candle's on the CPU, in f32. Everything that depends on
+//! the past goes through the cache: K and V are written to it and attention reads it.
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use candle_core::{CpuStorage, Device, Module, Storage, Tensor};
+use candle_nn::Linear;
+use kv::{AttentionOptions, Backend, QkvFormat, SequenceId, Step, TensorView, TensorViewMut};
+
+use crate::config::ModelConfig;
+use crate::gguf;
+use crate::num::{to_f32, to_u32, to_usize};
+use crate::rope::{Rope, Rotation};
+use crate::weights::{WeightError, Weights};
+
+/// The part of one sequence that a step computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Chunk {
+    pub(crate) sequence: SequenceId,
+    pub(crate) tokens: u32,
+    /// Whether the logits after the last token are wanted.
+    pub(crate) wants_logits: bool,
+}
+
+/// One forward pass: all tokens of the step, one sequence after another.
+#[derive(Debug, Default)]
+pub(crate) struct Batch {
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) chunks: Vec<Chunk>,
+}
+
+/// What turns tokens into logits; the scheduler's tests bring their own.
+pub(crate) trait Model<B: Backend> {
+    /// Writes K and V of every layer and answers with logits, one row for each chunk that wants them.
+    fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> anyhow::Result<Vec<Vec<f32>>>;
+}
+
+/// Weights in memory.
+#[derive(Debug)]
+pub(crate) struct Llama {
+    config: ModelConfig,
+    embedding: Tensor,
+    layers: Vec<Layer>,
+    norm: Tensor,
+    head: Linear,
+    rope: Rope,
+}
+
+#[derive(Debug)]
+struct Layer {
+    attention_norm: Tensor,
+    q: Linear,
+    k: Linear,
+    v: Linear,
+    out: Linear,
+    mlp_norm: Tensor,
+    gate: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+impl Llama {
+    /// Reads a model directory, or a GGUF file.
+    pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
+        let (config, weights) = if path.is_file() {
+            gguf::read(path)?
+        } else {
+            (ModelConfig::read(path)?, Weights::read(path)?)
+        };
+        Self::build(config, weights).with_context(|| path.display().to_string())
+    }
+
+    fn build(config: ModelConfig, mut weights: Weights) -> anyhow::Result<Self> {
+        let mut rope = Rope::new(&config.rope);
+        if weights.contains(gguf::ROPE_FACTORS) {
+            let factors =
+                weights.take(gguf::ROPE_FACTORS, &[to_u32(rope.num_pairs())])?.to_vec1::<f32>()?;
+            if !factors.iter().all(|factor| factor.is_finite() && *factor > 0.0) {
+                bail!("tensor {} holds a factor that is not above 0", gguf::ROPE_FACTORS);
+            }
+            rope.divide_frequencies(&factors);
+        }
+        let (hidden, vocab) = (config.hidden, config.vocab);
+        let embedding = weights.take("model.embed_tokens.weight", &[vocab, hidden])?;
+        let head = if config.tied {
+            embedding.clone()
+        } else {
+            weights.take("lm_head.weight", &[vocab, hidden])?
+        };
+        let layers = (0..config.layers)
+            .map(|layer| Layer::build(&config, &mut weights, layer))
+            .collect::<anyhow::Result<_>>()?;
+        let norm = weights.take("model.norm.weight", &[hidden])?;
+        Ok(Self { config, embedding, layers, norm, head: Linear::new(head, None), rope })
+    }
+
+    pub(crate) fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
+        candle_nn::ops::rms_norm(x, weight, to_f32(self.config.norm_eps))
+    }
+}
+
+impl Layer {
+    fn build(config: &ModelConfig, weights: &mut Weights, layer: u16) -> anyhow::Result<Self> {
+        let width = |heads: u32| heads.checked_mul(config.head_dim).context("heads are too wide");
+        let (q, kv) = (width(config.heads)?, width(config.kv_heads)?);
+        let (hidden, inner) = (config.hidden, config.intermediate);
+        let name = |part: &str| format!("model.layers.{layer}.{part}");
+        let attention_norm = weights.take(&name("input_layernorm.weight"), &[hidden])?;
+        let mlp_norm = weights.take(&name("post_attention_layernorm.weight"), &[hidden])?;
+        let mut linear = |part: &str, out, inputs, has_bias| {
+            let weight = weights.take(&name(&format!("{part}.weight")), &[out, inputs])?;
+            let bias = name(&format!("{part}.bias"));
+            // A bias that is there is meant, whatever the configuration says.
+            let has_bias = has_bias || weights.contains(&bias);
+            let bias = if has_bias { Some(weights.take(&bias, &[out])?) } else { None };
+            Ok::<_, WeightError>(Linear::new(weight, bias))
+        };
+        Ok(Self {
+            attention_norm,
+            q: linear("self_attn.q_proj", q, hidden, config.attention_bias)?,
+            k: linear("self_attn.k_proj", kv, hidden, config.attention_bias)?,
+            v: linear("self_attn.v_proj", kv, hidden, config.attention_bias)?,
+            out: linear("self_attn.o_proj", hidden, q, config.attention_bias)?,
+            mlp_norm,
+            gate: linear("mlp.gate_proj", inner, hidden, config.mlp_bias)?,
+            up: linear("mlp.up_proj", inner, hidden, config.mlp_bias)?,
+            down: linear("mlp.down_proj", hidden, inner, config.mlp_bias)?,
+        })
+    }
+
+    fn mlp(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let gate = self.gate.forward(x)?.silu()?;
+        self.down.forward(&(gate * self.up.forward(x)?)?)
+    }
+}
+
+/// Buffers one step's layers share.
+#[derive(Debug, Default)]
+struct Scratch {
+    rotation: Rotation,
+    q: Vec<f32>,
+    k: Vec<f32>,
+}
+
+impl<B: Backend> Model<B> for Llama {
+    fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> anyhow::Result<Vec<Vec<f32>>> {
+        let mut scratch = Scratch::default();
+        self.rope.fill(step.positions(), &mut scratch.rotation);
+        let ids = Tensor::from_slice(&batch.tokens, batch.tokens.len(), &Device::Cpu)?;
+        let mut x = self.embedding.index_select(&ids, 0)?;
+        for (index, layer) in (0..).zip(&self.layers) {
+            let h = self.rms_norm(&x, &layer.attention_norm)?;
+            x = (x + self.attention(step, index, layer, &h, &mut scratch)?)?;
+            let h = self.rms_norm(&x, &layer.mlp_norm)?;
+            x = (x + layer.mlp(&h)?)?;
+        }
+        self.logits(&x, batch)
+    }
+}
+
+impl Llama {
+    fn attention<B: Backend>(
+        &self,
+        step: &mut Step<'_, B>,
+        index: u16,
+        layer: &Layer,
+        h: &Tensor,
+        scratch: &mut Scratch,
+    ) -> anyhow::Result<Tensor> {
+        let ModelConfig { heads, kv_heads, head_dim, .. } = self.config;
+        let tokens = to_u32(h.dim(0)?);
+        let (q, k, v) = (layer.q.forward(h)?, layer.k.forward(h)?, layer.v.forward(h)?);
+        let Scratch { rotation, q: q_turned, k: k_turned } = scratch;
+        with_values(&q, |q| self.rope.rotate(rotation, q, to_usize(heads), q_turned))?;
+        with_values(&k, |k| self.rope.rotate(rotation, k, to_usize(kv_heads), k_turned))?;
+        with_values(&v, |v| {
+            let dims = [tokens, kv_heads, head_dim];
+            let k = TensorView::host::<f32>(k_turned, &dims);
+            step.write(index, k, TensorView::host::<f32>(v, &dims), QkvFormat::Thd)
+        })??;
+        let scale = to_f32(1.0 / f64::from(head_dim).sqrt());
+        let mut options = AttentionOptions::causal(scale);
+        if let Some(window) = self.config.window_left {
+            options = options.window_left(window);
+        }
+        let dims = [tokens, heads, head_dim];
+        let mut out = vec![0.0_f32; q_turned.len()];
+        let q = TensorView::host::<f32>(q_turned, &dims);
+        step.attend(index, q, TensorViewMut::host(&mut out, &dims), &options)?;
+        let out = Tensor::from_vec(out, q_dims(h, heads, head_dim)?, &Device::Cpu)?;
+        Ok(layer.out.forward(&out)?)
+    }
+
+    /// Logits of the rows that are wanted, and of no others.
+    fn logits(&self, x: &Tensor, batch: &Batch) -> anyhow::Result<Vec<Vec<f32>>> {
+        let mut end = 0_u32;
+        let mut rows = Vec::new();
+        for chunk in &batch.chunks {
+            end = end.saturating_add(chunk.tokens);
+            if chunk.wants_logits {
+                rows.push(end.saturating_sub(1));
+            }
+        }
+        if rows.is_empty() {
+            return Ok(Vec::new());
+        }
+        let rows = Tensor::from_slice(&rows, rows.len(), &Device::Cpu)?;
+        let x = self.rms_norm(&x.index_select(&rows, 0)?, &self.norm)?;
+        Ok(self.head.forward(&x)?.to_vec2()?)
+    }
+}
+
+fn q_dims(h: &Tensor, heads: u32, head_dim: u32) -> candle_core::Result<(usize, usize)> {
+    Ok((h.dim(0)?, to_usize(heads).saturating_mul(to_usize(head_dim))))
+}
+
+/// Lends the values of a dense f32 tensor in host memory, without a copy.
+fn with_values<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> anyhow::Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(CpuStorage::F32(values)) = &*storage else {
+        bail!("a projection is not f32 in host memory");
+    };
+    let range = layout.contiguous_offsets().map(|(begin, end)| begin..end);
+    match range.and_then(|range| values.get(range)) {
+        Some(values) => Ok(read(values)),
+        None => bail!("a projection is not dense"),
+    }
+}

@@ -1,0 +1,62 @@
+//! Standard output. A reader that went away ends the program quietly; any other failure is reported.
+use std::io::{self, Write};
+
+use serde::Serialize;
+
+/// The reader of standard output has closed it: nothing is left to do.
+#[derive(Debug, thiserror::Error)]
+#[error("standard output is closed")]
+pub(crate) struct OutputClosed;
+
+/// Writes text as it is, and lets it be seen at once.
+pub(crate) fn text(text: &str) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(check)
+}
+
+/// Writes one JSON value and a line end.
+pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
+    text(&format!("{}\n", serde_json::to_string(value)?))
+}
+
+fn check(error: io::Error) -> anyhow::Error {
+    if error.kind() == io::ErrorKind::BrokenPipe {
+        return OutputClosed.into();
+    }
+    anyhow::Error::new(error).context("standard output")
+}
+
+/// Rows of cells as a table, the first column to the left and the others to the right.
+pub(crate) fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let cell = |row: &Vec<String>, column: usize| row.get(column).cloned().unwrap_or_default();
+    let width = |column: usize| rows.iter().map(|row| cell(row, column).chars().count()).max();
+    let widths: Vec<_> = (0..columns).map(|column| width(column).unwrap_or(0)).collect();
+    let mut table = String::new();
+    for row in rows {
+        let mut line = String::new();
+        for (column, width) in widths.iter().enumerate() {
+            let cell = cell(row, column);
+            if column == 0 {
+                line.push_str(&format!("{cell:<width$}"));
+            } else {
+                line.push_str(&format!("  {cell:>width$}"));
+            }
+        }
+        table.push_str(line.trim_end());
+        table.push('\n');
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_line_up() {
+        let rows =
+            [vec!["name".to_owned(), "n".to_owned()], vec!["x".to_owned(), "100".to_owned()]];
+        assert_eq!(table(&rows), "name    n\nx     100\n");
+    }
+}

@@ -1,0 +1,279 @@
+//! Rotary position embedding of Q and K rows.
+//!
+//! Su et al., "RoFormer" (2021): pair `i` of a row turns by `position * theta^(-2i / rotary_dim)`.
+//! Angles are made in f64 once a step and serve every layer; the rotation itself is f32.
+use std::f64::consts::TAU;
+
+use crate::num::{to_f32, to_usize};
+
+/// Which two values of a row turn together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pairing {
+    /// `(i, i + rotary_dim / 2)`: Hugging Face weights.
+    Half,
+    /// `(2i, 2i + 1)`: the original Llama weights and GGUF files of the llama architecture.
+    Interleaved,
+}
+
+/// How a model was stretched beyond the context it was first trained on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Scaling {
+    None,
+    /// Positions divided by `factor`.
+    Linear {
+        factor: f64,
+    },
+    /// Low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1).
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_context: u32,
+    },
+}
+
+/// What a [`Rope`] is made from.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct RopeConfig {
+    pub(crate) theta: f64,
+    pub(crate) head_dim: u32,
+    /// Leading values of a row that turn; even, at least 2, at most `head_dim`.
+    pub(crate) rotary_dim: u32,
+    pub(crate) pairing: Pairing,
+    pub(crate) scaling: Scaling,
+}
+
+/// Frequencies of one model.
+#[derive(Debug)]
+pub(crate) struct Rope {
+    head_dim: usize,
+    rotary_dim: usize,
+    pairing: Pairing,
+    /// Radians per position, by pair.
+    frequencies: Vec<f64>,
+}
+
+/// Cosines and sines of one step: a row of `rotary_dim / 2` for every token.
+#[derive(Debug, Default)]
+pub(crate) struct Rotation {
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+impl Rope {
+    pub(crate) fn new(config: &RopeConfig) -> Self {
+        let dim = f64::from(config.rotary_dim);
+        let pairs = config.rotary_dim.checked_div(2).unwrap_or(0);
+        let frequencies = (0..pairs)
+            .map(|i| config.theta.powf(-2.0 * f64::from(i) / dim))
+            .map(|frequency| scale(frequency, config.scaling))
+            .collect();
+        Self {
+            head_dim: to_usize(config.head_dim),
+            rotary_dim: to_usize(config.rotary_dim),
+            pairing: config.pairing,
+            frequencies,
+        }
+    }
+
+    /// Divides every frequency by a factor of its own, as a GGUF file may bring them.
+    pub(crate) fn divide_frequencies(&mut self, factors: &[f32]) {
+        for (frequency, factor) in self.frequencies.iter_mut().zip(factors) {
+            *frequency /= f64::from(*factor);
+        }
+    }
+
+    /// Pairs of a row that turn.
+    pub(crate) fn num_pairs(&self) -> usize {
+        self.frequencies.len()
+    }
+
+    /// Fills `rotation` for tokens at these positions.
+    pub(crate) fn fill(&self, positions: &[u32], rotation: &mut Rotation) {
+        rotation.cos.clear();
+        rotation.sin.clear();
+        for &position in positions {
+            for frequency in &self.frequencies {
+                let (sin, cos) = (f64::from(position) * frequency).sin_cos();
+                rotation.cos.push(to_f32(cos));
+                rotation.sin.push(to_f32(sin));
+            }
+        }
+    }
+
+    /// Turns `[tokens, heads, head_dim]` into `turned`, which keeps its buffer between calls.
+    pub(crate) fn rotate(
+        &self,
+        rotation: &Rotation,
+        rows: &[f32],
+        heads: usize,
+        turned: &mut Vec<f32>,
+    ) {
+        turned.clear();
+        turned.reserve(rows.len());
+        let pairs = self.frequencies.len().max(1);
+        let angles = rotation.cos.chunks_exact(pairs).zip(rotation.sin.chunks_exact(pairs));
+        let token = heads.saturating_mul(self.head_dim).max(1);
+        for (token, (cos, sin)) in rows.chunks_exact(token).zip(angles) {
+            for row in token.chunks_exact(self.head_dim.max(1)) {
+                let (turning, rest) = row.split_at(self.rotary_dim.min(row.len()));
+                let angles = cos.iter().zip(sin);
+                match self.pairing {
+                    Pairing::Half => {
+                        let (a, b) = turning.split_at(pairs.min(turning.len()));
+                        let all = || a.iter().zip(b).zip(angles.clone());
+                        turned.extend(all().map(|((a, b), (cos, sin))| a * cos - b * sin));
+                        turned.extend(all().map(|((a, b), (cos, sin))| b * cos + a * sin));
+                    }
+                    Pairing::Interleaved => {
+                        for (pair, (cos, sin)) in turning.chunks_exact(2).zip(angles) {
+                            if let &[a, b] = pair {
+                                turned.extend([a * cos - b * sin, b * cos + a * sin]);
+                            }
+                        }
+                    }
+                }
+                turned.extend_from_slice(rest);
+            }
+        }
+    }
+}
+
+/// One frequency as the scaling leaves it.
+fn scale(frequency: f64, scaling: Scaling) -> f64 {
+    match scaling {
+        Scaling::None => frequency,
+        Scaling::Linear { factor } => frequency / factor,
+        Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
+            // Turns the pair made over the context of the first training.
+            let turns = f64::from(original_context) * frequency / TAU;
+            let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+            let kept = kept.clamp(0.0, 1.0);
+            frequency * kept + frequency / factor * (1.0 - kept)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde::Deserialize;
+
+    /// Cases recorded from TransformerEngine's rotary embedding, f32.
+    const CASES: &str = include_str!("../tests/data/rope.json");
+
+    #[derive(Deserialize)]
+    struct File {
+        schema: String,
+        cases: Vec<Case>,
+    }
+
+    #[derive(Deserialize)]
+    struct Case {
+        dim: u32,
+        rotary_percent: f64,
+        interleaved: bool,
+        interpolation_factor: Option<f64>,
+        pretrained_max: Option<f64>,
+        base: f64,
+        max_seq: f64,
+        start_positions: Vec<u32>,
+        shape: [u32; 4],
+        y: Vec<f32>,
+    }
+
+    /// The recorded inputs are a hash of sequence, position and dimension, in 1/64 steps.
+    fn value(sequence: u32, position: u32, dim: u32) -> f32 {
+        let mut x = sequence
+            .wrapping_mul(0x9E37_79B1)
+            .wrapping_add(position.wrapping_mul(0x85EB_CA6B))
+            .wrapping_add(dim.wrapping_mul(0x27D4_EB2F))
+            .wrapping_add(0xD3A2_646C)
+            .wrapping_add(0x5BD1_E995);
+        x = (x ^ (x >> 16)).wrapping_mul(0x7FEB_352D);
+        x = (x ^ (x >> 15)).wrapping_mul(0x846C_A68B);
+        x ^= x >> 16;
+        to_f32((f64::from(x >> 24) - 128.0) / 64.0)
+    }
+
+    fn rope(case: &Case) -> Rope {
+        let stretched = case.interpolation_factor.zip(case.pretrained_max);
+        let scaling = match stretched {
+            Some((factor, max)) if case.max_seq <= max * factor => Scaling::Linear { factor },
+            _ => Scaling::None,
+        };
+        let rotary_dim = (1..=case.dim)
+            .rev()
+            .find(|d| f64::from(*d) <= f64::from(case.dim) * case.rotary_percent);
+        Rope::new(&RopeConfig {
+            theta: case.base,
+            head_dim: case.dim,
+            rotary_dim: rotary_dim.expect("some of the row turns"),
+            pairing: if case.interleaved { Pairing::Interleaved } else { Pairing::Half },
+            scaling,
+        })
+    }
+
+    #[test]
+    fn agrees_with_recorded_rotations() {
+        let file: File = serde_json::from_str(CASES).expect("rope.json");
+        assert_eq!(file.schema, "te-rope/1");
+        assert!(!file.cases.is_empty());
+        for (index, case) in file.cases.iter().enumerate() {
+            let [batch, tokens, heads, dim] = case.shape;
+            assert_eq!((heads, dim), (1, case.dim));
+            let (mut positions, mut rows) = (Vec::new(), Vec::new());
+            for (sequence, start) in (0..batch).zip(&case.start_positions) {
+                for position in (0..tokens).map(|i| start + i) {
+                    positions.push(position);
+                    rows.extend((0..dim).map(|d| value(sequence, position, d)));
+                }
+            }
+            let rope = rope(case);
+            let (mut rotation, mut turned) = (Rotation::default(), Vec::new());
+            rope.fill(&positions, &mut rotation);
+            rope.rotate(&rotation, &rows, 1, &mut turned);
+            assert_eq!(turned.len(), case.y.len(), "case {index}");
+            for (got, expected) in turned.iter().zip(&case.y) {
+                assert!((got - expected).abs() <= 1e-6, "case {index}: {got} {expected}");
+            }
+        }
+    }
+
+    #[test]
+    fn heads_of_a_token_turn_alike() {
+        let config = RopeConfig {
+            theta: 10000.0,
+            head_dim: 4,
+            rotary_dim: 4,
+            pairing: Pairing::Half,
+            scaling: Scaling::None,
+        };
+        let (rope, mut rotation, mut turned) =
+            (Rope::new(&config), Rotation::default(), Vec::new());
+        rope.fill(&[0, 3], &mut rotation);
+        let row = [1.0, 2.0, 3.0, 4.0];
+        rope.rotate(&rotation, &row.repeat(4), 2, &mut turned);
+        let heads: Vec<_> = turned.chunks(4).collect();
+        assert_eq!(heads[0], row);
+        assert_eq!(heads[1], row);
+        assert_eq!(heads[2], heads[3]);
+        assert_ne!(heads[2], row);
+    }
+
+    #[test]
+    fn llama3_keeps_high_and_divides_low_frequencies() {
+        let scaling = Scaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_context: 8192,
+        };
+        assert_eq!(scale(1.0, scaling), 1.0);
+        assert_eq!(scale(1e-5, scaling), 1e-5 / 8.0);
+        let wavelength = 8192.0 / 2.5; // half way of the ramp
+        let between = scale(TAU / wavelength, scaling);
+        let expected = TAU / wavelength * (0.5 + 0.5 / 8.0);
+        assert!((between - expected).abs() < 1e-15);
+    }
+}

@@ -1,0 +1,153 @@
+//! Everything a run needs, opened once: the model, its tokenizer, the device, the prompts.
+use kv::{CacheSpec, Determinism, Device, KvCache, KvFormat, SpecError};
+
+use crate::args::{GenerateArgs, Paged};
+use crate::bundled;
+use crate::config::ModelConfig;
+use crate::model::Llama;
+use crate::num::{to_u32, to_usize};
+use crate::prompts;
+use crate::sampler::Sampler;
+use crate::scheduler::{Event, Generated, Limits, Request, Scheduler, Stats};
+use crate::text::{Text, tokenizer_path};
+
+/// What is the same for every run of one command.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) model_name: String,
+    pub(crate) model: Llama,
+    pub(crate) text: Text,
+    pub(crate) device: Device,
+    pub(crate) prompts: Vec<Prompt>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Prompt {
+    pub(crate) text: String,
+    pub(crate) ids: Vec<u32>,
+}
+
+/// How the cache's memory is cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Layout {
+    Paged(Paged),
+    Contiguous { sequences: u32, tokens: u32 },
+}
+
+impl std::fmt::Display for Layout {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Paged(Paged { block_size, num_blocks }) => {
+                write!(f, "paged {block_size},{num_blocks}")
+            }
+            Self::Contiguous { sequences, tokens } => write!(f, "contiguous {sequences}x{tokens}"),
+        }
+    }
+}
+
+/// What differs between runs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Variant {
+    pub(crate) layout: Layout,
+    pub(crate) max_new_tokens: u32,
+    pub(crate) forget: bool,
+    pub(crate) ignore_eos: bool,
+}
+
+/// Block size and bytes of a cache that was not described.
+const BLOCK_SIZE: u32 = 16;
+const CACHE_BYTES: u64 = 1 << 30;
+
+impl Session {
+    pub(crate) fn open(args: &GenerateArgs) -> anyhow::Result<Self> {
+        let texts = prompts::collect(&args.prompt, args.prompts.as_deref())?;
+        let path = bundled::model_or_bundled(args.model.as_deref())?;
+        let device = kv::open(&args.backend)?;
+        let text = Text::read(&tokenizer_path(&path, args.tokenizer.as_deref())?)?;
+        let model = Llama::read(&path)?;
+        let ModelConfig { vocab, bos, .. } = *model.config();
+        let encode = |prompt: String| {
+            let ids = text.encode(&prompt, vocab, bos)?;
+            Ok(Prompt { text: prompt, ids })
+        };
+        let prompts = texts.into_iter().map(encode).collect::<anyhow::Result<_>>()?;
+        let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
+        Ok(Self { model_name: name.into_owned(), model, text, device, prompts })
+    }
+
+    /// Sequences that can run at once.
+    fn batch(&self, args: &GenerateArgs) -> u32 {
+        args.max_batch.min(to_u32(self.prompts.len())).max(1)
+    }
+
+    pub(crate) fn contiguous(&self, args: &GenerateArgs) -> Layout {
+        Layout::Contiguous { sequences: self.batch(args), tokens: self.model.config().context }
+    }
+
+    /// Blocks for the whole batch at the model's context, within bounds, but enough for each prompt
+    /// alone.
+    pub(crate) fn paged(&self, args: &GenerateArgs) -> anyhow::Result<Layout> {
+        if let Some(paged) = args.paged {
+            return Ok(Layout::Paged(paged));
+        }
+        let context = self.model.config().context;
+        let longest = self.prompts.iter().map(|prompt| to_u32(prompt.ids.len())).max();
+        let longest = longest.unwrap_or(0).saturating_add(args.max_new_tokens).min(context);
+        let one = Layout::Paged(Paged { block_size: BLOCK_SIZE, num_blocks: 1 });
+        let block = self.spec(one, args.format)?.memory().bytes_total.max(1);
+        let affordable = CACHE_BYTES.checked_div(block).unwrap_or(0);
+        let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
+        let wanted = context.div_ceil(BLOCK_SIZE).saturating_mul(self.batch(args));
+        let num_blocks = wanted.min(affordable).max(longest.div_ceil(BLOCK_SIZE)).max(1);
+        Ok(Layout::Paged(Paged { block_size: BLOCK_SIZE, num_blocks }))
+    }
+
+    fn spec(&self, layout: Layout, format: KvFormat) -> Result<CacheSpec, SpecError> {
+        let config = self.model.config();
+        let builder = CacheSpec::builder()
+            .layers(config.layers)
+            .kv_heads(config.kv_heads)
+            .head_dim(config.head_dim)
+            .format(format)
+            .max_seq_len(config.context)
+            // What a sequence says must not depend on its neighbours.
+            .determinism(Determinism::BatchInvariant);
+        match layout {
+            Layout::Paged(Paged { block_size, num_blocks }) => {
+                builder.paged(block_size, num_blocks).build()
+            }
+            Layout::Contiguous { sequences, tokens } => {
+                builder.contiguous(sequences, tokens).build()
+            }
+        }
+    }
+
+    /// Tokens that end a text in this run.
+    pub(crate) fn stop(&self, variant: &Variant) -> Vec<u32> {
+        if variant.ignore_eos { Vec::new() } else { self.model.config().eos.clone() }
+    }
+
+    /// Runs all prompts once, through a cache of their own.
+    pub(crate) fn run(
+        &self,
+        args: &GenerateArgs,
+        variant: Variant,
+        news: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
+    ) -> anyhow::Result<(Vec<Generated>, Stats)> {
+        let cache = KvCache::new(self.device.clone(), self.spec(variant.layout, args.format)?)?;
+        let limits = Limits {
+            max_batch: to_usize(args.max_batch),
+            max_step_tokens: to_usize(args.max_step_tokens),
+            context: self.model.config().context,
+            stop: self.stop(&variant),
+            forget: variant.forget,
+        };
+        let request = |(index, prompt): (usize, &Prompt)| Request {
+            prompt: prompt.ids.clone(),
+            max_new_tokens: variant.max_new_tokens,
+            sampler: Sampler::new(args.temperature, args.seed, index),
+        };
+        let requests = self.prompts.iter().enumerate().map(request).collect();
+        Scheduler::new(cache, &self.model, limits).run(requests, news)
+    }
+}

@@ -1,0 +1,109 @@
+//! Weights by name, upcast to f32 and checked against the shape the configuration asks for.
+//!
+//! A file is read whole, every offset in it is checked before a byte is used, and a name that leads
+//! out of the model's directory is refused.
+use std::collections::{BTreeSet, HashMap};
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use candle_core::safetensors::{Load, SliceSafetensors};
+use candle_core::{DType, Device, Tensor};
+use serde::Deserialize;
+
+use crate::num::to_usize;
+
+/// Tensors of a model under the names Hugging Face gives them.
+#[derive(Debug, Default)]
+pub(crate) struct Weights {
+    tensors: HashMap<String, Tensor>,
+    /// Tensors of element types that are no floats, for the message only.
+    refused: HashMap<String, String>,
+}
+
+/// `model.safetensors.index.json`: which file holds which tensor.
+#[derive(Debug, Deserialize)]
+struct Index {
+    weight_map: HashMap<String, String>,
+}
+
+/// A tensor that is not what the configuration says.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum WeightError {
+    #[error("tensor {name} is missing")]
+    Missing { name: String },
+    #[error("tensor {name} has shape {got:?}, expected {expected:?}")]
+    Shape { name: String, got: Vec<usize>, expected: Vec<usize> },
+    #[error("tensor {name} has element type {got}, expected f32, f16 or bf16")]
+    ElementType { name: String, got: String },
+}
+
+impl Weights {
+    /// Reads `model.safetensors`, or the files its index names.
+    pub(crate) fn read(dir: &Path) -> anyhow::Result<Self> {
+        let mut weights = Self::default();
+        let single = dir.join("model.safetensors");
+        let index = dir.join("model.safetensors.index.json");
+        if single.is_file() || !index.is_file() {
+            weights.read_file(&single)?;
+            return Ok(weights);
+        }
+        let text = fs::read_to_string(&index).with_context(|| index.display().to_string())?;
+        let map: Index =
+            serde_json::from_str(&text).with_context(|| index.display().to_string())?;
+        let files: BTreeSet<_> = map.weight_map.into_values().collect();
+        for file in files {
+            if Path::new(&file).file_name().is_none_or(|name| name != file.as_str()) {
+                bail!("{}: {file:?} is not a plain file name", index.display());
+            }
+            weights.read_file(&dir.join(file))?;
+        }
+        Ok(weights)
+    }
+
+    fn read_file(&mut self, path: &Path) -> anyhow::Result<()> {
+        let bytes = fs::read(path).with_context(|| path.display().to_string())?;
+        self.read_bytes(&bytes).with_context(|| path.display().to_string())
+    }
+
+    fn read_bytes(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
+        let file = SliceSafetensors::new(bytes)?;
+        for (name, view) in file.tensors() {
+            let is_float = DType::try_from(view.dtype())
+                .is_ok_and(|dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16));
+            if is_float {
+                let tensor = view.load(&Device::Cpu)?.to_dtype(DType::F32)?;
+                self.insert(name, tensor);
+            } else {
+                self.refused.insert(name, format!("{:?}", view.dtype()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a tensor that is f32 already.
+    pub(crate) fn insert(&mut self, name: String, tensor: Tensor) {
+        self.tensors.insert(name, tensor);
+    }
+
+    /// Whether there is a tensor of this name.
+    pub(crate) fn contains(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// Takes a tensor of exactly this shape out.
+    pub(crate) fn take(&mut self, name: &str, shape: &[u32]) -> Result<Tensor, WeightError> {
+        let name = name.to_owned();
+        let Some(tensor) = self.tensors.remove(&name) else {
+            return Err(match self.refused.remove(&name) {
+                Some(got) => WeightError::ElementType { name, got },
+                None => WeightError::Missing { name },
+            });
+        };
+        let expected: Vec<_> = shape.iter().copied().map(to_usize).collect();
+        if tensor.dims() != expected {
+            return Err(WeightError::Shape { name, got: tensor.dims().to_vec(), expected });
+        }
+        Ok(tensor)
+    }
+}

@@ -1,0 +1,143 @@
+//! A decode step allocates nothing between `begin_step` and `commit`, host side and kernels included,
+//! once the buffers of the first steps have reached their size.
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use kv_core::{
+    AttentionOptions, CacheError, CacheSpec, Determinism, KvCache, KvFormat, QkvFormat, SequenceId,
+    StartOptions, StepInput, TensorView, TensorViewMut,
+};
+use kv_cpu::{CpuBackend, CpuOptions};
+
+thread_local! {
+    static COUNTED: Cell<Option<u64>> = const { Cell::new(None) };
+}
+
+/// The system's allocator, counting what a thread asks for while it wants to know.
+struct Counting;
+
+fn count() {
+    // A thread that is going away has no counter any more; nothing is being counted there.
+    let _ = COUNTED.try_with(|counted| counted.set(counted.get().map(|n| n + 1)));
+}
+
+// SAFETY: every method hands its arguments to `System` unchanged and returns what that returns.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: the caller keeps `GlobalAlloc::alloc`'s contract, which is `System`'s.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: as in `alloc`.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count();
+        // SAFETY: `ptr` came from `System` through this allocator, with this layout.
+        unsafe { System.realloc(ptr, layout, size) }
+    }
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: `ptr` came from `System` through this allocator, with this layout.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const LAYERS: u16 = 2;
+const HEADS: u32 = 2;
+const DIM: u32 = 16;
+const BATCH: u32 = 5;
+
+struct Tensors {
+    kv: Vec<f32>,
+    q: Vec<f32>,
+    out: Vec<f32>,
+    lse: Vec<f32>,
+}
+
+/// One step of the whole batch; every sequence brings `tokens`.
+fn step(
+    cache: &mut KvCache<CpuBackend>,
+    inputs: &[StepInput<'_>],
+    tokens: u32,
+    tensors: &mut Tensors,
+) -> Result<(), CacheError> {
+    let rows = BATCH * tokens;
+    let (kv, q) = ([rows, HEADS, DIM], [rows, HEADS * 4, DIM]);
+    let len = |dims: &[u32]| usize::try_from(dims.iter().product::<u32>()).unwrap();
+    let options = AttentionOptions::causal(0.25);
+    let mut step = cache.begin_step(inputs)?;
+    for layer in 0..LAYERS {
+        let view = TensorView::host(&tensors.kv[..len(&kv)], &kv);
+        step.write(layer, view, view, QkvFormat::Thd)?;
+        let queries = TensorView::host(&tensors.q[..len(&q)], &q);
+        let out = TensorViewMut::host(&mut tensors.out[..len(&q)], &q);
+        let lse = TensorViewMut::host(&mut tensors.lse[..len(&q[..2])], &q[..2]);
+        step.attend_lse(layer, queries, out, lse, &options)?;
+    }
+    step.commit()
+}
+
+fn allocations(determinism: Determinism, format: KvFormat, block_size: u32) -> u64 {
+    let backend = CpuBackend::open(CpuOptions::default().threads(1)).unwrap();
+    let spec = CacheSpec::builder()
+        .layers(LAYERS)
+        .kv_heads(HEADS)
+        .head_dim(DIM)
+        .format(format)
+        .paged(block_size, 40_000 / block_size)
+        .determinism(determinism)
+        .build()
+        .unwrap();
+    let mut cache = KvCache::new(backend, spec).unwrap();
+    let prompt = 1100_u32;
+    let size = usize::try_from(BATCH * prompt * HEADS * 4 * DIM).unwrap();
+    let mut tensors = Tensors {
+        kv: vec![0.5; size],
+        q: vec![0.5; size],
+        out: vec![0.0; size],
+        lse: vec![0.0; size],
+    };
+    let ids: Vec<_> = (0..u64::from(BATCH)).map(SequenceId).collect();
+    for id in &ids {
+        cache.start(*id, &[], StartOptions::default()).unwrap();
+    }
+    let prefill: Vec<_> = ids.iter().map(|id| StepInput::count(*id, prompt)).collect();
+    step(&mut cache, &prefill, prompt, &mut tensors).unwrap();
+    let decode: Vec<_> = ids.iter().map(|id| StepInput::tokens(*id, &[7])).collect();
+    for _ in 0..3 {
+        step(&mut cache, &decode, 1, &mut tensors).unwrap();
+    }
+    COUNTED.set(Some(0));
+    // Far enough to cross several blocks.
+    for _ in 0..100 {
+        step(&mut cache, &decode, 1, &mut tensors).unwrap();
+    }
+    COUNTED.take().unwrap()
+}
+
+#[test]
+fn the_counter_counts() {
+    COUNTED.set(Some(0));
+    let kept = vec![1_u8];
+    assert_eq!(COUNTED.take(), Some(1));
+    drop(kept);
+}
+
+#[test]
+fn decode_steps_allocate_nothing() {
+    for format in [KvFormat::F32, KvFormat::F16, KvFormat::Bf16] {
+        for block_size in [1, 16] {
+            assert_eq!(allocations(Determinism::Fast, format, block_size), 0, "{format}");
+        }
+    }
+}
+
+#[test]
+fn decode_steps_over_split_contexts_allocate_nothing() {
+    assert_eq!(allocations(Determinism::BatchInvariant, KvFormat::F32, 16), 0);
+}

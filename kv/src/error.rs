@@ -1,0 +1,96 @@
+//! One error for everything a program meets between opening a device and the last step.
+use kv_core::{
+    BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
+};
+
+/// Anything the library can answer with.
+///
+/// The narrow errors of `kv-core` convert into it, so `?` works in one function for all of them. A
+/// full cache is normal operation for a scheduler; ask [`Self::exhausted`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The cache's answer.
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    /// A name is none of the known ones.
+    #[error(transparent)]
+    Name(#[from] UnknownName),
+    /// A backend that exists but was not built in.
+    #[error("backend {backend} is not in this program: it was built without feature `{backend}`")]
+    NotBuilt {
+        /// The backend, which is also the name of the feature.
+        backend: &'static str,
+    },
+    /// The part of a device's name after the colon is no index.
+    #[error("device {text:?}: expected NAME or NAME:INDEX with a whole number")]
+    DeviceIndex {
+        /// The text given.
+        text: String,
+    },
+}
+
+impl Error {
+    /// What was missing when the cache is full, `None` for any other error.
+    pub fn exhausted(&self) -> Option<&BlocksExhausted> {
+        match self {
+            Self::Cache(CacheError::Exhausted(exhausted)) => Some(exhausted),
+            _ => None,
+        }
+    }
+
+    /// What went wrong on the device, `None` for any other error.
+    pub fn device_kind(&self) -> Option<DeviceErrorKind> {
+        match self {
+            Self::Cache(CacheError::Device(error)) => Some(error.kind()),
+            _ => None,
+        }
+    }
+}
+
+impl From<SpecError> for Error {
+    fn from(error: SpecError) -> Self {
+        Self::Cache(error.into())
+    }
+}
+
+impl From<PlanError> for Error {
+    fn from(error: PlanError) -> Self {
+        Self::Cache(error.into())
+    }
+}
+
+impl From<BlocksExhausted> for Error {
+    fn from(error: BlocksExhausted) -> Self {
+        Self::Cache(error.into())
+    }
+}
+
+impl From<DeviceError> for Error {
+    fn from(error: DeviceError) -> Self {
+        Self::Cache(error.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kv_core::GroupId;
+
+    #[test]
+    fn narrow_errors_keep_their_words_and_their_kind() {
+        let exhausted = BlocksExhausted { group: GroupId(0), needed: 3, free: 1, evictable: 0 };
+        let error = Error::from(exhausted);
+        assert_eq!(error.to_string(), exhausted.to_string());
+        assert_eq!(error.exhausted(), Some(&exhausted));
+        let error = Error::from(DeviceError::new(DeviceErrorKind::Lost, "attend"));
+        assert_eq!(error.device_kind(), Some(DeviceErrorKind::Lost));
+        assert_eq!(error.exhausted(), None);
+    }
+
+    #[test]
+    fn is_send_and_sync() {
+        fn check<T: Send + Sync + 'static>() {}
+        check::<Error>();
+    }
+}

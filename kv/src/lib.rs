@@ -1,0 +1,45 @@
+//! One KV cache for transformers, on every device that was built in.
+//!
+//! A KV cache keeps the keys and values of every token a model has seen. This crate is what users
+//! import: all of `kv-core`, the backends behind features, and [`open`] to pick one at run time.
+//!
+//! ```
+//! # #[cfg(feature = "cpu")] {
+//! use kv::{AttentionOptions, CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions};
+//! use kv::{StepInput, TensorView, TensorViewMut};
+//!
+//! let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(16, 64).build()?;
+//! let mut cache = KvCache::new(kv::open(&"cpu".parse()?)?, spec)?;
+//! let (seq, prompt) = (SequenceId(0), [11, 22]);
+//! let reused = cache.start(seq, &prompt, StartOptions::default())?; // tokens that need no step
+//! let mut step = cache.begin_step(&[StepInput::tokens(seq, &prompt[reused..])])?;
+//! assert_eq!(step.positions(), [0, 1]); // what RoPE needs
+//! let (k, v) = ([1.0_f32, 0.0, 0.0, 1.0], [1.0_f32, 2.0, 3.0, 4.0]); // [tokens, heads, dim]
+//! let (q, mut out) = ([0.0_f32; 4], [0.0_f32; 4]);
+//! let view = |data| TensorView::host::<f32>(data, &[2, 1, 2]);
+//! step.write(0, view(&k), view(&v), QkvFormat::Thd)?;
+//! let out_view = TensorViewMut::host(&mut out, &[2, 1, 2]);
+//! step.attend(0, view(&q), out_view, &AttentionOptions::causal(0.7))?;
+//! step.commit()?; // lengths advance
+//! assert_eq!(out, [1.0, 2.0, 2.0, 3.0]); // token 0 sees itself, token 1 the mean of both
+//! # }
+//! # Ok::<(), kv::Error>(())
+//! ```
+//!
+//! # Features
+//! | feature | gives |
+//! |---|---|
+//! | `cpu` (default) | the backend `cpu`, and the module `kv::cpu` |
+//!
+//! Features only add names; which device is used is always the program's choice.
+#![forbid(unsafe_code)]
+
+mod device;
+mod error;
+
+pub use device::{Device, DeviceSpec, open};
+pub use error::Error;
+pub use kv_core::*;
+/// The CPU backend with its own types, for callers that want no type erasure.
+#[cfg(feature = "cpu")]
+pub use kv_cpu as cpu;

@@ -1,0 +1,218 @@
+//! `cargo xtask conformance`: the shared suite, on every backend of the workspace.
+//!
+//! A backend's runner is its test target `conformance`, made by `kv-testkit`. It leaves its counts
+//! in the file that [`REPORT`] names; this module starts the runners and adds up. It knows no case.
+use std::ffi::OsString;
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::shell;
+use crate::workspace::Workspace;
+
+/// Name of the runner among a backend crate's test targets.
+pub(crate) const TEST_TARGET: &str = "conformance";
+
+/// Variable that tells a runner where to write its counts.
+const REPORT: &str = "KV_CONFORMANCE_REPORT";
+
+/// Every backend there is to be, whether in the workspace already or not.
+const BACKENDS: [&str; 3] = ["cpu", "wgpu", "cuda"];
+
+/// What to run.
+#[derive(Debug, Default)]
+pub(crate) struct Options {
+    /// Only these; all of the workspace when empty.
+    pub(crate) backends: Vec<String>,
+    /// Absolute paths of folders of vector files, to run instead of the suite.
+    pub(crate) vectors: Vec<PathBuf>,
+    /// Further arguments of the runner: those of libtest, first of all a part of a case's name.
+    pub(crate) args: Vec<OsString>,
+}
+
+/// How many cases ended how.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    passed: u64,
+    failed: u64,
+    skipped: u64,
+}
+
+impl Counts {
+    /// Nothing failed.
+    pub(crate) fn is_clean(&self) -> bool {
+        self.failed == 0
+    }
+
+    fn add(&mut self, other: Self) {
+        self.passed = self.passed.saturating_add(other.passed);
+        self.failed = self.failed.saturating_add(other.failed);
+        self.skipped = self.skipped.saturating_add(other.skipped);
+    }
+
+    fn parse(report: &Value) -> Option<Self> {
+        let count = |key| report.get(key).and_then(Value::as_u64);
+        Some(Self {
+            passed: count("passed")?,
+            failed: count("failed")?,
+            skipped: count("skipped")?,
+        })
+    }
+}
+
+impl fmt::Display for Counts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { passed, failed, skipped } = self;
+        write!(f, "{passed} passed, {failed} failed, {skipped} skipped")
+    }
+}
+
+/// Runs the suite; the last line printed is the total.
+pub(crate) fn run(options: &Options) -> Result<Counts> {
+    if let Some(vectors) = options.vectors.iter().find(|path| !path.is_dir()) {
+        bail!("--vectors {}: no such folder", vectors.display());
+    }
+    let workspace = Workspace::load()?;
+    let mut total = Counts::default();
+    let mut lines = Vec::new();
+    for (backend, asked) in chosen(&options.backends)? {
+        let (line, counts) = match why_not(&workspace, backend) {
+            None => run_backend(&workspace, backend, asked, options)?,
+            Some(why) if asked => (why, Counts { failed: 1, ..Counts::default() }),
+            Some(why) => (why, Counts::default()),
+        };
+        lines.push(format!("{backend}: {line}"));
+        total.add(counts);
+    }
+    println!("\n{}\n{total}", lines.join("\n"));
+    Ok(total)
+}
+
+/// The backends to run, and whether each was asked for by name.
+fn chosen(asked: &[String]) -> Result<Vec<(&'static str, bool)>> {
+    if asked.is_empty() {
+        return Ok(BACKENDS.map(|name| (name, false)).into());
+    }
+    let known = |name: &String| {
+        let backend = BACKENDS.into_iter().find(|backend| backend == name);
+        let backend = backend.map(|backend| (backend, true));
+        backend.with_context(|| format!("unknown backend {name:?}, known: {}", BACKENDS.join(", ")))
+    };
+    asked.iter().map(known).collect()
+}
+
+/// Why a backend has no runner, `None` when it has one.
+fn why_not(workspace: &Workspace, backend: &str) -> Option<String> {
+    let Some(package) = workspace.package(&format!("kv-{backend}")) else {
+        return Some("not in this workspace yet".to_owned());
+    };
+    let runs = package.targets_of("test").any(|target| target.name == TEST_TARGET);
+    (!runs).then(|| format!("{} has no tests/{TEST_TARGET}.rs yet", package.name))
+}
+
+fn run_backend(
+    workspace: &Workspace,
+    backend: &str,
+    asked: bool,
+    options: &Options,
+) -> Result<(String, Counts)> {
+    let folder = workspace.target_dir.join("conformance");
+    let report = folder.join(format!("{backend}.json"));
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    // Counts of an earlier run must not pass for those of a runner that fails to start.
+    match fs::remove_file(&report) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            return Err(error).with_context(|| format!("cannot remove {}", report.display()));
+        }
+        _ => {}
+    }
+    let package = format!("kv-{backend}");
+    let mut command = shell::cargo(["test", "--package", &package, "--test", TEST_TARGET, "--"]);
+    if asked {
+        // A device that cannot be opened is then a failure, not a skipped case.
+        command.args(["--backend", backend]);
+    }
+    for vectors in &options.vectors {
+        command.arg("--vectors").arg(vectors);
+    }
+    command.args(&options.args).env(REPORT, &report);
+    let ended = shell::run(&mut command);
+    if options.args.iter().any(|arg| arg == "--list") {
+        ended?;
+        return Ok(("listed, nothing ran".to_owned(), Counts::default()));
+    }
+    Ok(outcome(read_report(&report).as_ref(), ended))
+}
+
+fn read_report(path: &Path) -> Option<Value> {
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
+}
+
+/// What one runner's report and its exit status amount to. A runner that fails without a failed
+/// case counts as one.
+fn outcome(report: Option<&Value>, ended: Result<()>) -> (String, Counts) {
+    let counts = report.and_then(Counts::parse);
+    match (counts, ended) {
+        (Some(counts), Ok(())) => (counts.to_string(), counts),
+        (Some(counts), Err(_)) if counts.failed > 0 => (counts.to_string(), counts),
+        (counts, ended) => {
+            let why = match ended {
+                Err(error) => format!("{error:#}"),
+                Ok(()) => "the runner left no counts".to_owned(),
+            };
+            let counts = counts.unwrap_or_default();
+            (why, Counts { failed: counts.failed.saturating_add(1), ..counts })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workspace::Target;
+    use crate::workspace::tests::workspace;
+
+    fn counts(passed: u64, failed: u64, skipped: u64) -> Counts {
+        Counts { passed, failed, skipped }
+    }
+
+    fn report(failed: u64) -> Value {
+        serde_json::json!({"backend": "cpu", "passed": 3, "failed": failed, "skipped": 1})
+    }
+
+    #[test]
+    fn counts_are_taken_from_the_report() {
+        assert_eq!(outcome(Some(&report(0)), Ok(())).1, counts(3, 0, 1));
+        assert_eq!(outcome(Some(&report(2)), Err(anyhow::anyhow!("exit 101"))).1, counts(3, 2, 1));
+        assert_eq!(counts(3, 0, 1).to_string(), "3 passed, 0 failed, 1 skipped");
+    }
+
+    #[test]
+    fn a_runner_that_breaks_is_a_failure() {
+        let (line, broken) = outcome(None, Err(anyhow::anyhow!("does not build")));
+        assert_eq!((line.as_str(), broken), ("does not build", counts(0, 1, 0)));
+        assert_eq!(outcome(None, Ok(())).1, counts(0, 1, 0));
+        assert_eq!(outcome(Some(&report(0)), Err(anyhow::anyhow!("aborted"))).1, counts(3, 1, 1));
+        assert_eq!(outcome(Some(&Value::Null), Ok(())).1, counts(0, 1, 0));
+    }
+
+    #[test]
+    fn absent_backends_say_why() {
+        let mut workspace = workspace(&[("kv-cpu", &[])]);
+        assert_eq!(why_not(&workspace, "cuda").unwrap(), "not in this workspace yet");
+        assert!(why_not(&workspace, "cpu").unwrap().contains("no tests/conformance.rs"));
+        let (name, kind) = (TEST_TARGET.to_owned(), "test".to_owned());
+        workspace.packages[0].targets.push(Target { name, kind, source: PathBuf::new() });
+        assert_eq!(why_not(&workspace, "cpu"), None);
+    }
+
+    #[test]
+    fn only_known_backends_are_asked_for() {
+        assert_eq!(chosen(&[]).unwrap().len(), BACKENDS.len());
+        assert_eq!(chosen(&["cpu".to_owned()]).unwrap(), [("cpu", true)]);
+        assert!(chosen(&["gpu".to_owned()]).is_err());
+    }
+}

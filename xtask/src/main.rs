@@ -1,0 +1,160 @@
+//! The project's own tool: every chore that is more than one cargo command.
+//!
+//! Owns the order and the list of the checks; refuses to know how any of them works inside. It
+//! depends on no crate of the workspace, so it builds and can tell what is wrong when they do not.
+#![forbid(unsafe_code)]
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
+
+mod bench;
+mod conformance;
+mod readme;
+mod setup;
+mod shell;
+mod suite;
+mod tidy;
+mod workspace;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use anyhow::{Result, bail};
+use lexopt::{Arg, Parser, ValueExt};
+
+const HELP: &str = "\
+Usage: cargo xtask COMMAND
+
+  test                 everything a change must pass, in order, each stage with its time
+  conformance          the shared suite on every backend of this workspace
+      --backend NAME   only this one (repeatable); fails when it is absent or cannot be opened
+      --vectors DIR    the vector files found under DIR instead of the suite (repeatable)
+      [-- ARG...]      to the runner, as to libtest: a part of a case's name, --list, --exact
+  tidy                 rules about files, crates and documents that no compiler checks
+  setup                what the suites need on this machine, installed where that is possible
+  bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
+  help                 this text
+";
+
+enum Command {
+    Test,
+    Conformance(conformance::Options),
+    Tidy,
+    Setup,
+    Bench(Vec<OsString>),
+    Help,
+}
+
+fn main() -> ExitCode {
+    let command = match parse(Parser::from_env()) {
+        Ok(command) => command,
+        Err(error) => {
+            eprintln!("error: {error:#}\n\n{HELP}");
+            return ExitCode::from(2);
+        }
+    };
+    match run(command) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
+        Command::Test => suite::run()?,
+        Command::Conformance(options) => {
+            // Its last line is the total, so a failure says nothing after it.
+            let total = conformance::run(&options)?;
+            return Ok(if total.is_clean() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        }
+        Command::Tidy => tidy::run()?,
+        Command::Setup => setup::run()?,
+        Command::Bench(args) => bench::run(&args)?,
+        Command::Help => print!("{HELP}"),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn parse(mut parser: Parser) -> Result<Command> {
+    let Some(first) = parser.next()? else {
+        bail!("no command given");
+    };
+    let name = match first {
+        Arg::Value(name) => name.string()?,
+        Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
+        other => return Err(other.unexpected().into()),
+    };
+    let command = match name.as_str() {
+        "conformance" => return parse_conformance(parser),
+        "bench" => return Ok(Command::Bench(parser.raw_args()?.collect())),
+        "test" => Command::Test,
+        "tidy" => Command::Tidy,
+        "setup" => Command::Setup,
+        "help" => Command::Help,
+        other => bail!("unknown command {other:?}"),
+    };
+    match parser.next()? {
+        None => Ok(command),
+        Some(Arg::Short('h') | Arg::Long("help")) => Ok(Command::Help),
+        Some(other) => Err(other.unexpected().into()),
+    }
+}
+
+fn parse_conformance(mut parser: Parser) -> Result<Command> {
+    let mut options = conformance::Options::default();
+    // After `--` everything is the runner's; lexopt would only stop reading options there.
+    let args: Vec<OsString> = parser.raw_args()?.collect();
+    let ours = args.iter().position(|arg| arg == "--").unwrap_or(args.len());
+    options.args.extend(args.iter().skip(ours).skip(1).cloned());
+    let mut parser = Parser::from_args(args.into_iter().take(ours));
+    while let Some(arg) = parser.next()? {
+        match arg {
+            Arg::Long("backend") => options.backends.push(parser.value()?.string()?),
+            Arg::Long("vectors") => {
+                // The runner has another working directory.
+                options.vectors.push(std::path::absolute(parser.value()?)?);
+            }
+            Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
+            Arg::Value(filter) => options.args.insert(0, filter),
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    Ok(Command::Conformance(options))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(line: &str) -> Result<Command> {
+        parse(Parser::from_args(line.split_whitespace()))
+    }
+
+    #[test]
+    fn conformance_takes_backends_vectors_and_arguments_of_the_runner() {
+        let Ok(Command::Conformance(options)) =
+            parsed("conformance --backend cpu --vectors some/dir -- attend --exact")
+        else {
+            panic!("not parsed as conformance");
+        };
+        assert_eq!(options.backends, ["cpu"]);
+        assert!(options.vectors[0].is_absolute());
+        assert_eq!(options.args, ["attend", "--exact"]);
+    }
+
+    #[test]
+    fn bench_passes_everything_on() {
+        let Ok(Command::Bench(args)) = parsed("bench attend --test") else {
+            panic!("not parsed as bench");
+        };
+        assert_eq!(args, ["attend", "--test"]);
+    }
+
+    #[test]
+    fn wrong_usage_is_refused() {
+        for line in ["", "tests", "test now", "tidy --fast", "conformance --backends cpu"] {
+            assert!(parsed(line).is_err(), "{line:?}");
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! The commands of README.md, run as they are written.
+//!
+//! A fence marked `sh` holds commands that work on a fresh checkout, one a line; anything else,
+//! such as a command that takes long, stands in a fence marked `text`.
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+
+use crate::{shell, suite};
+
+/// Commands that would run what is running.
+const RUNNING: [&str; 1] = ["cargo xtask test"];
+
+/// Runs every command; a failure names the command.
+pub(crate) fn run() -> Result<()> {
+    let path = shell::root().join("README.md");
+    let text = std::fs::read_to_string(&path)
+        .with_context(|| format!("cannot read {}", path.display()))?;
+    let commands = commands(&text);
+    for needed in RUNNING {
+        if !commands.contains(&needed) {
+            bail!("README.md no longer says `{needed}` in a fence marked `sh`");
+        }
+    }
+    for line in commands {
+        if RUNNING.contains(&line) {
+            println!("$ {line}   (is what runs now)");
+            continue;
+        }
+        let start = Instant::now();
+        shell::run(shell::program("sh").args(["-c", line]))?;
+        suite::note(line, start.elapsed());
+    }
+    Ok(())
+}
+
+/// The lines of all fences marked `sh`, without comments.
+fn commands(text: &str) -> Vec<&str> {
+    let mut commands = Vec::new();
+    let mut fence = None;
+    for line in text.lines().map(str::trim) {
+        match (line.strip_prefix("```"), fence) {
+            (Some(_), Some(_)) => fence = None,
+            (Some(language), None) => fence = Some(language),
+            (None, Some("sh")) if !line.is_empty() && !line.starts_with('#') => {
+                commands.push(line);
+            }
+            (None, _) => {}
+        }
+    }
+    commands
+}
+
+#[cfg(test)]
+mod tests {
+    use super::commands;
+
+    #[test]
+    fn only_sh_fences_hold_commands() {
+        let text = "\
+```sh
+# a comment
+cargo run
+
+cargo xtask test
+```
+```text
+rm -r everything
+```
+cargo nothing
+```rust
+let x = 1;
+```
+";
+        assert_eq!(commands(text), ["cargo run", "cargo xtask test"]);
+    }
+}

@@ -1,0 +1,163 @@
+//! `cargo xtask test`: everything a change must pass, cheapest first, each stage with its time.
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::workspace::Workspace;
+use crate::{conformance, readme, setup, shell, tidy};
+
+/// The crate with the heavy dependencies: built once, in release, for its tests and for README
+/// alike.
+const HEAVY: &str = "kv-cli";
+
+/// How a stage ended.
+enum Outcome {
+    Passed,
+    Skipped(String),
+}
+
+type Stage = (&'static str, fn(&Workspace) -> Result<Outcome>);
+
+const STAGES: &[Stage] = &[
+    ("tools", tools),
+    ("format", format),
+    ("tidy", |_| tidy::run().map(passed)),
+    ("clippy", clippy),
+    ("licences", licences),
+    ("spelling", spelling),
+    ("other instruction sets", cross_check),
+    ("unit and API tests, benches once", unit_tests),
+    ("doc tests", doc_tests),
+    ("conformance", conform),
+    ("kv-cli in release", heavy_tests),
+    ("rustdoc", rustdoc),
+    ("features", features),
+    ("README commands", |_| readme::run().map(passed)),
+];
+
+/// Runs every stage; stops at the first that fails.
+pub(crate) fn run() -> Result<()> {
+    let workspace = Workspace::load()?;
+    let start = Instant::now();
+    let mut lines = Vec::new();
+    for (name, stage) in STAGES {
+        println!("\n== {name}");
+        let stage_start = Instant::now();
+        let outcome = stage(&workspace);
+        let seconds = seconds(stage_start.elapsed());
+        match &outcome {
+            Ok(Outcome::Passed) => lines.push(format!("{seconds}  {name}")),
+            Ok(Outcome::Skipped(why)) => {
+                println!("skipped: {why}");
+                lines.push(format!("{seconds}  {name} (skipped: {why})"));
+            }
+            Err(_) => lines.push(format!("{seconds}  {name} FAILED")),
+        }
+        if let Err(error) = outcome {
+            println!("\n{}", lines.join("\n"));
+            return Err(error).with_context(|| format!("stage \"{name}\""));
+        }
+    }
+    println!("\n{}\n{}  all passed", lines.join("\n"), seconds(start.elapsed()));
+    Ok(())
+}
+
+/// Prints how long a part of a stage took.
+pub(crate) fn note(what: &str, took: Duration) {
+    println!("{}  {what}", seconds(took));
+}
+
+fn seconds(took: Duration) -> String {
+    format!("{:>7.1} s", took.as_secs_f64())
+}
+
+fn passed<T>(_: T) -> Outcome {
+    Outcome::Passed
+}
+
+fn cargo(args: &[&str]) -> Result<Outcome> {
+    shell::run(&mut shell::cargo(args)).map(passed)
+}
+
+fn tools(_: &Workspace) -> Result<Outcome> {
+    setup::install_required().map(passed)
+}
+
+fn format(_: &Workspace) -> Result<Outcome> {
+    cargo(&["fmt", "--all", "--check"])
+}
+
+fn clippy(_: &Workspace) -> Result<Outcome> {
+    cargo(&["clippy", "--workspace", "--all-targets", "--", "--deny", "warnings"])
+}
+
+fn licences(_: &Workspace) -> Result<Outcome> {
+    match setup::lacks("cargo-deny") {
+        Some(why) => Ok(Outcome::Skipped(why)),
+        // Advisories need the network and change without us; they are checked by hand.
+        None => cargo(&["deny", "check", "licenses", "bans", "sources"]),
+    }
+}
+
+fn spelling(_: &Workspace) -> Result<Outcome> {
+    match setup::lacks("typos") {
+        Some(why) => Ok(Outcome::Skipped(why)),
+        None => shell::run(&mut shell::program("typos")).map(passed),
+    }
+}
+
+fn cross_check(workspace: &Workspace) -> Result<Outcome> {
+    if workspace.package("kv-cpu").is_none() {
+        return Ok(Outcome::Skipped("kv-cpu: not in this workspace yet".to_owned()));
+    }
+    match setup::lacks(setup::CROSS_TARGET) {
+        Some(_) => Ok(Outcome::Skipped(format!("{}: target not installed", setup::CROSS_TARGET))),
+        None => cargo(&["check", "--package", "kv-cpu", "--target", setup::CROSS_TARGET]),
+    }
+}
+
+/// All tests but the heavy crate's, the conformance runners, which have a stage of their own, and
+/// doc tests, which cargo does not run beside named targets.
+fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
+    let mut args: Vec<&str> = vec!["test", "--workspace", "--exclude", HEAVY];
+    args.extend(["--lib", "--bins", "--examples", "--benches"]);
+    for package in workspace.packages.iter().filter(|package| package.name != HEAVY) {
+        for target in package.targets_of("test").filter(|t| t.name != conformance::TEST_TARGET) {
+            args.extend(["--test", &target.name]);
+        }
+    }
+    cargo(&args)
+}
+
+fn doc_tests(_: &Workspace) -> Result<Outcome> {
+    cargo(&["test", "--workspace", "--exclude", HEAVY, "--doc"])
+}
+
+fn conform(_: &Workspace) -> Result<Outcome> {
+    let total = conformance::run(&conformance::Options::default())?;
+    if !total.is_clean() {
+        bail!("{total}");
+    }
+    Ok(Outcome::Passed)
+}
+
+fn heavy_tests(workspace: &Workspace) -> Result<Outcome> {
+    match workspace.package(HEAVY) {
+        Some(_) => cargo(&["test", "--release", "--package", HEAVY]),
+        None => Ok(Outcome::Skipped(format!("{HEAVY}: not in this workspace yet"))),
+    }
+}
+
+fn rustdoc(_: &Workspace) -> Result<Outcome> {
+    // Programs are left out: `kv` the program and `kv` the library would share a page.
+    let mut command = shell::cargo(["doc", "--workspace", "--no-deps", "--lib"]);
+    shell::run(command.env("RUSTDOCFLAGS", "--deny warnings")).map(passed)
+}
+
+/// Features only add: what users import must build with none of them.
+fn features(workspace: &Workspace) -> Result<Outcome> {
+    match workspace.package("kv") {
+        Some(_) => cargo(&["check", "--package", "kv", "--no-default-features"]),
+        None => Ok(Outcome::Skipped("kv: not in this workspace yet".to_owned())),
+    }
+}

@@ -1,0 +1,145 @@
+//! Rules about whole crates: who may depend on whom, and who may write `unsafe`.
+use super::{Problem, strip};
+use crate::workspace::{Package, Workspace};
+
+/// Crates of ours that a crate may depend on. Dependencies point down only: a crate stands below
+/// those that may use it.
+const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
+    ("kv-core", &[]),
+    ("kv-quant", &["kv-core"]),
+    ("kv-cpu", &["kv-core", "kv-quant"]),
+    ("kv-wgpu", &["kv-core", "kv-quant"]),
+    ("kv-cuda", &["kv-core", "kv-quant"]),
+    ("kv-tier", &["kv-core"]),
+    ("kv-testkit", &["kv-core", "kv-quant"]),
+    ("kv", &["kv-core", "kv-quant", "kv-cpu", "kv-wgpu", "kv-cuda", "kv-tier"]),
+    ("kv-cli", &["kv"]),
+    ("kv-bench", &["kv"]),
+    ("xtask", &[]),
+];
+
+/// What tests of any crate may use besides.
+const TESTS_MAY_USE: &str = "kv-testkit";
+
+/// External crates that kv-core uses, all of them: every user of the project compiles these.
+const KV_CORE_EXTERNAL: &[&str] = &["bytemuck", "half", "hashbrown", "thiserror"];
+
+/// Crates that talk to instruction sets and devices; all others forbid `unsafe`.
+const MAY_USE_UNSAFE: &[&str] = &["kv-cpu", "kv-wgpu", "kv-cuda"];
+
+/// Checks the dependencies between crates.
+pub(super) fn check(workspace: &Workspace) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for package in &workspace.packages {
+        match MAY_DEPEND_ON.iter().find(|(name, _)| *name == package.name) {
+            Some((_, allowed)) => problems.extend(check_internal(package, allowed)),
+            None => problems.push(Problem::new(
+                &package.name,
+                0,
+                "is not in the dependency table of xtask/src/tidy/crates.rs",
+            )),
+        }
+    }
+    if let Some(core) = workspace.package("kv-core") {
+        problems.extend(check_external(core, KV_CORE_EXTERNAL));
+    }
+    problems
+}
+
+fn check_internal(package: &Package, allowed: &[&str]) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for dependency in package.dependencies.iter().filter(|dependency| dependency.is_ours) {
+        let name = dependency.name.as_str();
+        let for_tests = dependency.is_dev && name == TESTS_MAY_USE;
+        // A crate names itself to switch a feature on for its tests.
+        let itself = dependency.is_dev && name == package.name;
+        if !(for_tests || itself || allowed.contains(&name)) {
+            let rule = format!("may not depend on {name}: dependencies point down only");
+            problems.push(Problem::new(&package.name, 0, rule));
+        }
+        if for_tests && dependency.version != "*" {
+            let rule = format!("dev-dependency {name} has a version: publishing would need it");
+            problems.push(Problem::new(&package.name, 0, rule));
+        }
+    }
+    problems
+}
+
+fn check_external(package: &Package, allowed: &[&str]) -> Vec<Problem> {
+    let external = || package.dependencies.iter().filter(|d| !d.is_ours && !d.is_dev);
+    let more = external().filter(|d| !allowed.contains(&d.name.as_str())).map(|d| {
+        let rule = format!("depends on {}, which is not on its list of external crates", d.name);
+        Problem::new(&package.name, 0, rule)
+    });
+    let gone = allowed.iter().filter(|name| external().all(|d| d.name != **name)).map(|name| {
+        let rule = format!("no longer depends on {name}: take it off its list of external crates");
+        Problem::new(&package.name, 0, rule)
+    });
+    more.chain(gone).collect()
+}
+
+/// Checks the root file of a library or program.
+pub(super) fn check_root(package: &str, place: &str, text: &str) -> Option<Problem> {
+    if MAY_USE_UNSAFE.contains(&package) || strip::code(text).contains("#![forbid(unsafe_code)]") {
+        return None;
+    }
+    Some(Problem::new(place, 0, "does not say #![forbid(unsafe_code)]"))
+}
+
+/// Whether files of the crate in this folder may say `unsafe`.
+pub(super) fn may_use_unsafe(place: &str) -> bool {
+    place.split('/').next().is_some_and(|folder| MAY_USE_UNSAFE.contains(&folder))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workspace::tests::workspace;
+
+    fn rules(problems: &[Problem]) -> Vec<String> {
+        problems.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn dependencies_point_down() {
+        let core = ("kv-core", &["ext:bytemuck", "ext:half", "ext:hashbrown", "ext:thiserror"][..]);
+        let fine = workspace(&[core, ("kv-cpu", &["kv-core", "ext:rayon", "dev:kv-testkit"])]);
+        assert_eq!(check(&fine), []);
+        let up = workspace(&[core, ("kv-cpu", &["kv"]), ("kv-new", &[])]);
+        let problems = rules(&check(&up));
+        assert_eq!(problems.len(), 2, "{problems:?}");
+        assert!(problems[0].starts_with("kv-cpu: may not depend on kv:"));
+        assert!(problems[1].starts_with("kv-new: is not in the dependency table"));
+    }
+
+    #[test]
+    fn the_kit_is_for_tests_and_has_no_version() {
+        let mut used = workspace(&[("kv-cpu", &["kv-testkit"])]);
+        assert_eq!(check(&used).len(), 1);
+        used.packages[0].dependencies[0].is_dev = true;
+        assert_eq!(check(&used), []);
+        used.packages[0].dependencies[0].version = "^0.1.0".into();
+        assert_eq!(check(&used).len(), 1);
+    }
+
+    #[test]
+    fn the_core_may_not_grow() {
+        let grown = workspace(&[(
+            "kv-core",
+            &["ext:bytemuck", "ext:half", "ext:hashbrown", "ext:tokio", "dev:ext:proptest"],
+        )]);
+        let problems = rules(&check(&grown));
+        assert_eq!(problems.len(), 2, "{problems:?}");
+        assert!(problems[0].contains("depends on tokio"));
+        assert!(problems[1].contains("no longer depends on thiserror"));
+    }
+
+    #[test]
+    fn unsafe_is_forbidden_but_where_listed() {
+        assert!(check_root("kv", "kv/src/lib.rs", "//! #![forbid(unsafe_code)]\n").is_some());
+        assert!(check_root("kv", "kv/src/lib.rs", "//! Doc.\n#![forbid(unsafe_code)]\n").is_none());
+        assert!(check_root("kv-cpu", "kv-cpu/src/lib.rs", "//! Doc.\n").is_none());
+        assert!(may_use_unsafe("kv-cpu/src/attend/avx2.rs"));
+        assert!(!may_use_unsafe("kv-core/src/lib.rs"));
+    }
+}

@@ -1,0 +1,149 @@
+//! What cargo knows of the workspace: packages, targets, dependencies.
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::shell;
+
+/// The workspace as `cargo metadata` tells it.
+#[derive(Debug)]
+pub(crate) struct Workspace {
+    pub(crate) packages: Vec<Package>,
+    pub(crate) target_dir: PathBuf,
+}
+
+/// One crate of ours.
+#[derive(Debug)]
+pub(crate) struct Package {
+    pub(crate) name: String,
+    pub(crate) dependencies: Vec<Dependency>,
+    pub(crate) targets: Vec<Target>,
+}
+
+/// One line of a crate's dependency tables.
+#[derive(Debug)]
+pub(crate) struct Dependency {
+    pub(crate) name: String,
+    pub(crate) is_dev: bool,
+    /// Whether it is a crate of this workspace.
+    pub(crate) is_ours: bool,
+    /// Version requirement, `*` for none.
+    pub(crate) version: String,
+}
+
+/// One thing cargo builds from a crate.
+#[derive(Debug)]
+pub(crate) struct Target {
+    pub(crate) name: String,
+    pub(crate) kind: String,
+    pub(crate) source: PathBuf,
+}
+
+impl Workspace {
+    /// Asks cargo; needs no network.
+    pub(crate) fn load() -> Result<Self> {
+        let mut command = shell::cargo(["metadata", "--format-version=1", "--no-deps"]);
+        let output = command.output().context("cannot start `cargo metadata`")?;
+        if !output.status.success() {
+            bail!("cargo metadata: {}", String::from_utf8_lossy(&output.stderr).trim());
+        }
+        Self::parse(&serde_json::from_slice(&output.stdout)?)
+    }
+
+    fn parse(metadata: &Value) -> Result<Self> {
+        let packages = list(metadata, "packages").map(package).collect::<Result<_>>()?;
+        Ok(Self { packages, target_dir: text(metadata, "target_directory")?.into() })
+    }
+
+    /// The crate of this name.
+    pub(crate) fn package(&self, name: &str) -> Option<&Package> {
+        self.packages.iter().find(|package| package.name == name)
+    }
+}
+
+impl Package {
+    /// Targets of one kind: `lib`, `bin`, `test`, `bench`, `example`.
+    pub(crate) fn targets_of(&self, kind: &str) -> impl Iterator<Item = &Target> {
+        self.targets.iter().filter(move |target| target.kind == kind)
+    }
+}
+
+fn package(value: &Value) -> Result<Package> {
+    Ok(Package {
+        name: text(value, "name")?,
+        dependencies: list(value, "dependencies").map(dependency).collect::<Result<_>>()?,
+        targets: list(value, "targets").map(target).collect::<Result<_>>()?,
+    })
+}
+
+fn dependency(value: &Value) -> Result<Dependency> {
+    Ok(Dependency {
+        name: text(value, "name")?,
+        is_dev: value.get("kind").and_then(Value::as_str) == Some("dev"),
+        is_ours: value.get("path").is_some_and(Value::is_string),
+        version: text(value, "req")?,
+    })
+}
+
+fn target(value: &Value) -> Result<Target> {
+    let kind = list(value, "kind").next().and_then(Value::as_str).unwrap_or_default();
+    Ok(Target {
+        name: text(value, "name")?,
+        kind: kind.to_owned(),
+        source: text(value, "src_path")?.into(),
+    })
+}
+
+fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
+    value.get(key).and_then(Value::as_array).into_iter().flatten()
+}
+
+fn text(value: &Value, key: &str) -> Result<String> {
+    let text = value.get(key).and_then(Value::as_str);
+    Ok(text.with_context(|| format!("cargo metadata has no {key}"))?.to_owned())
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A workspace of the given crates and their dependencies; `dev:` marks a dev-dependency and
+    /// `ext:` one that is not ours.
+    pub(crate) fn workspace(crates: &[(&str, &[&str])]) -> Workspace {
+        let dependency = |word: &&str| {
+            let (is_dev, word) = word.strip_prefix("dev:").map_or((false, *word), |w| (true, w));
+            let (is_ours, name) = word.strip_prefix("ext:").map_or((true, word), |w| (false, w));
+            Dependency { name: name.into(), is_dev, is_ours, version: "*".into() }
+        };
+        let package = |(name, dependencies): &(&str, &[&str])| Package {
+            name: (*name).into(),
+            dependencies: dependencies.iter().map(dependency).collect(),
+            targets: Vec::new(),
+        };
+        Workspace {
+            packages: crates.iter().map(package).collect(),
+            target_dir: PathBuf::from("target"),
+        }
+    }
+
+    #[test]
+    fn reads_what_cargo_writes() {
+        let metadata = serde_json::json!({
+            "target_directory": "/t",
+            "packages": [{
+                "name": "a",
+                "dependencies": [
+                    {"name": "b", "kind": null, "path": "/b", "req": "^0.1.0"},
+                    {"name": "serde", "kind": "dev", "req": "*"},
+                ],
+                "targets": [{"name": "it", "kind": ["test"], "src_path": "/a/tests/it.rs"}],
+            }],
+        });
+        let workspace = Workspace::parse(&metadata).unwrap();
+        let package = workspace.package("a").unwrap();
+        let [b, serde] = package.dependencies.as_slice() else { panic!("{package:?}") };
+        assert!(b.is_ours && !b.is_dev && serde.is_dev && !serde.is_ours);
+        assert_eq!(package.targets_of("test").map(|t| t.name.as_str()).collect::<Vec<_>>(), ["it"]);
+    }
+}
