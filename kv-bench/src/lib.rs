@@ -6,8 +6,8 @@
 
 use kv::backend::Backend;
 use kv::{
-    BlockOrder, CacheSpec, Error, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions, StepInput,
-    TensorView,
+    BlockOrder, CacheSpec, Error, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
+    StepInput, TensorView,
 };
 
 /// The examples of README.md.
