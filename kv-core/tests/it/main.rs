@@ -1,2 +1,3 @@
 //! Integration tests of kv-core, one binary.
+#[cfg(test)]
 mod front;

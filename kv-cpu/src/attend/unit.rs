@@ -6,7 +6,7 @@
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
-    reason = "kernel code: indices come from the plan's guarantees and from `Scratch::resize`"
+    reason = "kernel code: indices come from the plan's guarantees and sizes are set in `run`"
 )]
 use std::marker::PhantomData;
 
@@ -136,8 +136,9 @@ impl<'a> Partials<'a> {
             index < self.running.1 && begin + heads.dim_v <= self.rows.1,
             "a partial result lies inside its memory"
         );
+        let to = self.running.0.wrapping_add(index);
         // SAFETY: inside the slice `new` got, by the assertion, and unshared by condition 1.
-        unsafe { self.running.0.add(index).write(running) };
+        unsafe { to.write(running) };
         let to = self.rows.0.wrapping_add(begin);
         // SAFETY: as above.
         let to = unsafe { std::slice::from_raw_parts_mut(to, heads.dim_v) };
@@ -152,8 +153,9 @@ impl<'a> Partials<'a> {
             index < self.running.1 && begin + heads.dim_v <= self.rows.1,
             "a partial result lies inside its memory"
         );
+        let from = self.running.0.cast_const().wrapping_add(index);
         // SAFETY: inside the slice `new` got, by the assertion, and not written by condition 1.
-        let running = unsafe { self.running.0.add(index).read() };
+        let running = unsafe { from.read() };
         let from = self.rows.0.cast_const().wrapping_add(begin);
         // SAFETY: as above.
         (running, unsafe { std::slice::from_raw_parts(from, heads.dim_v) })
@@ -195,9 +197,9 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
         running: &mut scratch.running,
         group,
     };
-    let stage = if staged { TILE } else { 0 };
-    let k = scratch.k.get(stage * heads.stride_k);
-    let v = scratch.v.get(stage * heads.stride_v);
+    let staged_tokens = if staged { TILE } else { 0 };
+    let k = scratch.k.get(staged_tokens * heads.stride_k);
+    let v = scratch.v.get(staged_tokens * heads.stride_v);
     for_tiles(job, unit, &sequence, &mut state, (k, v));
     for row in 0..rows {
         let query = unit.q_begin + u32::try_from(row / group).unwrap_or(0);
@@ -245,16 +247,18 @@ fn find_rows<'a>(
     let table = job.plan.tables().row(table_row);
     let layout = plane.layout();
     let block_size = layout.block_size();
-    let bytes = offset(layout.row_bytes());
+    let (bytes, stride) = (offset(layout.row_bytes()), offset(layout.token_stride()));
     let mut position = begin;
     while position < end {
         // `block_size` is at least 1, by the layout's constructor.
         let (index, inside) = (position / block_size, position % block_size);
-        let block = table[to_usize(index)].0;
         let tokens = (block_size - inside).min(end - position);
-        for token in 0..tokens {
-            let at = plane.row_begin(inside + token, head);
-            rows[to_usize(position + token - begin)] = plane.get(block, at, bytes);
+        // One bounds check a block: from the first token's row to the end of the last one's.
+        let reach = to_usize(tokens - 1) * stride + bytes;
+        let run = plane.get(table[to_usize(index)].0, plane.row_begin(inside, head), reach);
+        let to = &mut rows[to_usize(position - begin)..][..to_usize(tokens)];
+        for (row, from) in to.iter_mut().zip(run.chunks(stride)) {
+            *row = &from[..bytes];
         }
         position += tokens;
     }
@@ -390,8 +394,8 @@ fn meet_rows(
     let common = if low < high { (low, high) } else { (TILE, TILE) };
     let count = ranges.len();
     // What the first rows fetch ahead serves all.
-    let ahead = |rows| if first == 0 { rows } else { &[] as &[&[u8]] };
-    let (v_ahead, k_ahead) = (ahead(tile.v_ahead), ahead(tile.k_ahead));
+    let (v_ahead, k_ahead): (&[_], &[_]) =
+        if first == 0 { (tile.v_ahead, tile.k_ahead) } else { (&[], &[]) };
     if common.0 < common.1 {
         score(job, state, tile, (first, count), common, v_ahead);
     }

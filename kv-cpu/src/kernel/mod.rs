@@ -105,12 +105,15 @@ impl<T: Copy> PerEncoding<T> {
     }
 }
 
+type Decode = unsafe fn(&[u8], &mut [f32]);
+type Encode = unsafe fn(&[f32], &mut [u8]);
+
 /// The kernels of one instruction set. Calling one is sound only on a CPU that has the set.
 pub(crate) struct Table {
     scores: PerEncoding<unsafe fn(&mut Scores<'_>)>,
     sums: PerEncoding<unsafe fn(&mut Sums<'_>)>,
-    decode: PerEncoding<unsafe fn(&[u8], &mut [f32])>,
-    encode: PerEncoding<unsafe fn(&[f32], &mut [u8])>,
+    decode: PerEncoding<Decode>,
+    encode: PerEncoding<Encode>,
     softmax: unsafe fn(&mut Softmax<'_>) -> f32,
     combine: unsafe fn(&mut [f32], f32, &[f32], f32),
     scale: unsafe fn(&mut [f32], f32),

@@ -1,4 +1,12 @@
 //! Every kernel of every instruction set this CPU has, and of the emulated one, against plain code.
+#![expect(
+    clippy::as_conversions,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::float_cmp,
+    reason = "tests: numbers are small, and what is compared is exact"
+)]
 use half::{bf16, f16};
 
 use super::*;

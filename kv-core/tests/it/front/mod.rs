@@ -1,7 +1,16 @@
 //! The classic front ends on the null device: bookkeeping, refusals, addresses. What is stored is the
 //! conformance suite's business.
+#![expect(
+    clippy::as_conversions,
+    clippy::arithmetic_side_effects,
+    reason = "tests count small numbers"
+)]
 mod construct;
+mod lifecycle;
+mod managers;
+mod random;
 mod refusals;
+mod slots;
 
 use kv_core::backend::NullBackend;
 use kv_core::front::{InferenceConfig, InferenceParams};

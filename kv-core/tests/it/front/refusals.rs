@@ -56,17 +56,13 @@ fn tokens_past_the_maximum_length() {
 fn more_pages_than_there_are() {
     // The recorded failure: 3 pages, 2 held, 2 more needed and 1 free.
     let mut params = params(paged(4, 3));
-    run(&mut params_with_layer(&mut params), &[(0, 5)]);
+    params.allocate_memory(1).unwrap();
+    run(&mut params, &[(0, 5)]);
     let error = refused(&mut params, &[(0, 1), (1, 8)]);
     assert!(matches!(error, CacheError::Exhausted(e) if (e.needed, e.free) == (2, 1)), "{error}");
     run(&mut params, &[(0, 1), (1, 4)]);
     assert_eq!(params.num_free_pages(), 0);
     assert!(!params.has_free_page());
-}
-
-fn params_with_layer(params: &mut Params) -> &mut Params {
-    params.allocate_memory(1).unwrap();
-    params
 }
 
 #[test]
