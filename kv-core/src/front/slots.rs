@@ -221,8 +221,8 @@ impl<B: Backend> KvCacheManager<B> {
             let new = u64::from(n);
             return Err(PlanError::SequenceTooLong { sequence, len, new, max }.into());
         }
-        let mut missing = (0..).zip(&slot.appended).filter(|(_, rows)| **rows < n);
-        if let Some((layer, _)) = missing.next() {
+        let mut missing = slot.appended.iter().zip(0..).filter(|(rows, _)| **rows < n);
+        if let Some((_, layer)) = missing.next() {
             let (layer, others) = (LayerId(layer), missing.count());
             return Err(PlanError::LayersUnwritten { layer, others }.into());
         }

@@ -1,0 +1,201 @@
+//! Driving any backend alike: sharing one opened device, staging inputs, fetching outputs.
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use kv_core::backend::{Backend, Capabilities, Fence, Queue, Readback};
+use kv_core::{AnyBackend, DeviceError, TensorView, TensorViewMut};
+
+use crate::tokens::{Tensor, TokenLayout};
+
+/// A backend of which every cache of a case can have a handle.
+pub trait Device: Backend + Clone {}
+impl<B: Backend + Clone> Device for B {}
+
+/// One opened device in many hands, with a table of capabilities of its own.
+#[derive(Debug)]
+pub struct Shared<B> {
+    inner: Arc<B>,
+    capabilities: Capabilities,
+}
+
+impl<B> Clone for Shared<B> {
+    fn clone(&self) -> Self {
+        Self { inner: Arc::clone(&self.inner), capabilities: self.capabilities.clone() }
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    /// Shares a device.
+    pub fn new(backend: B) -> Self {
+        let capabilities = backend.capabilities().clone();
+        Self { inner: Arc::new(backend), capabilities }
+    }
+}
+
+impl<B: Backend> Backend for Shared<B> {
+    type Buffer = B::Buffer;
+    type Queue = B::Queue;
+    fn name(&self) -> &'static str {
+        self.inner.name()
+    }
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+    fn alloc(&self, bytes: u64) -> Result<B::Buffer, DeviceError> {
+        self.inner.alloc(bytes)
+    }
+    fn queue(&self) -> Result<B::Queue, DeviceError> {
+        self.inner.queue()
+    }
+}
+
+/// The same device behind a smaller promise: more segments, other splits.
+pub fn limited<B: Device>(
+    backend: &B,
+    limit: impl FnOnce(Capabilities) -> Capabilities,
+) -> Shared<B> {
+    let capabilities = limit(backend.capabilities().clone());
+    Shared { inner: Arc::new(backend.clone()), capabilities }
+}
+
+/// The same device behind another layer of erasure.
+pub(crate) fn erased<B: Device>(backend: &B) -> AnyBackend {
+    AnyBackend::new(Shared::new(backend.clone()))
+}
+
+/// Waits for a fence, polling where a thread may not block.
+pub(crate) fn wait<F: Fence>(capabilities: &Capabilities, fence: &F) -> Result<(), DeviceError> {
+    if capabilities.blocking_wait {
+        return fence.wait();
+    }
+    let mut cx = Context::from_waker(Waker::noop());
+    loop {
+        if let Poll::Ready(done) = fence.poll(&mut cx) {
+            return done;
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Downloads a range and waits for it.
+pub(crate) fn fetch<Q: Queue>(
+    capabilities: &Capabilities,
+    queue: &mut Q,
+    buffer: &Q::Buffer,
+    (offset, bytes): (u64, u64),
+) -> Result<Vec<u8>, DeviceError> {
+    let mut readback = queue.download(buffer, offset, bytes)?;
+    queue.submit()?;
+    if capabilities.blocking_wait {
+        return readback.wait();
+    }
+    let mut cx = Context::from_waker(Waker::noop());
+    loop {
+        if let Poll::Ready(done) = readback.poll(&mut cx) {
+            return done;
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Where a tensor's bytes are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// Host memory.
+    Host,
+    /// A buffer of the device, some bytes in.
+    Device,
+}
+
+/// Bytes before a tensor in its buffer, so that an offset forgotten is an error seen.
+const OFFSET: u64 = 64;
+
+/// A tensor of token rows where a call can use it.
+#[derive(Debug)]
+pub(crate) struct Staged<Buf> {
+    pub(crate) layout: TokenLayout,
+    tensor: Tensor,
+    buffer: Option<Buf>,
+}
+
+impl<Buf> Staged<Buf> {
+    /// Brings a tensor to its place.
+    pub(crate) fn new<B: Backend<Buffer = Buf>>(
+        backend: &B,
+        queue: &mut B::Queue,
+        (layout, tensor): (TokenLayout, Tensor),
+        place: Place,
+    ) -> Result<Self, DeviceError> {
+        let mut buffer = None;
+        if place == Place::Device {
+            let bytes = tensor.bytes().len() as u64;
+            let made = backend.alloc(OFFSET + bytes)?;
+            queue.upload(&made, OFFSET, tensor.bytes())?;
+            buffer = Some(made);
+        }
+        Ok(Self { layout, tensor, buffer })
+    }
+
+    /// An output full of NaN: on the device, or on the host where `place` says so and the backend can.
+    pub(crate) fn output<B: Backend<Buffer = Buf>>(
+        backend: &B,
+        queue: &mut B::Queue,
+        (layout, dtype): (TokenLayout, kv_core::DType),
+        place: Place,
+    ) -> Result<Self, DeviceError> {
+        let tensor = Tensor::filled(dtype, layout.num_elements(), f32::NAN);
+        let host = place == Place::Host && backend.capabilities().host_outputs;
+        let place = if host { Place::Host } else { Place::Device };
+        Self::new(backend, queue, (layout, tensor), place)
+    }
+
+    pub(crate) fn view(&self) -> TensorView<'_, Buf> {
+        let (dtype, dims) = (self.tensor.dtype(), self.layout.dims());
+        let view = match &self.buffer {
+            Some(buffer) => TensorView::device(dtype, buffer, OFFSET, &dims),
+            None => TensorView::host_bytes(dtype, self.tensor.bytes(), &dims),
+        };
+        match self.layout.strides() {
+            Some(strides) => view.with_outer_strides(strides),
+            None => view,
+        }
+    }
+
+    pub(crate) fn view_mut(&mut self) -> TensorViewMut<'_, Buf> {
+        let dims = self.layout.dims();
+        self.view_mut_as(&dims)
+    }
+
+    /// The log-sum-exp has no dim axis.
+    pub(crate) fn lse_mut(&mut self) -> TensorViewMut<'_, Buf> {
+        let mut dims = self.layout.dims();
+        dims.pop();
+        self.view_mut_as(&dims)
+    }
+
+    fn view_mut_as(&mut self, dims: &[u32]) -> TensorViewMut<'_, Buf> {
+        let (dtype, strides) = (self.tensor.dtype(), self.layout.strides());
+        let view = match &self.buffer {
+            Some(buffer) => TensorViewMut::device(dtype, buffer, OFFSET, dims),
+            None => TensorViewMut::host_bytes(dtype, self.tensor.bytes_mut(), dims),
+        };
+        match strides {
+            Some(strides) => view.with_outer_strides(strides),
+            None => view,
+        }
+    }
+
+    /// Brings an output back.
+    pub(crate) fn read<Q: Queue<Buffer = Buf>>(
+        &mut self,
+        capabilities: &Capabilities,
+        queue: &mut Q,
+    ) -> Result<&Tensor, DeviceError> {
+        if let Some(buffer) = &self.buffer {
+            let range = (OFFSET, self.tensor.bytes().len() as u64);
+            let bytes = fetch(capabilities, queue, buffer, range)?;
+            self.tensor = Tensor::from_bytes(self.tensor.dtype(), &bytes);
+        }
+        Ok(&self.tensor)
+    }
+}

@@ -1,0 +1,140 @@
+//! In what form a step comes.
+use kv_core::{AttentionOptions, DType, QkvFormat};
+
+use crate::device::Place;
+use crate::oracle::Attention;
+use crate::rng::Rng;
+use crate::tokens::Room;
+
+/// Element types of q, k and v.
+pub(crate) const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
+/// Axis orders of q, k and v.
+pub(crate) const FORMATS: [QkvFormat; 3] = [QkvFormat::Bshd, QkvFormat::Sbhd, QkvFormat::Thd];
+
+/// How a step ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Finish {
+    /// Its rows stay.
+    Commit,
+    /// It never happened.
+    Drop,
+}
+
+/// Formats, types, places and options of one step.
+#[derive(Debug, Clone)]
+pub struct How {
+    /// Axes of k and v.
+    pub kv_format: QkvFormat,
+    /// Axes of q and out.
+    pub q_format: QkvFormat,
+    /// Element type of k and v.
+    pub kv_dtype: DType,
+    /// Element type of q and out.
+    pub q_dtype: DType,
+    /// Where k, v and q are.
+    pub inputs: Place,
+    /// Where out is, if the backend can.
+    pub outputs: Place,
+    /// Padding of all tensors.
+    pub room: Room,
+    /// Query heads for each kv head.
+    pub group: usize,
+    /// Bottom-right causal, or every key.
+    pub causal: bool,
+    /// Sliding window.
+    pub window_left: Option<u32>,
+    /// Soft cap.
+    pub soft_cap: Option<f32>,
+    /// Whether heads have sinks.
+    pub sinks: bool,
+    /// Scale of the queries: large for sharp weights.
+    pub spread: f32,
+    /// Whether the log-sum-exp is asked for.
+    pub lse: bool,
+    /// Whether layers are written last first, the first one twice.
+    pub shuffled: bool,
+    /// How it ends.
+    pub finish: Finish,
+}
+
+impl Default for How {
+    fn default() -> Self {
+        Self {
+            kv_format: QkvFormat::Thd,
+            q_format: QkvFormat::Thd,
+            kv_dtype: DType::F32,
+            q_dtype: DType::F32,
+            inputs: Place::Host,
+            outputs: Place::Device,
+            room: Room::default(),
+            group: 2,
+            causal: true,
+            window_left: None,
+            soft_cap: None,
+            sinks: false,
+            spread: 1.0,
+            lse: true,
+            shuffled: false,
+            finish: Finish::Commit,
+        }
+    }
+}
+
+impl How {
+    /// Any form, every field by chance.
+    pub fn random(rng: &mut Rng) -> Self {
+        let places = [Place::Host, Place::Device];
+        Self {
+            kv_format: rng.pick(&FORMATS),
+            q_format: rng.pick(&FORMATS),
+            kv_dtype: rng.pick(&DTYPES),
+            q_dtype: rng.pick(&DTYPES),
+            inputs: rng.pick(&places),
+            outputs: rng.pick(&places),
+            room: Room {
+                batch: rng.below(3) as usize,
+                tokens: rng.below(4) as usize,
+                gap: rng.pick(&[0, 0, 2, 6]),
+            },
+            group: rng.pick(&[1, 2, 3]),
+            causal: !rng.one_in(5),
+            window_left: rng.one_in(3).then(|| rng.pick(&[0, 1, 5, 40])),
+            soft_cap: rng.one_in(4).then_some(5.0),
+            sinks: rng.one_in(4),
+            spread: rng.pick(&[0.5, 1.0, 4.0]),
+            lse: rng.one_in(2),
+            shuffled: rng.one_in(2),
+            finish: Finish::Commit,
+        }
+    }
+
+    /// The oracle for a layer of this shape.
+    pub(crate) fn oracle(&self, heads: usize, dims: [usize; 2], sinks: &[f32]) -> Attention {
+        Attention {
+            causal: self.causal,
+            window_left: self.window_left,
+            soft_cap: self.soft_cap,
+            sinks: self.sinks.then(|| sinks.to_vec()),
+            ..Attention::causal(heads * self.group, heads, dims[0], dims[1])
+        }
+    }
+}
+
+/// The library's options for an oracle.
+pub(crate) fn options(oracle: &Attention, format: QkvFormat) -> AttentionOptions<'_> {
+    let mut options = if oracle.causal {
+        AttentionOptions::causal(oracle.scale)
+    } else {
+        AttentionOptions::full(oracle.scale)
+    };
+    if let Some(left) = oracle.window_left {
+        options = options.window_left(left);
+    }
+    if let Some(cap) = oracle.soft_cap {
+        options = options.soft_cap(cap);
+    }
+    if let Some(sinks) = &oracle.sinks {
+        options = options.sinks(sinks);
+    }
+    options.qkv_format(format)
+}

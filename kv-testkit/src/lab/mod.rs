@@ -1,0 +1,271 @@
+//! A cache on a device beside the naive model, moved together and compared.
+//!
+//! Every pool is filled with NaN before use, so that each comparison also proves that no stale slot
+//! reaches a result.
+mod how;
+mod step;
+
+use kv_core::{
+    CacheSpec, DType, KvCache, KvFormat, LayerId, Plane, QkvFormat, SequenceId, StartOptions,
+    StepInput, Usage,
+};
+
+use crate::case::{At, CaseError, ensure, same};
+use crate::device::{Device, Place, Staged};
+use crate::model::Model;
+use crate::rng::Rng;
+use crate::tokens::{Room, TokenLayout};
+pub(crate) use how::{DTYPES, FORMATS, options};
+pub use how::{Finish, How};
+pub use step::{Brings, Outputs};
+pub(crate) use step::{dense, join, judge_layer, judge_values};
+
+/// What one layer stores.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerShape {
+    /// Heads of K and V.
+    pub heads: usize,
+    /// Values of one row of K and of V.
+    pub dims: [usize; 2],
+    /// Stored formats of K and V.
+    pub formats: [KvFormat; 2],
+}
+
+impl LayerShape {
+    /// Values of one token of K or V.
+    pub fn width(&self, plane: usize) -> usize {
+        self.heads * self.dims[plane]
+    }
+    /// Element type that holds a stored value exactly.
+    pub fn element(&self, plane: usize) -> DType {
+        self.formats[plane].element().unwrap_or(DType::F32)
+    }
+}
+
+/// A cache, its model, and a source of numbers.
+#[derive(Debug)]
+pub struct Lab<B: Device> {
+    /// The device.
+    pub backend: B,
+    /// What is tested.
+    pub cache: KvCache<B>,
+    /// What it must equal.
+    pub model: Model,
+    /// Where inputs come from.
+    pub rng: Rng,
+    layers: Vec<LayerShape>,
+}
+
+/// A sequence id.
+pub(crate) fn seq(id: u64) -> SequenceId {
+    SequenceId(id)
+}
+
+/// Shapes of all layers of a geometry.
+pub(crate) fn layer_shapes(spec: &CacheSpec) -> Vec<LayerShape> {
+    let shape = |layer| {
+        let (group, _) = spec.locate(LayerId(layer))?;
+        let [k, v] = spec.groups()[usize::from(group.0)].layouts();
+        Some(LayerShape {
+            heads: k.num_kv_heads() as usize,
+            dims: [k.head_dim() as usize, v.head_dim() as usize],
+            formats: [k.format(), v.format()],
+        })
+    };
+    (0..spec.num_layers()).filter_map(shape).collect()
+}
+
+impl<B: Device> Lab<B> {
+    /// A cache whose every reachable slot holds NaN and is free.
+    ///
+    /// # Errors
+    /// Whatever the cache answers.
+    pub fn new(backend: &B, spec: CacheSpec, seed: u64) -> Result<Self, CaseError> {
+        let layers = layer_shapes(&spec);
+        let widths = layers.iter().map(|l| [l.width(0), l.width(1)]).collect();
+        let mut lab = Self {
+            backend: backend.clone(),
+            cache: KvCache::new(backend.clone(), spec)?,
+            model: Model::new(widths),
+            rng: Rng::new(seed),
+            layers,
+        };
+        lab.poison().at("filling the pool with NaN")?;
+        Ok(lab)
+    }
+
+    /// Shapes of the layers.
+    pub fn layers(&self) -> &[LayerShape] {
+        &self.layers
+    }
+
+    fn poison(&mut self) -> Result<(), CaseError> {
+        let max_len = self.cache.spec().max_seq_len();
+        for id in 0.. {
+            let groups = self.cache.spec().groups().iter().zip(0..);
+            let room = groups.map(|(group, id)| {
+                let free = self.cache.free_blocks(kv_core::GroupId(id));
+                free * group.block_size()
+            });
+            let len = room.min().unwrap_or(0).min(max_len);
+            if len == 0 || self.cache.num_sequences() as u32 >= self.cache.spec().max_sequences() {
+                break;
+            }
+            self.cache.start(seq(u64::MAX - id), &[], StartOptions::default())?;
+            self.write_nan(seq(u64::MAX - id), len as usize)?;
+        }
+        Ok(self.cache.reset()?)
+    }
+
+    fn write_nan(&mut self, sequence: SequenceId, len: usize) -> Result<(), CaseError> {
+        let mut staged = Vec::new();
+        for layer in self.layers.clone() {
+            for dim in layer.dims {
+                let layout =
+                    TokenLayout::new(QkvFormat::Thd, &[len], [layer.heads, dim], Room::default());
+                let tensor = layout.pack(DType::F32, &[], f32::NAN);
+                let queue = self.cache.queue_mut();
+                staged.push(Staged::new(&self.backend, queue, (layout, tensor), Place::Host)?);
+            }
+        }
+        let mut step = self.cache.begin_step(&[StepInput::count(sequence, len as u32)])?;
+        for (layer, kv) in (0_u16..).zip(staged.chunks_exact(2)) {
+            step.write(layer, kv[0].view(), kv[1].view(), QkvFormat::Thd)?;
+        }
+        Ok(step.commit()?)
+    }
+
+    /// Begins a sequence.
+    ///
+    /// # Errors
+    /// The cache's refusal; the model is as before then, here and below.
+    pub fn start(&mut self, id: u64) -> Result<(), CaseError> {
+        self.cache.start(seq(id), &[], StartOptions::default())?;
+        self.model.start(seq(id));
+        Ok(())
+    }
+    /// Shares a sequence.
+    ///
+    /// # Errors
+    /// The cache's refusal.
+    pub fn fork(&mut self, parent: u64, child: u64) -> Result<(), CaseError> {
+        self.cache.fork(seq(parent), seq(child))?;
+        self.model.fork(seq(parent), seq(child));
+        Ok(())
+    }
+    /// Takes tokens back.
+    ///
+    /// # Errors
+    /// The cache's refusal.
+    pub fn truncate(&mut self, id: u64, len: u32) -> Result<(), CaseError> {
+        self.cache.truncate(seq(id), len)?;
+        self.model.truncate(seq(id), len);
+        Ok(())
+    }
+    /// Ends a sequence.
+    ///
+    /// # Errors
+    /// The cache's refusal.
+    pub fn release(&mut self, id: u64) -> Result<(), CaseError> {
+        self.cache.release(seq(id))?;
+        self.model.release(seq(id));
+        Ok(())
+    }
+    /// Ends all sequences.
+    ///
+    /// # Errors
+    /// The cache's refusal.
+    pub fn reset(&mut self) -> Result<(), CaseError> {
+        self.cache.reset()?;
+        self.model.reset();
+        Ok(())
+    }
+
+    /// What a refusal must leave as it is, the peak aside.
+    pub fn state(&self) -> (Usage, Vec<(SequenceId, Option<u32>)>) {
+        let mut ids: Vec<_> =
+            self.cache.sequences().map(|id| (id, self.cache.seq_len(id))).collect();
+        ids.sort_unstable();
+        let mut usage = self.cache.usage();
+        usage.blocks_peak = 0;
+        (usage, ids)
+    }
+
+    /// Compares every length and every stored row with the model.
+    ///
+    /// # Errors
+    /// The first difference.
+    pub fn check(&mut self) -> Result<(), CaseError> {
+        let ids = self.model.sequences();
+        same("live sequences", self.cache.num_sequences(), ids.len())?;
+        for id in &ids {
+            same(format!("length of sequence {id}"), self.cache.seq_len(*id), self.model.len(*id))?;
+        }
+        for layer in 0..self.layers.len() {
+            for (index, plane) in [Plane::Key, Plane::Value].into_iter().enumerate() {
+                let rows = self.gather(layer, plane, &ids, QkvFormat::Thd)?;
+                for (id, got) in ids.iter().zip(rows) {
+                    let expected = &self.model.layer(*id, layer)[index];
+                    let width = self.layers[layer].width(index);
+                    check_rows(&got, expected, width)
+                        .at(format!("cached {plane:?} of layer {layer}, sequence {id}"))?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows of some sequences as they are stored.
+    ///
+    /// # Errors
+    /// The cache's refusal, or padding that is not zero.
+    pub fn gather(
+        &mut self,
+        layer: usize,
+        plane: Plane,
+        ids: &[SequenceId],
+        format: QkvFormat,
+    ) -> Result<Vec<Vec<f32>>, CaseError> {
+        let lens: Vec<_> = ids.iter().map(|id| self.cache.seq_len(*id).unwrap_or(0)).collect();
+        let ranges: Vec<_> = ids.iter().zip(&lens).map(|(id, len)| (*id, 0, *len)).collect();
+        let lens: Vec<_> = lens.into_iter().map(|len| len as usize).collect();
+        let shape = self.layers[layer];
+        let dim = shape.dims[usize::from(plane == Plane::Value)];
+        let layout = TokenLayout::new(format, &lens, [shape.heads, dim], Room::default());
+        let queue = self.cache.queue_mut();
+        let mut out =
+            Staged::output(&self.backend, queue, (layout, DType::F32), Place::Device)?;
+        self.cache.gather(layer as u16, plane, &ranges, out.view_mut(), format)?;
+        let capabilities = self.backend.capabilities().clone();
+        let tensor = out.read(&capabilities, self.cache.queue_mut())?;
+        Ok(layout.unpack("gathered rows", tensor, &lens, 0.0)?)
+    }
+}
+
+/// Compares rows bit by bit, zeros of either sign alike.
+pub(crate) fn check_rows(got: &[f32], expected: &[f32], width: usize) -> Result<(), CaseError> {
+    same("values", got.len(), expected.len())?;
+    match got.iter().zip(expected).position(|(got, expected)| got != expected) {
+        None => Ok(()),
+        Some(i) => Err(CaseError::Broken(format!(
+            "position {}, value {}: expected {}, got {}",
+            i / width,
+            i % width,
+            expected[i],
+            got[i]
+        ))),
+    }
+}
+
+/// Fails unless the state is as it was.
+pub(crate) fn unchanged<B: Device>(
+    lab: &mut Lab<B>,
+    before: &(Usage, Vec<(SequenceId, Option<u32>)>),
+    after_what: &str,
+) -> Result<(), CaseError> {
+    let after = lab.state();
+    ensure(after == *before, || {
+        format!("{after_what} changed the state: expected {before:?}, got {after:?}")
+    })?;
+    lab.check().at(format!("after {after_what}"))
+}

@@ -1,0 +1,333 @@
+//! One step on the device and in the model, its attention held to the oracle.
+use kv_core::{DType, QkvFormat, SequenceId, StepInput};
+
+use crate::case::{At, CaseError, same};
+use crate::device::{Device, Staged};
+use crate::lab::how::{Finish, How, options};
+use crate::lab::{Lab, LayerShape, seq};
+use crate::model::{Model, Rows};
+use crate::oracle::round::round_f32;
+use crate::oracle::{Attended, Attention};
+use crate::tokens::{Room, TokenLayout};
+use crate::tolerance::Reference;
+
+/// What a sequence brings to a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Brings {
+    /// New tokens, which attend.
+    Tokens(u32),
+    /// Queries only.
+    Query(u32),
+    /// Nothing.
+    Idle,
+}
+
+impl Brings {
+    fn counts(self) -> (usize, usize) {
+        match self {
+            Self::Tokens(n) => (n as usize, n as usize),
+            Self::Query(n) => (0, n as usize),
+            Self::Idle => (0, 0),
+        }
+    }
+    fn input(self, sequence: SequenceId) -> StepInput<'static> {
+        match self {
+            Self::Tokens(n) => StepInput::count(sequence, n),
+            Self::Query(n) => StepInput::query(sequence, n),
+            Self::Idle => StepInput::idle(sequence),
+        }
+    }
+}
+
+/// Results of a step, by layer and entry.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Outputs {
+    /// Attention outputs.
+    pub out: Vec<Vec<Vec<f32>>>,
+    /// Log-sum-exp; empty unless asked for.
+    pub lse: Vec<Vec<Vec<f32>>>,
+}
+
+/// One layer's tensors on their way through a step.
+struct LayerWork<Buf> {
+    kv: [Staged<Buf>; 2],
+    q: Staged<Buf>,
+    out: Staged<Buf>,
+    lse: Option<Staged<Buf>>,
+    /// Queries, by entry, as the device sees them.
+    q_rows: Vec<Vec<f32>>,
+    oracle: Attention,
+}
+
+impl<B: Device> Lab<B> {
+    /// Runs a step with random content, checks positions, attention of every layer, and updates the
+    /// model.
+    ///
+    /// # Errors
+    /// The cache's refusal of the step, or a broken promise.
+    pub fn step(&mut self, inputs: &[(u64, Brings)], how: &How) -> Result<Outputs, CaseError> {
+        let new: Vec<_> = inputs.iter().map(|(_, brings)| brings.counts().0).collect();
+        let rows = self.random_rows(&new, how);
+        self.step_with(inputs, &rows, how)
+    }
+
+    /// K and V of new tokens, by entry.
+    pub fn random_rows(&mut self, lens: &[usize], how: &How) -> Vec<Rows> {
+        let layers = self.layers().to_vec();
+        let mut values = |n| -> Vec<f32> {
+            self.rng.normals(n).into_iter().map(|x| round_f32(how.kv_dtype, x)).collect()
+        };
+        let mut entry = |len: usize| -> Rows {
+            layers.iter().map(|l| [0, 1].map(|plane| values(len * l.width(plane)))).collect()
+        };
+        lens.iter().map(|len| entry(*len)).collect()
+    }
+
+    /// As [`Self::step`], with given K and V.
+    ///
+    /// # Errors
+    /// As [`Self::step`].
+    pub fn step_with(
+        &mut self,
+        inputs: &[(u64, Brings)],
+        rows: &[Rows],
+        how: &How,
+    ) -> Result<Outputs, CaseError> {
+        let place = || format!("step {inputs:?} as {how:?}");
+        let mut work = Vec::new();
+        for layer in 0..self.layers().len() {
+            work.push(self.stage(layer, inputs, rows, how)?);
+        }
+        let list: Vec<_> = inputs.iter().map(|(id, brings)| brings.input(seq(*id))).collect();
+        let mut after = self.model.clone();
+        for ((id, _), rows) in inputs.iter().zip(rows) {
+            after.append(seq(*id), &stored(self.layers(), rows));
+        }
+        let mut step = self.cache.begin_step(&list)?;
+        let expected = positions(inputs, &after);
+        same("positions", step.positions().to_vec(), expected).at(place())?;
+        let mut order: Vec<_> = (0..work.len()).collect();
+        if how.shuffled {
+            order.push(0);
+            order.reverse();
+        }
+        for layer in order {
+            let LayerWork { kv, q, out, lse, oracle, .. } = &mut work[layer];
+            let options = options(oracle, how.q_format);
+            let id = layer as u16;
+            step.write(id, kv[0].view(), kv[1].view(), how.kv_format).at(place())?;
+            match lse {
+                None => step.attend(id, q.view(), out.view_mut(), &options).at(place())?,
+                Some(lse) => step
+                    .attend_lse(id, q.view(), out.view_mut(), lse.lse_mut(), &options)
+                    .at(place())?,
+            }
+        }
+        match how.finish {
+            Finish::Commit => step.commit().at(place())?,
+            Finish::Drop => step.roll_back(),
+        }
+        let outputs = self.judge(work, inputs, &after, how).at(place())?;
+        if how.finish == Finish::Commit {
+            self.model = after;
+        }
+        Ok(outputs)
+    }
+
+    fn stage(
+        &mut self,
+        layer: usize,
+        inputs: &[(u64, Brings)],
+        rows: &[Rows],
+        how: &How,
+    ) -> Result<LayerWork<B::Buffer>, CaseError> {
+        let shape = self.layers()[layer];
+        let new: Vec<_> = inputs.iter().map(|(_, brings)| brings.counts().0).collect();
+        let queries: Vec<_> = inputs.iter().map(|(_, brings)| brings.counts().1).collect();
+        let q_heads = shape.heads * how.group;
+        let sinks = self.rng.normals(q_heads);
+        let mut q_row = |n: &usize| -> Vec<f32> {
+            let values = self.rng.normals(n * q_heads * shape.dims[0]);
+            values.into_iter().map(|x| round_f32(how.q_dtype, x * how.spread)).collect()
+        };
+        let q_rows: Vec<_> = queries.iter().map(&mut q_row).collect();
+        let backend = self.backend.clone();
+        let queue = self.cache.queue_mut();
+        let mut input = |format, lens: &[usize], heads_dim, dtype, rows: &[Vec<f32>]| {
+            let layout = TokenLayout::new(format, lens, heads_dim, how.room);
+            let tensor = layout.pack(dtype, rows, f32::NAN);
+            Staged::new(&backend, queue, (layout, tensor), how.inputs)
+        };
+        let mut plane = |plane: usize| {
+            let rows: Vec<_> = rows.iter().map(|rows| rows[layer][plane].clone()).collect();
+            input(how.kv_format, &new, [shape.heads, shape.dims[plane]], how.kv_dtype, &rows)
+        };
+        let kv = [plane(0)?, plane(1)?];
+        let q = input(how.q_format, &queries, [q_heads, shape.dims[0]], how.q_dtype, &q_rows)?;
+        let queue = self.cache.queue_mut();
+        let mut output = |dim, dtype| {
+            let layout = TokenLayout::new(how.q_format, &queries, [q_heads, dim], how.room);
+            Staged::output(&backend, queue, (layout, dtype), how.outputs)
+        };
+        let out = output(shape.dims[1], how.q_dtype)?;
+        let lse = if how.lse { Some(output(1, DType::F32)?) } else { None };
+        let oracle = how.oracle(shape.heads, shape.dims, &sinks);
+        Ok(LayerWork { kv, q, out, lse, q_rows, oracle })
+    }
+
+    /// Fetches the outputs and holds them to the oracle.
+    fn judge(
+        &mut self,
+        work: Vec<LayerWork<B::Buffer>>,
+        inputs: &[(u64, Brings)],
+        after: &Model,
+        how: &How,
+    ) -> Result<Outputs, CaseError> {
+        let capabilities = self.backend.capabilities().clone();
+        let queries: Vec<_> = inputs.iter().map(|(_, brings)| brings.counts().1).collect();
+        let mut outputs = Outputs::default();
+        for (layer, mut work) in work.into_iter().enumerate() {
+            let queue = self.cache.queue_mut();
+            let layout = work.out.layout;
+            let tensor = work.out.read(&capabilities, queue)?;
+            let out = layout.unpack("out", tensor, &queries, 0.0)?;
+            let lse = match &mut work.lse {
+                None => None,
+                Some(lse) => {
+                    let layout = lse.layout;
+                    let tensor = lse.read(&capabilities, queue)?;
+                    Some(layout.unpack("lse", tensor, &queries, f32::NEG_INFINITY)?)
+                }
+            };
+            let cached: Vec<_> =
+                inputs.iter().map(|(id, _)| after.layer(seq(*id), layer)).collect();
+            judge_layer(&work.oracle, &work.q_rows, &cached, (&out, lse.as_deref()), how.q_dtype)
+                .at(format!("layer {layer}"))?;
+            outputs.out.push(out);
+            outputs.lse.extend(lse);
+        }
+        Ok(outputs)
+    }
+}
+
+/// Rows as a cache of these layers stores them.
+fn stored(layers: &[LayerShape], rows: &Rows) -> Rows {
+    let round = |layer: &LayerShape, plane: usize, rows: &[f32]| {
+        rows.iter().map(|x| round_f32(layer.element(plane), *x)).collect()
+    };
+    layers
+        .iter()
+        .zip(rows)
+        .map(|(layer, [k, v])| [round(layer, 0, k), round(layer, 1, v)])
+        .collect()
+}
+
+/// Where queries stand: the last ones of each sequence, at 0 while there are more queries than keys.
+fn positions(inputs: &[(u64, Brings)], after: &Model) -> Vec<u32> {
+    let entry = |(id, brings): &(u64, Brings)| {
+        let (len, queries) = (after.len(seq(*id)).unwrap_or(0), brings.counts().1 as u32);
+        let first = len.saturating_sub(queries);
+        (0..queries).map(move |i| first + i).collect::<Vec<_>>()
+    };
+    inputs.iter().flat_map(entry).collect()
+}
+
+/// Holds one layer's results of a batch to the oracle.
+pub(crate) fn judge_layer(
+    oracle: &Attention,
+    q: &[Vec<f32>],
+    cached: &[[Vec<f32>; 2]],
+    (out, lse): (&[Vec<f32>], Option<&[Vec<f32>]>),
+    dtype: DType,
+) -> Result<(), String> {
+    let mut exact = Attended::default();
+    let mut plain = [(); 3].map(|()| Attended::default());
+    for (q, [k, v]) in q.iter().zip(cached) {
+        join(&mut exact, oracle.exact(q, k, v));
+        plain.iter_mut().zip(oracle.plain(q, k, v)).for_each(|(all, one)| join(all, one));
+    }
+    judge_values(&exact, &plain, (out, lse), dtype)
+}
+
+/// Appends the results of one sequence to those of a batch.
+pub(crate) fn join(all: &mut Attended, one: Attended) {
+    all.out.extend(one.out);
+    all.lse.extend(one.lse);
+    all.magnitude.extend(one.magnitude);
+    all.lse_magnitude.extend(one.lse_magnitude);
+}
+
+/// Holds results of a batch to a reference and its plain computation.
+pub(crate) fn judge_values(
+    exact: &Attended,
+    plain: &[Attended; 3],
+    (out, lse): (&[Vec<f32>], Option<&[Vec<f32>]>),
+    dtype: DType,
+) -> Result<(), String> {
+    let flat = |rows: &[Vec<f32>]| -> Vec<f64> {
+        rows.iter().flatten().map(|x| f64::from(*x)).collect()
+    };
+    let simple = plain.each_ref().map(|plain| plain.out.as_slice());
+    let (want, magnitude) = (&exact.out, &exact.magnitude);
+    Reference { exact: want, plain: simple, magnitude, dtype }.check("out", &flat(out))?;
+    if let Some(lse) = lse {
+        let simple = plain.each_ref().map(|plain| plain.lse.as_slice());
+        let (want, magnitude, dtype) = (&exact.lse, &exact.lse_magnitude, DType::F32);
+        Reference { exact: want, plain: simple, magnitude, dtype }.check("lse", &flat(lse))?;
+    }
+    Ok(())
+}
+
+/// A dense layout.
+pub(crate) fn dense(format: QkvFormat, lens: &[usize], heads_dim: [usize; 2]) -> TokenLayout {
+    TokenLayout::new(format, lens, heads_dim, Room::default())
+}
+
+impl<B: Device> Lab<B> {
+    /// Commits tokens with given K and V without attending.
+    ///
+    /// # Errors
+    /// The cache's refusal.
+    pub fn write_only(
+        &mut self,
+        inputs: &[(u64, u32)],
+        rows: &[Rows],
+        dtype: DType,
+    ) -> Result<(), CaseError> {
+        let lens: Vec<_> = inputs.iter().map(|(_, n)| *n as usize).collect();
+        let mut staged = Vec::new();
+        for (layer, shape) in self.layers().to_vec().into_iter().enumerate() {
+            for (plane, dim) in shape.dims.into_iter().enumerate() {
+                let rows: Vec<_> = rows.iter().map(|rows| rows[layer][plane].clone()).collect();
+                let layout = dense(QkvFormat::Thd, &lens, [shape.heads, dim]);
+                let made = (layout, layout.pack(dtype, &rows, f32::NAN));
+                let queue = self.cache.queue_mut();
+                staged.push(Staged::new(&self.backend, queue, made, crate::device::Place::Host)?);
+            }
+        }
+        let list: Vec<_> = inputs.iter().map(|(id, n)| StepInput::count(seq(*id), *n)).collect();
+        let mut step = self.cache.begin_step(&list)?;
+        for (layer, kv) in (0_u16..).zip(staged.chunks_exact(2)) {
+            step.write(layer, kv[0].view(), kv[1].view(), QkvFormat::Thd)?;
+        }
+        step.commit()?;
+        for ((id, _), rows) in inputs.iter().zip(rows) {
+            let rows = stored(self.layers(), rows);
+            self.model.append(seq(*id), &rows);
+        }
+        Ok(())
+    }
+
+    /// Starts a sequence and fills it with random tokens, without attending.
+    ///
+    /// # Errors
+    /// The cache's refusal.
+    pub fn fill(&mut self, id: u64, tokens: u32) -> Result<(), CaseError> {
+        self.start(id)?;
+        if tokens == 0 {
+            return Ok(());
+        }
+        let rows = self.random_rows(&[tokens as usize], &How::default());
+        self.write_only(&[(id, tokens)], &rows, DType::F32)
+    }
+}

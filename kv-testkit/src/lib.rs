@@ -1,0 +1,45 @@
+//! The one place that knows what is right: oracles in f64, the naive model of a cache, golden vectors
+//! and the conformance cases that hold every backend to them.
+//!
+//! A backend crate calls [`run`] from `tests/conformance.rs` (`harness = false`):
+//!
+//! ```no_run
+//! use std::process::ExitCode;
+//!
+//! use kv_core::backend::NullBackend;
+//!
+//! fn main() -> ExitCode {
+//!     kv_testkit::run("null", || Ok(NullBackend::new()))
+//! }
+//! ```
+//!
+//! Everything here favours being obvious over being fast, and knows nothing of how a backend works.
+#![forbid(unsafe_code)]
+#![expect(
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    clippy::float_cmp,
+    clippy::exhaustive_enums,
+    clippy::exhaustive_structs,
+    reason = "an oracle must be readable as the formula it states, and a panic here is a failed case"
+)]
+mod case;
+pub mod device;
+mod harness;
+pub mod lab;
+pub mod model;
+pub mod oracle;
+pub mod rng;
+mod suite;
+pub mod tokens;
+pub mod tolerance;
+mod vectors;
+
+pub use case::{Case, CaseError, Outcome};
+pub use device::{Device, Shared};
+pub use harness::run;

@@ -1,0 +1,104 @@
+//! The naive cache: a map from sequence to rows.
+use std::collections::BTreeMap;
+
+use kv_core::SequenceId;
+
+/// What one sequence has cached, by layer: K rows one after another, and V rows.
+pub type Rows = Vec<[Vec<f32>; 2]>;
+
+/// A cache without blocks, formats or a device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Model {
+    /// Values of one token, K and V, by layer.
+    widths: Vec<[usize; 2]>,
+    sequences: BTreeMap<SequenceId, Rows>,
+}
+
+impl Model {
+    /// An empty cache of layers with these numbers of values a token.
+    pub fn new(widths: Vec<[usize; 2]>) -> Self {
+        Self { widths, sequences: BTreeMap::new() }
+    }
+    /// Begins a sequence.
+    pub fn start(&mut self, sequence: SequenceId) {
+        let empty = vec![[Vec::new(), Vec::new()]; self.widths.len()];
+        self.sequences.insert(sequence, empty);
+    }
+    /// Appends the rows of a step, as they are stored.
+    pub fn append(&mut self, sequence: SequenceId, rows: &Rows) {
+        if let Some(cached) = self.sequences.get_mut(&sequence) {
+            for (cached, new) in cached.iter_mut().flatten().zip(rows.iter().flatten()) {
+                cached.extend_from_slice(new);
+            }
+        }
+    }
+    /// Begins `child` with everything `parent` has.
+    pub fn fork(&mut self, parent: SequenceId, child: SequenceId) {
+        let rows = self.sequences.get(&parent).cloned().unwrap_or_default();
+        self.sequences.insert(child, rows);
+    }
+    /// Takes tokens back.
+    pub fn truncate(&mut self, sequence: SequenceId, len: u32) {
+        let widths = &self.widths;
+        if let Some(rows) = self.sequences.get_mut(&sequence) {
+            for (rows, widths) in rows.iter_mut().zip(widths) {
+                for (rows, width) in rows.iter_mut().zip(widths) {
+                    rows.truncate(len as usize * width);
+                }
+            }
+        }
+    }
+    /// Ends a sequence.
+    pub fn release(&mut self, sequence: SequenceId) {
+        self.sequences.remove(&sequence);
+    }
+    /// Ends all.
+    pub fn reset(&mut self) {
+        self.sequences.clear();
+    }
+    /// Tokens of a sequence.
+    pub fn len(&self, sequence: SequenceId) -> Option<u32> {
+        let rows = self.sequences.get(&sequence)?;
+        let (rows, widths) = (rows.first()?, self.widths.first()?);
+        Some((rows[0].len() / widths[0]) as u32)
+    }
+    /// Whether no sequence lives.
+    pub fn is_empty(&self) -> bool {
+        self.sequences.is_empty()
+    }
+    /// K and V rows of one layer; empty for an unknown sequence.
+    pub fn layer(&self, sequence: SequenceId, layer: usize) -> [Vec<f32>; 2] {
+        self.sequences.get(&sequence).map(|rows| rows[layer].clone()).unwrap_or_default()
+    }
+    /// Live sequences, ascending.
+    pub fn sequences(&self) -> Vec<SequenceId> {
+        self.sequences.keys().copied().collect()
+    }
+    /// Blocks of `block_size` tokens that all sequences need when none is shared.
+    pub fn blocks_unshared(&self, block_size: u32) -> u64 {
+        let blocks = |id: &SequenceId| self.len(*id).unwrap_or(0).div_ceil(block_size);
+        self.sequences.keys().map(|id| u64::from(blocks(id))).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forks_diverge_and_truncation_forgets() {
+        let [a, b] = [1, 2].map(SequenceId);
+        let mut model = Model::new(vec![[2, 1]]);
+        model.start(a);
+        model.append(a, &vec![[vec![1.0, 2.0, 3.0, 4.0], vec![5.0, 6.0]]]);
+        model.fork(a, b);
+        model.truncate(b, 1);
+        model.append(b, &vec![[vec![7.0, 8.0], vec![9.0]]]);
+        assert_eq!(model.layer(a, 0), [vec![1.0, 2.0, 3.0, 4.0], vec![5.0, 6.0]]);
+        assert_eq!(model.layer(b, 0), [vec![1.0, 2.0, 7.0, 8.0], vec![5.0, 9.0]]);
+        assert_eq!((model.len(a), model.len(b)), (Some(2), Some(2)));
+        assert_eq!(model.blocks_unshared(1), 4);
+        model.release(a);
+        assert_eq!(model.len(a), None);
+    }
+}

@@ -1,0 +1,299 @@
+//! Attention as its formula states it.
+//!
+//! The same code computes the reference in f64 and, in f32, the plain straightforward computation that
+//! tolerances are derived from.
+use std::ops::{Add, Div, Mul};
+
+/// f64 for the reference, f32 for the plain computation.
+pub trait Real:
+    Copy + PartialOrd + Add<Output = Self> + Mul<Output = Self> + Div<Output = Self>
+{
+    /// Converts an input.
+    fn of(x: f32) -> Self;
+    /// Converts a result.
+    fn value(self) -> f64;
+    /// Natural exponential.
+    fn exp(self) -> Self;
+    /// Natural logarithm.
+    fn ln(self) -> Self;
+    /// Hyperbolic tangent.
+    fn tanh(self) -> Self;
+}
+
+impl Real for f32 {
+    fn of(x: f32) -> Self {
+        x
+    }
+    fn value(self) -> f64 {
+        f64::from(self)
+    }
+    fn exp(self) -> Self {
+        self.exp()
+    }
+    fn ln(self) -> Self {
+        self.ln()
+    }
+    fn tanh(self) -> Self {
+        self.tanh()
+    }
+}
+
+impl Real for f64 {
+    fn of(x: f32) -> Self {
+        Self::from(x)
+    }
+    fn value(self) -> f64 {
+        self
+    }
+    fn exp(self) -> Self {
+        self.exp()
+    }
+    fn ln(self) -> Self {
+        self.ln()
+    }
+    fn tanh(self) -> Self {
+        self.tanh()
+    }
+}
+
+/// One sequence's attention.
+#[derive(Debug, Clone)]
+pub struct Attention {
+    /// Query heads, a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// Heads of K and V.
+    pub kv_heads: usize,
+    /// Values of one row of K.
+    pub dk: usize,
+    /// Values of one row of V.
+    pub dv: usize,
+    /// Factor of the scores.
+    pub scale: f32,
+    /// Bottom-right causal, or every key.
+    pub causal: bool,
+    /// Keys before its own position that a query sees.
+    pub window_left: Option<u32>,
+    /// Soft cap of the scaled scores.
+    pub soft_cap: Option<f32>,
+    /// An extra logit for every query head, without a value.
+    pub sinks: Option<Vec<f32>>,
+}
+
+/// Result of one sequence: `[nq, q_heads, dv]` and `[nq, q_heads]`.
+#[derive(Debug, Clone, Default)]
+pub struct Attended {
+    /// Weighted sums of values; 0 where a query sees nothing.
+    pub out: Vec<f64>,
+    /// Log-sum-exp of the scores, sinks included; negative infinity where a query sees nothing.
+    pub lse: Vec<f64>,
+    /// What rounding errors in `out` are proportional to: the terms of the sum, and what a change of a
+    /// score by its own terms does to it.
+    pub magnitude: Vec<f64>,
+    /// The same for `lse`.
+    pub lse_magnitude: Vec<f64>,
+}
+
+/// Orders that a straightforward loop may have; they differ in rounding alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// Dims and keys in ascending order.
+    Forward,
+    /// Dims and keys in descending order.
+    Backward,
+    /// Ascending, with the scale applied to the query instead of the score.
+    ScaleFirst,
+}
+
+impl Order {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::ScaleFirst];
+}
+
+impl Attention {
+    /// Plain attention: causal, `1 / sqrt(dk)`, no options.
+    pub fn causal(q_heads: usize, kv_heads: usize, dk: usize, dv: usize) -> Self {
+        let scale = (1.0 / (dk as f64).sqrt()) as f32;
+        Self {
+            q_heads,
+            kv_heads,
+            dk,
+            dv,
+            scale,
+            causal: true,
+            window_left: None,
+            soft_cap: None,
+            sinks: None,
+        }
+    }
+
+    /// Whether query `i` of `nq` sees key `j` of `nk`.
+    pub fn sees(&self, i: usize, nq: usize, j: usize, nk: usize) -> bool {
+        let (position, j) = (i as i64 + nk as i64 - nq as i64, j as i64);
+        (!self.causal || j <= position)
+            && self.window_left.is_none_or(|left| j >= position - i64::from(left))
+    }
+
+    /// The reference: attends `q` (`[nq, q_heads, dk]`) over `k` (`[nk, kv_heads, dk]`) and `v`.
+    pub fn exact(&self, q: &[f32], k: &[f32], v: &[f32]) -> Attended {
+        self.run::<f64>([q, k, v], Order::Forward)
+    }
+
+    /// The plain computation in f32, in every order.
+    pub fn plain(&self, q: &[f32], k: &[f32], v: &[f32]) -> [Attended; 3] {
+        Order::ALL.map(|order| self.run::<f32>([q, k, v], order))
+    }
+
+    /// Attention in the arithmetic of `R`.
+    pub fn run<R: Real>(&self, [q, k, v]: [&[f32]; 3], order: Order) -> Attended {
+        let Self { q_heads, kv_heads, dk, dv, .. } = *self;
+        let (nq, nk) = (q.len() / (q_heads * dk), k.len() / (kv_heads * dk));
+        let mut result = Attended::default();
+        for i in 0..nq {
+            for head in 0..q_heads {
+                let kv_head = head / (q_heads / kv_heads);
+                let q_row = &q[(i * q_heads + head) * dk..][..dk];
+                let mut seen: Vec<_> = (0..nk).filter(|&j| self.sees(i, nq, j, nk)).collect();
+                if order == Order::Backward {
+                    seen.reverse();
+                }
+                let row = |x: usize, j: usize, dim: usize| (j * kv_heads + kv_head) * dim + x;
+                let k_rows: Vec<_> = seen.iter().map(|&j| &k[row(0, j, dk)..row(dk, j, dk)]).collect();
+                let v_rows: Vec<_> = seen.iter().map(|&j| &v[row(0, j, dv)..row(dv, j, dv)]).collect();
+                let scores: Vec<R> =
+                    k_rows.iter().map(|k_row| self.score(q_row, k_row, order)).collect();
+                let (weights, lse) = self.softmax(&scores, head);
+                let mut sum = vec![R::of(0.0); dv];
+                for (v_row, &weight) in v_rows.iter().zip(&weights) {
+                    for d in 0..dv {
+                        sum[d] = sum[d] + weight * R::of(v_row[d]);
+                    }
+                }
+                let out: Vec<_> = sum.into_iter().map(R::value).collect();
+                self.magnitudes(&mut result, q_row, [&k_rows, &v_rows], &weights, (&out, lse));
+                result.out.extend(out);
+                result.lse.push(lse);
+            }
+        }
+        result
+    }
+
+    /// First-order error analysis of one row: a score is off in proportion to the absolute terms of
+    /// its dot product, an output by the weights' change times the distance of each value.
+    fn magnitudes<R: Real>(
+        &self,
+        result: &mut Attended,
+        q_row: &[f32],
+        [k_rows, v_rows]: [&[&[f32]]; 2],
+        weights: &[R],
+        (out, lse): (&[f64], f64),
+    ) {
+        let scale = f64::from(self.scale).abs();
+        let terms = |k_row: &&[f32]| {
+            let dot = q_row.iter().zip(*k_row).map(|(a, b)| f64::from(a * b).abs());
+            dot.sum::<f64>() * scale
+        };
+        let sizes: Vec<f64> = k_rows.iter().map(terms).collect();
+        let parts = || weights.iter().map(|weight| weight.value()).zip(v_rows).zip(&sizes);
+        for (d, out) in out.iter().enumerate() {
+            let term = |((weight, v_row), size): ((f64, &&[f32]), &f64)| {
+                let value = f64::from(v_row[d]);
+                weight * (value.abs() + (value - out).abs() * size)
+            };
+            result.magnitude.push(parts().map(term).sum());
+        }
+        let spread: f64 = parts().map(|((weight, _), size)| weight * size).sum();
+        result.lse_magnitude.push(if lse.is_finite() { 1.0 + lse.abs() + spread } else { 0.0 });
+    }
+
+    fn score<R: Real>(&self, q_row: &[f32], k_row: &[f32], order: Order) -> R {
+        let mut dot = R::of(0.0);
+        for n in 0..q_row.len() {
+            let d = if order == Order::Backward { q_row.len() - 1 - n } else { n };
+            let mut a = R::of(q_row[d]);
+            if order == Order::ScaleFirst {
+                a = a * R::of(self.scale);
+            }
+            dot = dot + a * R::of(k_row[d]);
+        }
+        let scaled = if order == Order::ScaleFirst { dot } else { dot * R::of(self.scale) };
+        match self.soft_cap {
+            Some(cap) => R::of(cap) * (scaled / R::of(cap)).tanh(),
+            None => scaled,
+        }
+    }
+
+    /// Weights of the seen keys, and the log-sum-exp.
+    fn softmax<R: Real>(&self, scores: &[R], head: usize) -> (Vec<R>, f64) {
+        if scores.is_empty() {
+            return (Vec::new(), f64::NEG_INFINITY);
+        }
+        let sink = self.sinks.as_ref().map(|sinks| R::of(sinks[head]));
+        let larger = |a: R, b: R| if b > a { b } else { a };
+        let max = scores.iter().copied().chain(sink).reduce(larger).unwrap_or(R::of(0.0));
+        let minus = |x: R| x + max * R::of(-1.0);
+        let exps: Vec<R> = scores.iter().map(|&score| minus(score).exp()).collect();
+        let sink = sink.map(|sink| minus(sink).exp());
+        let total = exps.iter().copied().chain(sink).fold(R::of(0.0), |sum, e| sum + e);
+        let weights = exps.into_iter().map(|e| e / total).collect();
+        (weights, (max + total.ln()).value())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn near(a: &[f64], b: &[f64]) {
+        assert_eq!(a.len(), b.len());
+        assert!(a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-12 || a == b), "{a:?} {b:?}");
+    }
+
+    /// Scores 0 and ln 3: weights 1/4 and 3/4.
+    fn two_keys() -> (Attention, [f32; 1], [f32; 2], [f32; 2]) {
+        let attention = Attention { scale: 1.0, ..Attention::causal(1, 1, 1, 1) };
+        (attention, [1.0], [0.0, 3_f32.ln()], [4.0, 8.0])
+    }
+
+    #[test]
+    fn weighs_by_hand() {
+        let (attention, q, k, v) = two_keys();
+        let got = attention.exact(&q, &k, &v);
+        let exact = f64::from(3_f32.ln()).exp();
+        near(&got.out, &[(4.0 + 8.0 * exact) / (1.0 + exact)]);
+        near(&got.lse, &[(1.0 + exact).ln()]);
+        assert!((got.out[0] - 7.0).abs() < 1e-6);
+    }
+
+    #[test]
+    fn a_sink_takes_weight_and_no_value() {
+        let (attention, q, k, v) = two_keys();
+        let attention = Attention { sinks: Some(vec![0.0]), ..attention };
+        let got = attention.exact(&q, &k, &v);
+        // Weights 1/5, 3/5, and 1/5 for the sink.
+        assert!((got.out[0] - 28.0 / 5.0).abs() < 1e-6, "{got:?}");
+        assert!((got.lse[0] - 5_f64.ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn window_causality_and_more_queries_than_keys() {
+        let (attention, ..) = two_keys();
+        // Three queries over two keys: the first stands before every key.
+        let got = attention.exact(&[1.0; 3], &[0.0, 0.0], &[4.0, 8.0]);
+        near(&got.out, &[0.0, 4.0, 6.0]);
+        assert_eq!(got.lse[0], f64::NEG_INFINITY);
+        let windowed = Attention { window_left: Some(0), ..attention.clone() };
+        near(&windowed.exact(&[1.0; 2], &[0.0; 2], &[4.0, 8.0]).out, &[4.0, 8.0]);
+        let full = Attention { causal: false, ..attention };
+        near(&full.exact(&[1.0; 3], &[0.0; 2], &[4.0, 8.0]).out, &[6.0; 3]);
+    }
+
+    #[test]
+    fn groups_share_a_kv_head_and_the_cap_bounds_scores() {
+        let attention = Attention { scale: 1.0, ..Attention::causal(4, 2, 1, 1) };
+        let got = attention.exact(&[1.0; 4], &[0.0, 0.0], &[4.0, 8.0]);
+        near(&got.out, &[4.0, 4.0, 8.0, 8.0]);
+        let capped =
+            Attention { scale: 1.0, soft_cap: Some(2.0), ..Attention::causal(1, 1, 1, 1) };
+        near(&capped.exact(&[1.0], &[1000.0], &[1.0]).lse, &[2.0]);
+    }
+}

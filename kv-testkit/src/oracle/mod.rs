@@ -1,0 +1,8 @@
+//! What is right, in f64 and in the most obvious way.
+pub mod attention;
+pub mod rope;
+pub mod round;
+
+pub use attention::{Attended, Attention, Order, Real};
+pub use rope::Rope;
+pub use round::{round, ulp};

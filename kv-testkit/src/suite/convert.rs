@@ -1,0 +1,150 @@
+//! Changing axes and element types of plain tensors.
+use kv_core::backend::Queue;
+use kv_core::plan::{ConvertArgs, ConvertPlan};
+use kv_core::{CacheError, DType, PlanError, QkvFormat};
+
+use super::case;
+use crate::case::{At, Case, CaseError, CaseResult, Outcome, refused};
+use crate::device::{Device, Place, Staged};
+use crate::lab::{DTYPES, FORMATS, check_rows};
+use crate::oracle::round::round_f32;
+use crate::rng::Rng;
+use crate::tokens::{Room, TokenLayout};
+
+pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+    vec![
+        case("convert/nine_axis_pairs", pairs),
+        case("convert/nine_dtype_pairs", dtypes),
+        case("convert/room_and_places", rooms),
+        case("convert/refuses_bad_lengths", refusals),
+    ]
+}
+
+/// One end of a conversion.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct End {
+    pub(crate) format: QkvFormat,
+    pub(crate) dtype: DType,
+    pub(crate) room: Room,
+    pub(crate) place: Place,
+}
+
+impl End {
+    fn of(format: QkvFormat, dtype: DType) -> Self {
+        Self { format, dtype, room: Room::default(), place: Place::Device }
+    }
+}
+
+/// Converts `rows` and returns them with the padding checked.
+pub(crate) fn convert<B: Device>(
+    backend: &B,
+    rows: &[Vec<f32>],
+    heads_dim: [usize; 2],
+    [from, to]: [End; 2],
+) -> Result<Vec<Vec<f32>>, CaseError> {
+    let width = heads_dim[0] * heads_dim[1];
+    let lens: Vec<_> = rows.iter().map(|rows| rows.len() / width).collect();
+    let counts: Vec<_> = lens.iter().map(|len| *len as u32).collect();
+    let plan = ConvertPlan::new(&counts)?;
+    let mut queue = backend.queue()?;
+    let layout = TokenLayout::new(from.format, &lens, heads_dim, from.room);
+    let tensor = layout.pack(from.dtype, rows, f32::NAN);
+    let src = Staged::new(backend, &mut queue, (layout, tensor), from.place)?;
+    let layout = TokenLayout::new(to.format, &lens, heads_dim, to.room);
+    let mut dst = Staged::output(backend, &mut queue, (layout, to.dtype), to.place)?;
+    let args =
+        ConvertArgs::new(&plan, (src.view(), from.format), (dst.view_mut(), to.format))?;
+    queue.convert(&plan, args)?;
+    let tensor = dst.read(backend.capabilities(), &mut queue)?;
+    Ok(layout.unpack("converted", tensor, &lens, 0.0)?)
+}
+
+fn check<B: Device>(
+    backend: &B,
+    lens: &[usize],
+    heads_dim: [usize; 2],
+    ends: [End; 2],
+) -> Result<(), CaseError> {
+    let width = heads_dim[0] * heads_dim[1];
+    let mut rng = Rng::new(lens.len() as u64);
+    let mut random = |len: &usize| -> Vec<f32> {
+        let values = rng.normals(len * width).into_iter();
+        values.map(|x| round_f32(ends[0].dtype, x * 100.0)).collect()
+    };
+    let rows: Vec<_> = lens.iter().map(&mut random).collect();
+    let place = || format!("{ends:?}, lengths {lens:?}");
+    let got = convert(backend, &rows, heads_dim, ends).at(place())?;
+    for (got, expected) in got.iter().zip(&rows) {
+        let expected: Vec<_> = expected.iter().map(|x| round_f32(ends[1].dtype, *x)).collect();
+        check_rows(got, &expected, width).at(place())?;
+    }
+    Ok(())
+}
+
+fn pairs<B: Device>(backend: &B) -> CaseResult {
+    for from in FORMATS {
+        for to in FORMATS {
+            for lens in [&[3, 1, 4][..], &[1], &[0, 2, 0, 5], &[7, 7], &[0], &[]] {
+                let ends = [from, to].map(|format| End::of(format, DType::F32));
+                check(backend, lens, [2, 5], ends)?;
+            }
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn dtypes<B: Device>(backend: &B) -> CaseResult {
+    for from in DTYPES {
+        for to in DTYPES {
+            let ends = [End::of(QkvFormat::Thd, from), End::of(QkvFormat::Bshd, to)];
+            check(backend, &[3, 1, 4], [3, 4], ends)?;
+            let ends = [End::of(QkvFormat::Sbhd, from), End::of(QkvFormat::Thd, to)];
+            check(backend, &[2, 6], [1, 64], ends)?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn rooms<B: Device>(backend: &B) -> CaseResult {
+    let mut rng = Rng::new(3);
+    for _ in 0..40 {
+        let mut end = || End {
+            format: rng.pick(&FORMATS),
+            dtype: rng.pick(&DTYPES),
+            room: Room {
+                batch: rng.below(3) as usize,
+                tokens: rng.below(3) as usize,
+                gap: rng.pick(&[0, 0, 1, 8]),
+            },
+            place: rng.pick(&[Place::Host, Place::Device]),
+        };
+        let ends = [end(), end()];
+        let lens: Vec<_> = (0..rng.within(1, 5)).map(|_| rng.below(6) as usize).collect();
+        check(backend, &lens, [rng.within(1, 3) as usize, rng.pick(&[1, 4, 7, 16])], ends)?;
+    }
+    Ok(Outcome::Holds)
+}
+
+fn refusals<B: Device>(backend: &B) -> CaseResult {
+    let plan = |e: &CacheError| matches!(e, CacheError::Plan(_));
+    refused("sums that fall", ConvertPlan::from_cu_seqlens(&[0, 3, 2]), plan)?;
+    refused("sums that do not start at 0", ConvertPlan::from_cu_seqlens(&[1, 3]), plan)?;
+    refused("no sums", ConvertPlan::from_cu_seqlens(&[]), plan)?;
+    refused("a total past u32", ConvertPlan::new(&[u32::MAX, 1]), plan)?;
+    let made = ConvertPlan::new(&[3, 4])?;
+    let mut queue = backend.queue()?;
+    let mut attempt = |from: [usize; 2], to: [usize; 2], room: usize| {
+        let stage = |lens: &[usize], dims| TokenLayout::new(QkvFormat::Thd, lens, dims, Room::default());
+        let src = stage(&[3, room], from);
+        let dst = stage(&[3, 4], to);
+        let src = Staged::output(backend, &mut queue, (src, DType::F32), Place::Device)?;
+        let mut dst = Staged::output(backend, &mut queue, (dst, DType::F32), Place::Device)?;
+        let ends = ((src.view(), QkvFormat::Thd), (dst.view_mut(), QkvFormat::Thd));
+        ConvertArgs::new(&made, ends.0, ends.1).map(|_| ()).map_err(CacheError::from)
+    };
+    let shape = |e: &CacheError| matches!(e, CacheError::Plan(PlanError::Shape { .. }));
+    refused("fewer rows than tokens", attempt([2, 4], [2, 4], 3), shape)?;
+    refused("other heads", attempt([2, 4], [1, 4], 4), shape)?;
+    refused("another dim", attempt([2, 4], [2, 8], 4), shape)?;
+    Ok(Outcome::Holds)
+}

@@ -1,0 +1,126 @@
+//! Reading cached rows back.
+use kv_core::{CacheError, DType, KvFormat, Plane, PlanError, QkvFormat, SequenceId};
+
+use super::{ORDERS, case, small};
+use crate::case::{At, Case, CaseError, CaseResult, Outcome, refused};
+use crate::device::{Device, Place, Staged};
+use crate::lab::{DTYPES, FORMATS, Lab, check_rows, seq};
+use crate::oracle::round::round_f32;
+use crate::tokens::{Room, TokenLayout};
+
+pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+    vec![
+        case("gather/every_axis_order_and_dtype", forms),
+        case("gather/ranges", ranges),
+        case("gather/refuses_what_is_not_there", refusals),
+    ]
+}
+
+type Range = (SequenceId, u32, u32);
+
+/// Where and as what rows are read.
+#[derive(Debug, Clone, Copy)]
+struct Form {
+    format: QkvFormat,
+    dtype: DType,
+    room: Room,
+    place: Place,
+}
+
+fn check<B: Device>(
+    lab: &mut Lab<B>,
+    layer: usize,
+    ranges: &[Range],
+    form: Form,
+) -> Result<(), CaseError> {
+    let Form { format, dtype, room, place } = form;
+    let lens: Vec<_> = ranges.iter().map(|range| range.2 as usize).collect();
+    let capabilities = kv_core::Backend::capabilities(&lab.backend).clone();
+    for (index, plane) in [Plane::Key, Plane::Value].into_iter().enumerate() {
+        let shape = lab.layers()[layer];
+        let layout = TokenLayout::new(format, &lens, [shape.heads, shape.dims[index]], room);
+        let (backend, queue) = (lab.backend.clone(), lab.cache.queue_mut());
+        let mut out = Staged::output(&backend, queue, (layout, dtype), place)?;
+        lab.cache.gather(layer as u16, plane, ranges, out.view_mut(), format)?;
+        let tensor = out.read(&capabilities, lab.cache.queue_mut())?;
+        let rows = layout.unpack("gathered", tensor, &lens, 0.0)?;
+        let width = shape.width(index);
+        for ((id, begin, len), got) in ranges.iter().zip(rows) {
+            let all = &lab.model.layer(*id, layer)[index];
+            let part = &all[*begin as usize * width..][..*len as usize * width];
+            let expected: Vec<_> = part.iter().map(|x| round_f32(dtype, *x)).collect();
+            check_rows(&got, &expected, width)
+                .at(format!("{plane:?}, rows {begin}..+{len} of {id}, {form:?}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn forms<B: Device>(backend: &B) -> CaseResult {
+    for order in ORDERS {
+        for stored in KvFormat::ALL {
+            let spec = small().head_dims(8, 6).block_order(order).format(*stored).build()?;
+            let mut lab = Lab::new(backend, spec, 1)?;
+            lab.fill(1, 9)?;
+            lab.fill(2, 1)?;
+            lab.fill(3, 4)?;
+            let all: Vec<_> = [(1, 9), (2, 1), (3, 4)].map(|(id, n)| (seq(id), 0, n)).into();
+            for format in FORMATS {
+                for dtype in DTYPES {
+                    let place = Place::Device;
+                    check(&mut lab, 0, &all, Form { format, dtype, room: Room::default(), place })?;
+                }
+                for place in [Place::Host, Place::Device] {
+                    let room = Room { batch: 2, tokens: 3, gap: 2 };
+                    check(&mut lab, 1, &all, Form { format, dtype: DType::F32, room, place })?;
+                }
+            }
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn ranges<B: Device>(backend: &B) -> CaseResult {
+    let mut lab = Lab::new(backend, small().paged(3, 20).build()?, 2)?;
+    lab.fill(1, 10)?;
+    lab.fill(2, 5)?;
+    let form = |format| Form { format, dtype: DType::F32, room: Room::default(), place: Place::Device };
+    for format in FORMATS {
+        for begin in 0..10 {
+            for len in [0, 1, 3, 10 - begin] {
+                let len = len.min(10 - begin);
+                check(&mut lab, 0, &[(seq(1), begin, len)], form(format))?;
+                // The same sequence twice, and one of no rows between.
+                let list = [(seq(1), begin, len), (seq(2), 2, 0), (seq(2), 1, 3), (seq(1), 0, 2)];
+                check(&mut lab, 1, &list, form(format))?;
+            }
+        }
+        check(&mut lab, 0, &[], form(format))?;
+    }
+    Ok(Outcome::Holds)
+}
+
+fn refusals<B: Device>(backend: &B) -> CaseResult {
+    let mut lab = Lab::new(backend, small().build()?, 3)?;
+    lab.fill(1, 5)?;
+    let before = lab.state();
+    let mut attempt = |layer: u16, range: Range, dims: [usize; 2]| {
+        let layout = TokenLayout::new(QkvFormat::Thd, &[64], dims, Room::default());
+        let (backend, queue) = (lab.backend.clone(), lab.cache.queue_mut());
+        let mut out = Staged::output(&backend, queue, (layout, DType::F32), Place::Device)?;
+        lab.cache.gather(layer, Plane::Key, &[range], out.view_mut(), QkvFormat::Thd)
+    };
+    let short = |e: &CacheError| matches!(e, CacheError::Plan(PlanError::SequenceTooShort { .. }));
+    refused("one row too many", attempt(0, (seq(1), 0, 6), [2, 8]), short)?;
+    refused("rows past the end", attempt(0, (seq(1), 5, 1), [2, 8]), short)?;
+    refused("a huge range", attempt(0, (seq(1), u32::MAX, u32::MAX), [2, 8]), short)?;
+    let unknown = |e: &CacheError| matches!(e, CacheError::Plan(PlanError::UnknownSequence { .. }));
+    refused("an unknown sequence", attempt(0, (seq(2), 0, 1), [2, 8]), unknown)?;
+    let layer = |e: &CacheError| matches!(e, CacheError::Plan(PlanError::UnknownLayer { .. }));
+    refused("an unknown layer", attempt(2, (seq(1), 0, 1), [2, 8]), layer)?;
+    let shape = |e: &CacheError| matches!(e, CacheError::Plan(PlanError::Shape { .. }));
+    refused("other heads", attempt(0, (seq(1), 0, 1), [1, 8]), shape)?;
+    refused("another dim", attempt(0, (seq(1), 0, 1), [2, 4]), shape)?;
+    crate::lab::unchanged(&mut lab, &before, "refused gathers")?;
+    Ok(Outcome::Holds)
+}

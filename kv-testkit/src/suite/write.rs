@@ -1,0 +1,176 @@
+//! Scattering new rows into their slots.
+use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat};
+
+use super::{ORDERS, case, small};
+use crate::case::{At, Case, CaseError, CaseResult, Outcome};
+use crate::device::{Device, Place};
+use crate::lab::{Brings, FORMATS, Finish, How, Lab};
+use crate::rng::Rng;
+use crate::tokens::Room;
+
+pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+    vec![
+        case("write/every_dtype_into_every_format", dtypes),
+        case("write/every_axis_order_with_padding_and_gaps", axes),
+        case("write/block_sizes_and_orders", blocks),
+        case("write/contiguous_equals_paged", contiguous),
+        case("write/head_dims_differ", head_dims),
+        case("write/special_values", special),
+        case("write/repeated_write_wins", repeated),
+        case("write/idle_rows_write_nothing", idle),
+    ]
+}
+
+/// Three sequences in two steps, ragged, both steps in the form `how`.
+fn two_steps<B: Device>(backend: &B, spec: CacheSpec, how: &How) -> Result<(), CaseError> {
+    let mut lab = Lab::new(backend, spec, 3)?;
+    for id in 1..=3 {
+        lab.start(id)?;
+    }
+    let tokens = Brings::Tokens;
+    lab.step(&[(1, tokens(3)), (2, tokens(9)), (3, tokens(1))], how)?;
+    lab.check().at(format!("first step as {how:?}"))?;
+    lab.step(&[(3, tokens(1)), (1, tokens(2)), (2, tokens(4))], how)?;
+    lab.check().at(format!("second step as {how:?}"))
+}
+
+fn dtypes<B: Device>(backend: &B) -> CaseResult {
+    for kv_dtype in crate::lab::DTYPES {
+        for k in KvFormat::ALL {
+            for v in KvFormat::ALL {
+                let how = How { kv_dtype, ..How::default() };
+                let spec = small().layers(1).formats(*k, *v).build()?;
+                two_steps(backend, spec, &how).at(format!("{kv_dtype} into {k} and {v}"))?;
+            }
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn axes<B: Device>(backend: &B) -> CaseResult {
+    let rooms = [
+        Room::default(),
+        Room { batch: 2, tokens: 3, gap: 0 },
+        Room { batch: 1, tokens: 0, gap: 6 },
+    ];
+    for format in FORMATS {
+        for room in rooms {
+            for inputs in [Place::Host, Place::Device] {
+                let outputs = inputs;
+                let how = How {
+                    kv_format: format,
+                    q_format: format,
+                    room,
+                    inputs,
+                    outputs,
+                    ..How::default()
+                };
+                two_steps(backend, small().build()?, &how)?;
+            }
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn geometries() -> Vec<CacheSpecBuilder> {
+    let mut all = Vec::new();
+    for order in ORDERS {
+        for (block_size, num_blocks) in [(1, 24), (2, 14), (3, 11), (16, 4), (64, 3)] {
+            all.push(small().block_order(order).paged(block_size, num_blocks));
+        }
+    }
+    all
+}
+
+fn blocks<B: Device>(backend: &B) -> CaseResult {
+    let mut rng = Rng::new(5);
+    for geometry in geometries() {
+        let how = How::random(&mut rng);
+        let spec = geometry.format(rng.pick(KvFormat::ALL)).build()?;
+        two_steps(backend, spec, &how)?;
+    }
+    Ok(Outcome::Holds)
+}
+
+fn contiguous<B: Device>(backend: &B) -> CaseResult {
+    for order in ORDERS {
+        for how in [How::default(), How { shuffled: true, ..How::default() }] {
+            let spec = small().block_order(order).contiguous(3, 20);
+            two_steps(backend, spec.build()?, &how)?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn head_dims<B: Device>(backend: &B) -> CaseResult {
+    let shapes = [(8, 4), (4, 8), (1, 1), (2, 16), (12, 10), (64, 32), (192, 128), (40, 7)];
+    for (heads, (k, v)) in [1, 2, 3, 1, 2, 1, 1, 3].into_iter().zip(shapes) {
+        let spec = small().layers(1).kv_heads(heads).head_dims(k, v).build()?;
+        two_steps(backend, spec, &How::default()).at(format!("dims {k} and {v}"))?;
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Values at the edges of the formats: subnormal, halfway, largest, beyond the largest of f16.
+fn special<B: Device>(backend: &B) -> CaseResult {
+    let edges = [
+        0.0,
+        -0.0,
+        1.0,
+        -1.5,
+        65504.0,
+        65519.0,
+        65520.0,
+        -1e30,
+        6e-8,
+        2.9e-8,
+        1e-40,
+        3.0e38,
+        1.000_976_6,
+        1.000_488_3,
+        1.003_906_2,
+        1.001_953_1,
+    ];
+    for format in KvFormat::ALL {
+        for kv_dtype in crate::lab::DTYPES {
+            let spec = small().layers(1).format(*format).build()?;
+            let mut lab = Lab::new(backend, spec, 1)?;
+            lab.start(1)?;
+            let rows: Vec<f32> =
+                edges.iter().map(|x| crate::oracle::round::round_f32(kv_dtype, *x)).collect();
+            let rows = vec![vec![[rows.clone(), rows]]];
+            // Such rows overflow a score; only what is stored counts here.
+            lab.write_only(&[(1, 1)], &rows, kv_dtype)?;
+            lab.check().at(format!("{kv_dtype} into {format}"))?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn repeated<B: Device>(backend: &B) -> CaseResult {
+    let how = How { shuffled: true, ..How::default() };
+    two_steps(backend, small().layers(3).build()?, &how)?;
+    // A rolled back write leaves nothing a later one does not overwrite.
+    let mut lab = Lab::new(backend, small().build()?, 8)?;
+    lab.start(1)?;
+    let dropped = How { finish: Finish::Drop, ..How::default() };
+    lab.step(&[(1, Brings::Tokens(7))], &dropped)?;
+    lab.step(&[(1, Brings::Tokens(5))], &How::default())?;
+    lab.check()?;
+    Ok(Outcome::Holds)
+}
+
+fn idle<B: Device>(backend: &B) -> CaseResult {
+    let mut lab = Lab::new(backend, small().build()?, 4)?;
+    for id in 1..=3 {
+        lab.start(id)?;
+    }
+    let all = [(1, Brings::Tokens(5)), (2, Brings::Tokens(2)), (3, Brings::Tokens(4))];
+    lab.step(&all, &How::default())?;
+    for format in FORMATS {
+        let how = How { kv_format: format, q_format: format, ..How::default() };
+        lab.step(&[(2, Brings::Idle), (1, Brings::Tokens(1)), (3, Brings::Query(2))], &how)?;
+        lab.check()?;
+    }
+    Ok(Outcome::Holds)
+}

@@ -1,0 +1,264 @@
+//! Host tensors of token rows in every axis order, with padding and gaps, written without a look at
+//! the library's own index arithmetic.
+use kv_core::{DType, QkvFormat};
+
+use crate::oracle::round::round_f32;
+
+/// Elements of one type, in memory aligned for any of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor {
+    dtype: DType,
+    words: Vec<u64>,
+    len: usize,
+}
+
+impl Tensor {
+    /// `len` elements that each hold `value`.
+    pub fn filled(dtype: DType, len: usize, value: f32) -> Self {
+        let words = vec![0; (len * dtype.size()).div_ceil(8)];
+        let mut tensor = Self { dtype, words, len };
+        (0..len).for_each(|i| tensor.set(i, value));
+        tensor
+    }
+    /// Elements from values, rounded.
+    pub fn of(dtype: DType, values: &[f32]) -> Self {
+        let mut tensor = Self::filled(dtype, values.len(), 0.0);
+        values.iter().enumerate().for_each(|(i, x)| tensor.set(i, *x));
+        tensor
+    }
+    /// Elements from bytes that a device sent.
+    pub fn from_bytes(dtype: DType, bytes: &[u8]) -> Self {
+        let mut tensor = Self::filled(dtype, bytes.len() / dtype.size(), 0.0);
+        let len = tensor.len * dtype.size();
+        tensor.bytes_mut().copy_from_slice(&bytes[..len]);
+        tensor
+    }
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+    /// Whether there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.words)[..self.len * self.dtype.size()]
+    }
+    /// The bytes, to write.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        let len = self.len * self.dtype.size();
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..len]
+    }
+    /// One element's value.
+    pub fn get(&self, i: usize) -> f32 {
+        match self.dtype {
+            DType::F16 => self.typed::<half::f16>(i).to_f32(),
+            DType::Bf16 => self.typed::<half::bf16>(i).to_f32(),
+            _ => self.typed::<f32>(i),
+        }
+    }
+    /// Sets one element, rounded by the oracle.
+    pub fn set(&mut self, i: usize, value: f32) {
+        let exact = round_f32(self.dtype, value);
+        match self.dtype {
+            DType::F16 => self.typed_mut(i, half::f16::from_f32(exact)),
+            DType::Bf16 => self.typed_mut(i, half::bf16::from_f32(exact)),
+            _ => self.typed_mut(i, exact),
+        }
+    }
+    /// All values.
+    pub fn values(&self) -> Vec<f32> {
+        (0..self.len).map(|i| self.get(i)).collect()
+    }
+    fn typed<T: bytemuck::Pod>(&self, i: usize) -> T {
+        bytemuck::cast_slice::<u8, T>(self.bytes())[i]
+    }
+    fn typed_mut<T: bytemuck::Pod>(&mut self, i: usize, value: T) {
+        bytemuck::cast_slice_mut::<u8, T>(self.bytes_mut())[i] = value;
+    }
+}
+
+/// How token rows lie in a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenLayout {
+    /// Axes.
+    pub format: QkvFormat,
+    /// Batch entries there is room for.
+    pub batch: usize,
+    /// Tokens an entry has room for; the whole axis for `thd`.
+    pub tokens: usize,
+    /// Heads of a token.
+    pub heads: usize,
+    /// Values of one head.
+    pub dim: usize,
+    /// Unused elements after every token.
+    pub gap: usize,
+}
+
+/// Extra room in a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Room {
+    /// More batch entries than needed.
+    pub batch: usize,
+    /// More tokens than needed.
+    pub tokens: usize,
+    /// Unused elements after every token.
+    pub gap: usize,
+}
+
+impl TokenLayout {
+    /// Room for entries of `lens` tokens.
+    pub fn new(
+        format: QkvFormat,
+        lens: &[usize],
+        [heads, dim]: [usize; 2],
+        Room { batch, tokens, gap }: Room,
+    ) -> Self {
+        let longest = match format {
+            QkvFormat::Thd => lens.iter().sum::<usize>(),
+            _ => lens.iter().copied().max().unwrap_or(0),
+        };
+        Self { format, batch: lens.len() + batch, tokens: longest + tokens, heads, dim, gap }
+    }
+    /// Elements of one token, gap excluded.
+    pub fn row(&self) -> usize {
+        self.heads * self.dim
+    }
+    /// Token rows, padding included.
+    pub fn num_rows(&self) -> usize {
+        match self.format {
+            QkvFormat::Thd => self.tokens,
+            _ => self.batch * self.tokens,
+        }
+    }
+    /// Elements of the tensor.
+    pub fn num_elements(&self) -> usize {
+        self.num_rows() * (self.row() + self.gap)
+    }
+    /// Extents.
+    pub fn dims(&self) -> Vec<u32> {
+        let [b, t, h, d] = [self.batch, self.tokens, self.heads, self.dim].map(|n| n as u32);
+        match self.format {
+            QkvFormat::Thd => vec![t, h, d],
+            QkvFormat::Sbhd => vec![t, b, h, d],
+            _ => vec![b, t, h, d],
+        }
+    }
+    /// Outer strides, `None` when dense.
+    pub fn strides(&self) -> Option<[u64; 2]> {
+        let token = (self.row() + self.gap) as u64;
+        (self.gap > 0).then_some(match self.format {
+            QkvFormat::Thd => [token, 0],
+            QkvFormat::Sbhd => [token * self.batch as u64, token],
+            _ => [token * self.tokens as u64, token],
+        })
+    }
+    /// Number of the row of token `i` of entry `entry`, whose tokens begin at ragged row `start`.
+    pub fn row_number(&self, entry: usize, start: usize, i: usize) -> usize {
+        match self.format {
+            QkvFormat::Thd => start + i,
+            QkvFormat::Sbhd => i * self.batch + entry,
+            _ => entry * self.tokens + i,
+        }
+    }
+
+    /// A tensor of the entries' rows, `fill` everywhere else.
+    pub fn pack(&self, dtype: DType, rows: &[Vec<f32>], fill: f32) -> Tensor {
+        let mut tensor = Tensor::filled(dtype, self.num_elements(), fill);
+        let mut start = 0;
+        for (entry, values) in rows.iter().enumerate() {
+            let tokens = values.len().checked_div(self.row()).unwrap_or(0);
+            for i in 0..tokens {
+                let at = self.row_number(entry, start, i) * (self.row() + self.gap);
+                for (n, value) in values[i * self.row()..][..self.row()].iter().enumerate() {
+                    tensor.set(at + n, *value);
+                }
+            }
+            start += tokens;
+        }
+        tensor
+    }
+
+    /// The rows of every entry.
+    ///
+    /// # Errors
+    /// A padding row that is not `padding` or a gap that was written, in words.
+    pub fn unpack(
+        &self,
+        what: &str,
+        tensor: &Tensor,
+        lens: &[usize],
+        padding: f32,
+    ) -> Result<Vec<Vec<f32>>, String> {
+        let mut owned = vec![false; self.num_rows()];
+        let mut rows = Vec::new();
+        let mut start = 0;
+        let stride = self.row() + self.gap;
+        for (entry, &len) in lens.iter().enumerate() {
+            let mut values = Vec::with_capacity(len * self.row());
+            for i in 0..len {
+                let number = self.row_number(entry, start, i);
+                owned[number] = true;
+                values.extend((0..self.row()).map(|n| tensor.get(number * stride + n)));
+            }
+            rows.push(values);
+            start += len;
+        }
+        for (number, owned) in owned.into_iter().enumerate() {
+            for n in 0..stride {
+                let got = tensor.get(number * stride + n);
+                if n < self.row() && !owned && got != padding {
+                    return Err(format!(
+                        "{what}: padding row {number} of {self:?} holds {got}, expected {padding}"
+                    ));
+                }
+                if n >= self.row() && number + 1 < self.num_rows() && !got.is_nan() {
+                    return Err(format!(
+                        "{what}: the gap behind row {number} of {self:?} was written: {got}"
+                    ));
+                }
+            }
+        }
+        Ok(rows)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packs_every_format_by_hand() {
+        let rows = [vec![1.0], vec![2.0, 3.0]];
+        let lens = [1, 2];
+        let pack = |format, room| {
+            let layout = TokenLayout::new(format, &lens, [1, 1], room);
+            let tensor = layout.pack(DType::F16, &rows, 0.0);
+            assert_eq!(layout.unpack("x", &tensor, &lens, 0.0).unwrap(), rows);
+            tensor.values()
+        };
+        assert_eq!(pack(QkvFormat::Thd, Room::default()), [1.0, 2.0, 3.0]);
+        assert_eq!(pack(QkvFormat::Bshd, Room::default()), [1.0, 0.0, 2.0, 3.0]);
+        assert_eq!(pack(QkvFormat::Sbhd, Room::default()), [1.0, 2.0, 0.0, 3.0]);
+        let room = Room { batch: 1, tokens: 0, gap: 0 };
+        assert_eq!(pack(QkvFormat::Sbhd, room), [1.0, 2.0, 0.0, 0.0, 3.0, 0.0]);
+    }
+
+    #[test]
+    fn finds_written_gaps_and_padding() {
+        let room = Room { batch: 0, tokens: 1, gap: 1 };
+        let layout = TokenLayout::new(QkvFormat::Thd, &[1], [1, 1], room);
+        let mut tensor = Tensor::of(DType::F32, &[5.0, f32::NAN, 0.0, f32::NAN]);
+        assert_eq!(layout.unpack("x", &tensor, &[1], 0.0), Ok(vec![vec![5.0]]));
+        tensor.set(1, 0.0);
+        assert!(layout.unpack("x", &tensor, &[1], 0.0).unwrap_err().contains("gap"));
+        tensor.set(1, f32::NAN);
+        tensor.set(2, 1.0);
+        assert!(layout.unpack("x", &tensor, &[1], 0.0).unwrap_err().contains("padding"));
+    }
+}

@@ -1,0 +1,80 @@
+//! How far from the oracle a result may be, derived and never typed in.
+//!
+//! A result passes when its error is at most twice the error of the plain straightforward computation
+//! in the same input precision, plus one ulp of the output format. The plain computation's error is
+//! the largest of every order its loops may have, taken over the whole tensor, relative to what a
+//! first-order analysis says each element's error is proportional to: so no lucky element decides.
+use kv_core::DType;
+
+use crate::oracle::{round, ulp};
+
+/// What a tensor must be near to.
+#[derive(Debug, Clone, Copy)]
+pub struct Reference<'a> {
+    /// The oracle's values.
+    pub exact: &'a [f64],
+    /// The plain computation's values, before the rounding to `dtype`, in every order.
+    pub plain: [&'a [f64]; 3],
+    /// Scale of rounding errors, by element.
+    pub magnitude: &'a [f64],
+    /// Element type of the output.
+    pub dtype: DType,
+}
+
+impl Reference<'_> {
+    /// Largest error of the plain computation, relative to the magnitude.
+    pub fn plain_error(&self) -> f64 {
+        let error = |i: usize, plain: f64| {
+            let error = (round(self.dtype, plain) - self.exact[i]).abs();
+            // An infinity minus itself is NaN and no error.
+            if error > 0.0 { error / self.magnitude[i] } else { 0.0 }
+        };
+        let values = self.plain.iter().flat_map(|plain| plain.iter().enumerate());
+        values.map(|(i, plain)| error(i, *plain)).fold(0.0, f64::max)
+    }
+
+    /// Checks a tensor.
+    ///
+    /// # Errors
+    /// The first element that is too far off, in words and numbers.
+    pub fn check(&self, what: &str, got: &[f64]) -> Result<(), String> {
+        if got.len() != self.exact.len() {
+            return Err(format!("{what}: {} values, expected {}", got.len(), self.exact.len()));
+        }
+        let plain_error = self.plain_error();
+        for (i, (&got, &exact)) in got.iter().zip(self.exact).enumerate() {
+            let limit = 2.0 * plain_error * self.magnitude[i] + ulp(self.dtype, exact);
+            let near = got == exact || (exact.is_finite() && (got - exact).abs() <= limit);
+            if !near {
+                return Err(format!(
+                    "{what}: element {i} of {} is {got:e}, expected {exact:e} within {limit:e} (plain \
+                     computation: {:e})",
+                    self.exact.len(),
+                    self.plain[0][i]
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn allows_twice_the_plain_error_and_one_ulp() {
+        let plain = [1.0 + 4.0 * f64::from(f32::EPSILON), f64::NEG_INFINITY];
+        let reference = Reference {
+            exact: &[1.0, f64::NEG_INFINITY],
+            plain: [&[1.0, f64::NEG_INFINITY], &plain, &[1.0, f64::NEG_INFINITY]],
+            magnitude: &[1.0, 1.0],
+            dtype: DType::F32,
+        };
+        let off = |ulps: f64| [1.0 + ulps * f64::from(f32::EPSILON), f64::NEG_INFINITY];
+        assert!(reference.check("x", &off(9.0)).is_ok());
+        assert!(reference.check("x", &off(9.5)).is_err());
+        assert!(reference.check("x", &[f64::NAN, f64::NEG_INFINITY]).is_err());
+        assert!(reference.check("x", &[1.0, 0.0]).is_err());
+    }
+}
