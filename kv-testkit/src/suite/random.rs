@@ -186,11 +186,7 @@ fn brings(bring: Bring) -> Brings {
 }
 
 /// A step that must succeed, or one that must be refused and change nothing.
-fn step<B: Device>(
-    lab: &mut Lab<B>,
-    inputs: &[(u64, Brings)],
-    how: &How,
-) -> Result<(), CaseError> {
+fn step<B: Device>(lab: &mut Lab<B>, inputs: &[(u64, Brings)], how: &How) -> Result<(), CaseError> {
     let size = lab.cache.spec().groups()[0].block_size();
     let total = u64::from(lab.cache.spec().groups()[0].num_blocks());
     let max_len = lab.cache.spec().max_seq_len();

@@ -125,7 +125,12 @@ impl Form {
 }
 
 /// Rows of a sequence from one position on.
-pub(super) fn rows(id: u64, positions: std::ops::Range<u32>, place: [u32; 2], shape: [usize; 2]) -> Vec<f32> {
+pub(super) fn rows(
+    id: u64,
+    positions: std::ops::Range<u32>,
+    place: [u32; 2],
+    shape: [usize; 2],
+) -> Vec<f32> {
     let [kv, layer] = place;
     let mut values = Vec::new();
     for pos in positions {
@@ -234,14 +239,19 @@ pub(super) struct State {
 /// What callers can see of a cache.
 pub(super) fn state<B: Device>(params: &InferenceParams<B>) -> State {
     let rows = params.sequences().iter();
-    let rows = rows.map(|row| (row.id, row.pre_step_len, row.len, params.page_list(row.id).to_vec()));
+    let rows =
+        rows.map(|row| (row.id, row.pre_step_len, row.len, params.page_list(row.id).to_vec()));
     let arrays = [
         params.cu_seqlens_q(),
         params.cu_seqlens_kv(),
         params.get_seqlens_pre_step(),
         params.page_table(),
     ];
-    State { rows: rows.collect(), arrays: arrays.map(<[u32]>::to_vec), free: params.num_free_pages() }
+    State {
+        rows: rows.collect(),
+        arrays: arrays.map(<[u32]>::to_vec),
+        free: params.num_free_pages(),
+    }
 }
 
 #[cfg(test)]

@@ -124,7 +124,11 @@ impl<'t, B: Device> Replay<'t, B> {
         same("batch", rows.iter().map(|row| row.id.0).collect(), step.batch.clone())?;
         same("len", rows.iter().map(|row| row.len).collect(), step.len.clone())?;
         let pre: Vec<_> = step.pre.iter().copied().take(rows.len()).collect();
-        same("pre", self.params.get_seqlens_pre_step().iter().copied().take(rows.len()).collect(), pre)?;
+        same(
+            "pre",
+            self.params.get_seqlens_pre_step().iter().copied().take(rows.len()).collect(),
+            pre,
+        )?;
         same("cu_q", self.params.cu_seqlens_q(), &step.cu_q)?;
         same("cu_kv", self.params.cu_seqlens_kv(), &step.cu_kv)
     }
