@@ -166,7 +166,8 @@ fn cut<T: Clone>(values: &[T], sums: &[usize], width: usize) -> Vec<Vec<T>> {
 impl Batch {
     fn lens(&self) -> Vec<[usize; 2]> {
         let Attention { q_heads, kv_heads, dk, .. } = self.oracle;
-        let len = |(q, k): (&Vec<f32>, &Vec<f32>)| [q.len() / (q_heads * dk), k.len() / (kv_heads * dk)];
+        let len =
+            |(q, k): (&Vec<f32>, &Vec<f32>)| [q.len() / (q_heads * dk), k.len() / (kv_heads * dk)];
         self.q.iter().zip(&self.kv[0]).map(len).collect()
     }
 
@@ -179,13 +180,13 @@ impl Batch {
         let (k_shape, k) = numbers(&file, "k", Dtype::F32, f32::from_le_bytes)?;
         let (v_shape, v) = numbers(&file, "v", Dtype::F32, f32::from_le_bytes)?;
         let shapes = (q_shape.as_slice(), k_shape.as_slice(), v_shape.as_slice());
-        let (&[total_q, q_heads, dk], &[total_kv, kv_heads, dk_again], &[total_v, v_heads, dv]) = shapes
+        let (&[total_q, q_heads, dk], &[total_kv, kv_heads, k_dim], &[num_v, v_heads, dv]) = shapes
         else {
             return Err(CaseError::Broken(format!("shapes {shapes:?} do not have 3 axes")));
         };
         ensure(
-            dk == dk_again
-                && (total_kv, kv_heads) == (total_v, v_heads)
+            dk == k_dim
+                && (total_kv, kv_heads) == (num_v, v_heads)
                 && [q_heads, kv_heads, dk, dv].iter().all(|n| (1..1 << 16).contains(n))
                 && q_heads % kv_heads == 0,
             || format!("shapes {shapes:?} do not fit each other"),
@@ -205,8 +206,7 @@ impl Batch {
             }
             _ => None,
         };
-        let oracle =
-            Attention { sinks, ..attention(&metadata, [q_heads, kv_heads, dk, dv])? };
+        let oracle = Attention { sinks, ..attention(&metadata, [q_heads, kv_heads, dk, dv])? };
         let q = cut(&q, &cu_q, q_heads * dk);
         let kv = [cut(&k, &cu_kv, kv_heads * dk), cut(&v, &cu_kv, kv_heads * dv)];
         let dtype = dtype(&metadata)?;

@@ -4,7 +4,7 @@
 //! lying file is a failed trial that names the file.
 mod attention;
 mod files;
-mod te;
+pub(crate) mod te;
 mod te_convert;
 mod te_errors;
 mod te_quirks;

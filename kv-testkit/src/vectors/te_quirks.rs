@@ -100,8 +100,7 @@ fn one_step<B: Device>(
 
 /// Prefix sums beyond what an f32 holds. Without layers, such lengths need no memory.
 fn exact_sums<B: Device>(backend: &B, sums: &[u32]) -> Result<(), CaseError> {
-    let lens: Option<Vec<_>> =
-        sums.windows(2).map(|pair| pair[1].checked_sub(pair[0])).collect();
+    let lens: Option<Vec<_>> = sums.windows(2).map(|pair| pair[1].checked_sub(pair[0])).collect();
     let mut lens = lens.ok_or("exact_cu falls")?;
     let batch = lens.len() as u32;
     let longest = lens.iter().copied().max().unwrap_or(0);

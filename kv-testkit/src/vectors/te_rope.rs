@@ -53,8 +53,7 @@ pub(super) fn run<B: Device>(backend: &B, case: &RopeCase) -> CaseResult {
     for (row, position) in positions.iter().enumerate() {
         let sequence = row as u32 / tokens;
         for head in 0..heads {
-            let x: Vec<_> =
-                (0..dim).map(|d| mix([sequence, *position, head, d, 0, 1])).collect();
+            let x: Vec<_> = (0..dim).map(|d| mix([sequence, *position, head, d, 0, 1])).collect();
             for (d, got) in rope.rotate(&x, *position).into_iter().enumerate() {
                 let expected = case.y[at];
                 ensure((got - expected).abs() <= 1e-6, || {
