@@ -10,6 +10,8 @@ mod te_errors;
 mod te_quirks;
 mod te_rope;
 mod te_trace;
+#[cfg(test)]
+mod tests;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
