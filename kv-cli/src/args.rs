@@ -26,11 +26,14 @@ pub(crate) enum Command {
 /// values live in the cache of the chosen backend. A sequence ends after --max-new-tokens, at an
 /// end-of-text token, or when it is as long as the model's context.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:
+#[command(
+    allow_negative_numbers = true,
+    after_help = "Examples:
   kv generate --prompt 'Once upon a time'
   kv generate --prompts prompts.txt --max-batch 16 --paged 16,256 --json
   kv generate --compare --max-new-tokens 256
-  kv generate --model smollm2.gguf --tokenizer tokenizer.json --temperature 0.8 --seed 7")]
+  kv generate --model smollm2.gguf --tokenizer tokenizer.json --temperature 0.8 --seed 7"
+)]
 #[expect(clippy::struct_excessive_bools, reason = "one flag of the command line each")]
 pub(crate) struct GenerateArgs {
     /// Directory with config.json, model.safetensors (or its index and shards) and tokenizer.json, or
@@ -64,8 +67,7 @@ pub(crate) struct GenerateArgs {
     pub(crate) max_step_tokens: u32,
 
     /// 0 takes the most likely token, 1 samples from the model's own distribution
-    #[arg(long, value_name = "T", default_value = "0", value_parser = temperature,
-          allow_negative_numbers = true)]
+    #[arg(long, value_name = "T", default_value = "0", value_parser = temperature)]
     pub(crate) temperature: f64,
 
     /// Seed of the sampling; each prompt has a stream of its own, whatever the batch
@@ -89,7 +91,8 @@ pub(crate) struct GenerateArgs {
     #[arg(long, conflicts_with = "paged")]
     pub(crate) contiguous: bool,
 
-    /// Blocks of BLOCK_SIZE tokens; unless given 16, and as many as the batch can need in 1 GiB
+    /// Blocks of so many tokens, and how many; unless given 16 tokens, and as many blocks as the batch
+    /// can need in 1 GiB
     #[arg(long, value_name = "BLOCK_SIZE,NUM_BLOCKS")]
     pub(crate) paged: Option<Paged>,
 
@@ -113,9 +116,12 @@ pub(crate) struct GenerateArgs {
 
 /// Tell how much memory a model's cache takes and how many sequences fit, from its config.json alone.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:
+#[command(
+    allow_negative_numbers = true,
+    after_help = "Examples:
   kv plan --model models/stories260K
-  kv plan --model path/to/llama --memory 80GB --context 32768 --format f16 --json")]
+  kv plan --model path/to/llama --memory 80GB --context 32768 --format f16 --json"
+)]
 pub(crate) struct PlanArgs {
     /// Directory with a config.json; the bundled stories260K unless given
     #[arg(long, value_name = "DIR")]

@@ -136,7 +136,7 @@ impl Layer {
 
     fn mlp(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let gate = self.gate.forward(x)?.silu()?;
-        self.down.forward(&(gate * self.up.forward(x)?)?)
+        self.down.forward(&gate.mul(&self.up.forward(x)?)?)
     }
 }
 
@@ -156,9 +156,9 @@ impl<B: Backend> Model<B> for Llama {
         let mut x = self.embedding.index_select(&ids, 0)?;
         for (index, layer) in (0..).zip(&self.layers) {
             let h = self.rms_norm(&x, &layer.attention_norm)?;
-            x = (x + self.attention(step, index, layer, &h, &mut scratch)?)?;
+            x = x.add(&self.attention(step, index, layer, &h, &mut scratch)?)?;
             let h = self.rms_norm(&x, &layer.mlp_norm)?;
-            x = (x + layer.mlp(&h)?)?;
+            x = x.add(&layer.mlp(&h)?)?;
         }
         self.logits(&x, batch)
     }

@@ -34,16 +34,11 @@ pub(crate) fn table(rows: &[Vec<String>]) -> String {
     let widths: Vec<_> = (0..columns).map(|column| width(column).unwrap_or(0)).collect();
     let mut table = String::new();
     for row in rows {
-        let mut line = String::new();
-        for (column, width) in widths.iter().enumerate() {
-            let cell = cell(row, column);
-            if column == 0 {
-                line.push_str(&format!("{cell:<width$}"));
-            } else {
-                line.push_str(&format!("  {cell:>width$}"));
-            }
-        }
-        table.push_str(line.trim_end());
+        let cells = widths.iter().enumerate().map(|(column, width)| match cell(row, column) {
+            first if column == 0 => format!("{first:<width$}"),
+            cell => format!("  {cell:>width$}"),
+        });
+        table.push_str(cells.collect::<String>().trim_end());
         table.push('\n');
     }
     table

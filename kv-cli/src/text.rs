@@ -53,8 +53,9 @@ impl Text {
 /// Text that grows token by token.
 ///
 /// A token may be part of a character, and a decoder may treat the first token of a text in a way of
-/// its own. So each piece is the difference of two decodings that begin a few tokens back, and one that
-/// ends inside a character waits for the rest.
+/// its own. So each piece is the difference of two decodings that begin with the piece before it (never
+/// inside a character: one broken byte breaks all bytes beside it), and a piece that ends inside a
+/// character waits for the rest.
 #[derive(Debug)]
 pub(crate) struct TextStream {
     ids: Vec<u32>,
@@ -64,16 +65,13 @@ pub(crate) struct TextStream {
     shown: usize,
 }
 
-/// Tokens before the first new one that its text may depend on.
-const LOOK_BACK: usize = 6;
 /// A character has at most four bytes: what is still no character after that never will be.
 const WAIT_MAX: usize = 4;
 
 impl TextStream {
     /// Goes on behind a prompt.
     pub(crate) fn after(prompt: &[u32]) -> Self {
-        let shown = prompt.len();
-        Self { ids: prompt.to_vec(), begin: shown.saturating_sub(LOOK_BACK), shown }
+        Self { ids: prompt.to_vec(), begin: 0, shown: prompt.len() }
     }
 
     /// Adds a token; the text that is certain now.
@@ -117,4 +115,63 @@ pub(crate) fn tokenizer_path(
         bail!("{}: no tokenizer.json beside it, give --tokenizer FILE", model.display());
     }
     Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bundled() -> Text {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/stories260K");
+        Text::read(&dir.join("tokenizer.json")).expect("the bundled tokenizer")
+    }
+
+    #[test]
+    fn pieces_of_a_stream_are_whole_characters_and_add_up() {
+        let text = bundled();
+        let written =
+            "Tom said: h\u{e9}llo \u{4e16}\u{754c} \u{1f389}\u{1f468}\u{200d}\u{1f469}! ok";
+        let ids = text.encode(written, 512, Some(1)).expect("ids");
+        assert!(ids.len() > 30, "most of these characters are several tokens");
+        for split in [1, 4, 6] {
+            let (prompt, rest) = ids.split_at(split);
+            let mut stream = TextStream::after(prompt);
+            let mut shown = String::new();
+            for id in rest {
+                let piece = stream.push(&text, *id).expect("a piece");
+                assert!(!piece.contains(char::REPLACEMENT_CHARACTER), "{piece:?} after {shown:?}");
+                shown.push_str(&piece);
+            }
+            shown.push_str(&stream.finish(&text).expect("the rest"));
+            let all = text.decode(&ids).expect("text");
+            assert!(all.ends_with(&shown), "{all:?} {shown:?}");
+            let prompt = text.decode(prompt).expect("text");
+            assert_eq!(format!("{prompt}{shown}"), all);
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_no_character_do_not_stop_the_stream() {
+        let text = bundled();
+        // The byte tokens of a lead byte that nothing continues, then plain text.
+        let lead = 3 + 0xE4;
+        let plain = text.encode("the end", 512, Some(1)).expect("ids");
+        let mut stream = TextStream::after(&[1]);
+        let mut shown = String::new();
+        for id in [lead, lead].iter().chain(&plain[1..]) {
+            shown.push_str(&stream.push(&text, *id).expect("a piece"));
+        }
+        assert!(shown.ends_with("the end"), "{shown:?}");
+    }
+
+    #[test]
+    fn an_empty_prompt_is_the_begin_token() {
+        assert_eq!(bundled().encode("", 512, None).expect("ids"), [1]);
+    }
+
+    #[test]
+    fn a_token_beyond_the_vocabulary_is_refused() {
+        let error = bundled().encode("Once upon a time", 300, None).expect_err("403 is beyond");
+        assert!(error.to_string().contains("the model knows 300"), "{error}");
+    }
 }

@@ -52,7 +52,7 @@ pub(crate) fn convert(
             }
         });
     }
-    // Lengths are read once more, front to back, as the padding is visited in the same order.
+    // Quadratic in the entries of a batch, which are few.
     let len = |entry: usize| plan.entries().nth(entry).map_or(0, |(_, len)| len);
     dst.for_padding(room, len, |row| row.fill(0));
     Ok(())

@@ -1,6 +1,6 @@
 //! Cached rows read back into a plain tensor.
-use kv_core::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan, GatherRange};
+use kv_core::{BlockId, DeviceError};
 
 use crate::access::Access;
 use crate::backend::Cpu;
@@ -78,9 +78,8 @@ fn gather_token(
         // SAFETY: each token belongs to one unit, which writes its heads one after another.
         let to = unsafe { out.get_mut(at, head, 1) };
         let block = plan.tables().row(range.row).get(to_usize(index));
-        let from = block.map_or(&[] as &[u8], |block| {
-            plane.get(block.0, plane.row_begin(inside, head), row_bytes)
-        });
+        let row = |block: &BlockId| plane.get(block.0, plane.row_begin(inside, head), row_bytes);
+        let from = block.map(row).unwrap_or_default();
         // Empty only where the plan belongs to another geometry; nothing else is known to be right.
         if from.is_empty() {
             to.fill(0);

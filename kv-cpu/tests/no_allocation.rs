@@ -1,11 +1,17 @@
 //! A decode step allocates nothing between `begin_step` and `commit`, host side and kernels included,
 //! once the buffers of the first steps have reached their size.
+#![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
+    clippy::arithmetic_side_effects,
+    reason = "a test, and its helpers outside the test functions"
+)]
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use kv_core::{
-    AttentionOptions, CacheError, CacheSpec, Determinism, KvCache, KvFormat, QkvFormat, SequenceId,
-    StartOptions, StepInput, TensorView, TensorViewMut,
+    AnyBackend, AttentionOptions, Backend, CacheError, CacheSpec, Determinism, KvCache, KvFormat,
+    QkvFormat, SequenceId, StartOptions, StepInput, TensorView, TensorViewMut,
 };
 use kv_cpu::{CpuBackend, CpuOptions};
 
@@ -60,8 +66,8 @@ struct Tensors {
 }
 
 /// One step of the whole batch; every sequence brings `tokens`.
-fn step(
-    cache: &mut KvCache<CpuBackend>,
+fn step<B: Backend>(
+    cache: &mut KvCache<B>,
     inputs: &[StepInput<'_>],
     tokens: u32,
     tensors: &mut Tensors,
@@ -82,8 +88,16 @@ fn step(
     step.commit()
 }
 
-fn allocations(determinism: Determinism, format: KvFormat, block_size: u32) -> u64 {
-    let backend = CpuBackend::open(CpuOptions::default().threads(1)).unwrap();
+fn cpu() -> CpuBackend {
+    CpuBackend::open(CpuOptions::default().threads(1)).unwrap()
+}
+
+fn allocations(
+    backend: impl Backend,
+    determinism: Determinism,
+    format: KvFormat,
+    block_size: u32,
+) -> u64 {
     let spec = CacheSpec::builder()
         .layers(LAYERS)
         .kv_heads(HEADS)
@@ -94,7 +108,7 @@ fn allocations(determinism: Determinism, format: KvFormat, block_size: u32) -> u
         .build()
         .unwrap();
     let mut cache = KvCache::new(backend, spec).unwrap();
-    let prompt = 1100_u32;
+    let prompt = 1040_u32;
     let size = usize::try_from(BATCH * prompt * HEADS * 4 * DIM).unwrap();
     let mut tensors = Tensors {
         kv: vec![0.5; size],
@@ -132,12 +146,18 @@ fn the_counter_counts() {
 fn decode_steps_allocate_nothing() {
     for format in [KvFormat::F32, KvFormat::F16, KvFormat::Bf16] {
         for block_size in [1, 16] {
-            assert_eq!(allocations(Determinism::Fast, format, block_size), 0, "{format}");
+            assert_eq!(allocations(cpu(), Determinism::Fast, format, block_size), 0, "{format}");
         }
     }
 }
 
 #[test]
 fn decode_steps_over_split_contexts_allocate_nothing() {
-    assert_eq!(allocations(Determinism::BatchInvariant, KvFormat::F32, 16), 0);
+    assert_eq!(allocations(cpu(), Determinism::BatchInvariant, KvFormat::F32, 16), 0);
+}
+
+#[test]
+fn erasure_allocates_nothing() {
+    let erased = AnyBackend::new(cpu());
+    assert_eq!(allocations(erased, Determinism::BatchInvariant, KvFormat::Bf16, 16), 0);
 }

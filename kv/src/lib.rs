@@ -35,10 +35,10 @@
 #![forbid(unsafe_code)]
 
 mod device;
-mod error;
+mod failure;
 
 pub use device::{Device, DeviceSpec, open};
-pub use error::Error;
+pub use failure::Error;
 pub use kv_core::*;
 /// The CPU backend with its own types, for callers that want no type erasure.
 #[cfg(feature = "cpu")]

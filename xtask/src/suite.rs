@@ -44,15 +44,14 @@ pub(crate) fn run() -> Result<()> {
         println!("\n== {name}");
         let stage_start = Instant::now();
         let outcome = stage(&workspace);
-        let seconds = seconds(stage_start.elapsed());
-        match &outcome {
-            Ok(Outcome::Passed) => lines.push(format!("{seconds}  {name}")),
-            Ok(Outcome::Skipped(why)) => {
-                println!("skipped: {why}");
-                lines.push(format!("{seconds}  {name} (skipped: {why})"));
-            }
-            Err(_) => lines.push(format!("{seconds}  {name} FAILED")),
-        }
+        let words = match &outcome {
+            Ok(Outcome::Passed) => String::new(),
+            Ok(Outcome::Skipped(why)) => format!(" (skipped: {why})"),
+            Err(_) => " FAILED".to_owned(),
+        };
+        let line = format!("{}  {name}{words}", seconds(stage_start.elapsed()));
+        println!("{line}");
+        lines.push(line);
         if let Err(error) = outcome {
             println!("\n{}", lines.join("\n"));
             return Err(error).with_context(|| format!("stage \"{name}\""));

@@ -1,5 +1,6 @@
 //! The scheduler over a device that stores nothing and a model whose next token depends on every token
 //! before it: what it generates is right only if each was brought once, in order, at its position.
+#![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 use std::cell::RefCell;
 use std::collections::HashMap;
 
@@ -38,15 +39,15 @@ impl Model<NullBackend> for Echo {
         for chunk in &batch.chunks {
             let history = histories.entry(chunk.sequence).or_default();
             for _ in 0..chunk.tokens {
-                let position = step.positions()[at] as usize;
+                let position = to_usize(step.positions()[at]);
                 assert!(position <= history.len(), "{:?}: a token was left out", chunk.sequence);
                 history.truncate(position);
                 history.push(batch.tokens[at]);
                 at += 1;
             }
             if chunk.wants_logits {
-                let mut row = vec![0.0; VOCAB as usize];
-                row[next(history) as usize] = 1.0;
+                let mut row = vec![0.0; to_usize(VOCAB)];
+                row[to_usize(next(history))] = 1.0;
                 logits.push(row);
             }
         }

@@ -33,6 +33,7 @@ trait DynQueue: fmt::Debug + Send {
     fn copy_blocks(&mut self, plan: &CopyPlan<'_>, args: CopyArgs<'_, AnyBuffer>) -> Recorded;
     fn gather(&mut self, plan: &GatherPlan<'_>, args: GatherArgs<'_, AnyBuffer>) -> Recorded;
     fn convert(&mut self, plan: &ConvertPlan, args: ConvertArgs<'_, AnyBuffer>) -> Recorded;
+    fn flush(&mut self) -> Recorded;
     fn submit(&mut self) -> Result<AnyFence, DeviceError>;
     fn wait_for(&mut self, fence: &AnyFence) -> Recorded;
 }
@@ -188,6 +189,9 @@ impl<Q: Queue> DynQueue for Erased<Q> {
         let args = ConvertArgs::from_parts(input(src, "convert src")?, output(dst, "convert dst")?);
         self.0.convert(plan, args)
     }
+    fn flush(&mut self) -> Recorded {
+        self.0.flush()
+    }
     fn submit(&mut self) -> Result<AnyFence, DeviceError> {
         Ok(AnyFence(Arc::new(Erased(self.0.submit()?))))
     }
@@ -263,6 +267,9 @@ impl Queue for AnyQueue {
     }
     fn convert(&mut self, plan: &ConvertPlan, args: ConvertArgs<'_, AnyBuffer>) -> Recorded {
         self.0.convert(plan, args)
+    }
+    fn flush(&mut self) -> Recorded {
+        self.0.flush()
     }
     fn submit(&mut self) -> Result<AnyFence, DeviceError> {
         self.0.submit()

@@ -193,7 +193,12 @@ pub trait Queue: fmt::Debug + Send + 'static {
         plan: &ConvertPlan,
         args: ConvertArgs<'_, Self::Buffer>,
     ) -> Result<(), DeviceError>;
-    /// Hands everything recorded so far to the device.
+    /// Hands everything recorded so far to the device, when nobody needs to know when it is done.
+    ///
+    /// # Errors
+    /// As [`Self::submit`].
+    fn flush(&mut self) -> Result<(), DeviceError>;
+    /// Hands everything recorded so far to the device, and makes a fence for it.
     ///
     /// # Errors
     /// `Lost`, `Driver`, or a failure of work submitted earlier.

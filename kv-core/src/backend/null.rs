@@ -196,6 +196,9 @@ impl Queue for NullQueue {
     ) -> Result<(), DeviceError> {
         self.shared.record("convert")
     }
+    fn flush(&mut self) -> Result<(), DeviceError> {
+        self.shared.record("flush")
+    }
     fn submit(&mut self) -> Result<NullFence, DeviceError> {
         self.shared.record("submit")?;
         Ok(NullFence)

@@ -8,15 +8,6 @@ use crate::plan::{AttendArgs, AttentionOptions, BatchEntry, GatherArgs, GatherPl
 use crate::storage::Plane;
 use crate::tensor::{TensorView, TensorViewMut};
 
-/// Queries of one sequence outside a step.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct AheadQuery {
-    pub(crate) sequence: SequenceId,
-    /// Rows behind the length that were written by [`KvCache::write_ahead`] and count as keys.
-    pub(crate) ahead: u32,
-    pub(crate) queries: u32,
-}
-
 impl<B: Backend> KvCache<B> {
     /// Reads all rows of the open step's batch, this step's included: entry `b` fills entry `b`.
     pub(crate) fn gather_open(
@@ -40,25 +31,32 @@ impl<B: Backend> KvCache<B> {
         Ok(self.queue.gather(&plan, args)?)
     }
 
-    /// Attends queries outside a step, over committed rows and rows written ahead.
+    /// Queries of one sequence outside a step; `ahead` rows behind its length, written by
+    /// [`Self::write_ahead`], count as keys.
+    pub(crate) fn query_ahead(
+        &self,
+        sequence: SequenceId,
+        ahead: u32,
+        queries: u32,
+    ) -> Result<BatchEntry, PlanError> {
+        let (row, state) = self.sequences.get(sequence)?;
+        if queries == 0 {
+            return Err(PlanError::ZeroTokens { sequence });
+        }
+        let cached = state.len.saturating_add(ahead);
+        Ok(BatchEntry { row, cached, new_tokens: 0, queries })
+    }
+
+    /// Attends queries outside a step, entries made by [`Self::query_ahead`].
     pub(crate) fn attend_ahead(
         &mut self,
         layer: LayerId,
-        queries: &[AheadQuery],
+        batch: &[BatchEntry],
         q: TensorView<'_, B::Buffer>,
         out: TensorViewMut<'_, B::Buffer>,
         options: &AttentionOptions<'_>,
     ) -> Result<(), CacheError> {
         let (group, index) = self.locate(layer)?;
-        let mut batch = Vec::with_capacity(queries.len());
-        for &AheadQuery { sequence, ahead, queries } in queries {
-            let (row, state) = self.sequences.get(sequence)?;
-            if queries == 0 {
-                return Err(PlanError::ZeroTokens { sequence }.into());
-            }
-            let cached = state.len.saturating_add(ahead);
-            batch.push(BatchEntry { row, cached, new_tokens: 0, queries });
-        }
         let unallocated = PlanError::LayerUnallocated { layer };
         let group = self.groups.get(group).ok_or_else(|| unallocated.clone())?;
         let planes = group.storage.plane(index, Plane::Key);
@@ -66,7 +64,7 @@ impl<B: Backend> KvCache<B> {
         let [layout, _] = group.storage.layouts();
         let workers = self.backend.capabilities().workers;
         let determinism = self.spec.determinism();
-        let (_, plan) = self.scratch.plan(layout, &group.tables, &batch, workers, determinism)?;
+        let (_, plan) = self.scratch.plan(layout, &group.tables, batch, workers, determinism)?;
         let args = AttendArgs::new(&plan, q, out, None, planes.into(), *options)?;
         Ok(self.queue.attend(&plan, args)?)
     }

@@ -19,7 +19,6 @@ use crate::num::{to_u64, to_usize};
 use crate::plan::PlanBuffers;
 use crate::spec::{CacheSpec, table_width};
 use crate::storage::KvStorage;
-pub(crate) use front::AheadQuery;
 use open::OpenStep;
 use sequences::Sequences;
 pub use step::{Step, StepInput};

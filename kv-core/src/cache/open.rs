@@ -258,13 +258,13 @@ impl<B: Backend> KvCache<B> {
     /// Ends the open step; on an error it is rolled back.
     pub(crate) fn commit_open(&mut self) -> Result<(), CacheError> {
         self.check_open("commit")?;
-        let submitted = self.check_all_written().map_err(CacheError::from).and_then(|()| {
-            self.queue.submit()?;
-            Ok(())
-        });
-        if submitted.is_err() {
+        let flushed = self
+            .check_all_written()
+            .map_err(CacheError::from)
+            .and_then(|()| Ok(self.queue.flush()?));
+        if flushed.is_err() {
             self.roll_back();
-            return submitted;
+            return flushed;
         }
         for entry in &self.open.batch {
             if let Some(sequence) = self.sequences.at_mut(entry.row) {

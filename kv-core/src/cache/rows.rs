@@ -88,7 +88,7 @@ impl<B: Backend> KvCache<B> {
             let new = u64::from(tokens);
             PlanError::SequenceTooLong { sequence, len, new, max }
         })?;
-        self.queue.submit()?;
+        self.queue.flush()?;
         if let Some(state) = self.sequences.at_mut(row) {
             state.len = new_len;
         }

@@ -183,7 +183,7 @@ fn a_fork_copies_the_partial_block_once() {
     assert_eq!(cache.usage().blocks_used, 2);
     let before = control.recorded();
     append(&mut cache, &[(SEQ[0], 1), (SEQ[1], 1)]).unwrap();
-    // One copy, two writes, one submission: the second writer finds itself alone.
+    // One copy, two writes, one flush: the second writer finds itself alone.
     assert_eq!(control.recorded() - before, 4);
     let table = |cache: &KvCache<_>, s| cache.block_table(s, GroupId(0)).unwrap().to_vec();
     let (parent, child) = (table(&cache, SEQ[0]), table(&cache, SEQ[1]));
@@ -249,7 +249,7 @@ fn a_failed_copy_rolls_the_step_back() {
 }
 
 #[test]
-fn a_failed_submit_rolls_the_step_back() {
+fn a_failed_flush_rolls_the_step_back() {
     let mut cache = cache(4, 8);
     start(&mut cache, SEQ[0]);
     let before = snapshot(&cache);

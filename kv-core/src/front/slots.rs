@@ -4,13 +4,13 @@
 use hashbrown::HashMap;
 
 use crate::backend::{AnyBackend, Backend};
-use crate::cache::{AheadQuery, KvCache, StartOptions};
+use crate::cache::{KvCache, StartOptions};
 use crate::error::{CacheError, PlanError};
 use crate::format::KvFormat;
 use crate::geometry::{BlockOrder, QkvFormat};
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
 use crate::num::to_u32;
-use crate::plan::AttentionOptions;
+use crate::plan::{AttentionOptions, BatchEntry};
 use crate::spec::{CacheSpec, GroupSpec};
 use crate::storage::{Plane, PlaneView};
 use crate::tensor::{TensorView, TensorViewMut};
@@ -80,7 +80,8 @@ pub struct KvCacheManager<B: Backend = AnyBackend> {
     slots: HashMap<SequenceId, Slot>,
     /// Lists of released slots, to be used again.
     spare: Vec<Vec<u32>>,
-    queries: Vec<AheadQuery>,
+    /// The batch of an attention; kept for its memory.
+    queries: Vec<BatchEntry>,
 }
 
 /// What is known of one live sequence.
@@ -192,12 +193,17 @@ impl<B: Backend> KvCacheManager<B> {
         n: u32,
     ) -> Result<(), CacheError> {
         let layer = layer.into();
-        self.cache.write_ahead(sequence, layer, n, [k, v], QkvFormat::Thd)?;
+        let written = self.cache.write_ahead(sequence, layer, n, [k, v], QkvFormat::Thd);
         let slot = self.slots.get_mut(&sequence);
         if let Some(rows) = slot.and_then(|slot| slot.appended.get_mut(usize::from(layer.0))) {
-            *rows = n;
+            match written {
+                Ok(()) => *rows = n,
+                // The device may have written some of them.
+                Err(CacheError::Device(_)) => *rows = 0,
+                Err(_) => {}
+            }
         }
-        Ok(())
+        written
     }
 
     /// Makes `n` appended rows part of the sequence and hands the work to the device.
@@ -215,8 +221,8 @@ impl<B: Backend> KvCacheManager<B> {
             let new = u64::from(n);
             return Err(PlanError::SequenceTooLong { sequence, len, new, max }.into());
         }
-        let mut missing = (0..).zip(&slot.appended).filter(|(_, rows)| **rows < n);
-        if let Some((layer, _)) = missing.next() {
+        let mut missing = slot.appended.iter().zip(0..).filter(|(rows, _)| **rows < n);
+        if let Some((_, layer)) = missing.next() {
             let (layer, others) = (LayerId(layer), missing.count());
             return Err(PlanError::LayersUnwritten { layer, others }.into());
         }
@@ -250,7 +256,7 @@ impl<B: Backend> KvCacheManager<B> {
         for &(sequence, queries) in batch {
             let slot = self.slots.get(&sequence).ok_or(PlanError::UnknownSequence { sequence })?;
             let ahead = slot.appended.get(usize::from(layer.0)).copied().unwrap_or(0);
-            self.queries.push(AheadQuery { sequence, ahead, queries });
+            self.queries.push(self.cache.query_ahead(sequence, ahead, queries)?);
         }
         self.cache.attend_ahead(layer, &self.queries, q, out, options)
     }

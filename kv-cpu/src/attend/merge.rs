@@ -4,7 +4,8 @@
 //! relative to its own maximum, so they are brought to the common one and added, part by part in order.
 #![expect(
     clippy::arithmetic_side_effects,
-    reason = "kernel code: indices come from the units' plan, the rest is floating point"
+    clippy::float_cmp,
+    reason = "kernel code: indices come from the units' plan; maxima are compared with themselves"
 )]
 use super::Job;
 use super::unit::{Partials, Scratch};

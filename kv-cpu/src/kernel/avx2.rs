@@ -4,8 +4,12 @@
 //! trait's method calls it. The only place that makes an [`Avx2`] is the table below, inside functions
 //! with the same features.
 #![expect(
-    clippy::inline_always,
-    reason = "kernel code: primitives must melt into the function that carries the target features"
+    clippy::many_single_char_names,
+    reason = "kernel code: the eight vectors that are summed at once"
+)]
+#![allow(
+    clippy::wildcard_imports,
+    reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
 )]
 use std::arch::x86_64::*;
 
@@ -123,8 +127,9 @@ primitives! {
         let low = _mm256_permute2f128_ps::<0x20>(first, second);
         let high = _mm256_permute2f128_ps::<0x31>(first, second);
         let mut sums = [0.0; 8];
+        let total = _mm256_add_ps(low, high);
         // SAFETY: the array has room for eight floats.
-        unsafe { _mm256_storeu_ps(sums.as_mut_ptr(), _mm256_add_ps(low, high)) };
+        unsafe { _mm256_storeu_ps(sums.as_mut_ptr(), total) };
         sums
     }
 }

@@ -1,9 +1,9 @@
 //! Vectors of sixteen: AVX-512 F, BW, DQ and VL.
 //!
 //! Built like the file for AVX2; see there for how the features and the witness go together.
-#![expect(
-    clippy::inline_always,
-    reason = "kernel code: primitives must melt into the function that carries the target features"
+#![allow(
+    clippy::wildcard_imports,
+    reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
 )]
 use std::arch::x86_64::*;
 

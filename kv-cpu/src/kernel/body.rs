@@ -7,6 +7,8 @@
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
     clippy::inline_always,
+    clippy::many_single_char_names,
+    clippy::needless_range_loop,
     reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
               that carries the target features"
 )]
@@ -38,7 +40,7 @@ fn check_rows<E: Stored>(rows: &[&[u8]], (begin, end): (usize, usize), dim: usiz
 pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
     check_rows::<E>(args.k, args.range, args.dim);
     assert!(
-        args.stride % LANES_MAX == 0
+        args.stride.is_multiple_of(LANES_MAX)
             && args.dim <= args.stride
             && args.q.len() >= args.rows * args.stride
             && args.out.len() >= args.rows * TILE,
@@ -140,7 +142,7 @@ fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
 pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>) {
     check_rows::<E>(args.v, args.range, args.dim);
     assert!(
-        args.stride % LANES_MAX == 0
+        args.stride.is_multiple_of(LANES_MAX)
             && args.dim <= args.stride
             && args.out.len() >= args.rows * args.stride
             && args.weights.len() >= args.rows * TILE,

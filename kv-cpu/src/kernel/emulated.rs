@@ -1,4 +1,10 @@
 //! Sixteen lanes in plain Rust, so that the loops of a wide vector are tested on any CPU.
+#![expect(
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "tests: exponents are small integers"
+)]
 use half::{bf16, f16};
 
 use super::simd::Simd;

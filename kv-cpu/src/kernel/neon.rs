@@ -2,10 +2,9 @@
 //!
 //! Binary16 goes through the `half` crate value by value: its vector conversions need a type that is
 //! not stable yet.
-#![expect(
-    clippy::inline_always,
-    clippy::indexing_slicing,
-    reason = "kernel code: primitives must melt into the function that carries the target features"
+#![allow(
+    clippy::wildcard_imports,
+    reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
 )]
 use std::arch::aarch64::*;
 
@@ -46,10 +45,7 @@ macro_rules! primitives {
             unsafe fn load_f16(self, from: *const u16, at: usize) -> float32x4_t {
                 // SAFETY: condition 1 of `Simd::load`.
                 let bits = unsafe { from.wrapping_add(at).cast::<[u16; 4]>().read_unaligned() };
-                let mut values = [0.0; 4];
-                for i in 0..4 {
-                    values[i] = f16::from_bits(bits[i]).to_f32();
-                }
+                let values = bits.map(|bits| f16::from_bits(bits).to_f32());
                 // SAFETY: an array of four.
                 unsafe { self.load(values.as_ptr(), 0) }
             }
@@ -64,10 +60,7 @@ macro_rules! primitives {
                 let mut values = [0.0; 4];
                 // SAFETY: an array of four.
                 unsafe { self.store(values.as_mut_ptr(), 0, v) };
-                let mut bits = [0_u16; 4];
-                for i in 0..4 {
-                    bits[i] = f16::from_f32(values[i]).to_bits();
-                }
+                let bits = values.map(|value| f16::from_f32(value).to_bits());
                 // SAFETY: condition 1 of `Simd::store`.
                 unsafe { to.wrapping_add(at).cast::<[u16; 4]>().write_unaligned(bits) }
             }

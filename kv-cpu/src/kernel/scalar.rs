@@ -1,6 +1,5 @@
 //! One lane: plain Rust, the path that every other is compared with.
 #![expect(
-    clippy::arithmetic_side_effects,
     clippy::inline_always,
     reason = "kernel code: helpers must melt into the kernel they are used in"
 )]

@@ -30,7 +30,7 @@ fn case(batch: Vec<BatchEntry>) -> Case {
 }
 
 fn random_case(random: &mut Random) -> Case {
-    let batch = (0..1 + random.below(4))
+    let batch = (0..=random.below(4))
         .map(|row| {
             let new_tokens = random.pick(&[0, 1, 1, 3, 9, 20, 70]);
             let queries = match random.below(5) {

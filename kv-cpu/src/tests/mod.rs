@@ -1,5 +1,14 @@
 //! The backend as a whole, with every kernel table this CPU runs and the emulated one, against a plain
 //! reference in `f64`. Seeds are fixed.
+#![expect(
+    clippy::as_conversions,
+    clippy::arithmetic_side_effects,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    clippy::float_cmp,
+    reason = "tests: numbers are small, and zeros are exact"
+)]
 mod attend;
 mod errors;
 mod moves;

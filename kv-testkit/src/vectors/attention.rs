@@ -77,9 +77,8 @@ fn one<B: Device>(backend: &B, batch: &Batch, form: Form) -> Result<(), CaseErro
     let mut step = cache.begin_step(&inputs)?;
     step.write(0, kv[0].view(), kv[1].view(), form.format)?;
     step.commit()?;
-    let last = |(id, ([nq, nk], n)): (u64, (&[usize; 2], &usize))| match nq > nk {
-        true => StepInput::query(seq(id), *nq as u32),
-        false => input(id, *n),
+    let last = |(id, ([nq, nk], n)): (u64, (&[usize; 2], &usize))| {
+        if nq > nk { StepInput::query(seq(id), *nq as u32) } else { input(id, *n) }
     };
     let inputs: Vec<_> = (0..).zip(lens.iter().zip(&new)).map(last).collect();
     let kv = stage_kv(backend, &mut cache, batch, form, |i, nk| nk - new[i]..nk)?;

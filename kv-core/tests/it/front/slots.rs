@@ -180,6 +180,24 @@ fn rows_appended_before_a_release_are_not_the_next_sequences() {
 }
 
 #[test]
+fn rows_that_the_device_failed_to_write_do_not_count() {
+    let backend = NullBackend::new();
+    let control = backend.control();
+    let mut cache = KvCacheManager::new(backend, CONFIG).unwrap();
+    let seq = cache.allocate_sequence(8).unwrap();
+    append_all(&mut cache, seq, 2);
+    control.fail_after(0);
+    assert!(matches!(append(&mut cache, seq, 1, 1), Err(CacheError::Device(_))));
+    let missing = PlanError::LayersUnwritten { layer: LayerId(1), others: 0 };
+    assert_eq!(refusal(cache.advance_seq_len(seq, 1)), missing);
+    append(&mut cache, seq, 1, 2).unwrap();
+    control.fail_after(0);
+    assert!(cache.advance_seq_len(seq, 2).is_err());
+    assert_eq!(cache.seq_len(seq), Some(0));
+    cache.advance_seq_len(seq, 2).unwrap();
+}
+
+#[test]
 fn a_view_names_the_slot() {
     let mut cache = slots();
     let [a, b] = [3, 4].map(|len| cache.allocate_sequence(len).unwrap());

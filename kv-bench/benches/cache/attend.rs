@@ -1,0 +1,45 @@
+//! Decode attention: one query a sequence over all that is cached.
+use criterion::{BenchmarkId, Criterion, Throughput};
+use kv::{AttentionOptions, KvFormat, QkvFormat, StepInput, TensorView, TensorViewMut};
+use kv_bench::{Shape, is_smoke, values};
+
+pub(crate) fn benches(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("attend");
+    for (name, shape) in shapes() {
+        // Each cached row has to be read once; queries and outputs are small beside them.
+        let tokens = u64::from(shape.batch) * u64::from(shape.context);
+        group.throughput(Throughput::Bytes(shape.token_bytes() * tokens));
+        let mut cache = shape.filled(super::cpu(), 1).unwrap();
+        let inputs: Vec<_> = shape.sequences().map(|id| StepInput::tokens(id, &[7])).collect();
+        let mut step = cache.begin_step(&inputs).unwrap();
+        let new = values(shape.token_values() * u64::from(shape.batch));
+        let new = TensorView::host(&new, &[shape.batch, shape.kv_heads, shape.head_dim]);
+        step.write(0, new, new, QkvFormat::Thd).unwrap();
+        let dims = [shape.batch, shape.q_heads, shape.head_dim];
+        let q = values(dims.into_iter().map(u64::from).product());
+        let mut out = vec![0.0_f32; q.len()];
+        let options = AttentionOptions::causal(0.088);
+        group.bench_function(name, |bencher| {
+            bencher.iter(|| {
+                let out = TensorViewMut::host(&mut out, &dims);
+                step.attend(0, TensorView::host(&q, &dims), out, &options).unwrap();
+            });
+        });
+    }
+}
+
+fn shapes() -> Vec<(BenchmarkId, Shape)> {
+    let sizes: &[(u32, u32)] =
+        if is_smoke() { &[(2, 48)] } else { &[(1, 1024), (1, 8192), (16, 1024)] };
+    let mut shapes = Vec::new();
+    for &format in KvFormat::ALL {
+        for &(batch, context) in sizes {
+            for q_heads in [8, 32] {
+                let name = format!("{format}/b{batch}/gqa{}", q_heads / 8);
+                let shape = Shape { q_heads, format, ..Shape::llama(batch, context) };
+                shapes.push((BenchmarkId::new(name, context), shape));
+            }
+        }
+    }
+    shapes
+}

@@ -1,0 +1,61 @@
+//! What a step costs before any byte of K or V moves.
+use std::hint::black_box;
+
+use criterion::{BenchmarkId, Criterion, Throughput};
+use kv::backend::{Backend, NullBackend};
+use kv::{KvCache, QkvFormat, StepInput, TensorView};
+use kv_bench::{Shape, is_smoke, values};
+
+const SEQUENCES: u32 = 1000;
+
+pub(crate) fn benches(criterion: &mut Criterion) {
+    let contexts: &[u32] = if is_smoke() { &[64] } else { &[64, 4096] };
+    let mut group = criterion.benchmark_group("plan");
+    group.throughput(Throughput::Elements(SEQUENCES.into()));
+    for &context in contexts {
+        let shape = Shape::bookkeeping(SEQUENCES, context);
+        let mut cache = shape.filled(NullBackend::new(), 1).unwrap();
+        group.bench_function(BenchmarkId::new("null/roll_back", context), |bencher| {
+            let inputs = decode(&shape);
+            bencher.iter(|| plan(&mut cache, &inputs));
+        });
+        group.bench_function(BenchmarkId::new("null/commit_and_truncate", context), |bencher| {
+            let inputs = decode(&shape);
+            let rows = values(shape.token_values() * u64::from(SEQUENCES));
+            bencher.iter(|| step_and_back(&mut cache, &shape, &inputs, &rows));
+        });
+        let mut cache = shape.filled(super::cpu(), 1).unwrap();
+        group.bench_function(BenchmarkId::new("cpu/roll_back", context), |bencher| {
+            let inputs = decode(&shape);
+            bencher.iter(|| plan(&mut cache, &inputs));
+        });
+    }
+}
+
+/// One new token for every sequence.
+fn decode(shape: &Shape) -> Vec<StepInput<'static>> {
+    shape.sequences().map(|sequence| StepInput::tokens(sequence, &[7])).collect()
+}
+
+/// Plans a step and drops it: reservation, plans, rollback.
+fn plan<B: Backend>(cache: &mut KvCache<B>, inputs: &[StepInput<'_>]) {
+    let step = cache.begin_step(inputs).unwrap();
+    black_box(step.positions());
+}
+
+/// A whole step without a device, and back to where it began.
+fn step_and_back<B: Backend>(
+    cache: &mut KvCache<B>,
+    shape: &Shape,
+    inputs: &[StepInput<'_>],
+    rows: &[f32],
+) {
+    let mut step = cache.begin_step(inputs).unwrap();
+    let rows = TensorView::host(rows, &[SEQUENCES, shape.kv_heads, shape.head_dim]);
+    step.write(0, rows, rows, QkvFormat::Thd).unwrap();
+    step.commit().unwrap();
+    for sequence in shape.sequences() {
+        let len = cache.seq_len(sequence).unwrap();
+        cache.truncate(sequence, len - 1).unwrap();
+    }
+}

@@ -1,0 +1,163 @@
+//! What the benches share: shapes, caches that are already full, tensors.
+//!
+//! Also the home of the examples in the project's documents, which are compiled and run with this
+//! crate's doc tests.
+#![forbid(unsafe_code)]
+
+use kv::backend::Backend;
+use kv::{
+    BlockOrder, CacheSpec, Error, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
+    StepInput, TensorView,
+};
+
+/// The examples of README.md.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+pub struct Readme;
+
+/// The examples of docs/unsafe.md.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/unsafe.md")]
+pub struct UnsafePolicy;
+
+/// Tokens a block holds in every bench.
+pub const BLOCK_SIZE: u32 = 16;
+
+/// A batch over one layer of a model.
+#[derive(Debug, Clone, Copy)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the numbers")]
+pub struct Shape {
+    /// Sequences.
+    pub batch: u32,
+    /// Cached tokens of each.
+    pub context: u32,
+    /// Query heads.
+    pub q_heads: u32,
+    /// Heads of K and V.
+    pub kv_heads: u32,
+    /// Values of one row.
+    pub head_dim: u32,
+    /// How rows are stored.
+    pub format: KvFormat,
+    /// Axes inside a block.
+    pub order: BlockOrder,
+}
+
+impl Shape {
+    /// A layer of an 8-billion-parameter Llama with 4 query heads to a kv head, stored in f16.
+    pub fn llama(batch: u32, context: u32) -> Self {
+        Self {
+            batch,
+            context,
+            q_heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            format: KvFormat::F16,
+            order: BlockOrder::Hnd,
+        }
+    }
+
+    /// As little data as there can be, so that only the bookkeeping is left.
+    pub fn bookkeeping(batch: u32, context: u32) -> Self {
+        Self { q_heads: 1, kv_heads: 1, head_dim: 2, ..Self::llama(batch, context) }
+    }
+
+    /// The cache for this shape, with room for `more` tokens a sequence.
+    ///
+    /// # Errors
+    /// As the builder's.
+    pub fn spec(&self, more: u32) -> Result<CacheSpec, Error> {
+        let blocks = self.context.saturating_add(more).div_ceil(BLOCK_SIZE);
+        Ok(CacheSpec::builder()
+            .layers(1)
+            .kv_heads(self.kv_heads)
+            .head_dim(self.head_dim)
+            .format(self.format)
+            .block_order(self.order)
+            .paged(BLOCK_SIZE, blocks.saturating_mul(self.batch))
+            .build()?)
+    }
+
+    /// Bytes of K and V that one token takes in the cache.
+    pub fn token_bytes(&self) -> u64 {
+        let row = self.format.row_bytes(self.head_dim);
+        row.saturating_mul(u64::from(self.kv_heads)).saturating_mul(2)
+    }
+
+    /// Values of one token's K, and of its V.
+    pub fn token_values(&self) -> u64 {
+        u64::from(self.kv_heads).saturating_mul(u64::from(self.head_dim))
+    }
+
+    /// The sequences of the batch.
+    pub fn sequences(&self) -> impl Iterator<Item = SequenceId> + use<> {
+        (0..u64::from(self.batch)).map(SequenceId)
+    }
+
+    /// A cache in which every sequence has its context, less a few tokens that differ from sequence to
+    /// sequence, so that not all reach the end of a block together.
+    ///
+    /// # Errors
+    /// The cache's own.
+    pub fn filled<B: Backend>(&self, backend: B, more: u32) -> Result<KvCache<B>, Error> {
+        let mut cache = KvCache::new(backend, self.spec(more)?)?;
+        let values = values(self.token_values().saturating_mul(u64::from(self.context)));
+        for (sequence, short) in self.sequences().zip((0..BLOCK_SIZE.min(self.context)).cycle()) {
+            let tokens = self.context.saturating_sub(short);
+            cache.start(sequence, &[], StartOptions::default())?;
+            let mut step = cache.begin_step(&[StepInput::count(sequence, tokens)])?;
+            let dims = [self.context, self.kv_heads, self.head_dim];
+            let rows = TensorView::host(&values, &dims);
+            step.write(0, rows, rows, QkvFormat::Thd)?;
+            step.commit()?;
+        }
+        Ok(cache)
+    }
+}
+
+/// `count` values between -1 and 1 that look random and are the same in every run.
+pub fn values(count: u64) -> Vec<f32> {
+    let mut state = 1_u32;
+    (0..count)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let [_, _, low, high] = state.to_le_bytes();
+            f32::from(i16::from_le_bytes([low, high])) / 32768.0
+        })
+        .collect()
+}
+
+/// Whether benches run once each, as tests, and may use small shapes.
+pub fn is_smoke() -> bool {
+    let mut args = std::env::args().skip(1);
+    let (mut bench, mut test) = (false, false);
+    args.by_ref().for_each(|arg| {
+        bench |= arg == "--bench";
+        test |= arg == "--test";
+    });
+    test || !bench
+}
+
+#[cfg(test)]
+mod tests {
+    use kv::backend::NullBackend;
+
+    use super::*;
+
+    #[test]
+    fn a_filled_cache_has_its_context() {
+        let shape = Shape::bookkeeping(20, 40);
+        let cache = shape.filled(NullBackend::new(), 1).unwrap();
+        let lens: Vec<_> = shape.sequences().map(|id| cache.seq_len(id).unwrap()).collect();
+        assert_eq!((lens[0], lens[1], lens[15], lens[16]), (40, 39, 25, 40));
+        assert_eq!(shape.token_bytes(), 8);
+    }
+
+    #[test]
+    fn values_repeat_and_stay_small() {
+        let values = values(1000);
+        assert_eq!(values, super::values(1000));
+        assert!(values.iter().all(|value| (-1.0..1.0).contains(value)));
+        assert!(values.iter().any(|value| *value > 0.5) && values.iter().any(|v| *v < -0.5));
+    }
+}

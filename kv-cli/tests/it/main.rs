@@ -1,0 +1,14 @@
+//! The program as its users meet it: every test runs the binary.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    clippy::panic,
+    reason = "helpers of tests fail as tests do"
+)]
+mod golden;
+mod models;
+mod plan;
+mod refusals;
+mod support;
+mod variants;

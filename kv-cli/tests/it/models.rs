@@ -1,0 +1,185 @@
+//! The same model written in other ways says the same.
+use std::fs::File;
+
+use candle_core::quantized::gguf_file::{self, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::{Device, Tensor};
+use serde_json::json;
+
+use crate::support::{Entry, ModelDir, all_tokens, bundled, entries, fails, json, safetensors};
+
+fn generate(model: &str, extra: &[&str]) -> Vec<Vec<u64>> {
+    let args = ["generate", "--ignore-eos", "--max-new-tokens", "40", "--model", model];
+    all_tokens(&json(&[&args[..], extra].concat()))
+}
+
+fn expected() -> Vec<Vec<u64>> {
+    generate(bundled().to_str().expect("UTF-8"), &[])
+}
+
+#[test]
+fn shards_are_one_model() {
+    let model = ModelDir::copy();
+    std::fs::remove_file(model.file("model.safetensors")).expect("weights");
+    let tensors = entries();
+    let (first, second) = tensors.split_at(tensors.len() / 2);
+    let mut map = serde_json::Map::new();
+    for (file, part) in [("a.safetensors", first), ("b.safetensors", second)] {
+        model.write(file, safetensors(part));
+        map.extend(part.iter().map(|entry| (entry.name.clone(), json!(file))));
+    }
+    model.write("model.safetensors.index.json", json!({ "weight_map": map }).to_string());
+    assert_eq!(generate(model.path(), &[]), expected());
+}
+
+#[test]
+fn sixteen_bit_weights_are_upcast() {
+    let (wide, narrow) = (ModelDir::copy(), ModelDir::copy());
+    let mut tensors = entries();
+    for entry in &mut tensors {
+        // What bfloat16 holds exactly.
+        entry.bytes.chunks_exact_mut(4).for_each(|value| value[..2].fill(0));
+    }
+    wide.write("model.safetensors", safetensors(&tensors));
+    for entry in &mut tensors {
+        entry.dtype = "BF16".to_owned();
+        entry.bytes = entry.bytes.chunks_exact(4).flat_map(|value| [value[2], value[3]]).collect();
+    }
+    narrow.write("model.safetensors", safetensors(&tensors));
+    assert_eq!(generate(narrow.path(), &[]), generate(wide.path(), &[]));
+}
+
+#[test]
+fn untied_embeddings_and_biases_are_read() {
+    let model = ModelDir::copy();
+    let mut tensors = entries();
+    let embedding = tensors.iter().find(|entry| entry.name == "model.embed_tokens.weight");
+    let mut head = embedding.expect("an embedding").clone();
+    head.name = "lm_head.weight".to_owned();
+    tensors.push(head);
+    for layer in 0..5 {
+        for (part, width) in [("q", 64), ("k", 32), ("v", 32), ("o", 64)] {
+            let name = format!("model.layers.{layer}.self_attn.{part}_proj.bias");
+            tensors.push(Entry::f32(&name, &[width], &vec![0.0; width]));
+        }
+    }
+    model.write("model.safetensors", safetensors(&tensors));
+    model.set("tie_word_embeddings", Some(json!(false)));
+    model.set("attention_bias", Some(json!(true)));
+    assert_eq!(generate(model.path(), &[]), expected());
+    // A bias that is not zero is not ignored.
+    let bias = tensors.iter_mut().find(|entry| entry.name.ends_with("0.self_attn.v_proj.bias"));
+    let bias = bias.expect("a bias");
+    *bias = Entry::f32(&bias.name, &[32], &[1.0; 32]);
+    model.write("model.safetensors", safetensors(&tensors));
+    assert_ne!(generate(model.path(), &[]), expected());
+}
+
+#[test]
+fn stop_tokens_come_from_the_configuration() {
+    let all = expected().remove(0);
+    let model = ModelDir::copy();
+    model.write("generation_config.json", json!({ "eos_token_id": [2, all[9]] }).to_string());
+    let end = all.iter().position(|token| *token == all[9]).expect("it is there") + 1;
+    let report = json(&["generate", "--max-new-tokens", "40", "--model", model.path()]);
+    assert_eq!(all_tokens(&report)[0], all[..end], "the stop token is the last one");
+    assert_eq!(report["sequences"][0]["finish"], "eos");
+    assert_eq!(generate(model.path(), &[])[0], all, "--ignore-eos goes on");
+}
+
+/// Rows of Q and K as files of the llama architecture keep them: pairs side by side.
+fn interleave(values: &[f32], head_dim: usize, width: usize) -> Vec<f32> {
+    let half = head_dim / 2;
+    let head = |rows: &[f32]| {
+        let row = |i: usize| rows[i * width..(i + 1) * width].to_vec();
+        (0..half).flat_map(|i| [row(i), row(i + half)]).flatten().collect::<Vec<_>>()
+    };
+    values.chunks_exact(head_dim * width).flat_map(head).collect()
+}
+
+fn gguf(path: &std::path::Path, architecture: &str) {
+    let rename = |name: &str| match name.strip_prefix("model.layers.") {
+        None if name.starts_with("model.embed") => "token_embd.weight".to_owned(),
+        None => "output_norm.weight".to_owned(),
+        Some(rest) => {
+            let (layer, part) = rest.split_once('.').expect("a part");
+            let part = match part {
+                "input_layernorm.weight" => "attn_norm",
+                "post_attention_layernorm.weight" => "ffn_norm",
+                "self_attn.q_proj.weight" => "attn_q",
+                "self_attn.k_proj.weight" => "attn_k",
+                "self_attn.v_proj.weight" => "attn_v",
+                "self_attn.o_proj.weight" => "attn_output",
+                "mlp.gate_proj.weight" => "ffn_gate",
+                "mlp.up_proj.weight" => "ffn_up",
+                "mlp.down_proj.weight" => "ffn_down",
+                other => panic!("{other}"),
+            };
+            format!("blk.{layer}.{part}.weight")
+        }
+    };
+    let tensors: Vec<_> = entries()
+        .into_iter()
+        .map(|entry| {
+            let mut values = entry.values();
+            if entry.name.contains("q_proj") || entry.name.contains("k_proj") {
+                values = interleave(&values, 8, 64);
+            }
+            let tensor = Tensor::from_vec(values, entry.shape, &Device::Cpu).expect("a tensor");
+            let tensor = QTensor::quantize(&tensor, GgmlDType::F32).expect("f32");
+            (rename(&entry.name), tensor)
+        })
+        .collect();
+    let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    let metadata = [
+        ("general.architecture", Value::String(architecture.to_owned())),
+        ("llama.embedding_length", Value::U32(64)),
+        ("llama.block_count", Value::U32(5)),
+        ("llama.attention.head_count", Value::U32(8)),
+        ("llama.attention.head_count_kv", Value::U32(4)),
+        ("llama.feed_forward_length", Value::U32(172)),
+        ("llama.context_length", Value::U32(512)),
+        ("llama.attention.layer_norm_rms_epsilon", Value::F32(1e-5)),
+        ("llama.rope.dimension_count", Value::U32(8)),
+    ];
+    let metadata: Vec<_> = metadata.iter().map(|(key, value)| (*key, value)).collect();
+    let mut file = File::create(path).expect("a file");
+    gguf_file::write(&mut file, &metadata, &tensors).expect("a GGUF file");
+}
+
+#[test]
+fn a_gguf_file_is_a_model() {
+    let model = ModelDir::copy();
+    let path = model.file("model.gguf");
+    gguf(&path, "llama");
+    let path = path.to_str().expect("UTF-8");
+    assert_eq!(generate(path, &[]), expected());
+    let tokenizer = bundled().join("tokenizer.json");
+    std::fs::remove_file(model.file("tokenizer.json")).expect("tokenizer.json");
+    fails(&["generate", "--model", path], 1, "give --tokenizer FILE");
+    let tokenizer = tokenizer.to_str().expect("UTF-8");
+    assert_eq!(generate(path, &["--tokenizer", tokenizer]), expected());
+}
+
+#[test]
+fn a_gguf_file_that_lies_is_refused() {
+    let model = ModelDir::copy();
+    let path = model.file("model.gguf");
+    gguf(&path, "llama");
+    let good = std::fs::read(&path).expect("a file");
+    let name = path.to_str().expect("UTF-8");
+    for length in [0, 3, 8, 30, 400, good.len() / 2, good.len() - 4] {
+        std::fs::write(&path, &good[..length]).expect("a file");
+        fails(&["generate", "--json", "--model", name], 1, "model.gguf: ");
+    }
+    for at in [8, 16] {
+        let mut bytes = good.clone();
+        bytes[at..at + 8].fill(0xFF);
+        std::fs::write(&path, bytes).expect("a file");
+        fails(&["generate", "--json", "--model", name], 1, "model.gguf: ");
+    }
+    gguf(&path, "gemma3");
+    fails(&["generate", "--json", "--model", name], 1, "\"gemma3\" is not supported");
+    std::fs::write(&path, "not a GGUF file").expect("a file");
+    fails(&["generate", "--json", "--model", name], 1, "model.gguf: ");
+}
