@@ -15,10 +15,13 @@ pub trait Real:
     /// Converts a result.
     fn value(self) -> f64;
     /// Natural exponential.
+    #[must_use]
     fn exp(self) -> Self;
     /// Natural logarithm.
+    #[must_use]
     fn ln(self) -> Self;
     /// Hyperbolic tangent.
+    #[must_use]
     fn tanh(self) -> Self;
 }
 

@@ -134,8 +134,8 @@ fn drive<B: Device>(backend: &B, layouts: &[PlaneLayout; 2]) -> Result<(), CaseE
     let mut out = Staged::output(backend, &mut queue, (out, DType::F32), Place::Device)?;
     let entry = |row, new_tokens, queries| BatchEntry { row, cached: 0, new_tokens, queries };
     let batch = [entry(0, 11, 2), entry(2, 6, 6)];
-    let mut plans = PlanBuffers::default();
-    let (write, attend) = plans.plan(&layouts[0], &tables, &batch, 4, Determinism::Fast)?;
+    let mut buffers = PlanBuffers::default();
+    let (write, attend) = buffers.plan(&layouts[0], &tables, &batch, 4, Determinism::Fast)?;
     let args = WriteArgs::new(&write, k.view(), v.view(), QkvFormat::Thd, planes[0], planes[1])?;
     queue.write_kv(&write, args)?;
     let oracle = How::default().oracle(2, [8, 6], &[]);

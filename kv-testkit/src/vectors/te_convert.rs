@@ -37,7 +37,8 @@ pub(super) fn run<B: Device>(backend: &B, case: &ConvertCase) -> CaseResult {
     let padded = [case.b, case.max_seq_len, case.h, case.d]
         .iter()
         .try_fold(1_usize, |n, x| n.checked_mul(*x));
-    ensure(padded == Some(case.bshd.len()), || {
+    let rows = [case.b, case.h, case.d].iter().all(|n| (1..=1 << 12).contains(n));
+    ensure(rows && padded == Some(case.bshd.len()), || {
         format!("bshd has {} values, not those of its extents", case.bshd.len())
     })?;
     ensure(

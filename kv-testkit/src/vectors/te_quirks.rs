@@ -104,7 +104,10 @@ fn exact_sums<B: Device>(backend: &B, sums: &[u32]) -> Result<(), CaseError> {
     let mut lens = lens.ok_or("exact_cu falls")?;
     let batch = lens.len() as u32;
     let longest = lens.iter().copied().max().unwrap_or(0);
-    ensure(batch > 0 && longest <= 1 << 26, || format!("exact_cu {sums:?} is out of bounds"))?;
+    let total = sums.last().copied().unwrap_or(0);
+    ensure(batch > 0 && total <= 1 << 26 && sums[0] == 0, || {
+        format!("exact_cu {sums:?} is out of bounds")
+    })?;
     while lens.last() == Some(&0) {
         lens.pop();
     }
