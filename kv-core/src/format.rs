@@ -1,8 +1,8 @@
 //! Names and byte sizes of stored formats.
 //!
-//! A *row* is one token of one kv head: its codes, then its scale where a format has one. Everything
-//! above this module counts rows and bytes and never looks inside, so a quantised format adds a
-//! variant here and an encoding elsewhere.
+//! A *row* is one token of one kv head: its codes, then its scale where a format has one.
+//! Everything above this module counts rows and bytes and never looks inside, so a quantised format
+//! adds a variant here and an encoding elsewhere.
 use std::fmt;
 use std::str::FromStr;
 

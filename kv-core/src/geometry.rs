@@ -54,8 +54,8 @@ pub enum BlockOrder {
 
 /// Where every row of one plane (the K or the V of one layer) lies.
 ///
-/// A plane is cut into *segments* of `blocks_per_segment` whole blocks, each a buffer of its own, so
-/// that no buffer exceeds what a device can bind. CPU and CUDA have one segment a plane.
+/// A plane is cut into *segments* of `blocks_per_segment` whole blocks, each a buffer of its own,
+/// so that no buffer exceeds what a device can bind. CPU and CUDA have one segment a plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlaneLayout {
     num_blocks: u32,
@@ -91,8 +91,8 @@ impl PlaneLayout {
     /// Checks a geometry; the plane is one segment until [`Self::with_segments_of`].
     ///
     /// # Errors
-    /// [`SpecError::Zero`] for a zero field, [`SpecError::Overflow`] when the number of slots does not
-    /// fit `u32` or the bytes of the plane do not fit `u64` or `isize`.
+    /// [`SpecError::Zero`] for a zero field, [`SpecError::Overflow`] when the number of slots does
+    /// not fit `u32` or the bytes of the plane do not fit `u64` or `isize`.
     pub fn new(shape: PlaneShape) -> Result<Self, SpecError> {
         let PlaneShape { num_blocks, block_size, num_kv_heads, head_dim, order, format } = shape;
         for (field, n) in [

@@ -1,8 +1,8 @@
 //! The heart of a KV cache: geometry, blocks, sequences, checked plans and the backend contract.
 //!
-//! A KV cache keeps the keys and values of every token that a transformer has seen. This crate decides
-//! where they lie and who may read them; a backend crate moves and reads the bytes. It does no I/O,
-//! starts no thread and holds no unsafe code.
+//! A KV cache keeps the keys and values of every token that a transformer has seen. This crate
+//! decides where they lie and who may read them; a backend crate moves and reads the bytes. It does
+//! no I/O, starts no thread and holds no unsafe code.
 //!
 //! | to | see |
 //! |---|---|

@@ -151,8 +151,8 @@ impl<'a, Buf: Any> PlaneView<'a, Buf> {
     /// A plane in buffers of the caller's own, one a segment.
     ///
     /// # Errors
-    /// [`DeviceErrorKind::OutOfRange`] when there are fewer buffers than the layout has segments. The
-    /// buffers' sizes are compared by the backend.
+    /// [`DeviceErrorKind::OutOfRange`] when there are fewer buffers than the layout has segments.
+    /// The buffers' sizes are compared by the backend.
     pub fn new(layout: PlaneLayout, segments: &'a [Buf]) -> Result<Self, DeviceError> {
         if u64::from(layout.num_segments()) > crate::num::to_u64(segments.len()) {
             return Err(DeviceError::new(DeviceErrorKind::OutOfRange, "plane").with_detail(

@@ -1,8 +1,8 @@
 //! Memory of the CPU "device", and who may touch it when.
 //!
 //! Bytes are reached through raw pointers, never through a `&mut` that outlives a call; what makes
-//! that sound is the gate of each allocation, which every operation passes for the length of its call
-//! (`access.rs`). Knows nothing of planes and tensors.
+//! that sound is the gate of each allocation, which every operation passes for the length of its
+//! call (`access.rs`). Knows nothing of planes and tensors.
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::fmt;
@@ -18,14 +18,15 @@ const ALIGN: usize = 64;
 
 /// Bytes in host memory; a cheap handle that keeps them alive.
 ///
-/// Made by [`Backend::alloc`](kv_core::Backend::alloc) (zeroed, aligned to 64 bytes), from a caller's own memory
-/// ([`Self::from_boxed`], [`Self::from_raw`]), or as a part of another ([`Self::view`]).
+/// Made by [`Backend::alloc`](kv_core::Backend::alloc) (zeroed, aligned to 64 bytes), from a
+/// caller's own memory ([`Self::from_boxed`], [`Self::from_raw`]), or as a part of another
+/// ([`Self::view`]).
 ///
 /// # Guarantees
 /// Each allocation has one gate: operations that only read pass it together, one that writes passes
 /// alone, and a thread that must wait blocks. An operation may name an allocation several times, as
-/// handle, clone or view: it passes the gate once, and is refused (`Unsupported`) when bytes it writes
-/// overlap others it names. Inside a worker of a rayon pool a blocked wait could be for work
+/// handle, clone or view: it passes the gate once, and is refused (`Unsupported`) when bytes it
+/// writes overlap others it names. Inside a worker of a rayon pool a blocked wait could be for work
 /// suspended on that same worker, so there a conflict is refused (`Unsupported`) instead.
 #[derive(Clone)]
 pub struct CpuBuffer {
@@ -53,7 +54,8 @@ enum Owner {
 // SAFETY: the bytes belong to the allocation alone (conditions of `CpuBuffer::from_raw` for foreign
 // ones), its owner is `Send`, and freeing on another thread is allowed for all three owners.
 unsafe impl Send for Memory {}
-// SAFETY: shared access to the bytes goes through the gate, which separates writers from all others.
+// SAFETY: shared access to the bytes goes through the gate, which separates writers from all
+// others.
 unsafe impl Sync for Memory {}
 
 impl Drop for Memory {
@@ -107,10 +109,11 @@ impl CpuBuffer {
     /// `owner` keeps alive until the last handle is gone.
     ///
     /// # Safety
-    /// 1. `base..base + bytes` is readable and writable for as long as `owner` lives, from any thread.
-    /// 2. While an operation that names this buffer runs, nothing else writes those bytes, and nothing
-    ///    else reads the bytes that the operation writes. Only handles made from this call share a
-    ///    gate, so the same bytes may not be wrapped twice.
+    /// 1. `base..base + bytes` is readable and writable for as long as `owner` lives, from any
+    ///    thread.
+    /// 2. While an operation that names this buffer runs, nothing else writes those bytes, and
+    ///    nothing else reads the bytes that the operation writes. Only handles made from this call
+    ///    share a gate, so the same bytes may not be wrapped twice.
     /// 3. The bytes are initialised.
     pub unsafe fn from_raw(base: NonNull<u8>, bytes: usize, owner: impl Any + Send + Sync) -> Self {
         Self::own(base, bytes, Owner::Raw(Box::new(owner)))
@@ -201,9 +204,9 @@ impl Memory {
     }
 }
 
-/// Readers together or one writer. Unlike `std`'s lock it needs no guard to be kept, so a call can hold
-/// any number of them without allocating, and readers never queue behind a waiting writer, so a
-/// thread may read twice.
+/// Readers together or one writer. Unlike `std`'s lock it needs no guard to be kept, so a call can
+/// hold any number of them without allocating, and readers never queue behind a waiting writer, so
+/// a thread may read twice.
 #[derive(Debug, Default)]
 struct Gate {
     state: Mutex<State>,

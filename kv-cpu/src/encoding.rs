@@ -1,8 +1,8 @@
 //! The element encodings that kernels exist for.
 //!
-//! Knows the two enums of the core (element types of tensors, stored formats of planes) and maps both
-//! to one; refuses every other member of them, so that a new stored format is `Unsupported` here
-//! until it has a kernel.
+//! Knows the two enums of the core (element types of tensors, stored formats of planes) and maps
+//! both to one; refuses every other member of them, so that a new stored format is `Unsupported`
+//! here until it has a kernel.
 use kv_core::{DType, DeviceError, DeviceErrorKind, KvFormat};
 
 /// How a value lies in memory.

@@ -1,7 +1,7 @@
 //! The lane of work: every operation runs to its end inside its call.
 //!
-//! Fences and readbacks are therefore ready when they are made. Hands each operation to the file that
-//! knows it.
+//! Fences and readbacks are therefore ready when they are made. Hands each operation to the file
+//! that knows it.
 use std::task::{Context, Poll};
 
 use kv_core::backend::{Fence, Queue, Readback};
@@ -18,8 +18,8 @@ use crate::num;
 use crate::workspace::Workspace;
 use crate::{attend, convert, copy, gather, write};
 
-/// A lane that runs on the calling thread and its helpers. Keeps its buffers from call to call: with
-/// one thread, a call allocates nothing once they have met their size.
+/// A lane that runs on the calling thread and its helpers. Keeps its buffers from call to call:
+/// with one thread, a call allocates nothing once they have met their size.
 #[derive(Debug)]
 pub struct CpuQueue {
     cpu: Cpu,

@@ -54,7 +54,8 @@ impl<'a> RowsIn<'a> {
         check_room(&rows, room, operation)?;
         let encoding = Encoding::of_tensor(rows.dtype(), operation)?;
         // SAFETY: the span lies in live memory and nobody writes it while the gates are held, by
-        // condition 1; overlaps with this operation's own outputs were refused when they were passed.
+        // condition 1; overlaps with this operation's own outputs were refused when they were
+        // passed.
         let bytes = unsafe { std::slice::from_raw_parts(span.base().cast_const(), span.len()) };
         Ok(Self { bytes, rows, encoding })
     }
@@ -106,8 +107,8 @@ impl<'a> RowsOut<'a> {
     /// Rows in the bytes of `span`.
     ///
     /// # Safety
-    /// 1. `span` was entered for writing in `locked`, or comes from a host slice lent for writing that
-    ///    lives as long as `'a` and is not used meanwhile.
+    /// 1. `span` was entered for writing in `locked`, or comes from a host slice lent for writing
+    ///    that lives as long as `'a` and is not used meanwhile.
     pub(crate) unsafe fn new(
         _locked: &'a Locked<'_>,
         span: Span,
@@ -137,9 +138,9 @@ impl<'a> RowsOut<'a> {
             _ => return &mut [],
         }
         let first = self.span.base().wrapping_add(begin);
-        // SAFETY: inside the span, which is locked for writing or lent (condition 1 of `new`); rows of
-        // an output do not overlap, by the core's check, and heads of a row follow each other, so
-        // condition 1 makes the slice the only one of its bytes.
+        // SAFETY: inside the span, which is locked for writing or lent (condition 1 of `new`); rows
+        // of an output do not overlap, by the core's check, and heads of a row follow each other,
+        // so condition 1 makes the slice the only one of its bytes.
         unsafe { std::slice::from_raw_parts_mut(first, len) }
     }
 
@@ -180,7 +181,8 @@ impl<'a> PlaneRows<'a> {
     /// Checks that blocks below `num_blocks`, of `block_size` tokens, exist in the plane.
     ///
     /// # Safety
-    /// 1. All segments of `view` were entered in `locked`, for writing if [`Self::get_mut`] is used.
+    /// 1. All segments of `view` were entered in `locked`, for writing if [`Self::get_mut`] is
+    ///    used.
     pub(crate) unsafe fn new(
         _locked: &'a Locked<'_>,
         view: PlaneView<'a, CpuBuffer>,

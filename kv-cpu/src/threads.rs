@@ -67,7 +67,8 @@ impl Threads {
 
     /// Runs units `0..units`, each once, with one of `locals` for the time of the unit.
     ///
-    /// At most `locals.len()` run side by side; the calling thread alone when `side_by_side` is false.
+    /// At most `locals.len()` run side by side; the calling thread alone when `side_by_side` is
+    /// false.
     pub(crate) fn run<T: Send>(
         &self,
         units: usize,

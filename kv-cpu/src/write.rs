@@ -104,8 +104,8 @@ fn write_token(
     let mut head = 0;
     while head < heads {
         let from = rows.get(at, head, together);
-        // SAFETY: the plane is locked for writing; slots of a plan are distinct, each is written by one
-        // unit, and a unit writes its heads one after another.
+        // SAFETY: the plane is locked for writing; slots of a plan are distinct, each is written by
+        // one unit, and a unit writes its heads one after another.
         let to = unsafe { plane.get_mut(block, plane.row_begin(inside, head), row_bytes) };
         cpu.kernels.convert((rows.encoding(), from), (plane.encoding(), to));
         head = head.saturating_add(together);

@@ -1,5 +1,5 @@
-//! A decode step allocates nothing between `begin_step` and `commit`, host side and kernels included,
-//! once the buffers of the first steps have reached their size.
+//! A decode step allocates nothing between `begin_step` and `commit`, host side and kernels
+//! included, once the buffers of the first steps have reached their size.
 #![expect(
     clippy::unwrap_used,
     clippy::indexing_slicing,

@@ -4,8 +4,8 @@
 //! 1. work recorded on one queue takes effect in program order (`queue/order`);
 //! 2. work on two queues is unordered until one waits for the other's fence (`queue/wait_for`);
 //! 3. fresh buffers are zero (`buffer/zeroed`);
-//! 4. a range past a buffer's end is refused (`buffer/out_of_range`), a handle of another backend too
-//!    (`erased/foreign_handle`);
+//! 4. a range past a buffer's end is refused (`buffer/out_of_range`), a handle of another backend
+//!    too (`erased/foreign_handle`);
 //! 5. an output aliases no input of its call; the caller sees to it;
 //! 6. after `Lost` every call says `Lost`;
 //! 7. anything may be dropped at any time (`queue/drop_anytime`);

@@ -3,15 +3,15 @@ use crate::error::PlanError;
 use crate::ids::BlockId;
 use crate::num::{to_u32, to_usize};
 
-/// Tables of all sequences of one group: a row a sequence, in one padded array that lives as long as
-/// the cache.
+/// Tables of all sequences of one group: a row a sequence, in one padded array that lives as long
+/// as the cache.
 ///
 /// A step changes only the entries that change, so planning costs nothing for the tokens that were
 /// there before. [`Self::csr`] and [`Self::padded`] make the two forms that kernels of other
 /// systems take.
 ///
-/// Invariant: every entry is below `num_blocks`, so a holder of `&BlockTables` may index a plane with
-/// any entry it reads.
+/// Invariant: every entry is below `num_blocks`, so a holder of `&BlockTables` may index a plane
+/// with any entry it reads.
 #[derive(Debug, Clone)]
 pub struct BlockTables {
     num_blocks: u32,

@@ -1,7 +1,7 @@
 //! The cache: the one place where pool, tables, sequences, plans and a backend meet.
 //!
-//! [`KvCache`] owns the life of sequences; [`Step`] is one forward pass over some of them. Every call
-//! checks its arguments before it changes anything, and a step applies whole or not at all.
+//! [`KvCache`] owns the life of sequences; [`Step`] is one forward pass over some of them. Every
+//! call checks its arguments before it changes anything, and a step applies whole or not at all.
 mod front;
 mod open;
 mod rows;
@@ -72,7 +72,8 @@ pub struct StartOptions {
 }
 
 impl StartOptions {
-    /// Takes the blocks of `tokens` tokens at once, so that no step up to there can run out of blocks.
+    /// Takes the blocks of `tokens` tokens at once, so that no step up to there can run out of
+    /// blocks.
     #[must_use]
     pub fn reserve(mut self, tokens: u32) -> Self {
         self.reserve = tokens;
@@ -84,8 +85,8 @@ impl<B: Backend> KvCache<B> {
     /// Reserves all memory of `spec` on `backend`; layers on demand get theirs later.
     ///
     /// # Errors
-    /// [`CacheError::Device`]: `OutOfMemory`, or `Unsupported` when one block exceeds what the device
-    /// can bind.
+    /// [`CacheError::Device`]: `OutOfMemory`, or `Unsupported` when one block exceeds what the
+    /// device can bind.
     pub fn new(backend: B, spec: CacheSpec) -> Result<Self, CacheError> {
         let queue = backend.queue()?;
         let mut groups = Vec::with_capacity(spec.groups().len());
@@ -119,7 +120,8 @@ impl<B: Backend> KvCache<B> {
     pub fn backend(&self) -> &B {
         &self.backend
     }
-    /// The lane all work of this cache is recorded on, for callers that order their own work with it.
+    /// The lane all work of this cache is recorded on, for callers that order their own work with
+    /// it.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
         &mut self.queue
     }
@@ -143,8 +145,8 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`PlanError::SequenceExists`], [`PlanError::TooMany`] sequences,
-    /// [`PlanError::SequenceTooLong`] for the prompt or the reserve, [`CacheError::Exhausted`] for the
-    /// reserve.
+    /// [`PlanError::SequenceTooLong`] for the prompt or the reserve, [`CacheError::Exhausted`] for
+    /// the reserve.
     pub fn start(
         &mut self,
         sequence: SequenceId,
@@ -180,8 +182,8 @@ impl<B: Backend> KvCache<B> {
         Ok(0)
     }
 
-    /// Begins `child` with everything `parent` has committed. All blocks are shared; the last partial
-    /// one is copied when either writes to it first.
+    /// Begins `child` with everything `parent` has committed. All blocks are shared; the last
+    /// partial one is copied when either writes to it first.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`].
@@ -205,8 +207,9 @@ impl<B: Backend> KvCache<B> {
     /// Takes tokens back, so that `sequence` has `len`; blocks beyond go back unless reserved.
     ///
     /// # Errors
-    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`]; a device failure of the wipe,
-    /// after which the truncation stands and the wipe is tried again before any block is handed out.
+    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`]; a device failure of the
+    /// wipe, after which the truncation stands and the wipe is tried again before any block is
+    /// handed out.
     pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
         let (row, state) = self.sequences.get(sequence)?;
         if len > state.len {
@@ -324,8 +327,8 @@ impl<B: Backend> KvCache<B> {
         }
     }
 
-    /// Zeroes blocks that wait for it; those left by a device failure wait for the next call, and none
-    /// is handed out before.
+    /// Zeroes blocks that wait for it; those left by a device failure wait for the next call, and
+    /// none is handed out before.
     fn wipe(&mut self) -> Result<(), DeviceError> {
         while let Some(&(group, block)) = self.unwiped.last() {
             if let Some(group) = self.groups.get(group) {

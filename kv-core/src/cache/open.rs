@@ -1,7 +1,7 @@
 //! How a step is planned, reserved, committed and taken back.
 //!
-//! A cache has at most one open step. [`Step`](super::Step) keeps it open for the length of a borrow;
-//! front ends whose callers come back layer by layer keep it open across calls.
+//! A cache has at most one open step. [`Step`](super::Step) keeps it open for the length of a
+//! borrow; front ends whose callers come back layer by layer keep it open across calls.
 use crate::backend::{Backend, Queue};
 use crate::cache::sequences::Sequence;
 use crate::cache::{Group, KvCache, StepInput, block_size};

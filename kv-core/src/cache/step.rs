@@ -57,8 +57,8 @@ impl<'a> StepInput<'a> {
 /// A step in progress. Dropped without [`Self::commit`], it never happened.
 ///
 /// All tensors of a step have a batch entry for each [`StepInput`], in the order they were given; a
-/// `bshd` or `sbhd` tensor may have further entries and longer ones, a `thd` tensor further rows. Those
-/// are padding: never read in inputs, zero in outputs.
+/// `bshd` or `sbhd` tensor may have further entries and longer ones, a `thd` tensor further rows.
+/// Those are padding: never read in inputs, zero in outputs.
 #[derive(Debug)]
 pub struct Step<'c, B: Backend = AnyBackend> {
     cache: &'c mut KvCache<B>,
@@ -90,8 +90,8 @@ impl<B: Backend> Step<'_, B> {
 
     /// Writes the K and V of this step's new tokens into one layer.
     ///
-    /// Stateless: positions come from committed lengths, so layers may come in any order and a write
-    /// may be repeated.
+    /// Stateless: positions come from committed lengths, so layers may come in any order and a
+    /// write may be repeated.
     ///
     /// # Shapes
     /// | argument | `thd` | `bshd` | `sbhd` |
@@ -102,8 +102,8 @@ impl<B: Backend> Step<'_, B> {
     /// Elements are f32, f16 or bf16, whatever the stored format is.
     ///
     /// # Errors
-    /// [`PlanError`] for an unknown or unallocated layer or a tensor that does not fit; the device's
-    /// own. The step stays open.
+    /// [`PlanError`] for an unknown or unallocated layer or a tensor that does not fit; the
+    /// device's own. The step stays open.
     pub fn write(
         &mut self,
         layer: impl Into<LayerId>,
@@ -117,9 +117,9 @@ impl<B: Backend> Step<'_, B> {
     /// Attends this step's queries over each sequence's cached rows, this step's included.
     ///
     /// # Shapes
-    /// `q` is `[t, num_q_heads, head_dim_k]` and `out` `[t, num_q_heads, head_dim_v]` for `thd`, and
-    /// likewise for the other formats ([`AttentionOptions::qkv_format`]). `out` has the element type
-    /// of `q`; `num_q_heads` is a multiple of `num_kv_heads`.
+    /// `q` is `[t, num_q_heads, head_dim_k]` and `out` `[t, num_q_heads, head_dim_v]` for `thd`,
+    /// and likewise for the other formats ([`AttentionOptions::qkv_format`]). `out` has the element
+    /// type of `q`; `num_q_heads` is a multiple of `num_kv_heads`.
     ///
     /// # Errors
     /// [`PlanError`] for a layer that is unknown or not written in this step, a tensor or an option
@@ -153,8 +153,8 @@ impl<B: Backend> Step<'_, B> {
     /// Ends the step: lengths advance, and recorded work goes to the device.
     ///
     /// # Errors
-    /// [`PlanError::LayersUnwritten`] when a layer with memory was not written, or the device's own.
-    /// Either way the step is rolled back.
+    /// [`PlanError::LayersUnwritten`] when a layer with memory was not written, or the device's
+    /// own. Either way the step is rolled back.
     pub fn commit(self) -> Result<(), CacheError> {
         self.cache.commit_open()
         // Dropping `self` finds the step closed, or rolls it back.
@@ -173,8 +173,8 @@ impl<B: Backend> KvCache<B> {
     /// Plans and reserves a step for the whole batch, or changes nothing.
     ///
     /// # Errors
-    /// - [`PlanError::UnknownSequence`], [`PlanError::DuplicateSequence`], [`PlanError::ZeroTokens`],
-    ///   [`PlanError::SequenceTooLong`];
+    /// - [`PlanError::UnknownSequence`], [`PlanError::DuplicateSequence`],
+    ///   [`PlanError::ZeroTokens`], [`PlanError::SequenceTooLong`];
     /// - [`CacheError::Exhausted`] with what the whole step needs and what is free;
     /// - the device's own, for the copy of shared blocks.
     pub fn begin_step(&mut self, inputs: &[StepInput<'_>]) -> Result<Step<'_, B>, CacheError> {

@@ -1,5 +1,5 @@
-//! The life of sequences on a device that computes nothing: who holds which block, and that a refused
-//! or failed call leaves no trace.
+//! The life of sequences on a device that computes nothing: who holds which block, and that a
+//! refused or failed call leaves no trace.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 use std::collections::BTreeMap;
 
@@ -272,7 +272,8 @@ fn a_block_is_wiped_before_it_is_handed_out_again() {
     let before = control.recorded();
     start(&mut cache, SEQ[1]);
     assert!(cache.unwiped.is_empty());
-    // 2 blocks in 2 layers and 1 block in 1 layer, K and V each, the interrupted block from its start.
+    // 2 blocks in 2 layers and 1 block in 1 layer, K and V each, the interrupted block from its
+    // start.
     assert_eq!(control.recorded() - before, 10);
 }
 

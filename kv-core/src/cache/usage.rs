@@ -24,7 +24,8 @@ pub struct Usage {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// How full the cache is. Walks all sequences and their blocks: for reports, not for every step.
+    /// How full the cache is. Walks all sequences and their blocks: for reports, not for every
+    /// step.
     pub fn usage(&self) -> Usage {
         let tokens = self.sequences.iter().map(|(_, state)| u64::from(state.len)).sum();
         let sum = |count: fn(&BlockPool) -> u32| {
@@ -40,8 +41,8 @@ impl<B: Backend> KvCache<B> {
         }
     }
 
-    /// Slots of held blocks without a committed token. A shared block's tokens are those of the holder
-    /// that has most.
+    /// Slots of held blocks without a committed token. A shared block's tokens are those of the
+    /// holder that has most.
     fn wasted(&self, group: &Group<B::Buffer>) -> u64 {
         let size = block_size(group);
         let mut filled = HashMap::new();

@@ -42,8 +42,8 @@ impl<B: Backend> BlockManager<B> {
     /// A manager whose pages lie as `[page_size, num_heads, head_dim]`, as the original's do.
     ///
     /// # Errors
-    /// [`CacheError::Spec`] for an impossible geometry, [`CacheError::Plan`] for an element type that
-    /// cannot be stored, the device's own.
+    /// [`CacheError::Spec`] for an impossible geometry, [`CacheError::Plan`] for an element type
+    /// that cannot be stored, the device's own.
     pub fn new(backend: B, config: &CacheManagerConfig) -> Result<Self, CacheError> {
         Self::with_block_order(backend, config, BlockOrder::Nhd)
     }

@@ -1,4 +1,5 @@
-//! Numbers of a step that live at one address for as long as the cache, on the host and on the device.
+//! Numbers of a step that live at one address for as long as the cache, on the host and on the
+//! device.
 use crate::backend::{Backend, Queue};
 use crate::error::{CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError};
 use crate::front::manager::{CacheManager, CacheManagerConfig, TrackedSequence};

@@ -9,7 +9,8 @@ use crate::format::KvFormat;
 use crate::front::manager::{CacheManagerConfig, PageConfig};
 use crate::geometry::QkvFormat;
 
-/// Constructor arguments of [`InferenceParams`](super::InferenceParams), under their original names.
+/// Constructor arguments of [`InferenceParams`](super::InferenceParams), under their original
+/// names.
 ///
 /// ```
 /// use kv_core::DType;
@@ -50,7 +51,8 @@ pub(super) struct Checked {
 }
 
 impl InferenceConfig {
-    /// Starts with the two arguments that have no default: sequences in a batch, tokens in a sequence.
+    /// Starts with the two arguments that have no default: sequences in a batch, tokens in a
+    /// sequence.
     pub fn new(max_batch_size: u32, max_sequence_length: u32) -> Self {
         Self {
             max_batch_size,
@@ -96,7 +98,8 @@ impl InferenceConfig {
         self.is_paged = is_paged;
         self
     }
-    /// Tokens a page holds, a divisor of the maximum sequence length; required if paged, else ignored.
+    /// Tokens a page holds, a divisor of the maximum sequence length; required if paged, else
+    /// ignored.
     #[must_use]
     pub fn page_size(mut self, tokens: u32) -> Self {
         self.page_size = Some(tokens);
@@ -108,14 +111,15 @@ impl InferenceConfig {
         self.total_num_pages = Some(pages);
         self
     }
-    /// Axes of the caller's tensors, by name or value; `bshd` unless set. An unknown name is refused
-    /// by the constructor. Every [`step`](super::InferenceParams::step) may choose anew.
+    /// Axes of the caller's tensors, by name or value; `bshd` unless set. An unknown name is
+    /// refused by the constructor. Every [`step`](super::InferenceParams::step) may choose anew.
     #[must_use]
     pub fn qkv_format<'n>(mut self, format: impl Into<FormatArg<'n>>) -> Self {
         self.qkv_format = format.into().resolve();
         self
     }
-    /// Longest prompt, in tokens, `1..=max_sequence_length`; required for `thd`, kept for all formats.
+    /// Longest prompt, in tokens, `1..=max_sequence_length`; required for `thd`, kept for all
+    /// formats.
     #[must_use]
     pub fn max_ctx_len(mut self, tokens: u32) -> Self {
         self.max_ctx_len = Some(tokens);

@@ -71,9 +71,9 @@ pub struct TrackedSequence {
 
 /// Stores K and V and decides which sequence has which pages.
 ///
-/// [`InferenceParams`](super::InferenceParams) keeps the prefix sums, the page table and their device
-/// buffers, and asks a manager for everything else. It owns the device and its queue, because all
-/// work of one cache goes through one queue, in order.
+/// [`InferenceParams`](super::InferenceParams) keeps the prefix sums, the page table and their
+/// device buffers, and asks a manager for everything else. It owns the device and its queue,
+/// because all work of one cache goes through one queue, in order.
 ///
 /// # Guarantees a manager gives
 /// 1. A call that returns [`CacheError::Plan`] or [`CacheError::Exhausted`] has changed nothing.
@@ -186,11 +186,12 @@ pub trait CacheManager<B: Backend>: Any + fmt::Debug + Send {
     /// The device's own.
     fn reset(&mut self) -> Result<(), CacheError>;
 
-    /// Ends the step before and prepares the next: sequences that `step` does not name are finished,
-    /// unknown ones begin, row `i` is entry `i`.
+    /// Ends the step before and prepares the next: sequences that `step` does not name are
+    /// finished, unknown ones begin, row `i` is entry `i`.
     ///
     /// # Errors
-    /// [`CacheError::Plan`] or [`CacheError::Exhausted`], and nothing has changed; the device's own.
+    /// [`CacheError::Plan`] or [`CacheError::Exhausted`], and nothing has changed; the device's
+    /// own.
     fn pre_step(&mut self, step: &[(SequenceId, u32)]) -> Result<(), CacheError>;
     /// Takes the tokens of the prepared step back. Called when the step cannot be used because the
     /// device failed.
@@ -198,8 +199,8 @@ pub trait CacheManager<B: Backend>: Any + fmt::Debug + Send {
     /// Writes the step's K and V, in this order, into one layer.
     ///
     /// # Errors
-    /// [`CacheError::Plan`] for a layer without memory, a shape, or a call before [`Self::pre_step`];
-    /// the device's own.
+    /// [`CacheError::Plan`] for a layer without memory, a shape, or a call before
+    /// [`Self::pre_step`]; the device's own.
     fn step(
         &mut self,
         layer: usize,
@@ -218,7 +219,8 @@ pub trait CacheManager<B: Backend>: Any + fmt::Debug + Send {
         outputs: (TensorViewMut<'_, B::Buffer>, Option<TensorViewMut<'_, B::Buffer>>),
         options: &AttentionOptions<'_>,
     ) -> Result<(), CacheError>;
-    /// Reads all rows of every sequence of the step into `out`, `[b, s, h, d]`; zeros past a length.
+    /// Reads all rows of every sequence of the step into `out`, `[b, s, h, d]`; zeros past a
+    /// length.
     ///
     /// # Errors
     /// As [`Self::attend`].

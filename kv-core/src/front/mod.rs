@@ -1,8 +1,8 @@
 //! The two classic front ends, thin layers over [`KvCache`](crate::KvCache).
 //!
 //! [`InferenceParams`] serves callers who come from TransformerEngine, [`KvCacheManager`] those who
-//! come from an engine with one fixed slot a sequence. Neither owns a second cache: both plan, check
-//! and store through the core, and both know nothing of how a block is encoded.
+//! come from an engine with one fixed slot a sequence. Neither owns a second cache: both plan,
+//! check and store through the core, and both know nothing of how a block is encoded.
 mod block_manager;
 mod buffers;
 mod config;

@@ -1,4 +1,5 @@
-//! `KvCacheManager`: one fixed slot a sequence, rows appended layer by layer, lengths advanced by hand.
+//! `KvCacheManager`: one fixed slot a sequence, rows appended layer by layer, lengths advanced by
+//! hand.
 //!
 //! Owns what a step would otherwise know: how many rows each layer has behind a sequence's length.
 use hashbrown::HashMap;
@@ -144,7 +145,8 @@ impl<B: Backend> KvCacheManager<B> {
         })
     }
 
-    /// Takes a slot for a sequence of at most `max_len` tokens. Ids ascend and are never used again.
+    /// Takes a slot for a sequence of at most `max_len` tokens. Ids ascend and are never used
+    /// again.
     ///
     /// The slot is taken whole whatever `max_len` is.
     ///
@@ -210,7 +212,8 @@ impl<B: Backend> KvCacheManager<B> {
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], [`PlanError::ZeroTokens`], [`PlanError::SequenceTooLong`],
-    /// [`PlanError::LayersUnwritten`] when a layer has fewer than `n` appended rows; the device's own.
+    /// [`PlanError::LayersUnwritten`] when a layer has fewer than `n` appended rows; the device's
+    /// own.
     pub fn advance_seq_len(&mut self, sequence: SequenceId, n: u32) -> Result<(), CacheError> {
         let slot = self.slots.get_mut(&sequence).ok_or(PlanError::UnknownSequence { sequence })?;
         if n == 0 {
@@ -233,16 +236,16 @@ impl<B: Backend> KvCacheManager<B> {
         Ok(())
     }
 
-    /// Attends `batch` entries `(sequence, queries)` over one layer: over each sequence's tokens and
-    /// the rows appended behind them to this layer.
+    /// Attends `batch` entries `(sequence, queries)` over one layer: over each sequence's tokens
+    /// and the rows appended behind them to this layer.
     ///
     /// # Shapes
-    /// `q` and `out` are `[t, num_q_heads, head_dim]`, the entries' queries one after another, or as
-    /// [`AttentionOptions::qkv_format`] says.
+    /// `q` and `out` are `[t, num_q_heads, head_dim]`, the entries' queries one after another, or
+    /// as [`AttentionOptions::qkv_format`] says.
     ///
     /// # Errors
-    /// [`PlanError`] for an unknown sequence or layer, no queries, a tensor or an option that does not
-    /// fit; the device's own.
+    /// [`PlanError`] for an unknown sequence or layer, no queries, a tensor or an option that does
+    /// not fit; the device's own.
     pub fn attend(
         &mut self,
         layer: impl Into<LayerId>,

@@ -103,8 +103,8 @@ impl<'a> AttentionOptions<'a> {
     pub fn full(scale: f32) -> Self {
         Self { mask: Mask::Full, ..Self::causal(scale) }
     }
-    /// Sliding window: a query at position `p` also needs `j >= p - window_left`, so it sees at most
-    /// `window_left + 1` keys (flash-attention's `window_size_left`).
+    /// Sliding window: a query at position `p` also needs `j >= p - window_left`, so it sees at
+    /// most `window_left + 1` keys (flash-attention's `window_size_left`).
     #[must_use]
     pub fn window_left(self, window_left: u32) -> Self {
         Self { window_left: Some(window_left), ..self }
@@ -114,8 +114,8 @@ impl<'a> AttentionOptions<'a> {
     pub fn soft_cap(self, soft_cap: f32) -> Self {
         Self { soft_cap: Some(soft_cap), ..self }
     }
-    /// Attention sinks: one extra logit a query head that joins the softmax's denominator and carries
-    /// no value (gpt-oss).
+    /// Attention sinks: one extra logit a query head that joins the softmax's denominator and
+    /// carries no value (gpt-oss).
     #[must_use]
     pub fn sinks(self, sinks: &'a [f32]) -> Self {
         Self { sinks: Some(sinks), ..self }

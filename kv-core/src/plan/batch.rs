@@ -23,8 +23,8 @@ pub struct BatchEntry {
 
 /// One checked batch entry.
 ///
-/// All numbers count tokens. Queries are aligned bottom-right: query `i` of `q_len` stands at position
-/// `kv_len - q_len + i`.
+/// All numbers count tokens. Queries are aligned bottom-right: query `i` of `q_len` stands at
+/// position `kv_len - q_len + i`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlannedSequence {

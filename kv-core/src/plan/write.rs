@@ -10,8 +10,8 @@ use crate::tensor::{TensorView, TokenRequirement, TokenTensor};
 
 /// The slots that a step's new K and V go to, checked against one group's tables.
 ///
-/// Guarantees a backend may index by: every slot is inside the plane, and no slot, nor any block, is
-/// written by two entries, so entries may be written in parallel.
+/// Guarantees a backend may index by: every slot is inside the plane, and no slot, nor any block,
+/// is written by two entries, so entries may be written in parallel.
 #[derive(Debug, Clone, Copy)]
 pub struct WritePlan<'p> {
     layout: &'p PlaneLayout,
@@ -84,10 +84,11 @@ pub struct WriteArgs<'a, Buf> {
 }
 
 impl<'a, Buf> WriteArgs<'a, Buf> {
-    /// Checks `k` and `v` (axes by `format`, row `i` of entry `b` as in [`QkvFormat`]) against the plan.
+    /// Checks `k` and `v` (axes by `format`, row `i` of entry `b` as in [`QkvFormat`]) against the
+    /// plan.
     ///
-    /// A `bshd` or `sbhd` tensor may have more entries and longer ones than the plan, a `thd` tensor
-    /// more rows: those are padding.
+    /// A `bshd` or `sbhd` tensor may have more entries and longer ones than the plan, a `thd`
+    /// tensor more rows: those are padding.
     ///
     /// # Errors
     /// [`PlanError::Shape`], [`PlanError::ElementType`], [`PlanError::TensorBytes`] or

@@ -74,8 +74,8 @@ impl GroupBuilder {
         self.order = order;
         self
     }
-    /// `num_blocks` blocks of `block_size` tokens each. Any number of blocks will do: fewer than the
-    /// worst case is the point of paging.
+    /// `num_blocks` blocks of `block_size` tokens each. Any number of blocks will do: fewer than
+    /// the worst case is the point of paging.
     #[must_use]
     pub fn paged(mut self, block_size: u32, num_blocks: u32) -> Self {
         self.blocks = Some(Blocks::Paged { block_size, num_blocks });
@@ -190,8 +190,8 @@ impl CacheSpecBuilder {
         /// One block of `max_seq_len` tokens for each of `max_sequences` sequences.
         contiguous(max_sequences: u32, max_seq_len: u32);
     }
-    /// Gives some layers settings of their own: `change` gets the settings made so far. Layers that no
-    /// group lists form the first group.
+    /// Gives some layers settings of their own: `change` gets the settings made so far. Layers that
+    /// no group lists form the first group.
     #[must_use]
     pub fn group(
         mut self,
@@ -231,8 +231,8 @@ impl CacheSpecBuilder {
     /// Checks everything together.
     ///
     /// # Errors
-    /// [`SpecError`], naming the first setting that is missing, zero or too large, or the first layer
-    /// that is in no group or in two.
+    /// [`SpecError`], naming the first setting that is missing, zero or too large, or the first
+    /// layer that is in no group or in two.
     pub fn build(self) -> Result<CacheSpec, SpecError> {
         let (layers, lists) = self.assign_layers()?;
         let mut groups = Vec::new();

@@ -21,7 +21,8 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// Takes up to four extents; more are kept as a rank that no tensor has and so is refused later.
+    /// Takes up to four extents; more are kept as a rank that no tensor has and so is refused
+    /// later.
     pub fn new(extents: &[u32]) -> Self {
         let mut dims =
             Self { rank: u8::try_from(extents.len()).unwrap_or(u8::MAX), extents: [0; 4] };
@@ -92,8 +93,8 @@ pub enum TensorDataMut<'a, Buf> {
 
 /// An input tensor as the caller has it: element type, extents, strides, bytes.
 ///
-/// The inner two axes (head, dim) are dense; the outer strides are free. Nothing is checked until the
-/// view meets a plan.
+/// The inner two axes (head, dim) are dense; the outer strides are free. Nothing is checked until
+/// the view meets a plan.
 #[derive(Debug)]
 pub struct TensorView<'a, Buf> {
     data: TensorData<'a, Buf>,

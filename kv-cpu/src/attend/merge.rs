@@ -1,7 +1,8 @@
 //! The exact merge of the parts of a context, and the arithmetic of running maxima and sums.
 //!
 //! Dao et al., "Flash-Decoding for long-context inference" (2023): every part's row and sum are
-//! relative to its own maximum, so they are brought to the common one and added, part by part in order.
+//! relative to its own maximum, so they are brought to the common one and added, part by part in
+//! order.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::float_cmp,

@@ -1,8 +1,8 @@
 //! Attention over cached rows: checks a call, cuts it into units and runs them.
 //!
-//! A unit is one kv head of one part of one context, with as many queries as share its tiles well. Its
-//! content depends on the plan alone, so neither the number of threads nor their order changes a bit.
-//! Contexts cut into several parts leave partial results, which [`merge`] joins.
+//! A unit is one kv head of one part of one context, with as many queries as share its tiles well.
+//! Its content depends on the plan alone, so neither the number of threads nor their order changes
+//! a bit. Contexts cut into several parts leave partial results, which [`merge`] joins.
 mod merge;
 mod tile;
 mod unit;

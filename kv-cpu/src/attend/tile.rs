@@ -1,7 +1,7 @@
 //! One tile of K and V against the query rows of a unit: score, weigh, sum.
 //!
-//! Rows go a few at a time, so that each vector loaded from the tile serves all of them, and each row
-//! meets exactly the tokens it sees. Knows nothing of blocks and tables.
+//! Rows go a few at a time, so that each vector loaded from the tile serves all of them, and each
+//! row meets exactly the tokens it sees. Knows nothing of blocks and tables.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,

@@ -1,7 +1,7 @@
 //! One unit of attention: some queries of one kv head against one part of a context, tile by tile.
 //!
-//! Every tile of K and V is brought in once for all query rows of the unit, decoded first where many
-//! rows share it and fetched ahead where few do. What the rows do with a tile is in `tile.rs`.
+//! Every tile of K and V is brought in once for all query rows of the unit, decoded first where
+//! many rows share it and fetched ahead where few do. What the rows do with a tile is in `tile.rs`.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -116,7 +116,8 @@ pub(super) struct Partials<'a> {
     held: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: threads reach the results through `put` and `get` alone, whose conditions keep them apart.
+// SAFETY: threads reach the results through `put` and `get` alone, whose conditions keep them
+// apart.
 unsafe impl Sync for Partials<'_> {}
 
 impl<'a> Partials<'a> {

@@ -1,8 +1,8 @@
 //! Vectors of eight: AVX2, FMA and F16C.
 //!
 //! Each primitive is a function with the target features, in which intrinsics need no `unsafe`; the
-//! trait's method calls it. The only place that makes an [`Avx2`] is the table below, inside functions
-//! with the same features.
+//! trait's method calls it. The only place that makes an [`Avx2`] is the table below, inside
+//! functions with the same features.
 #![expect(
     clippy::many_single_char_names,
     reason = "kernel code: the eight vectors that are summed at once"
@@ -21,7 +21,9 @@ pub(crate) struct Avx2(());
 
 /// Writes each primitive twice: behind the features, and as the trait's method that calls it.
 macro_rules! primitives {
-    ($($(#[$attribute:meta])* fn $name:ident($($arg:ident: $type:ty),*) -> $result:ty $body:block)*) => {
+    ($(
+        $(#[$attribute:meta])* fn $name:ident($($arg:ident: $type:ty),*) -> $result:ty $body:block
+    )*) => {
         impl Simd for Avx2 {
             type F = __m256;
             const LANES: usize = 8;
@@ -42,36 +44,42 @@ macro_rules! primitives {
             }
             #[inline(always)]
             unsafe fn load(self, from: *const f32, at: usize) -> __m256 {
-                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features do.
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
+                // do.
                 unsafe { _mm256_loadu_ps(from.wrapping_add(at)) }
             }
             #[inline(always)]
             unsafe fn store(self, to: *mut f32, at: usize, v: __m256) {
-                // SAFETY: condition 1 of `Simd::store`, and an `Avx2` exists only where the features do.
+                // SAFETY: condition 1 of `Simd::store`, and an `Avx2` exists only where the
+                // features do.
                 unsafe { _mm256_storeu_ps(to.wrapping_add(at), v) }
             }
             #[inline(always)]
             unsafe fn load_f16(self, from: *const u16, at: usize) -> __m256 {
-                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features do.
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
+                // do.
                 let bits = unsafe { _mm_loadu_si128(from.wrapping_add(at).cast()) };
                 widen_f16(self, bits)
             }
             #[inline(always)]
             unsafe fn load_bf16(self, from: *const u16, at: usize) -> __m256 {
-                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features do.
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
+                // do.
                 let bits = unsafe { _mm_loadu_si128(from.wrapping_add(at).cast()) };
                 widen_bf16(self, bits)
             }
             #[inline(always)]
             unsafe fn store_f16(self, to: *mut u16, at: usize, v: __m256) {
                 let bits = narrow_f16(self, v);
-                // SAFETY: condition 1 of `Simd::store`, and an `Avx2` exists only where the features do.
+                // SAFETY: condition 1 of `Simd::store`, and an `Avx2` exists only where the
+                // features do.
                 unsafe { _mm_storeu_si128(to.wrapping_add(at).cast(), bits) }
             }
             #[inline(always)]
             unsafe fn store_bf16(self, to: *mut u16, at: usize, v: __m256) {
                 let bits = narrow_bf16(self, v);
-                // SAFETY: condition 1 of `Simd::store`, and an `Avx2` exists only where the features do.
+                // SAFETY: condition 1 of `Simd::store`, and an `Avx2` exists only where the
+                // features do.
                 unsafe { _mm_storeu_si128(to.wrapping_add(at).cast(), bits) }
             }
         }

@@ -1,7 +1,7 @@
 //! The loops, each once, in the primitives of [`super::simd`].
 //!
-//! A sum has the same bits however its rows are grouped: every product of a row is added in the same
-//! order for one, two or four rows at a time. Bounds are asserted where a loop is entered; the
+//! A sum has the same bits however its rows are grouped: every product of a row is added in the
+//! same order for one, two or four rows at a time. Bounds are asserted where a loop is entered; the
 //! assertions are about this crate's own callers.
 #![expect(
     clippy::arithmetic_side_effects,
@@ -94,8 +94,8 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(s: S, args: &m
     }
 }
 
-/// `R * T` dot products, one vector of partial sums each. `scores` has asserted that `R` rows of `q`
-/// hold `dim` values and zeros up to a whole vector, and that each of `k` holds `dim` values.
+/// `R * T` dot products, one vector of partial sums each. `scores` has asserted that `R` rows of
+/// `q` hold `dim` values and zeros up to a whole vector, and that each of `k` holds `dim` values.
 #[inline(always)]
 fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
     s: S,
@@ -232,8 +232,8 @@ fn sum_columns<S: Simd, E: Stored, const R: usize, const D: usize>(
     }
 }
 
-/// Scales and caps the scores of a range, makes them weights relative to the new running maximum and
-/// updates the running sum. Returns the factor from the old maximum to the new.
+/// Scales and caps the scores of a range, makes them weights relative to the new running maximum
+/// and updates the running sum. Returns the factor from the old maximum to the new.
 #[inline(always)]
 pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>) -> f32 {
     let (begin, end) = args.range;

@@ -1,9 +1,9 @@
 //! Kernels: the inner loops, one table of them an instruction set.
 //!
-//! [`body`] holds each loop once, written in the primitives of [`simd`]; the other files here supply
-//! the primitives and instantiate the loops behind their target features. [`Kernels`] is the safe way
-//! in: arguments are slices whose bounds each kernel asserts once. Knows nothing of plans, blocks or
-//! threads.
+//! [`body`] holds each loop once, written in the primitives of [`simd`]; the other files here
+//! supply the primitives and instantiate the loops behind their target features. [`Kernels`] is the
+//! safe way in: arguments are slices whose bounds each kernel asserts once. Knows nothing of plans,
+//! blocks or threads.
 mod body;
 mod simd;
 
@@ -24,8 +24,9 @@ pub(crate) use simd::LANES_MAX;
 use crate::encoding::Encoding;
 use crate::isa::Isa;
 
-/// Tokens that are scored, weighed and summed together. A tile of K, one of V and what is fetched ahead
-/// should fit the first cache: 64 was slower for decoding by a tenth, and no better for prefill.
+/// Tokens that are scored, weighed and summed together. A tile of K, one of V and what is fetched
+/// ahead should fit the first cache: 64 was slower for decoding by a tenth, and no better for
+/// prefill.
 pub(crate) const TILE: usize = 32;
 /// Query rows that share each load of a K or V vector.
 pub(crate) const ROWS: usize = 4;

@@ -1,7 +1,7 @@
 //! Vectors of four: NEON, which every 64-bit Arm CPU has.
 //!
-//! Binary16 goes through the `half` crate value by value: its vector conversions need a type that is
-//! not stable yet.
+//! Binary16 goes through the `half` crate value by value: its vector conversions need a type that
+//! is not stable yet.
 #![allow(
     clippy::wildcard_imports,
     reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"

@@ -2,14 +2,14 @@
 //!
 //! A token of a type that implements [`Simd`] exists only where its instructions may run: inside
 //! functions that carry the target features, called through a table that was handed out after
-//! detection. That is what lets arithmetic be safe; memory access is not, because bounds are checked
-//! once a call and not once a vector. Knows nothing of attention.
+//! detection. That is what lets arithmetic be safe; memory access is not, because bounds are
+//! checked once a call and not once a vector. Knows nothing of attention.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
     clippy::inline_always,
-    reason = "kernel code: bounds are asserted at the entry, and helpers must melt into the function \
-              that carries the target features"
+    reason = "kernel code: bounds are asserted at the entry, and helpers must melt into the \
+              function that carries the target features"
 )]
 /// Widest vector of any instruction set, in `f32` lanes; scratch rows are padded to it.
 pub(crate) const LANES_MAX: usize = 16;
@@ -47,8 +47,8 @@ pub(crate) trait Simd: Copy {
         sums
     }
 
-    /// `e^x` for `x <= 0` to about 1 ulp; 0 for negative infinity and below the least normal number,
-    /// NaN for NaN. Cephes' `expf`: `2^n * p(x - n ln 2)`.
+    /// `e^x` for `x <= 0` to about 1 ulp; 0 for negative infinity and below the least normal
+    /// number, NaN for NaN. Cephes' `expf`: `2^n * p(x - n ln 2)`.
     #[inline(always)]
     fn exp(self, x: Self::F) -> Self::F {
         const LN2_HIGH: f32 = 0.693_359_4;
@@ -171,8 +171,8 @@ impl Stored for Bf16 {
     }
 }
 
-/// Decodes the first `n < LANES` values from element `at` on; the other lanes are zero and the bytes
-/// behind the values are not read.
+/// Decodes the first `n < LANES` values from element `at` on; the other lanes are zero and the
+/// bytes behind the values are not read.
 ///
 /// # Safety
 /// 1. Elements `at..at + n` after `from` are readable.

@@ -1,5 +1,5 @@
-//! The backend as a whole, with every kernel table this CPU runs and the emulated one, against a plain
-//! reference in `f64`. Seeds are fixed.
+//! The backend as a whole, with every kernel table this CPU runs and the emulated one, against a
+//! plain reference in `f64`. Seeds are fixed.
 #![expect(
     clippy::as_conversions,
     clippy::arithmetic_side_effects,

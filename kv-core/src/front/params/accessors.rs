@@ -13,8 +13,8 @@ impl<B: Backend> InferenceParams<B> {
     pub fn backend(&self) -> &B {
         self.manager.backend()
     }
-    /// The lane all work of this cache is recorded on. A step's work goes to the device when the next
-    /// step begins; submit this queue to send it earlier.
+    /// The lane all work of this cache is recorded on. A step's work goes to the device when the
+    /// next step begins; submit this queue to send it earlier.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
         self.manager.queue_mut()
     }
@@ -77,8 +77,8 @@ impl<B: Backend> InferenceParams<B> {
         self.page_list(sequence).len()
     }
 
-    /// Tokens of every row before the step, `[max_batch_size]`; 0 past the batch. The start positions
-    /// for rotary embeddings.
+    /// Tokens of every row before the step, `[max_batch_size]`; 0 past the batch. The start
+    /// positions for rotary embeddings.
     pub fn get_seqlens_pre_step(&self) -> &[u32] {
         self.buffers.seqlens_pre_step.host()
     }
@@ -86,7 +86,8 @@ impl<B: Backend> InferenceParams<B> {
     pub fn seqlens_pre_step_buffer(&self) -> &B::Buffer {
         self.buffers.seqlens_pre_step.device()
     }
-    /// Prefix sums of the step's tokens, `[max_batch_size + 1]`; the last value repeats past the batch.
+    /// Prefix sums of the step's tokens, `[max_batch_size + 1]`; the last value repeats past the
+    /// batch.
     pub fn cu_seqlens_q(&self) -> &[u32] {
         self.buffers.cu_seqlens_q.host()
     }
@@ -94,8 +95,8 @@ impl<B: Backend> InferenceParams<B> {
     pub fn cu_seqlens_q_buffer(&self) -> &B::Buffer {
         self.buffers.cu_seqlens_q.device()
     }
-    /// Prefix sums of the lengths after the step, `[max_batch_size + 1]`; the last value repeats past
-    /// the batch.
+    /// Prefix sums of the lengths after the step, `[max_batch_size + 1]`; the last value repeats
+    /// past the batch.
     pub fn cu_seqlens_kv(&self) -> &[u32] {
         self.buffers.cu_seqlens_kv.host()
     }

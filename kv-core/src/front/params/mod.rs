@@ -20,9 +20,9 @@ pub use output::{CacheView, StepOutput};
 ///
 /// `pre_step` names the sequences of a step and the tokens each brings; row `i` of every tensor of
 /// the step is entry `i`. Sequences that a step does not name are finished and lose
-/// their pages, unknown ones begin. A live sequence may bring any number of tokens: one to decode, several to verify a draft or to
-/// prefill in chunks, none to keep its row. A new one may bring none, too: it has a row, length 0 and
-/// no page.
+/// their pages, unknown ones begin. A live sequence may bring any number of tokens: one to decode,
+/// several to verify a draft or to prefill in chunks, none to keep its row. A new one may bring
+/// none, too: it has a row, length 0 and no page.
 ///
 /// # Guarantees
 /// - A step is refused before anything changes, or it is prepared whole; pages that departures free
@@ -31,7 +31,8 @@ pub use output::{CacheView, StepOutput};
 /// - No history is ever moved: [`Self::page_table`] says where a row's tokens are, paged or not.
 ///
 /// # Source
-/// TransformerEngine, `InferenceParams` (v2.8 to v2.13). What differs on purpose: `docs/adr/0003-te-front-end.md`.
+/// TransformerEngine, `InferenceParams` (v2.8 to v2.13). What differs on purpose:
+/// `docs/adr/0003-te-front-end.md`.
 ///
 /// # Examples
 /// ```
@@ -80,14 +81,14 @@ impl<B: Backend> InferenceParams<B> {
     ///
     /// # Errors
     /// [`CacheError::Spec`] naming the argument that is missing, 0, too large or does not divide;
-    /// [`CacheError::Plan`] for an unknown format name ([`PlanError::Name`]) or an element type that
-    /// cannot be stored ([`PlanError::ElementType`]); the device's own.
+    /// [`CacheError::Plan`] for an unknown format name ([`PlanError::Name`]) or an element type
+    /// that cannot be stored ([`PlanError::ElementType`]); the device's own.
     pub fn new(backend: B, config: InferenceConfig) -> Result<Self, CacheError> {
         Self::with_manager(backend, config, |backend, config| config.build(backend))
     }
 
-    /// A cache with a manager of the caller's own, made by `factory` from the device and the checked
-    /// configuration; [`CacheManager`] has an example.
+    /// A cache with a manager of the caller's own, made by `factory` from the device and the
+    /// checked configuration; [`CacheManager`] has an example.
     ///
     /// # Errors
     /// As [`Self::new`], and the factory's.
@@ -115,8 +116,8 @@ impl<B: Backend> InferenceParams<B> {
     /// Gives a layer its memory, zeroed. Any number names a layer.
     ///
     /// `false` when the layer has memory already: then nothing changes and its rows stay. (The
-    /// original replaces them by zeros.) A layer that gets memory while sequences are live has zeros
-    /// where their earlier tokens would be.
+    /// original replaces them by zeros.) A layer that gets memory while sequences are live has
+    /// zeros where their earlier tokens would be.
     ///
     /// # Errors
     /// The device's `OutOfMemory`; [`PlanError::TooMany`] layers, 65,535 being the most.
@@ -124,8 +125,8 @@ impl<B: Backend> InferenceParams<B> {
         self.manager.allocate_memory(layer)
     }
 
-    /// Forgets every sequence; a step that was prepared is dropped. Layers keep their memory, and the
-    /// arrays of the step become zero.
+    /// Forgets every sequence; a step that was prepared is dropped. Layers keep their memory, and
+    /// the arrays of the step become zero.
     ///
     /// # Errors
     /// The device's own; every sequence is gone all the same.
@@ -148,8 +149,8 @@ impl<B: Backend> InferenceParams<B> {
     /// - [`PlanError::LayerNumber`] when the step before brought tokens and a layer with memory was
     ///   not written.
     ///
-    /// After a failure of the device no step is prepared, lengths are those of the last step whose work
-    /// the device took, and the arrays of the step are zero.
+    /// After a failure of the device no step is prepared, lengths are those of the last step whose
+    /// work the device took, and the arrays of the step are zero.
     pub fn pre_step<S: Into<SequenceId> + Copy>(
         &mut self,
         step: &[(S, u32)],
@@ -184,9 +185,9 @@ impl<B: Backend> InferenceParams<B> {
         Ok(self.buffers.upload(self.manager.queue_mut())?)
     }
 
-    /// Takes the prepared step back, for a caller that gives it up half way: lengths are those before
-    /// it and the arrays of the step are zero. Sequences it finished stay finished; those it began
-    /// stay, with length 0, until the next step names them or not.
+    /// Takes the prepared step back, for a caller that gives it up half way: lengths are those
+    /// before it and the arrays of the step are zero. Sequences it finished stay finished; those it
+    /// began stay, with length 0, until the next step names them or not.
     pub fn roll_back(&mut self) {
         self.manager.roll_back();
         self.buffers.clear();
@@ -239,8 +240,8 @@ impl<B: Backend> InferenceParams<B> {
     /// Attends the step's queries over each sequence's cached rows, this step's included.
     ///
     /// # Shapes
-    /// `q` is `[.., num_q_heads, head_dim_k]` and `out` `[.., num_q_heads, head_dim_v]`, outer axes by
-    /// [`AttentionOptions::qkv_format`]; padding of `out` becomes zero.
+    /// `q` is `[.., num_q_heads, head_dim_k]` and `out` `[.., num_q_heads, head_dim_v]`, outer axes
+    /// by [`AttentionOptions::qkv_format`]; padding of `out` becomes zero.
     ///
     /// # Errors
     /// [`PlanError`] for a call before [`Self::pre_step`], a layer without memory or not written in
@@ -255,7 +256,8 @@ impl<B: Backend> InferenceParams<B> {
         self.manager.attend(layer, q, (out, None), options)
     }
 
-    /// As [`Self::attend`], and writes the natural log-sum-exp of every query and head to `lse`, f32.
+    /// As [`Self::attend`], and writes the natural log-sum-exp of every query and head to `lse`,
+    /// f32.
     ///
     /// # Errors
     /// As [`Self::attend`].
@@ -274,9 +276,9 @@ impl<B: Backend> InferenceParams<B> {
     /// knows no pages. Works whether paged or not.
     ///
     /// # Shapes
-    /// `k` is `[batch, s, num_heads_kv, head_dim_k]`, `v` the same with `head_dim_v`; `s` is usually
-    /// `max_sequence_length` and at least the longest length. Rows past a length become zero. (The
-    /// original shows another sequence's rows there.)
+    /// `k` is `[batch, s, num_heads_kv, head_dim_k]`, `v` the same with `head_dim_v`; `s` is
+    /// usually `max_sequence_length` and at least the longest length. Rows past a length become
+    /// zero. (The original shows another sequence's rows there.)
     ///
     /// # Errors
     /// As [`Self::attend`].

@@ -3,7 +3,8 @@ use crate::backend::{AnyBackend, Backend};
 use crate::front::config::OutputFormat;
 use crate::storage::PlaneView;
 
-/// What [`step`](crate::InferenceParams::step) answers: where the cache is, and how its rows are divided.
+/// What [`step`](crate::InferenceParams::step) answers: where the cache is, and how its rows are
+/// divided.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct StepOutput<'a, B: Backend = AnyBackend> {
@@ -36,9 +37,10 @@ impl<'a, Buf> CacheView<'a, Buf> {
     pub(super) fn new(shape: [u32; 4], plane: PlaneView<'a, Buf>) -> Self {
         Self { shape, plane }
     }
-    /// Paged `[total_num_pages, page_size, heads, dim]`; else `[b, max_sequence_length, heads, dim]`,
-    /// `b` being the batch of `new_k`, or `max_batch_size` for `thd`. Row `i` of the batch is slot
-    /// `page_table[i]`, not slot `i`: rows are not moved when the batch changes.
+    /// Paged `[total_num_pages, page_size, heads, dim]`; else
+    /// `[b, max_sequence_length, heads, dim]`, `b` being the batch of `new_k`, or `max_batch_size`
+    /// for `thd`. Row `i` of the batch is slot `page_table[i]`, not slot `i`: rows are not moved
+    /// when the batch changes.
     pub fn shape(&self) -> [u32; 4] {
         self.shape
     }

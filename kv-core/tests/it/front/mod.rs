@@ -1,5 +1,5 @@
-//! The classic front ends on the null device: bookkeeping, refusals, addresses. What is stored is the
-//! conformance suite's business.
+//! The classic front ends on the null device: bookkeeping, refusals, addresses. What is stored is
+//! the conformance suite's business.
 #![expect(
     clippy::as_conversions,
     clippy::arithmetic_side_effects,

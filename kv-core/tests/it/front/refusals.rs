@@ -28,9 +28,8 @@ fn a_sequence_named_twice() {
         run(&mut params, &[(0, 3)]);
         let error = refused(&mut params, &[(0, 1), (1, 1), (0, 1)]);
         let sequence = SequenceId(0);
-        assert!(
-            matches!(error, CacheError::Plan(PlanError::DuplicateSequence { sequence: s }) if s == sequence)
-        );
+        assert!(matches!(error, CacheError::Plan(PlanError::DuplicateSequence { sequence: s })
+                if s == sequence));
     }
 }
 
@@ -121,9 +120,8 @@ fn a_step_with_wrong_tensors() {
         let half = TensorView::host_bytes(DType::F16, &half, &[1, 3, 2, 4]);
         for (k, v, name) in [(half, good, "k"), (good, half, "v")] {
             let error = refusal(params.step(1, k, v, "bshd"));
-            assert!(
-                matches!(error, PlanError::ElementType { tensor, got: DType::F16, .. } if tensor == name)
-            );
+            assert!(matches!(error, PlanError::ElementType { tensor, got: DType::F16, .. }
+                    if tensor == name));
         }
         for dims in [&[1, 2, 2, 4][..], &[1, 3, 1, 4], &[1, 3, 2, 5], &[3, 2, 4], &[0, 3, 2, 4]] {
             let wrong = view(dims);
