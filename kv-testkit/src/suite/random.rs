@@ -25,7 +25,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 }
 
 /// Lives tried for each geometry.
-const LIVES: u32 = 24;
+const LIVES: u32 = 48;
 /// Replaces the fixed seed, to look further than the suite does.
 const SEED: &str = "KV_CONFORMANCE_SEED";
 
