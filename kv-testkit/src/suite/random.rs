@@ -90,7 +90,7 @@ fn search<B: Device>(backend: &B, spec: &CacheSpec) -> Result<(), CaseError> {
     let config = Config {
         cases: LIVES,
         failure_persistence: None,
-        max_shrink_iters: 400,
+        max_shrink_iters: 2000,
         verbose: 0,
         ..Config::default()
     };
