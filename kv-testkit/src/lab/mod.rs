@@ -18,7 +18,7 @@ use crate::tokens::{Room, TokenLayout};
 pub(crate) use how::{DTYPES, FORMATS, options};
 pub use how::{Finish, How};
 pub use step::{Brings, Outputs};
-pub(crate) use step::{dense, join, judge_layer, judge_values};
+pub(crate) use step::{calibrate, dense, join, judge_layer, judge_values};
 
 /// What one layer stores.
 #[derive(Debug, Clone, Copy)]

@@ -91,7 +91,8 @@ pub struct Attention {
 pub struct Attended {
     /// Weighted sums of values; 0 where a query sees nothing.
     pub out: Vec<f64>,
-    /// Log-sum-exp of the scores, sinks included; negative infinity where a query sees nothing.
+    /// Log-sum-exp of the scores, sinks included: the sink alone where a query sees nothing, negative
+    /// infinity where there is no sink either.
     pub lse: Vec<f64>,
     /// What rounding errors in `out` are proportional to: the terms of the sum, and what a change of a
     /// score by its own terms does to it. Of the reference alone, as the next.
@@ -235,10 +236,11 @@ impl Attention {
 
     /// Weights of the seen keys, and the log-sum-exp.
     fn softmax<R: Real>(&self, scores: &[R], head: usize) -> (Vec<R>, f64) {
-        if scores.is_empty() {
+        let sink = self.sinks.as_ref().map(|sinks| R::of(sinks[head]));
+        let sink = sink.filter(|sink| sink.value() > f64::NEG_INFINITY);
+        if scores.is_empty() && sink.is_none() {
             return (Vec::new(), f64::NEG_INFINITY);
         }
-        let sink = self.sinks.as_ref().map(|sinks| R::of(sinks[head]));
         let larger = |a: R, b: R| if b > a { b } else { a };
         let max = scores.iter().copied().chain(sink).reduce(larger).unwrap_or(R::of(0.0));
         let minus = |x: R| x + max * R::of(-1.0);
@@ -283,6 +285,8 @@ mod tests {
         // Weights 1/5, 3/5, and 1/5 for the sink.
         assert!((got.out[0] - 28.0 / 5.0).abs() < 1e-6, "{got:?}");
         assert!((got.lse[0] - 5_f64.ln()).abs() < 1e-6);
+        let alone = Attention { sinks: Some(vec![0.5]), ..attention }.exact(&q, &[], &[]);
+        assert_eq!((alone.out, alone.lse), (vec![0.0], vec![0.5]));
     }
 
     #[test]

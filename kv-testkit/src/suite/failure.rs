@@ -7,8 +7,8 @@ use kv_core::{
 
 use super::{case, small};
 use crate::case::{Case, CaseError, CaseResult, Outcome, ensure, refused};
-use crate::device::{Device, erased};
-use crate::lab::{Lab, seq, unchanged};
+use crate::device::{Device, Place, Shared, erased};
+use crate::lab::{Brings, How, Lab, seq, unchanged};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
@@ -19,6 +19,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("failure/host_output", host_output),
         case("erased/foreign_handle", foreign),
         case("erased/downcast", downcast),
+        case("erased/wrapped_and_erased_again", twice),
     ]
 }
 
@@ -289,5 +290,17 @@ fn downcast<B: Device>(backend: &B) -> CaseResult {
     ensure(any.downcast_ref::<kv_core::backend::NullBackend>().is_none(), || {
         "downcast to another type".to_owned()
     })?;
+    Ok(Outcome::Holds)
+}
+
+/// A backend that wraps an erased one is a backend like any other.
+fn twice<B: Device>(backend: &B) -> CaseResult {
+    let nested = kv_core::AnyBackend::new(Shared::new(erased(backend)));
+    let mut lab = Lab::new(&nested, small().build()?, 7)?;
+    lab.fill(1, 6)?;
+    lab.fork(1, 2)?;
+    let inputs = [(1, Brings::Tokens(2)), (2, Brings::Tokens(1))];
+    lab.step(&inputs, &How { outputs: Place::Host, ..How::default() })?;
+    lab.check()?;
     Ok(Outcome::Holds)
 }

@@ -25,7 +25,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 }
 
 /// Lives tried for each geometry.
-const LIVES: u32 = 24;
+const LIVES: u32 = 48;
 /// Replaces the fixed seed, to look further than the suite does.
 const SEED: &str = "KV_CONFORMANCE_SEED";
 
@@ -90,7 +90,7 @@ fn search<B: Device>(backend: &B, spec: &CacheSpec) -> Result<(), CaseError> {
     let config = Config {
         cases: LIVES,
         failure_persistence: None,
-        max_shrink_iters: 400,
+        max_shrink_iters: 2000,
         verbose: 0,
         ..Config::default()
     };

@@ -9,7 +9,7 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, Staged};
-use crate::lab::{FORMATS, dense, join, judge_values, options, seq};
+use crate::lab::{FORMATS, calibrate, dense, join, judge_values, options, seq};
 use crate::oracle::{Attended, Attention};
 
 /// One file, checked.
@@ -23,6 +23,7 @@ struct Batch {
     /// The file's results, with the magnitudes of our own oracle.
     exact: Attended,
     plain: [Attended; 3],
+    floors: [f64; 2],
 }
 
 /// How the cache of one run lies.
@@ -103,7 +104,7 @@ fn one<B: Device>(backend: &B, batch: &Batch, form: Form) -> Result<(), CaseErro
     let layout = lse.layout;
     let got_lse = lse.read(capabilities, cache.queue_mut())?;
     let got_lse = layout.unpack("lse", got_lse, &queries, f32::NEG_INFINITY)?;
-    judge_values(&batch.exact, &batch.plain, (&got, Some(&got_lse)), form.q_dtype)?;
+    judge_values(&batch.exact, &batch.plain, batch.floors, (&got, Some(&got_lse)), form.q_dtype)?;
     Ok(())
 }
 
@@ -214,8 +215,16 @@ impl Batch {
         let q = cut(&q, &cu_q, q_heads * dk);
         let kv = [cut(&k, &cu_kv, kv_heads * dk), cut(&v, &cu_kv, kv_heads * dv)];
         let dtype = dtype(&metadata)?;
-        Self { oracle, dtype, q, kv, exact: Attended::default(), plain: Default::default() }
-            .judged(out, lse)
+        Self {
+            oracle,
+            dtype,
+            q,
+            kv,
+            exact: Attended::default(),
+            plain: Default::default(),
+            floors: [0.0; 2],
+        }
+        .judged(out, lse)
     }
 
     /// Adds the references, after a look at whether ours agrees with the file's.
@@ -238,6 +247,9 @@ impl Batch {
                 })?;
             }
         }
+        let pairs = self.kv[0].iter().cloned().zip(self.kv[1].iter().cloned());
+        let cached: Vec<_> = pairs.map(|(k, v)| [k, v]).collect();
+        self.floors = calibrate(&self.oracle, &self.q, &cached);
         (self.exact.out, self.exact.lse) = (out, lse);
         Ok(self)
     }
