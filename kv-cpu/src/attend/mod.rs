@@ -4,6 +4,7 @@
 //! content depends on the plan alone, so neither the number of threads nor their order changes a bit.
 //! Contexts cut into several parts leave partial results, which [`merge`] joins.
 mod merge;
+mod tile;
 mod unit;
 
 use kv_core::plan::{AttendArgs, AttentionOptions, AttentionPlan, PlannedSequence};

@@ -1,8 +1,7 @@
 //! One unit of attention: some queries of one kv head against one part of a context, tile by tile.
 //!
 //! Every tile of K and V is brought in once for all query rows of the unit, decoded first where many
-//! rows share it and fetched ahead where few do. A query row meets exactly the tokens it sees: nothing
-//! is masked by multiplying with zero.
+//! rows share it and fetched ahead where few do. What the rows do with a tile is in `tile.rs`.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -13,9 +12,10 @@ use std::marker::PhantomData;
 use kv_core::plan::PlannedSequence;
 
 use super::merge::Merge;
+use super::tile::{Tile, Tiles, meet};
 use super::{Blank, Heads, Job, ROWS_PER_UNIT};
 use crate::encoding::Encoding;
-use crate::kernel::{ROWS, Running, Scores, Softmax, Sums, TILE};
+use crate::kernel::{Running, TILE};
 use crate::num::{offset, to_usize};
 use crate::rows::{PlaneRows, RowAt};
 use crate::workspace::AlignedFloats;
@@ -30,7 +30,7 @@ pub(crate) struct Unit {
     kv_head: u32,
     kv_begin: u32,
     kv_end: u32,
-    q_begin: u32,
+    pub(super) q_begin: u32,
     q_end: u32,
     /// Partial result of the first head of the sequence's first query, where the context is cut.
     partial: Option<usize>,
@@ -165,16 +165,6 @@ impl<'a> Partials<'a> {
 /// Encoded rows of the tokens of a tile.
 type TileRows<'a> = [&'a [u8]; TILE];
 
-/// The state of a unit between tiles.
-struct Tiles<'s> {
-    q: &'s [f32],
-    out: &'s mut [f32],
-    scores: &'s mut [f32],
-    running: &'s mut [Running],
-    /// Tokens of the tile that each query row sees, from the tile's begin.
-    group: usize,
-}
-
 /// Runs one unit.
 pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &Partials<'_>) {
     let Some(sequence) = job.sequence(unit.entry).copied() else {
@@ -283,35 +273,54 @@ fn for_tiles(
     let at = (sequence.row, unit.kv_head);
     // Tiles lie at multiples of their length, so that a sum's order does not depend on the queries.
     let next_bounds = |from: u32| (from, (from / tile * tile).saturating_add(tile).min(end));
-    let (mut k_rows, mut k_next, mut v_rows): (TileRows<'_>, TileRows<'_>, TileRows<'_>) =
+    let (mut some, mut others, mut v_rows): (TileRows<'_>, TileRows<'_>, TileRows<'_>) =
         ([&[]; TILE], [&[]; TILE], [&[]; TILE]);
+    let (mut k_rows, mut k_next) = (&mut some, &mut others);
     let mut bounds = next_bounds(begin);
-    find_rows(job, &job.k, at, bounds, &mut k_rows);
+    find_rows(job, &job.k, at, bounds, k_rows);
     while bounds.0 < bounds.1 {
         let len = to_usize(bounds.1 - bounds.0);
         find_rows(job, &job.v, at, bounds, &mut v_rows);
         let next = next_bounds(bounds.1);
         let next = (next.0.min(end), next.1);
-        find_rows(job, &job.k, at, next, &mut k_next);
+        find_rows(job, &job.k, at, next, k_next);
         let next_len = to_usize(next.1.saturating_sub(next.0));
-        let mut tile = Tile {
+        let tile = Tile {
             bounds,
             k: (job.k.encoding(), &k_rows[..len]),
             v: (job.v.encoding(), &v_rows[..len]),
             v_ahead: &v_rows[..len],
             k_ahead: &k_next[..next_len],
         };
-        let (mut k_staged, mut v_staged): (TileRows<'_>, TileRows<'_>) = ([&[]; TILE], [&[]; TILE]);
-        if !k_stage.is_empty() {
-            (tile.v_ahead, tile.k_ahead) = (&[], &[]);
-            let heads = job.heads;
-            tile.k = stage(job, tile.k, (heads.dim_k, heads.stride_k), k_stage, &mut k_staged);
-            tile.v = stage(job, tile.v, (heads.dim_v, heads.stride_v), v_stage, &mut v_staged);
+        if k_stage.is_empty() {
+            meet(job, unit, sequence, state, &tile);
+        } else {
+            meet_staged(job, unit, sequence, state, &tile, (k_stage, v_stage));
         }
-        meet(job, unit, sequence, state, &tile);
         std::mem::swap(&mut k_rows, &mut k_next);
         bounds = next;
     }
+}
+
+/// Lets all query rows meet a tile that is decoded first.
+fn meet_staged(
+    job: &Job<'_>,
+    unit: &Unit,
+    sequence: &PlannedSequence,
+    state: &mut Tiles<'_>,
+    tile: &Tile<'_>,
+    (k_stage, v_stage): (&mut [f32], &mut [f32]),
+) {
+    let heads = job.heads;
+    let (mut k, mut v): (TileRows<'_>, TileRows<'_>) = ([&[]; TILE], [&[]; TILE]);
+    let staged = Tile {
+        bounds: tile.bounds,
+        k: stage(job, tile.k, (heads.dim_k, heads.stride_k), k_stage, &mut k),
+        v: stage(job, tile.v, (heads.dim_v, heads.stride_v), v_stage, &mut v),
+        v_ahead: &[],
+        k_ahead: &[],
+    };
+    meet(job, unit, sequence, state, &staged);
 }
 
 /// Decodes the rows of a tile, unless they are `f32` already.
@@ -333,168 +342,4 @@ fn stage<'s, 't>(
         *to = bytemuck::cast_slice(values);
     }
     (Encoding::F32, &staged[..rows.len()])
-}
-
-/// One tile of K and V.
-struct Tile<'t> {
-    /// Positions of its tokens.
-    bounds: (u32, u32),
-    k: (Encoding, &'t [&'t [u8]]),
-    v: (Encoding, &'t [&'t [u8]]),
-    /// What to fetch while scoring, and while summing.
-    v_ahead: &'t [&'t [u8]],
-    k_ahead: &'t [&'t [u8]],
-}
-
-/// Lets all query rows meet a tile, a few rows at a time.
-fn meet(
-    job: &Job<'_>,
-    unit: &Unit,
-    sequence: &PlannedSequence,
-    state: &mut Tiles<'_>,
-    tile: &Tile<'_>,
-) {
-    let rows = state.running.len();
-    let (begin, end) = tile.bounds;
-    let group = state.group;
-    let seen = |row: usize| {
-        let query = unit.q_begin + u32::try_from(row / group).unwrap_or(0);
-        let (low, high) = job.options.visible(sequence, query);
-        let (low, high) = (low.clamp(begin, end) - begin, high.clamp(begin, end) - begin);
-        (to_usize(low), to_usize(high.max(low)))
-    };
-    let mut row = 0;
-    while row < rows {
-        let count = match rows - row {
-            1 => 1,
-            2 | 3 => 2,
-            _ => ROWS,
-        };
-        let mut ranges = [(0, 0); ROWS];
-        for (i, range) in ranges[..count].iter_mut().enumerate() {
-            *range = seen(row + i);
-        }
-        meet_rows(job, state, tile, row, &ranges[..count]);
-        row += count;
-    }
-}
-
-/// Lets a few neighbouring query rows meet a tile: the tokens that all of them see together, the
-/// others row by row, in the order of positions.
-fn meet_rows(
-    job: &Job<'_>,
-    state: &mut Tiles<'_>,
-    tile: &Tile<'_>,
-    first: usize,
-    ranges: &[(usize, usize)],
-) {
-    let low = ranges.iter().map(|r| r.0).max().unwrap_or(0);
-    let high = ranges.iter().map(|r| r.1).min().unwrap_or(0);
-    // Empty, and then at a place where it cuts no row's own range in the middle of an order.
-    let common = if low < high { (low, high) } else { (TILE, TILE) };
-    let count = ranges.len();
-    // What the first rows fetch ahead serves all.
-    let (v_ahead, k_ahead): (&[_], &[_]) =
-        if first == 0 { (tile.v_ahead, tile.k_ahead) } else { (&[], &[]) };
-    if common.0 < common.1 {
-        score(job, state, tile, (first, count), common, v_ahead);
-    }
-    for (i, range) in ranges.iter().enumerate() {
-        let (left, right) = around(*range, common);
-        for part in [left, right] {
-            if part.0 < part.1 {
-                score(job, state, tile, (first + i, 1), part, &[]);
-            }
-        }
-        if range.0 < range.1 {
-            weigh(job, state, first + i, *range);
-        }
-    }
-    for (i, range) in ranges.iter().enumerate() {
-        let (left, _) = around(*range, common);
-        if left.0 < left.1 {
-            sum(job, state, tile, (first + i, 1), left, &[]);
-        }
-    }
-    if common.0 < common.1 {
-        sum(job, state, tile, (first, count), common, k_ahead);
-    }
-    for (i, range) in ranges.iter().enumerate() {
-        let (_, right) = around(*range, common);
-        if right.0 < right.1 {
-            sum(job, state, tile, (first + i, 1), right, &[]);
-        }
-    }
-}
-
-/// What of a range lies before and what behind another inside it.
-fn around(
-    (low, high): (usize, usize),
-    (common_low, common_high): (usize, usize),
-) -> ((usize, usize), (usize, usize)) {
-    let left = (low, high.min(common_low));
-    let right = (low.max(common_high), high);
-    (left, right)
-}
-
-fn score(
-    job: &Job<'_>,
-    state: &mut Tiles<'_>,
-    tile: &Tile<'_>,
-    (row, rows): (usize, usize),
-    range: (usize, usize),
-    ahead: &[&[u8]],
-) {
-    let (encoding, k) = tile.k;
-    let stride = job.heads.stride_k;
-    let mut args = Scores {
-        rows,
-        q: &state.q[row * stride..],
-        stride,
-        dim: job.heads.dim_k,
-        k,
-        range,
-        out: &mut state.scores[row * TILE..],
-        ahead,
-    };
-    job.cpu.kernels.scores(encoding, &mut args);
-}
-
-fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, row: usize, range: (usize, usize)) {
-    let factor = job.cpu.kernels.softmax(&mut Softmax {
-        scores: &mut state.scores[row * TILE..][..TILE],
-        range,
-        scale: job.options.scale(),
-        cap: job.options.cap(),
-        running: &mut state.running[row],
-    });
-    // The maximum seldom moves after the first tiles.
-    if factor.to_bits() != 1.0_f32.to_bits() {
-        let stride = job.heads.stride_v;
-        let out = &mut state.out[row * stride..][..stride];
-        job.cpu.kernels.scale(out, factor);
-    }
-}
-
-fn sum(
-    job: &Job<'_>,
-    state: &mut Tiles<'_>,
-    tile: &Tile<'_>,
-    (row, rows): (usize, usize),
-    range: (usize, usize),
-    ahead: &[&[u8]],
-) {
-    let (encoding, v) = tile.v;
-    let stride = job.heads.stride_v;
-    let mut args = Sums {
-        rows,
-        weights: &state.scores[row * TILE..],
-        v,
-        range,
-        dim: job.heads.dim_v,
-        out: &mut state.out[row * stride..],
-        stride,
-        ahead,
-    };
-    job.cpu.kernels.sums(encoding, &mut args);
 }

@@ -1,10 +1,91 @@
-//! Stub.
-use crate::case::{CaseResult, Outcome};
-use crate::device::Device;
-use std::path::Path;
+//! Golden vectors: finding files, recognising their schema, running what they hold.
+//!
+//! Files come from other systems or from strangers, so nothing in them is believed: a truncated or
+//! lying file is a failed trial that names the file.
+mod attention;
+mod files;
+mod te;
+mod te_convert;
+mod te_errors;
+mod te_quirks;
+mod te_rope;
+mod te_trace;
+
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-pub(crate) enum Job {}
-pub(crate) enum Found { Vector { name: String, job: Arc<Job> }, Skipped { name: String, why: String }, Bad { name: String, why: String } }
-pub(crate) fn own() -> Vec<Found> { Vec::new() }
-pub(crate) fn find(_: &Path) -> Vec<Found> { Vec::new() }
-pub(crate) fn run<B: Device>(_: &B, _: &Job) -> CaseResult { Ok(Outcome::Holds) }
+
+use crate::case::{At, CaseResult};
+use crate::device::Device;
+
+/// One piece of work that a vector file holds.
+#[derive(Debug)]
+pub(crate) struct Job {
+    file: String,
+    kind: Kind,
+}
+
+/// What a job is, by schema.
+#[derive(Debug)]
+enum Kind {
+    /// `te-trace/1`.
+    TeTrace(te_trace::Trace),
+    /// One case of `te-errors/1`.
+    TeError(te_errors::ErrorCase),
+    /// One case of `te-quirks/1`.
+    TeQuirk(te_quirks::Quirk),
+    /// One case of `te-rope/1`.
+    TeRope(te_rope::RopeCase),
+    /// `te-convert/1`.
+    TeConvert(te_convert::ConvertCase),
+    /// `attention-case/1`, read when it runs.
+    Attention(PathBuf),
+}
+
+/// What one file, or one case of it, amounts to.
+#[derive(Debug)]
+pub(crate) enum Found {
+    /// Something to run.
+    Vector {
+        /// Path below the directory, and the case's name.
+        name: String,
+        /// The work.
+        job: Arc<Job>,
+    },
+    /// Something whose time has not come.
+    Skipped {
+        /// Path below the directory.
+        name: String,
+        /// Why.
+        why: String,
+    },
+    /// Something that cannot be run.
+    Bad {
+        /// Path below the directory.
+        name: String,
+        /// Why.
+        why: String,
+    },
+}
+
+/// The vectors of this crate.
+pub(crate) fn own() -> Vec<Found> {
+    find(&Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata"))
+}
+
+/// Every vector under `dir`; never empty.
+pub(crate) fn find(dir: &Path) -> Vec<Found> {
+    files::find(dir)
+}
+
+/// Runs one piece of work.
+pub(crate) fn run<B: Device>(backend: &B, job: &Job) -> CaseResult {
+    let result = match &job.kind {
+        Kind::TeTrace(trace) => te_trace::run(backend, trace),
+        Kind::TeError(case) => te_errors::run(backend, case),
+        Kind::TeQuirk(quirk) => te_quirks::run(backend, quirk),
+        Kind::TeRope(case) => te_rope::run(backend, case),
+        Kind::TeConvert(case) => te_convert::run(backend, case),
+        Kind::Attention(path) => attention::run(backend, path),
+    };
+    result.at(&job.file)
+}

@@ -1,0 +1,190 @@
+//! One tile of K and V against the query rows of a unit: score, weigh, sum.
+//!
+//! Rows go a few at a time, so that each vector loaded from the tile serves all of them, and each row
+//! meets exactly the tokens it sees. Knows nothing of blocks and tables.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::indexing_slicing,
+    reason = "kernel code: rows and tokens are counted by the unit that owns the memory"
+)]
+use kv_core::plan::PlannedSequence;
+
+use super::Job;
+use super::unit::Unit;
+use crate::encoding::Encoding;
+use crate::kernel::{ROWS, Running, Scores, Softmax, Sums, TILE};
+use crate::num::to_usize;
+
+/// The state of a unit between tiles.
+pub(super) struct Tiles<'s> {
+    pub(super) q: &'s [f32],
+    pub(super) out: &'s mut [f32],
+    pub(super) scores: &'s mut [f32],
+    pub(super) running: &'s mut [Running],
+    /// Query heads that share the kv head.
+    pub(super) group: usize,
+}
+
+/// One tile of K and V.
+pub(super) struct Tile<'t> {
+    /// Positions of its tokens.
+    pub(super) bounds: (u32, u32),
+    pub(super) k: (Encoding, &'t [&'t [u8]]),
+    pub(super) v: (Encoding, &'t [&'t [u8]]),
+    /// What to fetch while scoring, and while summing.
+    pub(super) v_ahead: &'t [&'t [u8]],
+    pub(super) k_ahead: &'t [&'t [u8]],
+}
+
+/// Lets all query rows meet a tile, a few rows at a time.
+pub(super) fn meet(
+    job: &Job<'_>,
+    unit: &Unit,
+    sequence: &PlannedSequence,
+    state: &mut Tiles<'_>,
+    tile: &Tile<'_>,
+) {
+    let rows = state.running.len();
+    let (begin, end) = tile.bounds;
+    let group = state.group;
+    let seen = |row: usize| {
+        let query = unit.q_begin + u32::try_from(row / group).unwrap_or(0);
+        let (low, high) = job.options.visible(sequence, query);
+        let (low, high) = (low.clamp(begin, end) - begin, high.clamp(begin, end) - begin);
+        (to_usize(low), to_usize(high.max(low)))
+    };
+    let mut row = 0;
+    while row < rows {
+        let count = match rows - row {
+            1 => 1,
+            2 | 3 => 2,
+            _ => ROWS,
+        };
+        let mut ranges = [(0, 0); ROWS];
+        for (i, range) in ranges[..count].iter_mut().enumerate() {
+            *range = seen(row + i);
+        }
+        meet_rows(job, state, tile, row, &ranges[..count]);
+        row += count;
+    }
+}
+
+/// Lets a few neighbouring query rows meet a tile: the tokens that all of them see together, the
+/// others row by row, in the order of positions.
+fn meet_rows(
+    job: &Job<'_>,
+    state: &mut Tiles<'_>,
+    tile: &Tile<'_>,
+    first: usize,
+    ranges: &[(usize, usize)],
+) {
+    let low = ranges.iter().map(|r| r.0).max().unwrap_or(0);
+    let high = ranges.iter().map(|r| r.1).min().unwrap_or(0);
+    // Empty, and then at a place where it cuts no row's own range in the middle of an order.
+    let common = if low < high { (low, high) } else { (TILE, TILE) };
+    let count = ranges.len();
+    // What the first rows fetch ahead serves all.
+    let (v_ahead, k_ahead): (&[_], &[_]) =
+        if first == 0 { (tile.v_ahead, tile.k_ahead) } else { (&[], &[]) };
+    if common.0 < common.1 {
+        score(job, state, tile, (first, count), common, v_ahead);
+    }
+    for (i, range) in ranges.iter().enumerate() {
+        let (left, right) = around(*range, common);
+        for part in [left, right] {
+            if part.0 < part.1 {
+                score(job, state, tile, (first + i, 1), part, &[]);
+            }
+        }
+        if range.0 < range.1 {
+            weigh(job, state, first + i, *range);
+        }
+    }
+    for (i, range) in ranges.iter().enumerate() {
+        let (left, _) = around(*range, common);
+        if left.0 < left.1 {
+            sum(job, state, tile, (first + i, 1), left, &[]);
+        }
+    }
+    if common.0 < common.1 {
+        sum(job, state, tile, (first, count), common, k_ahead);
+    }
+    for (i, range) in ranges.iter().enumerate() {
+        let (_, right) = around(*range, common);
+        if right.0 < right.1 {
+            sum(job, state, tile, (first + i, 1), right, &[]);
+        }
+    }
+}
+
+/// What of a range lies before and what behind another inside it.
+fn around(
+    (low, high): (usize, usize),
+    (common_low, common_high): (usize, usize),
+) -> ((usize, usize), (usize, usize)) {
+    let left = (low, high.min(common_low));
+    let right = (low.max(common_high), high);
+    (left, right)
+}
+
+fn score(
+    job: &Job<'_>,
+    state: &mut Tiles<'_>,
+    tile: &Tile<'_>,
+    (row, rows): (usize, usize),
+    range: (usize, usize),
+    ahead: &[&[u8]],
+) {
+    let (encoding, k) = tile.k;
+    let stride = job.heads.stride_k;
+    let mut args = Scores {
+        rows,
+        q: &state.q[row * stride..],
+        stride,
+        dim: job.heads.dim_k,
+        k,
+        range,
+        out: &mut state.scores[row * TILE..],
+        ahead,
+    };
+    job.cpu.kernels.scores(encoding, &mut args);
+}
+
+fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, row: usize, range: (usize, usize)) {
+    let factor = job.cpu.kernels.softmax(&mut Softmax {
+        scores: &mut state.scores[row * TILE..][..TILE],
+        range,
+        scale: job.options.scale(),
+        cap: job.options.cap(),
+        running: &mut state.running[row],
+    });
+    // The maximum seldom moves after the first tiles.
+    if factor.to_bits() != 1.0_f32.to_bits() {
+        let stride = job.heads.stride_v;
+        let out = &mut state.out[row * stride..][..stride];
+        job.cpu.kernels.scale(out, factor);
+    }
+}
+
+fn sum(
+    job: &Job<'_>,
+    state: &mut Tiles<'_>,
+    tile: &Tile<'_>,
+    (row, rows): (usize, usize),
+    range: (usize, usize),
+    ahead: &[&[u8]],
+) {
+    let (encoding, v) = tile.v;
+    let stride = job.heads.stride_v;
+    let mut args = Sums {
+        rows,
+        weights: &state.scores[row * TILE..],
+        v,
+        range,
+        dim: job.heads.dim_v,
+        out: &mut state.out[row * stride..],
+        stride,
+        ahead,
+    };
+    job.cpu.kernels.sums(encoding, &mut args);
+}

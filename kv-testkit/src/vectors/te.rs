@@ -1,0 +1,259 @@
+//! What the TransformerEngine vectors share: configurations, tensors of published values, state.
+use kv_core::front::InferenceConfig;
+use kv_core::{BlockId, DType, InferenceParams, QkvFormat, SequenceId};
+use serde::Deserialize;
+
+use crate::case::{CaseError, ensure};
+use crate::device::{Device, Place, Staged};
+use crate::rng::{mix, mix_code};
+use crate::tokens::TokenLayout;
+
+/// Memory and tensors above this are taken for a lie.
+const ELEMENTS_MAX: u64 = 1 << 28;
+
+/// Constructor arguments of `InferenceParams`, as a file gives them.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct Config {
+    pub(super) max_batch_size: u32,
+    pub(super) max_sequence_length: u32,
+    pub(super) num_heads_kv: Option<u32>,
+    pub(super) head_dim_k: Option<u32>,
+    pub(super) head_dim_v: Option<u32>,
+    pub(super) dtype: Option<String>,
+    pub(super) max_ctx_len: Option<u32>,
+    pub(super) qkv_format: Option<String>,
+    pub(super) layers: Option<u16>,
+    #[serde(default)]
+    pub(super) is_paged: bool,
+    pub(super) page_size: Option<u32>,
+    pub(super) total_num_pages: Option<u32>,
+}
+
+impl Config {
+    /// Layers to allocate.
+    pub(super) fn layers(&self) -> u16 {
+        self.layers.unwrap_or(1)
+    }
+    /// K and V of one token: heads and dim.
+    pub(super) fn heads_dims(&self) -> [[usize; 2]; 2] {
+        let dk = self.head_dim_k.unwrap_or(0);
+        let heads = self.num_heads_kv.unwrap_or(0) as usize;
+        [dk, self.head_dim_v.unwrap_or(dk)].map(|dim| [heads, dim as usize])
+    }
+    /// Element type.
+    pub(super) fn element(&self) -> Result<DType, CaseError> {
+        let name = self.dtype.as_deref().unwrap_or_default();
+        name.parse().map_err(|error| CaseError::Broken(format!("config: {error}")))
+    }
+
+    /// The same arguments for ours.
+    pub(super) fn ours(&self) -> Result<InferenceConfig, CaseError> {
+        let mut config = InferenceConfig::new(self.max_batch_size, self.max_sequence_length)
+            .is_paged(self.is_paged);
+        if let Some(heads) = self.num_heads_kv {
+            config = config.num_heads_kv(heads);
+        }
+        if let Some(dim) = self.head_dim_k {
+            config = config.head_dim_k(dim);
+        }
+        if let Some(dim) = self.head_dim_v {
+            config = config.head_dim_v(dim);
+        }
+        if self.dtype.is_some() {
+            config = config.dtype(self.element()?);
+        }
+        if let Some(tokens) = self.page_size {
+            config = config.page_size(tokens);
+        }
+        if let Some(pages) = self.total_num_pages {
+            config = config.total_num_pages(pages);
+        }
+        if let Some(name) = &self.qkv_format {
+            config = config.qkv_format(name);
+        }
+        if let Some(tokens) = self.max_ctx_len {
+            config = config.max_ctx_len(tokens);
+        }
+        Ok(config)
+    }
+
+    /// Refuses a geometry that no golden file needs.
+    pub(super) fn check_size(&self) -> Result<(), CaseError> {
+        let tokens = match (self.is_paged, self.page_size, self.total_num_pages) {
+            (true, Some(size), Some(pages)) => u64::from(size).saturating_mul(u64::from(pages)),
+            _ => u64::from(self.max_batch_size).saturating_mul(u64::from(self.max_sequence_length)),
+        };
+        let widths = self.heads_dims().map(|[heads, dim]| heads.saturating_mul(dim) as u64);
+        let elements = tokens
+            .saturating_mul(widths[0].saturating_add(widths[1]))
+            .saturating_mul(u64::from(self.layers()));
+        ensure(elements <= ELEMENTS_MAX, || {
+            format!("config: {elements} elements are more than a golden file needs")
+        })
+    }
+
+    /// A cache with its layers, numbered from 1.
+    pub(super) fn open<B: Device>(&self, backend: &B) -> Result<InferenceParams<B>, CaseError> {
+        self.check_size()?;
+        let mut params = InferenceParams::new(backend.clone(), self.ours()?)?;
+        for layer in 1..=usize::from(self.layers()) {
+            params.allocate_memory(layer)?;
+        }
+        Ok(params)
+    }
+}
+
+/// Axes of the tensors of one run.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Form {
+    pub(super) format: QkvFormat,
+    /// Batch entries and tokens of a padded tensor.
+    pub(super) padded: Option<[usize; 2]>,
+}
+
+impl Form {
+    /// How tensors for entries of `lens` tokens lie.
+    pub(super) fn layout(self, lens: &[usize], [heads, dim]: [usize; 2]) -> TokenLayout {
+        let mut layout = crate::lab::dense(self.format, lens, [heads, dim]);
+        if let Some([batch, tokens]) = self.padded {
+            let total = if self.format == QkvFormat::Thd { batch * tokens } else { tokens };
+            layout.batch = layout.batch.max(batch);
+            layout.tokens = layout.tokens.max(total);
+        }
+        layout
+    }
+}
+
+/// Rows of a sequence from one position on.
+pub(super) fn rows(id: u64, positions: std::ops::Range<u32>, place: [u32; 2], shape: [usize; 2]) -> Vec<f32> {
+    let [kv, layer] = place;
+    let mut values = Vec::new();
+    for pos in positions {
+        for head in 0..shape[0] as u32 {
+            for dim in 0..shape[1] as u32 {
+                values.push(mix([id as u32, pos, head, dim, kv, layer]));
+            }
+        }
+    }
+    values
+}
+
+/// One sequence of a step: id, length before, new tokens.
+pub(super) type Entry = (u64, u32, u32);
+
+/// Writes a step's published values into one layer; returns the shapes that `step` answers.
+pub(super) fn write<B: Device>(
+    backend: &B,
+    params: &mut InferenceParams<B>,
+    config: &Config,
+    (layer, entries): (u16, &[Entry]),
+    form: Form,
+) -> Result<[[u32; 4]; 2], CaseError> {
+    let lens: Vec<_> = entries.iter().map(|entry| entry.2 as usize).collect();
+    let mut staged = Vec::new();
+    for (kv, shape) in (0_u32..).zip(config.heads_dims()) {
+        let layout = form.layout(&lens, shape);
+        let place = [kv, u32::from(layer)];
+        let values: Vec<_> = entries
+            .iter()
+            .map(|(id, before, new)| rows(*id, *before..before + new, place, shape))
+            .collect();
+        // Padding holds 3, which must never reach the cache.
+        let tensor = layout.pack(config.element()?, &values, 3.0);
+        let queue = params.queue_mut();
+        staged.push(Staged::new(backend, queue, (layout, tensor), Place::Host)?);
+    }
+    let [k, v] = [staged[0].view(), staged[1].view()];
+    let output = params.step(usize::from(layer), k, v, form.format)?;
+    Ok([output.k.shape(), output.v.shape()])
+}
+
+/// Cached K and V of one layer, by entry of the step, in the cache's own type.
+pub(super) fn cached<B: Device>(
+    backend: &B,
+    params: &mut InferenceParams<B>,
+    config: &Config,
+    layer: u16,
+) -> Result<[Vec<Vec<f32>>; 2], CaseError> {
+    let lens: Vec<_> = params.sequences().iter().map(|row| row.len as usize).collect();
+    let form = Form { format: QkvFormat::Bshd, padded: None };
+    let layouts = config.heads_dims().map(|shape| form.layout(&lens, shape));
+    let element = config.element()?;
+    let capabilities = backend.capabilities().clone();
+    let queue = params.queue_mut();
+    let mut k = Staged::output(backend, queue, (layouts[0], element), Place::Device)?;
+    let mut v = Staged::output(backend, queue, (layouts[1], element), Place::Device)?;
+    params.convert_paged_to_nonpaged(usize::from(layer), k.view_mut(), v.view_mut())?;
+    let mut read = |staged: &mut Staged<B::Buffer>| -> Result<_, CaseError> {
+        let layout = staged.layout;
+        let tensor = staged.read(&capabilities, params.queue_mut())?;
+        Ok(layout.unpack("gathered rows", tensor, &lens, 0.0)?)
+    };
+    Ok([read(&mut k)?, read(&mut v)?])
+}
+
+/// Compares the cached rows of every sequence of the step with the published values.
+pub(super) fn check_content<B: Device>(
+    backend: &B,
+    params: &mut InferenceParams<B>,
+    config: &Config,
+) -> Result<(), CaseError> {
+    let live: Vec<_> = params.sequences().iter().map(|row| (row.id.0, row.len)).collect();
+    for layer in 1..=config.layers() {
+        let planes = cached(backend, params, config, layer)?;
+        for (kv, (plane, shape)) in (0_u32..).zip(planes.iter().zip(config.heads_dims())) {
+            for ((id, len), got) in live.iter().zip(plane) {
+                let expected = rows(*id, 0..*len, [kv, u32::from(layer)], shape);
+                let place = format!("sequence {id}, layer {layer}, kv {kv}");
+                let compared = crate::lab::check_rows(got, &expected, shape[0] * shape[1]);
+                crate::case::At::at(compared, place)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// FNV-1a-64 over the codes of K, then V.
+pub(super) fn hash(k: &[f32], v: &[f32]) -> String {
+    let code = |value: &f32| (value * 64.0) as i8 as u8;
+    let mut hash = 0xCBF2_9CE4_8422_2325_u64;
+    for byte in k.iter().chain(v).map(code) {
+        hash = (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3);
+    }
+    format!("{hash:016x}")
+}
+
+/// Everything a refusal must leave as it is.
+#[derive(Debug, PartialEq)]
+pub(super) struct State {
+    rows: Vec<(SequenceId, u32, u32, Vec<BlockId>)>,
+    arrays: [Vec<u32>; 4],
+    free: u32,
+}
+
+/// What callers can see of a cache.
+pub(super) fn state<B: Device>(params: &InferenceParams<B>) -> State {
+    let rows = params.sequences().iter();
+    let rows = rows.map(|row| (row.id, row.pre_step_len, row.len, params.page_list(row.id).to_vec()));
+    let arrays = [
+        params.cu_seqlens_q(),
+        params.cu_seqlens_kv(),
+        params.get_seqlens_pre_step(),
+        params.page_table(),
+    ];
+    State { rows: rows.collect(), arrays: arrays.map(<[u32]>::to_vec), free: params.num_free_pages() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hashes_by_hand() {
+        // One byte 0 and one byte 0x40 (value 1).
+        let step = |hash: u64, byte: u64| (hash ^ byte).wrapping_mul(0x0000_0100_0000_01B3);
+        let expected = step(step(0xCBF2_9CE4_8422_2325, 0), 0x40);
+        assert_eq!(hash(&[0.0], &[1.0]), format!("{expected:016x}"));
+        assert_eq!(mix_code([0; 6]), (mix([0; 6]) * 64.0) as i8);
+    }
+}
