@@ -94,8 +94,8 @@ impl Shape {
         (0..u64::from(self.batch)).map(SequenceId)
     }
 
-    /// A cache in which every sequence has its context, less a few tokens that differ from sequence to
-    /// sequence, so that not all reach the end of a block together.
+    /// A cache in which every sequence has its context, less a few tokens that differ from sequence
+    /// to sequence, so that not all reach the end of a block together.
     ///
     /// # Errors
     /// The cache's own.

@@ -1,7 +1,8 @@
 //! Benches of the cache. `cargo xtask bench` runs them all, `cargo xtask bench attend/` some.
 //!
-//! Throughput counts the bytes that an operation has to move at the least, in the stored format where
-//! it reads or writes the cache; comparing it with the machine's memory bandwidth says what is left.
+//! Throughput counts the bytes that an operation has to move at the least, in the stored format
+//! where it reads or writes the cache; comparing it with the machine's memory bandwidth says what
+//! is left.
 #![forbid(unsafe_code)]
 #![expect(
     clippy::unwrap_used,

@@ -1,7 +1,7 @@
 //! `cargo xtask tidy --fix`: breaks comments anew where a line is too long.
 //!
-//! rustfmt leaves comments alone. Only a paragraph with a line that is too long changes, from that line
-//! on; tables, code and links stay as they are.
+//! rustfmt leaves comments alone. Only a paragraph with a line that is too long changes, from that
+//! line on; tables, code and links stay as they are.
 
 /// The text with every overlong comment line broken at `columns`.
 pub(super) fn wrap(text: &str, columns: usize) -> String {
