@@ -1,4 +1,5 @@
 //! Driving any backend alike: sharing one opened device, staging inputs, fetching outputs.
+use std::any::Any;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
@@ -58,9 +59,13 @@ pub fn limited<B: Device>(
     Shared { inner: Arc::new(backend.clone()), capabilities }
 }
 
-/// The same device behind another layer of erasure.
+/// The same device, erased once: one that is erased already stays as it is.
 pub(crate) fn erased<B: Device>(backend: &B) -> AnyBackend {
-    AnyBackend::new(Shared::new(backend.clone()))
+    let any: &dyn Any = backend;
+    match any.downcast_ref::<Shared<AnyBackend>>() {
+        Some(shared) => shared.inner.as_ref().clone(),
+        None => AnyBackend::new(backend.clone()),
+    }
 }
 
 /// Waits for a fence, polling where a thread may not block.

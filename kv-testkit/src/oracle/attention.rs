@@ -8,6 +8,8 @@ use std::ops::{Add, Div, Mul};
 pub trait Real:
     Copy + PartialOrd + Add<Output = Self> + Mul<Output = Self> + Div<Output = Self>
 {
+    /// Whether this is the reference, whose error magnitudes are wanted.
+    const EXACT: bool;
     /// Converts an input.
     fn of(x: f32) -> Self;
     /// Converts a result.
@@ -21,6 +23,7 @@ pub trait Real:
 }
 
 impl Real for f32 {
+    const EXACT: bool = false;
     fn of(x: f32) -> Self {
         x
     }
@@ -39,6 +42,7 @@ impl Real for f32 {
 }
 
 impl Real for f64 {
+    const EXACT: bool = true;
     fn of(x: f32) -> Self {
         Self::from(x)
     }
@@ -87,7 +91,7 @@ pub struct Attended {
     /// Log-sum-exp of the scores, sinks included; negative infinity where a query sees nothing.
     pub lse: Vec<f64>,
     /// What rounding errors in `out` are proportional to: the terms of the sum, and what a change of a
-    /// score by its own terms does to it.
+    /// score by its own terms does to it. Of the reference alone, as the next.
     pub magnitude: Vec<f64>,
     /// The same for `lse`.
     pub lse_magnitude: Vec<f64>,
@@ -169,7 +173,9 @@ impl Attention {
                     }
                 }
                 let out: Vec<_> = sum.into_iter().map(R::value).collect();
-                self.magnitudes(&mut result, q_row, [&k_rows, &v_rows], &weights, (&out, lse));
+                if R::EXACT {
+                    self.magnitudes(&mut result, q_row, [&k_rows, &v_rows], &weights, (&out, lse));
+                }
                 result.out.extend(out);
                 result.lse.push(lse);
             }

@@ -23,6 +23,9 @@ pub fn round(dtype: DType, x: f64) -> f64 {
     if x == 0.0 || !x.is_finite() {
         return x;
     }
+    if dtype == DType::F32 {
+        return f64::from(x as f32);
+    }
     let quantum = ulp(dtype, x);
     let rounded = (x / quantum).round_ties_even() * quantum;
     let (_, _, max) = parameters(dtype);

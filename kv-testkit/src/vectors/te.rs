@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 use crate::case::{CaseError, ensure};
 use crate::device::{Device, Place, Staged};
-use crate::rng::{mix, mix_code};
+use crate::rng::mix;
 use crate::tokens::TokenLayout;
 
 /// Memory and tensors above this are taken for a lie.
@@ -247,6 +247,7 @@ pub(super) fn state<B: Device>(params: &InferenceParams<B>) -> State {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rng::mix_code;
 
     #[test]
     fn hashes_by_hand() {
