@@ -22,9 +22,9 @@ pub(crate) enum Command {
 
 /// Continue prompts with a Llama-family model, all of them in one continuous batch.
 ///
-/// The model runs on the CPU in f32 (f16 and bf16 weights are upcast when they are read); its keys and
-/// values live in the cache of the chosen backend. A sequence ends after --max-new-tokens, at an
-/// end-of-text token, or when it is as long as the model's context.
+/// The model runs on the CPU in f32 (f16 and bf16 weights are upcast when they are read); its keys
+/// and values live in the cache of the chosen backend. A sequence ends after --max-new-tokens, at
+/// an end-of-text token, or when it is as long as the model's context.
 #[derive(Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -36,8 +36,8 @@ pub(crate) enum Command {
 )]
 #[expect(clippy::struct_excessive_bools, reason = "one flag of the command line each")]
 pub(crate) struct GenerateArgs {
-    /// Directory with config.json, model.safetensors (or its index and shards) and tokenizer.json, or
-    /// one .gguf file; the bundled stories260K unless given
+    /// Directory with config.json, model.safetensors (or its index and shards) and tokenizer.json,
+    /// or one .gguf file; the bundled stories260K unless given
     #[arg(long, value_name = "DIR|FILE.gguf")]
     pub(crate) model: Option<PathBuf>,
 
@@ -74,8 +74,8 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 
-    /// Go on after an end-of-text token. Without this such a token ends its sequence: it is the last
-    /// of `tokens` and not part of `text`
+    /// Go on after an end-of-text token. Without this such a token ends its sequence: it is the
+    /// last of `tokens` and not part of `text`
     #[arg(long)]
     pub(crate) ignore_eos: bool,
 
@@ -91,8 +91,8 @@ pub(crate) struct GenerateArgs {
     #[arg(long, conflicts_with = "paged")]
     pub(crate) contiguous: bool,
 
-    /// Blocks of so many tokens, and how many; unless given 16 tokens, and as many blocks as the batch
-    /// can need in 1 GiB
+    /// Blocks of so many tokens, and how many; unless given 16 tokens, and as many blocks as the
+    /// batch can need in 1 GiB
     #[arg(long, value_name = "BLOCK_SIZE,NUM_BLOCKS")]
     pub(crate) paged: Option<Paged>,
 
@@ -100,12 +100,13 @@ pub(crate) struct GenerateArgs {
     #[arg(long)]
     pub(crate) no_cache: bool,
 
-    /// Do not reuse cached prompt prefixes. Accepted, and without effect so far: nothing is reused yet
+    /// Do not reuse cached prompt prefixes. Accepted, and without effect so far: nothing is reused
+    /// yet
     #[arg(long)]
     pub(crate) no_reuse: bool,
 
-    /// Run paged, contiguous and uncached at several lengths and print what was measured; tokens after
-    /// an end of text are generated too, so that all runs do the same work
+    /// Run paged, contiguous and uncached at several lengths and print what was measured; tokens
+    /// after an end of text are generated too, so that all runs do the same work
     #[arg(long, conflicts_with_all = ["no_cache", "contiguous"])]
     pub(crate) compare: bool,
 
@@ -114,7 +115,8 @@ pub(crate) struct GenerateArgs {
     pub(crate) json: bool,
 }
 
-/// Tell how much memory a model's cache takes and how many sequences fit, from its config.json alone.
+/// Tell how much memory a model's cache takes and how many sequences fit, from its config.json
+/// alone.
 #[derive(Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -131,8 +133,8 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "NAME")]
     pub(crate) format: Vec<KvFormat>,
 
-    /// Memory for the cache: a number of bytes, or with KB, MB, GB, TB (powers of 1000) or KiB, MiB,
-    /// GiB, TiB (powers of 1024)
+    /// Memory for the cache: a number of bytes, or with KB, MB, GB, TB (powers of 1000) or KiB,
+    /// MiB, GiB, TiB (powers of 1024)
     #[arg(long, value_name = "SIZE", default_value = "24GiB")]
     pub(crate) memory: Bytes,
 

@@ -34,8 +34,8 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     output::text(&format!("\n{}", report.show()))
 }
 
-/// What a person sees while a run goes on: the text of one prompt as it comes, or the texts of several
-/// as they are finished, with a bar where there is a terminal.
+/// What a person sees while a run goes on: the text of one prompt as it comes, or the texts of
+/// several as they are finished, with a bar where there is a terminal.
 struct Show<'s> {
     session: &'s Session,
     stop: Vec<u32>,
@@ -113,11 +113,11 @@ impl<'s> Show<'s> {
         }
         let why = match generated.finish {
             Finish::Length => "",
-            Finish::Stop => " (end of text)",
-            Finish::Context => " (end of context)",
+            Finish::Stop => " [end of text]",
+            Finish::Context => " [end of context]",
         };
         let number = index.saturating_add(1);
-        let text = format!("[{number}]{why} {}{text}{rest}\n", prompt.text);
+        let text = format!("[{number}] {}{text}{rest}{why}\n", prompt.text);
         match &self.bar {
             Some(bar) => bar.suspend(|| output::text(&text)),
             None => output::text(&text),

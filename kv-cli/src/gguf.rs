@@ -24,7 +24,8 @@ pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
 pub(crate) fn read(path: &Path) -> anyhow::Result<(ModelConfig, Weights)> {
     let describe = || path.display().to_string();
     let mut file = BufReader::new(File::open(path).with_context(describe)?);
-    let content = Content::read(&mut file).with_context(describe)?;
+    let content = Content::read(&mut file).context("not a readable GGUF file");
+    let content = content.with_context(describe)?;
     let config = config(&content).with_context(describe)?;
     let mut weights = Weights::default();
     for (name, info) in &content.tensor_infos {

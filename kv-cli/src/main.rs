@@ -1,13 +1,14 @@
 //! The program `kv`: generate text with a KV cache, and plan its memory.
 //!
-//! Results go to standard output, one line for an error to standard error. Exit codes: 0 done, 1 failed,
-//! 2 wrong usage.
+//! Results go to standard output, one line for an error to standard error. Exit codes: 0 done, 1
+//! failed, 2 wrong usage.
 #![forbid(unsafe_code)]
 
 mod args;
 mod bundled;
 mod compare;
 mod config;
+mod failure;
 mod generate;
 mod gguf;
 mod memory;
@@ -43,13 +44,13 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
-    // Inside the pool that candle and the CPU backend work on: a step of a small model has a hundred
-    // operations, and handing each over from a thread outside costs more than doing it.
+    // Inside the pool that candle and the CPU backend work on: a step of a small model has a
+    // hundred operations, and handing each over from a thread outside costs more than doing it.
     match panic::catch_unwind(AssertUnwindSafe(|| rayon::scope(|_| run(&cli)))) {
         Ok(Ok(())) => ExitCode::SUCCESS,
         Ok(Err(error)) if error.is::<output::OutputClosed>() => ExitCode::SUCCESS,
         Ok(Err(error)) => {
-            complain(&format!("{error:#}"));
+            complain(&failure::describe(&error));
             ExitCode::from(FAILED)
         }
         Err(_) => ExitCode::from(FAILED),
@@ -88,8 +89,7 @@ fn usage(error: &clap::Error) -> ExitCode {
 
 /// One line, whatever the message holds.
 fn complain(message: &str) {
-    let line: Vec<_> = message.split_whitespace().collect();
-    write_stderr(&format!("kv: {}\n", line.join(" ")));
+    write_stderr(&format!("kv: {}\n", failure::one_line(message)));
 }
 
 fn write_stderr(text: &str) {

@@ -1,7 +1,7 @@
 //! The forward pass of a Llama-family model over one step of the cache.
 //!
-//! Embeddings, norms and matrix products are candle's on the CPU, in f32. Everything that depends on
-//! the past goes through the cache: K and V are written to it and attention reads it.
+//! Embeddings, norms and matrix products are candle's on the CPU, in f32. Everything that depends
+//! on the past goes through the cache: K and V are written to it and attention reads it.
 use std::path::Path;
 
 use anyhow::{Context, bail};
@@ -33,7 +33,8 @@ pub(crate) struct Batch {
 
 /// What turns tokens into logits; the scheduler's tests bring their own.
 pub(crate) trait Model<B: Backend> {
-    /// Writes K and V of every layer and answers with logits, one row for each chunk that wants them.
+    /// Writes K and V of every layer and answers with logits, one row for each chunk that wants
+    /// them.
     fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> anyhow::Result<Vec<Vec<f32>>>;
 }
 

@@ -1,4 +1,5 @@
-//! Standard output. A reader that went away ends the program quietly; any other failure is reported.
+//! Standard output. A reader that went away ends the program quietly; any other failure is
+//! reported.
 use std::io::{self, Write};
 
 use serde::Serialize;

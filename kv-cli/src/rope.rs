@@ -1,6 +1,6 @@
 //! Rotary position embedding of Q and K rows.
 //!
-//! Su et al., "`RoFormer`" (2021): pair `i` of a row turns by `position * theta^(-2i / rotary_dim)`.
+//! Pair `i` of a row turns by `position * theta^(-2i / rotary_dim)` (Su et al., "`RoFormer`", 2021).
 //! Angles are made in f64 once a step and serve every layer; the rotation itself is f32.
 use std::f64::consts::TAU;
 

@@ -1,8 +1,8 @@
 //! The choice of the next token from logits.
 //!
-//! Every sequence has a generator of its own, seeded from the program's seed and the prompt's index,
-//! and draws once a token: what a sequence gets does not depend on its neighbours, on how its prompt
-//! was cut, or on being preempted.
+//! Every sequence has a generator of its own, seeded from the program's seed and the prompt's
+//! index, and draws once a token: what a sequence gets does not depend on its neighbours, on how
+//! its prompt was cut, or on being preempted.
 use crate::num::to_u32;
 
 /// Draws tokens of one sequence.

@@ -1,5 +1,5 @@
-//! Continuous batching: which sequences run, what each brings to the next step, and who gives way when
-//! blocks run out.
+//! Continuous batching: which sequences run, what each brings to the next step, and who gives way
+//! when blocks run out.
 //!
 //! A sequence is its tokens and how many of them are cached; whatever is not cached is brought to a
 //! step, all at once, in chunks, or again after a preemption. That one rule serves prefill, decode,

@@ -23,8 +23,8 @@ impl Text {
         Ok(Self { tokenizer })
     }
 
-    /// Tokens of a prompt, with the special tokens the tokenizer itself adds. A prompt that has none
-    /// becomes `bos` alone.
+    /// Tokens of a prompt, with the special tokens the tokenizer itself adds. A prompt that has
+    /// none becomes `bos` alone.
     pub(crate) fn encode(
         &self,
         prompt: &str,
@@ -52,10 +52,10 @@ impl Text {
 
 /// Text that grows token by token.
 ///
-/// A token may be part of a character, and a decoder may treat the first token of a text in a way of
-/// its own. So each piece is the difference of two decodings that begin with the piece before it (never
-/// inside a character: one broken byte breaks all bytes beside it), and a piece that ends inside a
-/// character waits for the rest.
+/// A token may be part of a character, and a decoder may treat the first token of a text in a way
+/// of its own. So each piece is the difference of two decodings that begin with the piece before it
+/// (never inside a character: one broken byte breaks all bytes beside it), and a piece that ends
+/// inside a character waits for the rest.
 #[derive(Debug)]
 pub(crate) struct TextStream {
     ids: Vec<u32>,

@@ -11,8 +11,8 @@ pub type Device = AnyBackend;
 
 /// Which device to open, such as `cpu` or `cuda:0`.
 ///
-/// Every backend of the project has a name here, whether it was built in or not, so that [`open`] can
-/// say which feature is missing.
+/// Every backend of the project has a name here, whether it was built in or not, so that [`open`]
+/// can say which feature is missing.
 ///
 /// ```
 /// use kv::DeviceSpec;

@@ -1,5 +1,6 @@
-//! The scheduler over a device that stores nothing and a model whose next token depends on every token
-//! before it: what it generates is right only if each was brought once, in order, at its position.
+//! The scheduler over a device that stores nothing and a model whose next token depends on every
+//! token before it: what it generates is right only if each was brought once, in order, at its
+//! position.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 use std::cell::RefCell;
 use std::collections::HashMap;

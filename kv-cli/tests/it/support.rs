@@ -47,6 +47,7 @@ pub(crate) fn fails(args: &[&str], code: i32, words: &str) {
     assert_eq!(stderr.lines().count(), 1, "{args:?}: {stderr}");
     assert!(stderr.starts_with("kv: ") && stderr.contains(words), "{args:?}: {stderr}");
     assert!(!stderr.contains("internal error"), "{args:?}: {stderr}");
+    assert!(!stderr.contains("::"), "{args:?}: a backtrace is no message: {stderr}");
 }
 
 pub(crate) fn tokens(value: &Value) -> Vec<u64> {
