@@ -112,7 +112,26 @@ pub struct PlaneView<'a, Buf> {
 #[derive(Debug)]
 enum Segments<'a, Buf> {
     Direct(&'a [Buf]),
-    Erased(&'a [AnyBuffer]),
+    Erased(&'a [AnyBuffer], Erasures),
+}
+
+/// How often a buffer was erased: more than once where a backend wraps an erased one.
+#[derive(Debug, Clone, Copy)]
+struct Erasures(u8);
+
+impl Erasures {
+    const ONE: Self = Self(1);
+
+    fn one_more(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+    fn undo<T: Any>(self, buffer: &AnyBuffer) -> Option<&T> {
+        let mut inner = buffer;
+        for _ in 1..self.0 {
+            inner = inner.downcast_ref()?;
+        }
+        inner.downcast_ref()
+    }
 }
 
 impl<Buf> Clone for PlaneView<'_, Buf> {
@@ -150,14 +169,14 @@ impl<'a, Buf: Any> PlaneView<'a, Buf> {
     pub fn num_segments(&self) -> usize {
         match self.segments {
             Segments::Direct(buffers) => buffers.len(),
-            Segments::Erased(buffers) => buffers.len(),
+            Segments::Erased(buffers, _) => buffers.len(),
         }
     }
     /// Buffer of segment `index`, `None` past the last.
     pub fn segment(&self, index: usize) -> Option<&'a Buf> {
         match self.segments {
             Segments::Direct(buffers) => buffers.get(index),
-            Segments::Erased(buffers) => buffers.get(index)?.downcast_ref(),
+            Segments::Erased(buffers, erasures) => erasures.undo(buffers.get(index)?),
         }
     }
 }
@@ -165,11 +184,13 @@ impl<'a, Buf: Any> PlaneView<'a, Buf> {
 impl<'a> PlaneView<'a, AnyBuffer> {
     /// The same plane in a backend's own buffers; `None` when a buffer is another backend's.
     pub(crate) fn downcast<T: Any>(self) -> Option<PlaneView<'a, T>> {
-        let Segments::Direct(buffers) = self.segments else {
-            return None;
+        let (buffers, erasures) = match self.segments {
+            Segments::Direct(buffers) => (buffers, Erasures::ONE),
+            Segments::Erased(buffers, erasures) => (buffers, erasures.one_more()),
         };
-        let own = buffers.iter().all(|buffer| buffer.downcast_ref::<T>().is_some());
-        own.then_some(PlaneView { layout: self.layout, segments: Segments::Erased(buffers) })
+        let own = buffers.iter().all(|buffer| erasures.undo::<T>(buffer).is_some());
+        let segments = Segments::Erased(buffers, erasures);
+        own.then_some(PlaneView { layout: self.layout, segments })
     }
 }
 
@@ -187,7 +208,7 @@ pub struct StorageView<'a, Buf>(StorageSource<'a, Buf>);
 #[derive(Debug)]
 enum StorageSource<'a, Buf> {
     Direct(&'a KvStorage<Buf>),
-    Erased(&'a KvStorage<AnyBuffer>),
+    Erased(&'a KvStorage<AnyBuffer>, Erasures),
 }
 
 impl<Buf> Clone for StorageView<'_, Buf> {
@@ -208,7 +229,7 @@ impl<'a, Buf> StorageView<'a, Buf> {
     pub fn layouts(&self) -> &'a [PlaneLayout; 2] {
         match self.0 {
             StorageSource::Direct(storage) => storage.layouts(),
-            StorageSource::Erased(storage) => storage.layouts(),
+            StorageSource::Erased(storage, _) => storage.layouts(),
         }
     }
 }
@@ -218,7 +239,7 @@ impl<'a, Buf: Any> StorageView<'a, Buf> {
     pub fn planes(self) -> impl Iterator<Item = PlaneView<'a, Buf>> {
         let (direct, erased) = match self.0 {
             StorageSource::Direct(storage) => (Some(storage), None),
-            StorageSource::Erased(storage) => (None, Some(storage)),
+            StorageSource::Erased(storage, erasures) => (None, Some((storage, erasures))),
         };
         let direct = direct.into_iter().flat_map(|storage| {
             storage.layers.iter().flatten().flat_map(|layer| {
@@ -228,11 +249,11 @@ impl<'a, Buf: Any> StorageView<'a, Buf> {
                 })
             })
         });
-        let erased = erased.into_iter().flat_map(|storage| {
-            storage.layers.iter().flatten().flat_map(|layer| {
-                layer.iter().zip(storage.layouts).map(|(segments, layout)| PlaneView {
+        let erased = erased.into_iter().flat_map(|(storage, erasures)| {
+            storage.layers.iter().flatten().flat_map(move |layer| {
+                layer.iter().zip(storage.layouts).map(move |(segments, layout)| PlaneView {
                     layout,
-                    segments: Segments::Erased(segments.as_slice()),
+                    segments: Segments::Erased(segments.as_slice(), erasures),
                 })
             })
         });
@@ -243,11 +264,12 @@ impl<'a, Buf: Any> StorageView<'a, Buf> {
 impl<'a> StorageView<'a, AnyBuffer> {
     /// The same planes in a backend's own buffers; `None` when a buffer is another backend's.
     pub(crate) fn downcast<T: Any>(self) -> Option<StorageView<'a, T>> {
-        let StorageSource::Direct(storage) = self.0 else {
-            return None;
+        let (storage, erasures) = match self.0 {
+            StorageSource::Direct(storage) => (storage, Erasures::ONE),
+            StorageSource::Erased(storage, erasures) => (storage, erasures.one_more()),
         };
         let mut buffers = storage.layers.iter().flatten().flatten().flatten();
-        let own = buffers.all(|buffer| buffer.downcast_ref::<T>().is_some());
-        own.then_some(StorageView(StorageSource::Erased(storage)))
+        let own = buffers.all(|buffer| erasures.undo::<T>(buffer).is_some());
+        own.then_some(StorageView(StorageSource::Erased(storage, erasures)))
     }
 }

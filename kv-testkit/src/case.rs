@@ -115,6 +115,7 @@ pub(crate) fn ensure(holds: bool, what: impl FnOnce() -> String) -> Result<(), C
 }
 
 /// Fails unless both are equal.
+#[expect(clippy::needless_pass_by_value, reason = "callers make both for this call")]
 pub(crate) fn same<T: PartialEq + fmt::Debug>(
     what: impl fmt::Display,
     got: T,

@@ -151,7 +151,7 @@ impl TokenRows {
     /// Whether two rows share an element: only distinct rows may be written.
     fn rows_overlap(&self) -> bool {
         if self.batch == 0 || self.tokens == 0 {
-            return false; // there is no row
+            return false;
         }
         let row = u64::from(self.heads).saturating_mul(u64::from(self.dim));
         let (near, far, near_count, far_count) = if self.batch_stride <= self.token_stride {

@@ -59,6 +59,10 @@ fn outer_strides_are_free() {
         let refused = TokenTensorMut::check(out, &need(QkvFormat::Bshd)).unwrap_err();
         assert!(matches!(refused, PlanError::Overlap { .. }), "{strides:?}: {refused}");
     }
+    // Without entries there are no rows, and the dense strides are 0.
+    let nothing = TokenRequirement { batch: 0, tokens_total: 0, ..need(QkvFormat::Sbhd) };
+    let empty = ViewMut::host(&mut out, &[3, 0, 2, 4]);
+    assert!(TokenTensorMut::check(empty, &nothing).is_ok());
     for strides in [[24, 8], [8, 16], [30, 10]] {
         let out = ViewMut::host(&mut out, &[2, 3, 2, 4]).with_outer_strides(strides);
         assert!(TokenTensorMut::check(out, &need(QkvFormat::Bshd)).is_ok(), "{strides:?}");

@@ -24,10 +24,7 @@ const REPORT: &str = "KV_CONFORMANCE_REPORT";
 /// Arguments are those of libtest, and `--vectors DIR` (repeatable), which runs the vector files under
 /// DIR instead of the suite, and `--backend NAME`: a backend of this name must open, another one has
 /// nothing to run. The last line of output is `N passed, N failed, N skipped`.
-pub fn run<B: Backend>(
-    name: &'static str,
-    open: impl Fn() -> Result<B, DeviceError>,
-) -> ExitCode {
+pub fn run<B: Backend>(name: &'static str, open: impl Fn() -> Result<B, DeviceError>) -> ExitCode {
     let args = match Args::parse(std::env::args()) {
         Ok(args) => args,
         Err(problem) => {
@@ -106,10 +103,10 @@ fn all_trials<B: Backend>(name: &str, own: B, other: AnyBackend, args: &Args) ->
                 }
             }
             Found::Skipped { name: vector, why } => {
-                trials.push(Trial::ignorable_test(
-                    format!("{name}::vectors/{vector}"),
-                    move || Ok(Completion::ignored_with(why)),
-                ));
+                trials
+                    .push(Trial::ignorable_test(format!("{name}::vectors/{vector}"), move || {
+                        Ok(Completion::ignored_with(why))
+                    }));
             }
             Found::Bad { name: vector, why } => {
                 trials.push(Trial::test(format!("{name}::vectors/{vector}"), move || {

@@ -22,6 +22,7 @@ pub enum Finish {
 
 /// Formats, types, places and options of one step.
 #[derive(Debug, Clone)]
+#[expect(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct How {
     /// Axes of k and v.
     pub kv_format: QkvFormat,

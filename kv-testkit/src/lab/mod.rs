@@ -233,8 +233,7 @@ impl<B: Device> Lab<B> {
         let dim = shape.dims[usize::from(plane == Plane::Value)];
         let layout = TokenLayout::new(format, &lens, [shape.heads, dim], Room::default());
         let queue = self.cache.queue_mut();
-        let mut out =
-            Staged::output(&self.backend, queue, (layout, DType::F32), Place::Device)?;
+        let mut out = Staged::output(&self.backend, queue, (layout, DType::F32), Place::Device)?;
         self.cache.gather(layer as u16, plane, &ranges, out.view_mut(), format)?;
         let capabilities = self.backend.capabilities().clone();
         let tensor = out.read(&capabilities, self.cache.queue_mut())?;

@@ -264,9 +264,8 @@ pub(crate) fn judge_values(
     (out, lse): (&[Vec<f32>], Option<&[Vec<f32>]>),
     dtype: DType,
 ) -> Result<(), String> {
-    let flat = |rows: &[Vec<f32>]| -> Vec<f64> {
-        rows.iter().flatten().map(|x| f64::from(*x)).collect()
-    };
+    let flat =
+        |rows: &[Vec<f32>]| -> Vec<f64> { rows.iter().flatten().map(|x| f64::from(*x)).collect() };
     let simple = plain.each_ref().map(|plain| plain.out.as_slice());
     let (want, magnitude) = (&exact.out, &exact.magnitude);
     Reference { exact: want, plain: simple, magnitude, dtype }.check("out", &flat(out))?;

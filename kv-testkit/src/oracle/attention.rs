@@ -15,10 +15,13 @@ pub trait Real:
     /// Converts a result.
     fn value(self) -> f64;
     /// Natural exponential.
+    #[must_use]
     fn exp(self) -> Self;
     /// Natural logarithm.
+    #[must_use]
     fn ln(self) -> Self;
     /// Hyperbolic tangent.
+    #[must_use]
     fn tanh(self) -> Self;
 }
 
@@ -161,8 +164,10 @@ impl Attention {
                     seen.reverse();
                 }
                 let row = |x: usize, j: usize, dim: usize| (j * kv_heads + kv_head) * dim + x;
-                let k_rows: Vec<_> = seen.iter().map(|&j| &k[row(0, j, dk)..row(dk, j, dk)]).collect();
-                let v_rows: Vec<_> = seen.iter().map(|&j| &v[row(0, j, dv)..row(dv, j, dv)]).collect();
+                let k_rows: Vec<_> =
+                    seen.iter().map(|&j| &k[row(0, j, dk)..row(dk, j, dk)]).collect();
+                let v_rows: Vec<_> =
+                    seen.iter().map(|&j| &v[row(0, j, dv)..row(dv, j, dv)]).collect();
                 let scores: Vec<R> =
                     k_rows.iter().map(|k_row| self.score(q_row, k_row, order)).collect();
                 let (weights, lse) = self.softmax(&scores, head);
@@ -298,8 +303,7 @@ mod tests {
         let attention = Attention { scale: 1.0, ..Attention::causal(4, 2, 1, 1) };
         let got = attention.exact(&[1.0; 4], &[0.0, 0.0], &[4.0, 8.0]);
         near(&got.out, &[4.0, 4.0, 8.0, 8.0]);
-        let capped =
-            Attention { scale: 1.0, soft_cap: Some(2.0), ..Attention::causal(1, 1, 1, 1) };
+        let capped = Attention { scale: 1.0, soft_cap: Some(2.0), ..Attention::causal(1, 1, 1, 1) };
         near(&capped.exact(&[1.0], &[1000.0], &[1.0]).lse, &[2.0]);
     }
 }

@@ -42,8 +42,7 @@ mod tests {
 
     #[test]
     fn a_quarter_turn_by_hand() {
-        let rope =
-            Rope { base: 1.0, rotary_percent: 1.0, interleaved: false, interpolation: 2.0 };
+        let rope = Rope { base: 1.0, rotary_percent: 1.0, interleaved: false, interpolation: 2.0 };
         // Base 1 turns every pair by position / 2 radians.
         let turned = rope.rotate(&[1.0, 0.0, 0.0, 2.0], 2);
         let (sin, cos) = 1_f64.sin_cos();

@@ -194,7 +194,7 @@ fn padding<B: Device>(backend: &B) -> CaseResult {
 fn sharp<B: Device>(backend: &B) -> CaseResult {
     for sinks in [false, true] {
         for spread in [30.0, 300.0] {
-            let how = How { spread, sinks, ..How::default() };
+            let how = How { sinks, spread, ..How::default() };
             let spec = small().layers(1).head_dim(16).build()?;
             conversation(&mut Lab::new(backend, spec, 9)?, &how)?;
         }

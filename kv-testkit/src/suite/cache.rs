@@ -67,9 +67,11 @@ fn unwritten<B: Device>(backend: &B) -> CaseResult {
         let first = (0..4).find(|layer| !written.contains(layer)).unwrap_or(0);
         let missing = (0..4).filter(|layer| !written.contains(layer)).count();
         let expected = PlanError::LayersUnwritten { layer: LayerId(first), others: missing - 1 };
-        refused(format!("commit after {written:?}"), step.commit(), |error| {
-            matches!(error, CacheError::Plan(error) if *error == expected)
-        })?;
+        refused(
+            format!("commit after {written:?}"),
+            step.commit(),
+            |error| matches!(error, CacheError::Plan(error) if *error == expected),
+        )?;
         unchanged(&mut lab, &before, "a refused commit")?;
     }
     lab.step(&[tokens(1, 3)], &How::default())?;
@@ -128,7 +130,7 @@ fn token_ids<B: Device>(backend: &B) -> CaseResult {
     let step = lab.cache.begin_step(&[StepInput::query(seq(1), 2)])?;
     same("positions of queries", step.positions().to_vec(), vec![3, 4])?;
     drop(step);
-    let step = lab.cache.begin_step(&[StepInput::tokens(seq(1), &[1]), ])?;
+    let step = lab.cache.begin_step(&[StepInput::tokens(seq(1), &[1])])?;
     same("position of the next token", step.positions().to_vec(), vec![5])?;
     drop(step);
     let step = lab.cache.begin_step(&[]).at("an empty step")?;
@@ -200,12 +202,13 @@ fn exhaustion<B: Device>(backend: &B) -> CaseResult {
     ];
     for (inputs, needed) in attempts {
         let before = lab.state();
-        let list: Vec<_> =
-            inputs.iter().map(|(id, n)| StepInput::count(seq(*id), *n)).collect();
+        let list: Vec<_> = inputs.iter().map(|(id, n)| StepInput::count(seq(*id), *n)).collect();
         let begun = lab.cache.begin_step(&list).map(drop);
-        refused(format!("{inputs:?} with 2 free blocks"), begun, |error| {
-            matches!(error, CacheError::Exhausted(e) if e.needed == needed && e.free == 2)
-        })
+        refused(
+            format!("{inputs:?} with 2 free blocks"),
+            begun,
+            |error| matches!(error, CacheError::Exhausted(e) if e.needed == needed && e.free == 2),
+        )
         .at(format!("{needed} needed"))?;
         unchanged(&mut lab, &before, "an exhausted step")?;
     }
@@ -213,9 +216,11 @@ fn exhaustion<B: Device>(backend: &B) -> CaseResult {
     lab.check()?;
     let before = lab.state();
     let reserve = StartOptions::default().reserve(20);
-    refused("a reserve larger than the pool", lab.cache.start(seq(9), &[], reserve), |error| {
-        matches!(error, CacheError::Exhausted(e) if e.needed == 5)
-    })?;
+    refused(
+        "a reserve larger than the pool",
+        lab.cache.start(seq(9), &[], reserve),
+        |error| matches!(error, CacheError::Exhausted(e) if e.needed == 5),
+    )?;
     unchanged(&mut lab, &before, "a refused reserve")?;
     Ok(Outcome::Holds)
 }

@@ -52,8 +52,7 @@ pub(crate) fn convert<B: Device>(
     let src = Staged::new(backend, &mut queue, (layout, tensor), from.place)?;
     let layout = TokenLayout::new(to.format, &lens, heads_dim, to.room);
     let mut dst = Staged::output(backend, &mut queue, (layout, to.dtype), to.place)?;
-    let args =
-        ConvertArgs::new(&plan, (src.view(), from.format), (dst.view_mut(), to.format))?;
+    let args = ConvertArgs::new(&plan, (src.view(), from.format), (dst.view_mut(), to.format))?;
     queue.convert(&plan, args)?;
     let tensor = dst.read(backend.capabilities(), &mut queue)?;
     Ok(layout.unpack("converted", tensor, &lens, 0.0)?)
@@ -134,7 +133,8 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
     let made = ConvertPlan::new(&[3, 4])?;
     let mut queue = backend.queue()?;
     let mut attempt = |from: [usize; 2], to: [usize; 2], room: usize| {
-        let stage = |lens: &[usize], dims| TokenLayout::new(QkvFormat::Thd, lens, dims, Room::default());
+        let stage =
+            |lens: &[usize], dims| TokenLayout::new(QkvFormat::Thd, lens, dims, Room::default());
         let src = stage(&[3, room], from);
         let dst = stage(&[3, 4], to);
         let src = Staged::output(backend, &mut queue, (src, DType::F32), Place::Device)?;

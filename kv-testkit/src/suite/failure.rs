@@ -81,11 +81,7 @@ fn memory() -> Vec<u64> {
     vec![0; 600]
 }
 
-fn judge(
-    what: &str,
-    result: Result<(), CacheError>,
-    fits: Judge,
-) -> Result<(), CaseError> {
+fn judge(what: &str, result: Result<(), CacheError>, fits: Judge) -> Result<(), CaseError> {
     refused(what, result, |error| matches!(error, CacheError::Plan(error) if fits(error)))
 }
 
@@ -199,9 +195,7 @@ fn device_ranges<B: Device>(backend: &B) -> CaseResult {
     let before = lab.state();
     let small = backend.alloc(64)?;
     let large = backend.alloc(1024)?;
-    let range = |error: &CacheError| {
-        matches!(error, CacheError::Device(e) if e.kind() == DeviceErrorKind::OutOfRange)
-    };
+    let range = |error: &CacheError| matches!(error, CacheError::Device(e) if e.kind() == DeviceErrorKind::OutOfRange);
     let view = |buffer, offset| TensorView::device(DType::F32, buffer, offset, &[3, 2, 8]);
     let mut step = lab.cache.begin_step(&[StepInput::count(seq(1), 3)])?;
     let format = QkvFormat::Thd;
@@ -241,9 +235,11 @@ fn host_output<B: Device>(backend: &B) -> CaseResult {
         done?;
         ensure(out.iter().all(|x| x.is_finite()), || format!("out holds {out:?}"))?;
     } else {
-        refused("a host output", done, |error| {
-            matches!(error, CacheError::Device(e) if e.kind() == DeviceErrorKind::Unsupported)
-        })?;
+        refused(
+            "a host output",
+            done,
+            |error| matches!(error, CacheError::Device(e) if e.kind() == DeviceErrorKind::Unsupported),
+        )?;
     }
     Ok(Outcome::Holds)
 }
@@ -253,9 +249,7 @@ fn foreign<B: Device>(backend: &B) -> CaseResult {
     let any = erased(backend);
     let other = kv_core::AnyBackend::new(kv_core::backend::NullBackend::new());
     let (stranger, own) = (other.alloc(1024)?, any.alloc(1024)?);
-    let foreign = |error: &CacheError| {
-        matches!(error, CacheError::Device(e) if e.kind() == DeviceErrorKind::ForeignHandle)
-    };
+    let foreign = |error: &CacheError| matches!(error, CacheError::Device(e) if e.kind() == DeviceErrorKind::ForeignHandle);
     let mut queue = any.queue()?;
     refused("upload", queue.upload(&stranger, 0, &[0; 4]), foreign)?;
     refused("download", queue.download(&stranger, 0, 4), foreign)?;
@@ -276,8 +270,7 @@ fn foreign<B: Device>(backend: &B) -> CaseResult {
     refused("out", step.attend(0, view(&own), out(&stranger), &options), foreign)?;
     drop(step);
     let range = [(seq(1), 0, 3)];
-    let gathered =
-        lab.cache.gather(0, kv_core::Plane::Key, &range, out(&stranger), format);
+    let gathered = lab.cache.gather(0, kv_core::Plane::Key, &range, out(&stranger), format);
     refused("gather", gathered, foreign)?;
     unchanged(&mut lab, &before, "refused handles")?;
     Ok(Outcome::Holds)

@@ -1,5 +1,5 @@
 //! Reading cached rows back.
-use kv_core::{CacheError, DType, KvFormat, Plane, PlanError, QkvFormat, SequenceId};
+use kv_core::{CacheError, DType, KvFormat, PlanError, Plane, QkvFormat, SequenceId};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, refused};
@@ -84,7 +84,8 @@ fn ranges<B: Device>(backend: &B) -> CaseResult {
     let mut lab = Lab::new(backend, small().paged(3, 20).build()?, 2)?;
     lab.fill(1, 10)?;
     lab.fill(2, 5)?;
-    let form = |format| Form { format, dtype: DType::F32, room: Room::default(), place: Place::Device };
+    let form =
+        |format| Form { format, dtype: DType::F32, room: Room::default(), place: Place::Device };
     for format in FORMATS {
         for begin in 0..10 {
             for len in [0, 1, 3, 10 - begin] {

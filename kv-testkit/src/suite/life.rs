@@ -1,6 +1,6 @@
 //! Caches at scale, of several groups, beside each other, and their memory.
 use kv_core::{
-    CacheError, CacheSpec, GroupId, KvCache, KvFormat, Plane, PlanError, StartOptions, StepInput,
+    CacheError, CacheSpec, GroupId, KvCache, KvFormat, PlanError, Plane, StartOptions, StepInput,
 };
 
 use super::{case, small};
@@ -57,7 +57,10 @@ fn wipe<B: Device>(backend: &B) -> CaseResult {
         lab.step(&[(2, Brings::Tokens(2))], &How::default())?;
         lab.truncate(2, 4)?;
         lab.check().at("truncation")?;
-        lab.step(&[(2, Brings::Tokens(5))], &How { finish: crate::lab::Finish::Drop, ..How::default() })?;
+        lab.step(
+            &[(2, Brings::Tokens(5))],
+            &How { finish: crate::lab::Finish::Drop, ..How::default() },
+        )?;
         lab.release(2)?;
         same("bytes left after the last release", zero(&mut lab, "released")?, 0)?;
         lab.fill(3, 20)?;

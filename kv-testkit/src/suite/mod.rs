@@ -7,6 +7,7 @@ mod cache;
 mod convert;
 mod copy;
 mod failure;
+mod front;
 mod gather;
 mod life;
 mod queue;
@@ -38,6 +39,7 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         cache::cases(),
         life::cases(),
         failure::cases(),
+        front::cases(),
         random::cases(),
     ];
     areas.into_iter().flatten().collect()

@@ -25,7 +25,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 }
 
 /// Lives tried for each geometry.
-const LIVES: u32 = 9;
+const LIVES: u32 = 24;
 /// Replaces the fixed seed, to look further than the suite does.
 const SEED: &str = "KV_CONFORMANCE_SEED";
 
@@ -192,11 +192,7 @@ fn brings(bring: Bring) -> Brings {
 }
 
 /// A step that must succeed, or one that must be refused and change nothing.
-fn step<B: Device>(
-    lab: &mut Lab<B>,
-    inputs: &[(u64, Brings)],
-    how: &How,
-) -> Result<(), CaseError> {
+fn step<B: Device>(lab: &mut Lab<B>, inputs: &[(u64, Brings)], how: &How) -> Result<(), CaseError> {
     let size = lab.cache.spec().groups()[0].block_size();
     let total = u64::from(lab.cache.spec().groups()[0].num_blocks());
     let max_len = lab.cache.spec().max_seq_len();

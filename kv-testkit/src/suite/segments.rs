@@ -33,9 +33,10 @@ fn small_bindings<B: Device>(backend: &B) -> CaseResult {
             let limit = block * blocks + block / 2;
             let device = limited(backend, |c| c.with_binding_bytes_max(limit));
             let mut lab = Lab::new(&device, spec, 1)?;
-            let segments = lab.cache.storage(kv_core::GroupId(0)).and_then(|storage| {
-                Some(storage.plane(0, Plane::Key)?.num_segments() as u64)
-            });
+            let segments = lab
+                .cache
+                .storage(kv_core::GroupId(0))
+                .and_then(|storage| Some(storage.plane(0, Plane::Key)?.num_segments() as u64));
             ensure(segments == Some(16_u64.div_ceil(blocks)), || {
                 format!("{blocks} blocks a segment: {segments:?} segments")
             })?;
@@ -110,14 +111,9 @@ fn by_hand<B: Device>(backend: &B) -> CaseResult {
 fn drive<B: Device>(backend: &B, layouts: &[PlaneLayout; 2]) -> Result<(), CaseError> {
     let mut queue = backend.queue()?;
     let tables = scattered()?;
-    let memory = [
-        buffers(backend, &mut queue, &layouts[0])?,
-        buffers(backend, &mut queue, &layouts[1])?,
-    ];
-    let planes = [
-        PlaneView::new(layouts[0], &memory[0])?,
-        PlaneView::new(layouts[1], &memory[1])?,
-    ];
+    let memory =
+        [buffers(backend, &mut queue, &layouts[0])?, buffers(backend, &mut queue, &layouts[1])?];
+    let planes = [PlaneView::new(layouts[0], &memory[0])?, PlaneView::new(layouts[1], &memory[1])?];
     let mut rng = Rng::new(9);
     let element = layouts[0].format().element().unwrap_or(DType::F32);
     let mut random = |n: usize| -> Vec<f32> {
@@ -138,15 +134,13 @@ fn drive<B: Device>(backend: &B, layouts: &[PlaneLayout; 2]) -> Result<(), CaseE
     let mut out = Staged::output(backend, &mut queue, (out, DType::F32), Place::Device)?;
     let entry = |row, new_tokens, queries| BatchEntry { row, cached: 0, new_tokens, queries };
     let batch = [entry(0, 11, 2), entry(2, 6, 6)];
-    let mut plans = PlanBuffers::default();
-    let (write, attend) = plans.plan(&layouts[0], &tables, &batch, 4, Determinism::Fast)?;
-    let args =
-        WriteArgs::new(&write, k.view(), v.view(), QkvFormat::Thd, planes[0], planes[1])?;
+    let mut buffers = PlanBuffers::default();
+    let (write, attend) = buffers.plan(&layouts[0], &tables, &batch, 4, Determinism::Fast)?;
+    let args = WriteArgs::new(&write, k.view(), v.view(), QkvFormat::Thd, planes[0], planes[1])?;
     queue.write_kv(&write, args)?;
     let oracle = How::default().oracle(2, [8, 6], &[]);
     let chosen = options(&oracle, QkvFormat::Thd);
-    let args =
-        AttendArgs::new(&attend, queries.view(), out.view_mut(), None, planes, chosen)?;
+    let args = AttendArgs::new(&attend, queries.view(), out.view_mut(), None, planes, chosen)?;
     queue.attend(&attend, args)?;
     let tensor = out.read(backend.capabilities(), &mut queue)?;
     let got = out_rows(tensor, &[2, 6], [4, 6])?;
@@ -230,7 +224,8 @@ fn check_copied(
 ) -> Result<(), CaseError> {
     let row = layout.row_bytes() as usize;
     let at = |block: u32, token: u32, head: u32| {
-        let inside = u64::from(token) * layout.token_stride() + u64::from(head) * layout.head_stride();
+        let inside =
+            u64::from(token) * layout.token_stride() + u64::from(head) * layout.head_stride();
         (u64::from(block) * layout.block_bytes() + inside) as usize
     };
     for block in 0..layout.num_blocks() {

@@ -24,7 +24,9 @@ pub(super) fn find(dir: &Path) -> Vec<Found> {
 fn walk(root: &Path, dir: &Path, depth: usize, found: &mut Vec<Found>) {
     let entries = fs::read_dir(dir).and_then(Iterator::collect::<Result<Vec<_>, _>>);
     let mut entries: Vec<PathBuf> = match entries {
-        Ok(entries) if depth <= DEPTH_MAX => entries.into_iter().map(|entry| entry.path()).collect(),
+        Ok(entries) if depth <= DEPTH_MAX => {
+            entries.into_iter().map(|entry| entry.path()).collect()
+        }
         Ok(_) => return found.push(bad(root, dir, "folders too deep")),
         Err(error) => return found.push(bad(root, dir, error)),
     };
@@ -52,7 +54,10 @@ fn file(root: &Path, path: &Path, found: &mut Vec<Found>) {
     let extension = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
     let result = match extension.as_str() {
         "py" | "pyc" | "md" => return,
-        _ if title.starts_with('.') || title.starts_with("readme") || title.starts_with("license") => {
+        _ if title.starts_with('.')
+            || title.starts_with("readme")
+            || title.starts_with("license") =>
+        {
             return;
         }
         "json" => json(root, path),
@@ -92,7 +97,8 @@ fn pending(schema: &str) -> Option<&'static str> {
 
 fn json(root: &Path, path: &Path) -> Result<Vec<Found>, String> {
     let text = fs::read(path).map_err(|error| error.to_string())?;
-    let value: Value = serde_json::from_slice(&text).map_err(|error| format!("no JSON: {error}"))?;
+    let value: Value =
+        serde_json::from_slice(&text).map_err(|error| format!("no JSON: {error}"))?;
     let schema = value.get("schema").and_then(Value::as_str).unwrap_or_default().to_owned();
     if let Some(why) = pending(&schema) {
         return Ok(skip(root, path, why));
@@ -105,12 +111,12 @@ fn json(root: &Path, path: &Path) -> Result<Vec<Found>, String> {
     match schema.as_str() {
         "te-trace/1" => Ok(whole(Kind::TeTrace(parse::<te_trace::Trace>(value)?))),
         "te-convert/1" => Ok(whole(Kind::TeConvert(parse::<te_convert::ConvertCase>(value)?))),
-        "te-errors/1" => each(root, path, value, |case| {
-            parse::<te_errors::ErrorCase>(case).map(Kind::TeError)
-        }),
-        "te-quirks/1" => each(root, path, value, |case| {
-            parse::<te_quirks::Quirk>(case).map(Kind::TeQuirk)
-        }),
+        "te-errors/1" => {
+            each(root, path, value, |case| parse::<te_errors::ErrorCase>(case).map(Kind::TeError))
+        }
+        "te-quirks/1" => {
+            each(root, path, value, |case| parse::<te_quirks::Quirk>(case).map(Kind::TeQuirk))
+        }
         "te-rope/1" => {
             each(root, path, value, |case| parse::<te_rope::RopeCase>(case).map(Kind::TeRope))
         }

@@ -4,12 +4,14 @@
 //! lying file is a failed trial that names the file.
 mod attention;
 mod files;
-mod te;
+pub(crate) mod te;
 mod te_convert;
 mod te_errors;
 mod te_quirks;
 mod te_rope;
 mod te_trace;
+#[cfg(test)]
+mod tests;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -13,41 +13,41 @@ const ELEMENTS_MAX: u64 = 1 << 28;
 
 /// Constructor arguments of `InferenceParams`, as a file gives them.
 #[derive(Debug, Clone, Deserialize)]
-pub(super) struct Config {
-    pub(super) max_batch_size: u32,
-    pub(super) max_sequence_length: u32,
-    pub(super) num_heads_kv: Option<u32>,
-    pub(super) head_dim_k: Option<u32>,
-    pub(super) head_dim_v: Option<u32>,
-    pub(super) dtype: Option<String>,
-    pub(super) max_ctx_len: Option<u32>,
-    pub(super) qkv_format: Option<String>,
-    pub(super) layers: Option<u16>,
+pub(crate) struct Config {
+    pub(crate) max_batch_size: u32,
+    pub(crate) max_sequence_length: u32,
+    pub(crate) num_heads_kv: Option<u32>,
+    pub(crate) head_dim_k: Option<u32>,
+    pub(crate) head_dim_v: Option<u32>,
+    pub(crate) dtype: Option<String>,
+    pub(crate) max_ctx_len: Option<u32>,
+    pub(crate) qkv_format: Option<String>,
+    pub(crate) layers: Option<u16>,
     #[serde(default)]
-    pub(super) is_paged: bool,
-    pub(super) page_size: Option<u32>,
-    pub(super) total_num_pages: Option<u32>,
+    pub(crate) is_paged: bool,
+    pub(crate) page_size: Option<u32>,
+    pub(crate) total_num_pages: Option<u32>,
 }
 
 impl Config {
     /// Layers to allocate.
-    pub(super) fn layers(&self) -> u16 {
+    pub(crate) fn layers(&self) -> u16 {
         self.layers.unwrap_or(1)
     }
     /// K and V of one token: heads and dim.
-    pub(super) fn heads_dims(&self) -> [[usize; 2]; 2] {
+    pub(crate) fn heads_dims(&self) -> [[usize; 2]; 2] {
         let dk = self.head_dim_k.unwrap_or(0);
         let heads = self.num_heads_kv.unwrap_or(0) as usize;
         [dk, self.head_dim_v.unwrap_or(dk)].map(|dim| [heads, dim as usize])
     }
     /// Element type.
-    pub(super) fn element(&self) -> Result<DType, CaseError> {
+    pub(crate) fn element(&self) -> Result<DType, CaseError> {
         let name = self.dtype.as_deref().unwrap_or_default();
         name.parse().map_err(|error| CaseError::Broken(format!("config: {error}")))
     }
 
     /// The same arguments for ours.
-    pub(super) fn ours(&self) -> Result<InferenceConfig, CaseError> {
+    pub(crate) fn ours(&self) -> Result<InferenceConfig, CaseError> {
         let mut config = InferenceConfig::new(self.max_batch_size, self.max_sequence_length)
             .is_paged(self.is_paged);
         if let Some(heads) = self.num_heads_kv {
@@ -78,7 +78,7 @@ impl Config {
     }
 
     /// Refuses a geometry that no golden file needs.
-    pub(super) fn check_size(&self) -> Result<(), CaseError> {
+    pub(crate) fn check_size(&self) -> Result<(), CaseError> {
         let tokens = match (self.is_paged, self.page_size, self.total_num_pages) {
             (true, Some(size), Some(pages)) => u64::from(size).saturating_mul(u64::from(pages)),
             _ => u64::from(self.max_batch_size).saturating_mul(u64::from(self.max_sequence_length)),
@@ -93,7 +93,7 @@ impl Config {
     }
 
     /// A cache with its layers, numbered from 1.
-    pub(super) fn open<B: Device>(&self, backend: &B) -> Result<InferenceParams<B>, CaseError> {
+    pub(crate) fn open<B: Device>(&self, backend: &B) -> Result<InferenceParams<B>, CaseError> {
         self.check_size()?;
         let mut params = InferenceParams::new(backend.clone(), self.ours()?)?;
         for layer in 1..=usize::from(self.layers()) {
@@ -105,15 +105,15 @@ impl Config {
 
 /// Axes of the tensors of one run.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Form {
-    pub(super) format: QkvFormat,
+pub(crate) struct Form {
+    pub(crate) format: QkvFormat,
     /// Batch entries and tokens of a padded tensor.
-    pub(super) padded: Option<[usize; 2]>,
+    pub(crate) padded: Option<[usize; 2]>,
 }
 
 impl Form {
     /// How tensors for entries of `lens` tokens lie.
-    pub(super) fn layout(self, lens: &[usize], [heads, dim]: [usize; 2]) -> TokenLayout {
+    pub(crate) fn layout(self, lens: &[usize], [heads, dim]: [usize; 2]) -> TokenLayout {
         let mut layout = crate::lab::dense(self.format, lens, [heads, dim]);
         if let Some([batch, tokens]) = self.padded {
             let total = if self.format == QkvFormat::Thd { batch * tokens } else { tokens };
@@ -125,7 +125,12 @@ impl Form {
 }
 
 /// Rows of a sequence from one position on.
-pub(super) fn rows(id: u64, positions: std::ops::Range<u32>, place: [u32; 2], shape: [usize; 2]) -> Vec<f32> {
+pub(crate) fn rows(
+    id: u64,
+    positions: std::ops::Range<u32>,
+    place: [u32; 2],
+    shape: [usize; 2],
+) -> Vec<f32> {
     let [kv, layer] = place;
     let mut values = Vec::new();
     for pos in positions {
@@ -139,10 +144,10 @@ pub(super) fn rows(id: u64, positions: std::ops::Range<u32>, place: [u32; 2], sh
 }
 
 /// One sequence of a step: id, length before, new tokens.
-pub(super) type Entry = (u64, u32, u32);
+pub(crate) type Entry = (u64, u32, u32);
 
 /// Writes a step's published values into one layer; returns the shapes that `step` answers.
-pub(super) fn write<B: Device>(
+pub(crate) fn write<B: Device>(
     backend: &B,
     params: &mut InferenceParams<B>,
     config: &Config,
@@ -169,7 +174,7 @@ pub(super) fn write<B: Device>(
 }
 
 /// Cached K and V of one layer, by entry of the step, in the cache's own type.
-pub(super) fn cached<B: Device>(
+pub(crate) fn cached<B: Device>(
     backend: &B,
     params: &mut InferenceParams<B>,
     config: &Config,
@@ -193,7 +198,7 @@ pub(super) fn cached<B: Device>(
 }
 
 /// Compares the cached rows of every sequence of the step with the published values.
-pub(super) fn check_content<B: Device>(
+pub(crate) fn check_content<B: Device>(
     backend: &B,
     params: &mut InferenceParams<B>,
     config: &Config,
@@ -214,7 +219,7 @@ pub(super) fn check_content<B: Device>(
 }
 
 /// FNV-1a-64 over the codes of K, then V.
-pub(super) fn hash(k: &[f32], v: &[f32]) -> String {
+pub(crate) fn hash(k: &[f32], v: &[f32]) -> String {
     let code = |value: &f32| (value * 64.0) as i8 as u8;
     let mut hash = 0xCBF2_9CE4_8422_2325_u64;
     for byte in k.iter().chain(v).map(code) {
@@ -225,23 +230,28 @@ pub(super) fn hash(k: &[f32], v: &[f32]) -> String {
 
 /// Everything a refusal must leave as it is.
 #[derive(Debug, PartialEq)]
-pub(super) struct State {
+pub(crate) struct State {
     rows: Vec<(SequenceId, u32, u32, Vec<BlockId>)>,
     arrays: [Vec<u32>; 4],
     free: u32,
 }
 
 /// What callers can see of a cache.
-pub(super) fn state<B: Device>(params: &InferenceParams<B>) -> State {
+pub(crate) fn state<B: Device>(params: &InferenceParams<B>) -> State {
     let rows = params.sequences().iter();
-    let rows = rows.map(|row| (row.id, row.pre_step_len, row.len, params.page_list(row.id).to_vec()));
+    let rows =
+        rows.map(|row| (row.id, row.pre_step_len, row.len, params.page_list(row.id).to_vec()));
     let arrays = [
         params.cu_seqlens_q(),
         params.cu_seqlens_kv(),
         params.get_seqlens_pre_step(),
         params.page_table(),
     ];
-    State { rows: rows.collect(), arrays: arrays.map(<[u32]>::to_vec), free: params.num_free_pages() }
+    State {
+        rows: rows.collect(),
+        arrays: arrays.map(<[u32]>::to_vec),
+        free: params.num_free_pages(),
+    }
 }
 
 #[cfg(test)]

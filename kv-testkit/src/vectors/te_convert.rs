@@ -34,8 +34,11 @@ impl ConvertCase {
 pub(super) fn run<B: Device>(backend: &B, case: &ConvertCase) -> CaseResult {
     let plan = ConvertPlan::from_cu_seqlens(&case.cu_seqlens)?;
     let lens: Vec<_> = plan.entries().map(|(_, len)| len as usize).collect();
-    let padded = [case.b, case.max_seq_len, case.h, case.d].iter().try_fold(1_usize, |n, x| n.checked_mul(*x));
-    ensure(padded == Some(case.bshd.len()), || {
+    let padded = [case.b, case.max_seq_len, case.h, case.d]
+        .iter()
+        .try_fold(1_usize, |n, x| n.checked_mul(*x));
+    let rows = [case.b, case.h, case.d].iter().all(|n| (1..=1 << 12).contains(n));
+    ensure(rows && padded == Some(case.bshd.len()), || {
         format!("bshd has {} values, not those of its extents", case.bshd.len())
     })?;
     ensure(
@@ -53,7 +56,8 @@ pub(super) fn run<B: Device>(backend: &B, case: &ConvertCase) -> CaseResult {
     for from in FORMATS {
         for to in FORMATS {
             let (from, to) = (case.layout(from), case.layout(to));
-            one(backend, &plan, &rows, [from, to]).at(format!("{} to {}", from.format, to.format))?;
+            one(backend, &plan, &rows, [from, to])
+                .at(format!("{} to {}", from.format, to.format))?;
         }
     }
     Ok(Outcome::Holds)

@@ -304,16 +304,18 @@ fn direct(call: &str) -> Result<Config, CaseError> {
 /// A manager of the caller's own gets the same arguments by name.
 fn custom_manager<B: Device>(backend: &B) -> CaseResult {
     for paged in [false, true] {
-        let mut config = direct("NonPaged(max_batch_size=3,max_seqlen=8,num_heads=2,head_dim_k=4)")?;
+        let mut config =
+            direct("NonPaged(max_batch_size=3,max_seqlen=8,num_heads=2,head_dim_k=4)")?;
         config.head_dim_v = Some(6);
         if paged {
             (config.is_paged, config.page_size, config.total_num_pages) = (true, Some(4), Some(5));
         }
         let mut seen = None;
-        let params = InferenceParams::with_manager(backend.clone(), config.ours()?, |device, made| {
-            seen = Some(*made);
-            made.build(device)
-        })?;
+        let params =
+            InferenceParams::with_manager(backend.clone(), config.ours()?, |device, made| {
+                seen = Some(*made);
+                made.build(device)
+            })?;
         let seen = seen.ok_or("the factory was not called")?;
         let numbers = [seen.max_batch_size, seen.max_seqlen, seen.num_heads];
         same("max_batch_size, max_seqlen, num_heads", numbers, [3, 8, 2])?;

@@ -100,12 +100,14 @@ fn one_step<B: Device>(
 
 /// Prefix sums beyond what an f32 holds. Without layers, such lengths need no memory.
 fn exact_sums<B: Device>(backend: &B, sums: &[u32]) -> Result<(), CaseError> {
-    let lens: Option<Vec<_>> =
-        sums.windows(2).map(|pair| pair[1].checked_sub(pair[0])).collect();
+    let lens: Option<Vec<_>> = sums.windows(2).map(|pair| pair[1].checked_sub(pair[0])).collect();
     let mut lens = lens.ok_or("exact_cu falls")?;
     let batch = lens.len() as u32;
     let longest = lens.iter().copied().max().unwrap_or(0);
-    ensure(batch > 0 && longest <= 1 << 26, || format!("exact_cu {sums:?} is out of bounds"))?;
+    let total = sums.last().copied().unwrap_or(0);
+    ensure(batch > 0 && total <= 1 << 26 && sums[0] == 0, || {
+        format!("exact_cu {sums:?} is out of bounds")
+    })?;
     while lens.last() == Some(&0) {
         lens.pop();
     }

@@ -45,6 +45,8 @@ pub(super) fn run<B: Device>(backend: &B, case: &RopeCase) -> CaseResult {
         format!("y has {} values, shape {:?}", case.y.len(), case.shape)
     })?;
     ensure(case.start_positions.len() == batch as usize, || "not one start a sequence".to_owned())?;
+    let fits = |start: &u32| start.checked_add(tokens).is_some();
+    ensure(case.start_positions.iter().all(fits), || "start positions out of bounds".to_owned())?;
     let positions = positions(backend, case)?;
     let rope = case.rope();
     let rotated = f64::from(dim) * case.rotary_percent;
@@ -53,8 +55,7 @@ pub(super) fn run<B: Device>(backend: &B, case: &RopeCase) -> CaseResult {
     for (row, position) in positions.iter().enumerate() {
         let sequence = row as u32 / tokens;
         for head in 0..heads {
-            let x: Vec<_> =
-                (0..dim).map(|d| mix([sequence, *position, head, d, 0, 1])).collect();
+            let x: Vec<_> = (0..dim).map(|d| mix([sequence, *position, head, d, 0, 1])).collect();
             for (d, got) in rope.rotate(&x, *position).into_iter().enumerate() {
                 let expected = case.y[at];
                 ensure((got - expected).abs() <= 1e-6, || {
@@ -74,8 +75,9 @@ pub(super) fn run<B: Device>(backend: &B, case: &RopeCase) -> CaseResult {
 /// written.
 fn positions<B: Device>(backend: &B, case: &RopeCase) -> Result<Vec<u32>, CaseError> {
     let [batch, tokens, ..] = case.shape;
-    let longest = case.start_positions.iter().max().copied().unwrap_or(0).checked_add(tokens);
-    let longest = longest.filter(|n| *n <= 1 << 24).ok_or("start positions out of bounds")?;
+    let total: u64 = case.start_positions.iter().map(|start| u64::from(start + tokens)).sum();
+    ensure(total <= 1 << 24, || "start positions out of bounds".to_owned())?;
+    let longest = case.start_positions.iter().max().copied().unwrap_or(0) + tokens;
     let spec = CacheSpec::builder().layers_on_demand().kv_heads(1).head_dim(1);
     let mut cache = KvCache::new(backend.clone(), spec.contiguous(batch, longest).build()?)?;
     let (mut prefix, mut step) = (Vec::new(), Vec::new());

@@ -20,7 +20,8 @@ pub(super) struct Trace {
 
 #[derive(Debug, Deserialize)]
 struct Step {
-    step: Vec<(u64, u32)>,
+    #[serde(rename = "step")]
+    entries: Vec<(u64, u32)>,
     batch: Vec<u64>,
     len: Vec<u32>,
     pre: Vec<u32>,
@@ -50,7 +51,7 @@ pub(super) fn run<B: Device>(backend: &B, trace: &Trace) -> CaseResult {
                 if trace.reset_before.contains(&index) {
                     replay.reset().at(format!("{key}, reset before step {index}"))?;
                 }
-                let place = || format!("{key}, step {index} {:?}", step.step);
+                let place = || format!("{key}, step {index} {:?}", step.entries);
                 replay.step(backend, step, &key).at(place())?;
             }
         }
@@ -60,7 +61,7 @@ pub(super) fn run<B: Device>(backend: &B, trace: &Trace) -> CaseResult {
 
 /// Batch entries and tokens of tensors padded for graph capture.
 fn padding(trace: &Trace) -> Result<[usize; 2], CaseError> {
-    let longest = trace.steps.iter().flat_map(|step| &step.step).map(|(_, n)| *n).max();
+    let longest = trace.steps.iter().flat_map(|step| &step.entries).map(|(_, n)| *n).max();
     let tokens = trace.config.max_ctx_len.unwrap_or(0).max(longest.unwrap_or(0));
     let most = trace.config.max_sequence_length;
     ensure(tokens <= most.max(1), || {
@@ -97,9 +98,10 @@ impl<'t, B: Device> Replay<'t, B> {
     }
 
     fn step(&mut self, backend: &B, step: &'t Step, key: &str) -> Result<(), CaseError> {
-        self.params.pre_step(&step.step)?;
+        self.params.pre_step(&step.entries)?;
         let before = |id: &u64| self.lens.get(id).copied().unwrap_or(0);
-        let entries: Vec<Entry> = step.step.iter().map(|(id, n)| (*id, before(id), *n)).collect();
+        let entries: Vec<Entry> =
+            step.entries.iter().map(|(id, n)| (*id, before(id), *n)).collect();
         self.check_arrays(step)?;
         if let Some(shapes) = step.ret.as_ref().and_then(|ret| ret.get(key)) {
             self.shapes = Some(*shapes);
@@ -124,7 +126,11 @@ impl<'t, B: Device> Replay<'t, B> {
         same("batch", rows.iter().map(|row| row.id.0).collect(), step.batch.clone())?;
         same("len", rows.iter().map(|row| row.len).collect(), step.len.clone())?;
         let pre: Vec<_> = step.pre.iter().copied().take(rows.len()).collect();
-        same("pre", self.params.get_seqlens_pre_step().iter().copied().take(rows.len()).collect(), pre)?;
+        same(
+            "pre",
+            self.params.get_seqlens_pre_step().iter().copied().take(rows.len()).collect(),
+            pre,
+        )?;
         same("cu_q", self.params.cu_seqlens_q(), &step.cu_q)?;
         same("cu_kv", self.params.cu_seqlens_kv(), &step.cu_kv)
     }

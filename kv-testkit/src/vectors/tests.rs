@@ -1,0 +1,182 @@
+//! Readers on damaged, lying and unknown files.
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use kv_core::backend::NullBackend;
+
+use super::*;
+use crate::device::Shared;
+use crate::rng::Rng;
+
+/// A folder of its own, gone with the value.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(test: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("kv-testkit-{}-{test}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+    fn with(&self, name: &str, content: impl AsRef<[u8]>) -> &Self {
+        let path = self.0.join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+        self
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn testdata(name: &str) -> Vec<u8> {
+    fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata").join(name)).unwrap()
+}
+
+fn bad(found: &[Found]) -> Vec<&str> {
+    found
+        .iter()
+        .filter_map(|found| match found {
+            Found::Bad { why, .. } => Some(why.as_str()),
+            _ => None,
+        })
+        .collect()
+}
+
+#[test]
+fn own_vectors_are_all_known() {
+    let found = own();
+    assert!(found.len() > 80, "{} found", found.len());
+    assert_eq!(bad(&found), Vec::<&str>::new());
+    assert!(found.iter().all(|found| matches!(found, Found::Vector { .. })));
+}
+
+#[test]
+fn an_empty_folder_and_a_missing_one_are_failures() {
+    let folder = Folder::new("empty");
+    folder.with("README.md", "words").with("make.py", "pass");
+    assert!(bad(&find(&folder.0))[0].contains("no vector file"));
+    assert_eq!(bad(&find(&folder.0.join("missing"))).len(), 1);
+}
+
+#[test]
+fn unknown_files_are_failures_and_pending_ones_are_skipped() {
+    let folder = Folder::new("unknown");
+    folder
+        .with("a.json", r#"{"schema": "te-trace/2"}"#)
+        .with("b.json", r#"{"name": "no schema"}"#)
+        .with("c.json", "[]")
+        .with("d.csv", "1,2")
+        .with("e.bin", "x")
+        .with("f.f16", "xx")
+        .with("g.json", r#"{"schema": "te-trace/1", "steps": 3}"#)
+        .with("h.json", r#"{"schema": "te-errors/1"}"#)
+        .with("i.safetensors", "short");
+    let found = find(&folder.0);
+    assert_eq!(bad(&found).len(), 9, "{found:?}");
+    for (why, letter) in bad(&found).iter().zip("abcdefghi".chars()) {
+        assert!(why.contains(&format!("/{letter}.")), "{why} does not name {letter}");
+    }
+    let folder = Folder::new("pending");
+    folder
+        .with("quant/meta.json", r#"{"schema": "quant-meta/1"}"#)
+        .with("quant/k.f16", "xx")
+        .with("quant/e4m3fn_decode.csv", "")
+        .with("quant/f32_to_fp8_encode.csv", "")
+        .with("vllm/a.json", r#"{"schema": "vllm-scenario/1"}"#)
+        .with("vllm/b.json", r#"{"schema": "vllm-fuzz/1"}"#);
+    let found = find(&folder.0);
+    let skipped = |found: &Found| match found {
+        Found::Skipped { why, .. } => Some(why.clone()),
+        _ => None,
+    };
+    let reasons: Vec<_> = found.iter().filter_map(skipped).collect();
+    assert_eq!(reasons.len(), 5, "{found:?}");
+    assert!(reasons[..3].iter().all(|why| why == "not yet: quant"));
+    assert!(reasons[3..].iter().all(|why| why == "not yet: vllm"));
+}
+
+#[test]
+fn one_bad_case_fails_alone() {
+    let folder = Folder::new("cases");
+    let text = r#"{"schema": "te-rope/1", "cases": [{"name": "x", "base": "many"}, {"base": 1.0,
+        "rotary_percent": 1.0, "interleaved": false, "max_seq": 4, "start_positions": [0],
+        "shape": [1, 1, 1, 2], "y": [0.0, 0.0], "a_new_field": 1}]}"#;
+    folder.with("rope.json", text);
+    let found = find(&folder.0);
+    assert_eq!((found.len(), bad(&found).len()), (2, 1));
+    assert!(bad(&found)[0].contains("case x"));
+}
+
+/// Runs whatever a folder holds; nothing may panic. The device computes nothing, so most fail.
+fn run_all(folder: &Folder) -> usize {
+    let backend = Shared::new(NullBackend::new());
+    let mut failed = 0;
+    for found in find(&folder.0) {
+        match found {
+            Found::Vector { job, .. } => match run(&backend, &job) {
+                Ok(_) => {}
+                Err(error) => {
+                    let name = folder.0.to_string_lossy();
+                    assert!(error.to_string().contains(&*name), "{error} names no file");
+                    failed += 1;
+                }
+            },
+            Found::Bad { .. } => failed += 1,
+            Found::Skipped { .. } => {}
+        }
+    }
+    failed
+}
+
+#[test]
+fn truncated_files_fail_and_never_panic() {
+    let mut rng = Rng::new(3);
+    let files = ["te/page_reuse.json", "te/quirks.json", "attention/attention_1011.safetensors"];
+    for (index, file) in files.into_iter().enumerate() {
+        let bytes = testdata(file);
+        let name = Path::new(file).file_name().unwrap().to_str().unwrap();
+        for _ in 0..25 {
+            let len = rng.below(bytes.len() as u32) as usize;
+            let folder = Folder::new(&format!("cut-{index}"));
+            folder.with(name, &bytes[..len]);
+            assert!(run_all(&folder) > 0, "{file} cut to {len} bytes passed");
+        }
+    }
+}
+
+#[test]
+fn lying_files_never_panic() {
+    let mut rng = Rng::new(4);
+    let files = [
+        "te/page_reuse.json",
+        "te/dyn_nonpaged_b6.json",
+        "te/errors.json",
+        "te/quirks.json",
+        "te/rope.json",
+        "te/convert.json",
+        "attention/attention_1011.safetensors",
+    ];
+    for (index, file) in files.into_iter().enumerate() {
+        let original = testdata(file);
+        let name = Path::new(file).file_name().unwrap().to_str().unwrap();
+        // The head of a file says what it is; its digits are what it claims.
+        let head = original.len().min(3000);
+        // The file of quirks has a step of 2^24 tokens.
+        let rounds = if file.ends_with("quirks.json") { 3 } else { 15 };
+        for _ in 0..rounds {
+            let mut bytes = original.clone();
+            for _ in 0..rng.within(1, 4) {
+                let at = rng.below(head as u32) as usize;
+                if let Some(digit) = bytes[at..].iter().position(u8::is_ascii_digit) {
+                    bytes[at + digit] = b'0' + rng.below(10) as u8;
+                }
+            }
+            let folder = Folder::new(&format!("lie-{index}"));
+            folder.with(name, &bytes);
+            run_all(&folder);
+        }
+    }
+}
