@@ -30,6 +30,7 @@ const STAGES: &[Stage] = &[
     ("unit and API tests, benches once", unit_tests),
     ("doc tests", doc_tests),
     ("conformance", conform),
+    ("conformance of all CPU kernels", conform_kernels),
     ("kv-cli in release", heavy_tests),
     ("rustdoc", rustdoc),
     ("features", features),
@@ -139,6 +140,17 @@ fn conform(_: &Workspace) -> Result<Outcome> {
     let total = conformance::run(&conformance::Options::default())?;
     if !total.is_clean() {
         bail!("{total}");
+    }
+    Ok(Outcome::Passed)
+}
+
+/// The stage before has used the best kernels of this machine; a run takes seconds once it is built.
+fn conform_kernels(_: &Workspace) -> Result<Outcome> {
+    for isa in ["scalar", "avx2", "neon"] {
+        let total = conformance::run_cpu_kernels(isa)?;
+        if !total.is_clean() {
+            bail!("{isa}: {total}");
+        }
     }
     Ok(Outcome::Passed)
 }
