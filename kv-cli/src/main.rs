@@ -23,6 +23,7 @@ mod sampler;
 mod scheduler;
 mod session;
 mod text;
+mod threads;
 mod weights;
 
 use std::io::Write;
@@ -44,6 +45,9 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
+    if matches!(cli.command, Command::Generate(_)) {
+        threads::settle();
+    }
     // Inside the pool that candle and the CPU backend work on: a step of a small model has a
     // hundred operations, and handing each over from a thread outside costs more than doing it.
     match panic::catch_unwind(AssertUnwindSafe(|| rayon::scope(|_| run(&cli)))) {

@@ -1,7 +1,7 @@
 //! Rotary position embedding of Q and K rows.
 //!
-//! Pair `i` of a row turns by `position * theta^(-2i / rotary_dim)` (Su et al., "`RoFormer`", 2021).
-//! Angles are made in f64 once a step and serve every layer; the rotation itself is f32.
+//! Pair `i` of a row turns by `position * theta^(-2i / rotary_dim)` (Su et al., "`RoFormer`",
+//! 2021). Angles are made in f64 once a step and serve every layer; the rotation itself is f32.
 use std::f64::consts::TAU;
 
 use crate::num::{to_f32, to_usize};

@@ -14,6 +14,10 @@ impl Text {
     pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
         let describe = || path.display().to_string();
         let bytes = std::fs::read(path).with_context(describe)?;
+        // tokenizers 0.23 panics on some files that are no JSON at all.
+        serde_json::from_slice::<serde::de::IgnoredAny>(&bytes)
+            .context("not a tokenizer.json")
+            .with_context(describe)?;
         let mut tokenizer = Tokenizer::from_bytes(&bytes)
             .map_err(|error| anyhow!("not a tokenizer.json: {error}"))
             .with_context(describe)?;

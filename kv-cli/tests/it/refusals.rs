@@ -161,6 +161,10 @@ fn a_tokenizer_that_does_not_fit_is_refused() {
         model.write("tokenizer.json", text);
         fails(&generate(&model, &[]), 1, "tokenizer.json: not a tokenizer.json");
     }
+    let model = ModelDir::copy();
+    let good = fs::read_to_string(model.file("tokenizer.json")).expect("tokenizer.json");
+    model.write("tokenizer.json", good.replacen("\"Fuse\"", "\"Fuse\", 9", 1));
+    fails(&generate(&model, &[]), 1, "tokenizer.json: not a tokenizer.json");
     // Its tokens reach beyond a vocabulary that was cut.
     let model = ModelDir::copy();
     model.set("vocab_size", Some(json!(300)));
