@@ -31,6 +31,8 @@ pub(crate) struct Options {
     pub(crate) vectors: Vec<PathBuf>,
     /// Further arguments of the runner: those of libtest, first of all a part of a case's name.
     pub(crate) args: Vec<OsString>,
+    /// Kernels of the CPU backend to use instead of the best of this machine.
+    isa: Option<&'static str>,
 }
 
 /// How many cases ended how.
@@ -91,6 +93,19 @@ pub(crate) fn run(options: &Options) -> Result<Counts> {
     Ok(total)
 }
 
+/// Runs the suite on one set of kernels of the CPU backend; a machine that lacks it skips.
+pub(crate) fn run_cpu_kernels(isa: &'static str) -> Result<Counts> {
+    let workspace = Workspace::load()?;
+    if let Some(why) = why_not(&workspace, "cpu") {
+        println!("cpu: {why}");
+        return Ok(Counts::default());
+    }
+    let options = Options { isa: Some(isa), ..Options::default() };
+    let (line, counts) = run_backend(&workspace, "cpu", false, &options)?;
+    println!("cpu with {isa} kernels: {line}");
+    Ok(counts)
+}
+
 /// The backends to run, and whether each was asked for by name.
 fn chosen(asked: &[String]) -> Result<Vec<(&'static str, bool)>> {
     if asked.is_empty() {
@@ -139,6 +154,9 @@ fn run_backend(
         command.arg("--vectors").arg(vectors);
     }
     command.args(&options.args).env(REPORT, &report);
+    if let Some(isa) = options.isa {
+        command.env("KV_CPU_ISA", isa);
+    }
     let ended = shell::run(&mut command);
     if options.args.iter().any(|arg| arg == "--list") {
         ended?;

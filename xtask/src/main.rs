@@ -29,6 +29,7 @@ Usage: cargo xtask COMMAND
       --vectors DIR    the vector files found under DIR instead of the suite (repeatable)
       [-- ARG...]      to the runner, as to libtest: a part of a case's name, --list, --exact
   tidy                 rules about files, crates and documents that no compiler checks
+      --fix            first break comments anew where lines are too long
   setup                what the suites need on this machine, installed where that is possible
   bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
   help                 this text
@@ -37,7 +38,7 @@ Usage: cargo xtask COMMAND
 enum Command {
     Test,
     Conformance(conformance::Options),
-    Tidy,
+    Tidy { fix: bool },
     Setup,
     Bench(Vec<OsString>),
     Help,
@@ -68,7 +69,12 @@ fn run(command: Command) -> Result<ExitCode> {
             let total = conformance::run(&options)?;
             return Ok(if total.is_clean() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
-        Command::Tidy => tidy::run()?,
+        Command::Tidy { fix } => {
+            if fix {
+                tidy::fix()?;
+            }
+            tidy::run()?;
+        }
         Command::Setup => setup::run()?,
         Command::Bench(args) => bench::run(&args)?,
         Command::Help => print!("{HELP}"),
@@ -89,15 +95,16 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "conformance" => return parse_conformance(parser),
         "bench" => return Ok(Command::Bench(parser.raw_args()?.collect())),
         "test" => Command::Test,
-        "tidy" => Command::Tidy,
+        "tidy" => Command::Tidy { fix: false },
         "setup" => Command::Setup,
         "help" => Command::Help,
         other => bail!("unknown command {other:?}"),
     };
-    match parser.next()? {
-        None => Ok(command),
-        Some(Arg::Short('h') | Arg::Long("help")) => Ok(Command::Help),
-        Some(other) => Err(other.unexpected().into()),
+    match (parser.next()?, command) {
+        (None, command) => Ok(command),
+        (Some(Arg::Long("fix")), Command::Tidy { .. }) => Ok(Command::Tidy { fix: true }),
+        (Some(Arg::Short('h') | Arg::Long("help")), _) => Ok(Command::Help),
+        (Some(other), _) => Err(other.unexpected().into()),
     }
 }
 
@@ -153,7 +160,9 @@ mod tests {
 
     #[test]
     fn wrong_usage_is_refused() {
-        for line in ["", "tests", "test now", "tidy --fast", "conformance --backends cpu"] {
+        for line in
+            ["", "tests", "test now", "tidy --fast", "test --fix", "conformance --backends cpu"]
+        {
             assert!(parsed(line).is_err(), "{line:?}");
         }
     }

@@ -5,6 +5,7 @@ mod crates;
 mod markdown;
 mod source;
 mod strip;
+mod wrap;
 
 use std::fmt;
 use std::fs;
@@ -38,6 +39,24 @@ impl fmt::Display for Problem {
             line => write!(f, "{}:{line}: {}", self.place, self.rule),
         }
     }
+}
+
+/// Breaks comments anew where lines are too long.
+pub(crate) fn fix() -> Result<()> {
+    for path in files_below(&shell::root())? {
+        if path.extension().is_none_or(|extension| extension != "rs") {
+            continue;
+        }
+        let text =
+            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let wrapped = wrap::wrap(&text, source::COLUMNS_MAX);
+        if wrapped != text {
+            println!("{}", path.display());
+            fs::write(&path, wrapped)
+                .with_context(|| format!("cannot write {}", path.display()))?;
+        }
+    }
+    Ok(())
 }
 
 /// Checks every rule; warns of what is only unusual.

@@ -1,7 +1,8 @@
 //! Rules about one source file.
 use super::{Problem, crates, strip};
 
-const COLUMNS_MAX: usize = 100;
+/// Columns of a line.
+pub(super) const COLUMNS_MAX: usize = 100;
 const LINES_EXPECTED: usize = 400;
 const LINES_MAX: usize = 800;
 const TEST_LINES_MAX: usize = 150;
