@@ -124,6 +124,11 @@ pub(crate) fn same<T: PartialEq + fmt::Debug>(
     ensure(got == expected, || format!("{what}: expected {expected:?}, got {got:?}"))
 }
 
+/// Tells a device's refusal of one kind from all others.
+pub(crate) fn device_error(kind: DeviceErrorKind) -> impl Fn(&CacheError) -> bool + Copy {
+    move |error| matches!(error, CacheError::Device(device) if device.kind() == kind)
+}
+
 /// Fails unless the call was refused with an error that `fits`.
 pub(crate) fn refused<T>(
     what: impl fmt::Display,

@@ -141,7 +141,8 @@ impl<Buf> Staged<Buf> {
         Ok(Self { layout, tensor, buffer })
     }
 
-    /// An output full of NaN: on the device, or on the host where `place` says so and the backend can.
+    /// An output full of NaN: on the device, or on the host where `place` says so and the backend
+    /// can.
     pub(crate) fn output<B: Backend<Buffer = Buf>>(
         backend: &B,
         queue: &mut B::Queue,

@@ -1,5 +1,5 @@
-//! The one place that knows what is right: oracles in f64, the naive model of a cache, golden vectors
-//! and the conformance cases that hold every backend to them.
+//! The one place that knows what is right: oracles in f64, the naive model of a cache, golden
+//! vectors and the conformance cases that hold every backend to them.
 //!
 //! A backend crate calls [`run`] from `tests/conformance.rs` (`harness = false`):
 //!
@@ -26,7 +26,7 @@
     clippy::float_cmp,
     clippy::exhaustive_enums,
     clippy::exhaustive_structs,
-    reason = "an oracle must be readable as the formula it states, and a panic here is a failed case"
+    reason = "an oracle must read as the formula it states, and a panic here is a failed case"
 )]
 mod case;
 pub mod device;

@@ -1,5 +1,5 @@
-//! Seeded random numbers: the same on every machine, so that a seed in a message is enough to see the
-//! failure again.
+//! Seeded random numbers: the same on every machine, so that a seed in a message is enough to see
+//! the failure again.
 
 /// `SplitMix64` (Steele, Lea, Flood 2014): one addition and a mix per number.
 #[derive(Debug, Clone)]
@@ -49,8 +49,8 @@ impl Rng {
     }
 }
 
-/// Value of one element in te-trace files and wherever content must say where it belongs: a multiple
-/// of 1/64 in -2..2, exact in every stored format.
+/// Value of one element in te-trace files and wherever content must say where it belongs: a
+/// multiple of 1/64 in -2..2, exact in every stored format.
 pub fn mix(place: [u32; 6]) -> f32 {
     f32::from(mix_code(place)) / 64.0
 }

@@ -1,9 +1,10 @@
 //! How far from the oracle a result may be, derived and never typed in.
 //!
-//! A result passes when its error is at most twice the error of the plain straightforward computation
-//! in the same input precision, plus one ulp of the output format. The plain computation's error is
-//! the largest of every order its loops may have, taken over the whole tensor, relative to what a
-//! first-order analysis says each element's error is proportional to: so no lucky element decides.
+//! A result passes when its error is at most twice the error of the plain straightforward
+//! computation in the same input precision, plus one ulp of the output format. The plain
+//! computation's error is the largest of every order its loops may have, taken over the whole
+//! tensor, relative to what a first-order analysis says each element's error is proportional to: so
+//! no lucky element decides.
 use kv_core::DType;
 
 use crate::oracle::{round, ulp};
@@ -19,8 +20,8 @@ pub struct Reference<'a> {
     pub magnitude: &'a [f64],
     /// Element type of the output.
     pub dtype: DType,
-    /// Least relative error to reckon with: that of the plain computation on more inputs of the same
-    /// kind, for tensors too small to show it.
+    /// Least relative error to reckon with: that of the plain computation on more inputs of the
+    /// same kind, for tensors too small to show it.
     pub floor: f64,
 }
 
@@ -50,8 +51,8 @@ impl Reference<'_> {
             let near = got == exact || (exact.is_finite() && (got - exact).abs() <= limit);
             if !near {
                 return Err(format!(
-                    "{what}: element {i} of {} is {got:e}, expected {exact:e} within {limit:e} (plain \
-                     computation: {:e})",
+                    "{what}: element {i} of {} is {got:e}, expected {exact:e} within {limit:e} \
+                     (plain computation: {:e})",
                     self.exact.len(),
                     self.plain[0][i]
                 ));

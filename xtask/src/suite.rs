@@ -144,7 +144,8 @@ fn conform(_: &Workspace) -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// The stage before has used the best kernels of this machine; a run takes seconds once it is built.
+/// The stage before has used the best kernels of this machine; a run takes seconds once it is
+/// built.
 fn conform_kernels(_: &Workspace) -> Result<Outcome> {
     for isa in ["scalar", "avx2", "neon"] {
         let total = conformance::run_cpu_kernels(isa)?;

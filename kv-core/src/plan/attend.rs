@@ -265,8 +265,8 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
     pub fn out(&mut self) -> &mut TokenTensorMut<'a, Buf> {
         &mut self.out
     }
-    /// Log-sum-exp of every query and head, one value a row; negative infinity where a query sees
-    /// nothing, and for padding.
+    /// Log-sum-exp of every query and head, one value a row. Where a query sees nothing it is the
+    /// sink's logit, or negative infinity without sinks; for padding, negative infinity.
     pub fn lse(&mut self) -> Option<&mut TokenTensorMut<'a, Buf>> {
         self.lse.as_mut()
     }

@@ -21,9 +21,9 @@ const REPORT: &str = "KV_CONFORMANCE_REPORT";
 ///
 /// Every case runs twice: on the backend's own type (`name::case`) and erased (`any(name)::case`).
 ///
-/// Arguments are those of libtest, and `--vectors DIR` (repeatable), which runs the vector files under
-/// DIR instead of the suite, and `--backend NAME`: a backend of this name must open, another one has
-/// nothing to run. The last line of output is `N passed, N failed, N skipped`.
+/// Arguments are those of libtest, and `--vectors DIR` (repeatable), which runs the vector files
+/// under DIR instead of the suite, and `--backend NAME`: a backend of this name must open, another
+/// one has nothing to run. The last line of output is `N passed, N failed, N skipped`.
 pub fn run<B: Backend>(name: &'static str, open: impl Fn() -> Result<B, DeviceError>) -> ExitCode {
     let args = match Args::parse(std::env::args()) {
         Ok(args) => args,

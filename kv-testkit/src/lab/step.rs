@@ -222,7 +222,8 @@ fn stored(layers: &[LayerShape], rows: &Rows) -> Rows {
         .collect()
 }
 
-/// Where queries stand: the last ones of each sequence, at 0 while there are more queries than keys.
+/// Where queries stand: the last ones of each sequence, at 0 while there are more queries than
+/// keys.
 fn positions(inputs: &[(u64, Brings)], after: &Model) -> Vec<u32> {
     let entry = |(id, brings): &(u64, Brings)| {
         let (len, queries) = (after.len(seq(*id)).unwrap_or(0), brings.counts().1 as u32);

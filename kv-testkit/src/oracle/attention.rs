@@ -1,7 +1,7 @@
 //! Attention as its formula states it.
 //!
-//! The same code computes the reference in f64 and, in f32, the plain straightforward computation that
-//! tolerances are derived from.
+//! The same code computes the reference in f64 and, in f32, the plain straightforward computation
+//! that tolerances are derived from.
 use std::ops::{Add, Div, Mul};
 
 /// f64 for the reference, f32 for the plain computation.
@@ -91,11 +91,11 @@ pub struct Attention {
 pub struct Attended {
     /// Weighted sums of values; 0 where a query sees nothing.
     pub out: Vec<f64>,
-    /// Log-sum-exp of the scores, sinks included: the sink alone where a query sees nothing, negative
-    /// infinity where there is no sink either.
+    /// Log-sum-exp of the scores, sinks included: the sink alone where a query sees nothing,
+    /// negative infinity where there is no sink either.
     pub lse: Vec<f64>,
-    /// What rounding errors in `out` are proportional to: the terms of the sum, and what a change of a
-    /// score by its own terms does to it. Of the reference alone, as the next.
+    /// What rounding errors in `out` are proportional to: the terms of the sum, and what a change
+    /// of a score by its own terms does to it. Of the reference alone, as the next.
     pub magnitude: Vec<f64>,
     /// The same for `lse`.
     pub lse_magnitude: Vec<f64>,

@@ -270,8 +270,8 @@ fn batch_invariant<B: Device>(backend: &B) -> CaseResult {
                 && bits(&alone.lse[0][0]) == bits(&crowd.lse[0][0]);
             ensure(equal, || {
                 format!(
-                    "{queries} queries over {context} tokens: other bits beside {neighbours:?} than \
-                     alone"
+                    "{queries} queries over {context} tokens: other bits beside {neighbours:?} \
+                     than alone"
                 )
             })?;
         }

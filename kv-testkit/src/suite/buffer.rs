@@ -3,7 +3,7 @@ use kv_core::DeviceErrorKind;
 use kv_core::backend::Queue;
 
 use super::case;
-use crate::case::{At, Case, CaseError, CaseResult, Outcome, refused, same};
+use crate::case::{At, Case, CaseError, CaseResult, Outcome, device_error, refused, same};
 use crate::device::{Device, fetch};
 use crate::rng::Rng;
 
@@ -79,7 +79,7 @@ fn out_of_range<B: Device>(backend: &B) -> CaseResult {
     let buffer = backend.alloc(64)?;
     for (at, bytes) in [(64_u64, 4_u64), (60, 8), (u64::MAX - 3, 8), (1 << 40, 4)] {
         let src = vec![1; bytes as usize];
-        let range = |error: &kv_core::CacheError| matches!(error, kv_core::CacheError::Device(e) if e.kind() == DeviceErrorKind::OutOfRange);
+        let range = device_error(DeviceErrorKind::OutOfRange);
         let place = |what: &str| format!("{what} of {bytes} bytes at {at} of 64");
         refused(place("upload"), queue.upload(&buffer, at, &src), range)?;
         refused(place("download"), queue.download(&buffer, at, bytes), range)?;

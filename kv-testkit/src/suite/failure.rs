@@ -6,7 +6,7 @@ use kv_core::{
 };
 
 use super::{case, small};
-use crate::case::{Case, CaseError, CaseResult, Outcome, ensure, refused};
+use crate::case::{Case, CaseError, CaseResult, Outcome, device_error, ensure, refused};
 use crate::device::{Device, Place, Shared, erased};
 use crate::lab::{Brings, How, Lab, seq, unchanged};
 
@@ -196,7 +196,7 @@ fn device_ranges<B: Device>(backend: &B) -> CaseResult {
     let before = lab.state();
     let small = backend.alloc(64)?;
     let large = backend.alloc(1024)?;
-    let range = |error: &CacheError| matches!(error, CacheError::Device(e) if e.kind() == DeviceErrorKind::OutOfRange);
+    let range = device_error(DeviceErrorKind::OutOfRange);
     let view = |buffer, offset| TensorView::device(DType::F32, buffer, offset, &[3, 2, 8]);
     let mut step = lab.cache.begin_step(&[StepInput::count(seq(1), 3)])?;
     let format = QkvFormat::Thd;
@@ -236,11 +236,7 @@ fn host_output<B: Device>(backend: &B) -> CaseResult {
         done?;
         ensure(out.iter().all(|x| x.is_finite()), || format!("out holds {out:?}"))?;
     } else {
-        refused(
-            "a host output",
-            done,
-            |error| matches!(error, CacheError::Device(e) if e.kind() == DeviceErrorKind::Unsupported),
-        )?;
+        refused("a host output", done, device_error(DeviceErrorKind::Unsupported))?;
     }
     Ok(Outcome::Holds)
 }
@@ -250,7 +246,7 @@ fn foreign<B: Device>(backend: &B) -> CaseResult {
     let any = erased(backend);
     let other = kv_core::AnyBackend::new(kv_core::backend::NullBackend::new());
     let (stranger, own) = (other.alloc(1024)?, any.alloc(1024)?);
-    let foreign = |error: &CacheError| matches!(error, CacheError::Device(e) if e.kind() == DeviceErrorKind::ForeignHandle);
+    let foreign = device_error(DeviceErrorKind::ForeignHandle);
     let mut queue = any.queue()?;
     refused("upload", queue.upload(&stranger, 0, &[0; 4]), foreign)?;
     refused("download", queue.download(&stranger, 0, 4), foreign)?;

@@ -214,8 +214,8 @@ fn copies<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Copied tokens are the source's, blocks nobody copied to are untouched; what follows a partial copy
-/// is free.
+/// Copied tokens are the source's, blocks nobody copied to are untouched; what follows a partial
+/// copy is free.
 fn check_copied(
     before: &[u8],
     after: &[u8],

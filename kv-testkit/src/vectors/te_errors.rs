@@ -1,4 +1,5 @@
-//! `te-errors/1`: what TransformerEngine refuses, ours refuses with a typed error and without a trace.
+//! `te-errors/1`: what TransformerEngine refuses, ours refuses with a typed error and without a
+//! trace.
 use std::collections::BTreeMap;
 
 use kv_core::{CacheError, DType, InferenceParams, TensorView};

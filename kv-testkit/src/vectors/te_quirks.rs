@@ -28,7 +28,8 @@ struct Step {
     intended_len: BTreeMap<u64, u32>,
 }
 
-/// Runs the steps in every format: the intended lengths and rows, or a refusal that changes nothing.
+/// Runs the steps in every format: the intended lengths and rows, or a refusal that changes
+/// nothing.
 pub(super) fn run<B: Device>(backend: &B, quirk: &Quirk) -> CaseResult {
     if let Some(sums) = &quirk.exact_cu {
         exact_sums(backend, sums)?;

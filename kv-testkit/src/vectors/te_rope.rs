@@ -60,8 +60,8 @@ pub(super) fn run<B: Device>(backend: &B, case: &RopeCase) -> CaseResult {
                 let expected = case.y[at];
                 ensure((got - expected).abs() <= 1e-6, || {
                     format!(
-                        "sequence {sequence}, position {position}, head {head}, value {d}: expected \
-                         {expected}, got {got}"
+                        "sequence {sequence}, position {position}, head {head}, value {d}: \
+                         expected {expected}, got {got}"
                     )
                 })?;
                 at += 1;
