@@ -14,6 +14,7 @@ mod any;
 mod null;
 
 use std::fmt;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 pub use any::{AnyBackend, AnyBuffer, AnyFence, AnyQueue, AnyReadback};
@@ -106,6 +107,25 @@ pub trait Backend: fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// `Lost` or `Driver`.
     fn queue(&self) -> Result<Self::Queue, DeviceError>;
+}
+
+/// A shared backend is the backend: several caches may live on one device without erasing it.
+impl<B: Backend> Backend for Arc<B> {
+    type Buffer = B::Buffer;
+    type Queue = B::Queue;
+
+    fn name(&self) -> &'static str {
+        B::name(self)
+    }
+    fn capabilities(&self) -> &Capabilities {
+        B::capabilities(self)
+    }
+    fn alloc(&self, bytes: u64) -> Result<Self::Buffer, DeviceError> {
+        B::alloc(self, bytes)
+    }
+    fn queue(&self) -> Result<Self::Queue, DeviceError> {
+        B::queue(self)
+    }
 }
 
 /// An ordered lane of work: a CUDA stream, a wgpu encoder with its queue, or the calling thread.
