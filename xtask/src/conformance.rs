@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use crate::shell;
-use crate::workspace::Workspace;
+use crate::workspace::{Package, Workspace};
+use crate::{shell, suite};
 
 /// Name of the runner among a backend crate's test targets.
 pub(crate) const TEST_TARGET: &str = "conformance";
@@ -124,8 +124,12 @@ fn why_not(workspace: &Workspace, backend: &str) -> Option<String> {
     let Some(package) = workspace.package(&format!("kv-{backend}")) else {
         return Some("not in this workspace yet".to_owned());
     };
-    let runs = package.targets_of("test").any(|target| target.name == TEST_TARGET);
-    (!runs).then(|| format!("{} has no tests/{TEST_TARGET}.rs yet", package.name))
+    (!runner(package)).then(|| format!("{} has no tests/{TEST_TARGET}.rs yet", package.name))
+}
+
+/// Whether a crate has a runner.
+fn runner(package: &Package) -> bool {
+    package.targets_of("test").any(|target| target.name == TEST_TARGET)
 }
 
 fn run_backend(
@@ -144,8 +148,15 @@ fn run_backend(
         }
         _ => {}
     }
-    let package = format!("kv-{backend}");
-    let mut command = shell::cargo(["test", "--package", &package, "--test", TEST_TARGET, "--"]);
+    // The choice of crates is that of the other tests, so that what those have built is used; only
+    // the runners of other backends are left out.
+    let mut command = shell::cargo(["test", "--workspace", "--exclude", suite::HEAVY]);
+    for package in &workspace.packages {
+        if package.name != format!("kv-{backend}") && runner(package) {
+            command.args(["--exclude", &package.name]);
+        }
+    }
+    command.args(["--test", TEST_TARGET, "--"]);
     if asked {
         // A device that cannot be opened is then a failure, not a skipped case.
         command.args(["--backend", backend]);
