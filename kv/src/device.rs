@@ -8,8 +8,8 @@ use crate::Error;
 
 /// Which device to open, such as `cpu` or `cuda:0`.
 ///
-/// Every backend of the project has a name here, whether it was built in or not, so that a refusal can
-/// say which feature is missing.
+/// Every backend of the project has a name here, whether it was built in or not, so that a refusal
+/// can say which feature is missing.
 ///
 /// ```
 /// use kv::Device;
