@@ -2,7 +2,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
-use kv::{DeviceSpec, KvFormat};
+use kv::{Device, KvFormat};
 
 use crate::memory::Bytes;
 
@@ -81,7 +81,7 @@ pub(crate) struct GenerateArgs {
 
     /// Where the cache lives: cpu, wgpu:INDEX or cuda:INDEX, as far as they were built in
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
-    pub(crate) backend: DeviceSpec,
+    pub(crate) backend: Device,
 
     /// Stored format of K and V: f32, f16 or bf16
     #[arg(long, value_name = "NAME", default_value_t = KvFormat::F32)]
@@ -186,7 +186,7 @@ fn temperature(text: &str) -> Result<f64, String> {
     }
 }
 
-fn backend(text: &str) -> Result<DeviceSpec, kv::Error> {
+fn backend(text: &str) -> Result<Device, kv::Error> {
     text.parse()
 }
 

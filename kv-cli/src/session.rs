@@ -62,7 +62,7 @@ impl Session {
     pub(crate) fn open(args: &GenerateArgs) -> anyhow::Result<Self> {
         let texts = prompts::collect(&args.prompt, args.prompts.as_deref())?;
         let path = bundled::model_or_bundled(args.model.as_deref())?;
-        let device = kv::open(&args.backend)?;
+        let device = args.backend.connect()?;
         let text = Text::read(&tokenizer_path(&path, args.tokenizer.as_deref())?)?;
         let model = Llama::read(&path)?;
         let ModelConfig { vocab, bos, .. } = *model.config();

@@ -1,4 +1,4 @@
-//! Devices by name: text is parsed once into a [`DeviceSpec`], and opened from that.
+//! Devices by name: text is parsed once into a [`Device`], and a backend opened from that.
 use std::fmt;
 use std::str::FromStr;
 
@@ -6,24 +6,23 @@ use kv_core::{AnyBackend, UnknownName};
 
 use crate::Error;
 
-/// A device of any backend, chosen at run time.
-pub type Device = AnyBackend;
-
 /// Which device to open, such as `cpu` or `cuda:0`.
 ///
-/// Every backend of the project has a name here, whether it was built in or not, so that [`open`]
+/// Every backend of the project has a name here, whether it was built in or not, so that a refusal
 /// can say which feature is missing.
 ///
 /// ```
-/// use kv::DeviceSpec;
-/// assert_eq!("cuda:1".parse::<DeviceSpec>()?, DeviceSpec::Cuda { index: 1 });
-/// assert_eq!("wgpu".parse::<DeviceSpec>()?.to_string(), "wgpu:0");
-/// assert!("abacus".parse::<DeviceSpec>().is_err());
+/// use kv::Device;
+/// assert_eq!("cuda:1".parse::<Device>()?, Device::Cuda { index: 1 });
+/// assert_eq!("wgpu".parse::<Device>()?.to_string(), "wgpu:0");
+/// assert!("abacus".parse::<Device>().is_err());
+/// # #[cfg(feature = "cpu")]
+/// let backend = Device::open("cpu")?;
 /// # Ok::<(), kv::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
-pub enum DeviceSpec {
+pub enum Device {
     /// The processor this program runs on.
     #[default]
     Cpu,
@@ -39,7 +38,32 @@ pub enum DeviceSpec {
     },
 }
 
-impl DeviceSpec {
+impl Device {
+    /// Opens a device by its name, such as `cpu` or `cuda:0`.
+    ///
+    /// # Errors
+    /// [`Error::Name`] or [`Error::DeviceIndex`] for a name that no device has, else as
+    /// [`Self::connect`].
+    pub fn open(name: &str) -> Result<AnyBackend, Error> {
+        name.parse::<Self>()?.connect()
+    }
+
+    /// Opens this device.
+    ///
+    /// # Errors
+    /// [`Error::NotBuilt`] for a backend whose feature is off; the backend's own when there is no
+    /// such device.
+    pub fn connect(&self) -> Result<AnyBackend, Error> {
+        match self {
+            #[cfg(feature = "cpu")]
+            Self::Cpu => {
+                let backend = kv_cpu::CpuBackend::open(kv_cpu::CpuOptions::default())?;
+                Ok(AnyBackend::new(backend))
+            }
+            missing => Err(Error::NotBuilt { backend: missing.backend() }),
+        }
+    }
+
     /// Name of the backend.
     pub fn backend(&self) -> &'static str {
         match self {
@@ -50,7 +74,7 @@ impl DeviceSpec {
     }
 }
 
-impl fmt::Display for DeviceSpec {
+impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cpu => f.write_str("cpu"),
@@ -60,7 +84,7 @@ impl fmt::Display for DeviceSpec {
     }
 }
 
-impl FromStr for DeviceSpec {
+impl FromStr for Device {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
@@ -80,22 +104,6 @@ impl FromStr for DeviceSpec {
     }
 }
 
-/// Opens a device.
-///
-/// # Errors
-/// [`Error::NotBuilt`] for a backend whose feature is off; the backend's own when there is no such
-/// device.
-pub fn open(spec: &DeviceSpec) -> Result<Device, Error> {
-    match spec {
-        #[cfg(feature = "cpu")]
-        DeviceSpec::Cpu => {
-            let backend = kv_cpu::CpuBackend::open(kv_cpu::CpuOptions::default())?;
-            Ok(Device::new(backend))
-        }
-        missing => Err(Error::NotBuilt { backend: missing.backend() }),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -103,28 +111,28 @@ mod tests {
     #[test]
     fn names_round_trip() {
         for text in ["cpu", "wgpu:0", "wgpu:3", "cuda:0", "cuda:7"] {
-            let spec: DeviceSpec = text.parse().expect(text);
+            let spec: Device = text.parse().expect(text);
             assert_eq!(spec.to_string(), text);
         }
-        assert_eq!("cpu:0".parse::<DeviceSpec>().expect("cpu:0"), DeviceSpec::Cpu);
-        assert_eq!("cuda".parse::<DeviceSpec>().expect("cuda"), DeviceSpec::Cuda { index: 0 });
+        assert_eq!("cpu:0".parse::<Device>().expect("cpu:0"), Device::Cpu);
+        assert_eq!("cuda".parse::<Device>().expect("cuda"), Device::Cuda { index: 0 });
     }
 
     #[test]
     fn wrong_names_say_what_would_do() {
         for text in ["cpu:1", "cuda:", "cuda:x", "wgpu:-1", "cuda:99999999999", "cuda:0:0"] {
-            let error = text.parse::<DeviceSpec>().expect_err(text);
+            let error = text.parse::<Device>().expect_err(text);
             assert!(matches!(error, Error::DeviceIndex { .. }), "{text}: {error}");
         }
-        let error = "metal".parse::<DeviceSpec>().expect_err("metal").to_string();
+        let error = "metal".parse::<Device>().expect_err("metal").to_string();
         assert_eq!(error, r#"unknown backend "metal", expected one of cpu, wgpu, cuda"#);
-        assert!("".parse::<DeviceSpec>().is_err());
-        assert!("CPU".parse::<DeviceSpec>().is_err());
+        assert!("".parse::<Device>().is_err());
+        assert!("CPU".parse::<Device>().is_err());
     }
 
     #[test]
     fn a_backend_that_is_not_built_in_names_its_feature() {
-        let error = open(&DeviceSpec::Cuda { index: 0 }).expect_err("no cuda yet").to_string();
+        let error = Device::open("cuda").expect_err("no cuda yet").to_string();
         assert!(error.contains("built without feature `cuda`"), "{error}");
     }
 
@@ -132,6 +140,6 @@ mod tests {
     #[test]
     fn the_cpu_opens() {
         use kv_core::Backend;
-        assert_eq!(open(&DeviceSpec::Cpu).expect("cpu").name(), "cpu");
+        assert_eq!(Device::open("cpu").expect("cpu").name(), "cpu");
     }
 }

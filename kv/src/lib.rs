@@ -1,15 +1,15 @@
 //! One KV cache for transformers, on every device that was built in.
 //!
 //! A KV cache keeps the keys and values of every token a model has seen. This crate is what users
-//! import: all of `kv-core`, the backends behind features, and [`open`] to pick one at run time.
+//! import: all of `kv-core`, the backends behind features, and [`Device`] to pick one at run time.
 //!
 //! ```
 //! # #[cfg(feature = "cpu")] {
-//! use kv::{AttentionOptions, CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions};
+//! use kv::{AttentionOptions, CacheSpec, Device, KvCache, QkvFormat, SequenceId, StartOptions};
 //! use kv::{StepInput, TensorView, TensorViewMut};
 //!
 //! let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(16, 64).build()?;
-//! let mut cache = KvCache::new(kv::open(&"cpu".parse()?)?, spec)?;
+//! let mut cache = KvCache::new(Device::open("cpu")?, spec)?;
 //! let (seq, prompt) = (SequenceId(0), [11, 22]);
 //! let reused = cache.start(seq, &prompt, StartOptions::default())?; // tokens that need no step
 //! let mut step = cache.begin_step(&[StepInput::tokens(seq, &prompt[reused..])])?;
@@ -37,7 +37,7 @@
 mod device;
 mod failure;
 
-pub use device::{Device, DeviceSpec, open};
+pub use device::Device;
 pub use failure::Error;
 pub use kv_core::*;
 /// The CPU backend with its own types, for callers that want no type erasure.

@@ -27,6 +27,6 @@ fn main() {
 }
 
 /// The CPU, erased as users have it.
-fn cpu() -> kv::Device {
-    kv::open(&kv::DeviceSpec::Cpu).unwrap()
+fn cpu() -> kv::AnyBackend {
+    kv::Device::open("cpu").unwrap()
 }

@@ -4,6 +4,12 @@
 //! private and its one constructor is fallible, so a backend indexes with what it finds and checks
 //! nothing again. Plans borrow from [`PlanBuffers`] and [`BlockTables`](crate::block::BlockTables),
 //! which live across steps; making one allocates nothing once those have grown to their size.
+//!
+//! A plan made by hand does not compile, so holding one is proof that it was checked:
+//!
+//! ```compile_fail,E0451
+//! let forged = kv_core::plan::CopyPlan { layout: unreachable!(), copies: &[] };
+//! ```
 mod attend;
 mod batch;
 mod convert;
