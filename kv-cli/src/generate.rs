@@ -24,7 +24,6 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         ignore_eos: args.ignore_eos,
     };
     let mut show = Show::new(args, &session, &variant);
-    show.begin()?;
     let (generated, stats) = session.run(args, variant, &mut |event| show.event(&event))?;
     show.end();
     let report = Report::new(args, &session, &variant, &generated, &stats)?;
@@ -77,6 +76,7 @@ impl<'s> Show<'s> {
 
     fn event(&mut self, event: &Event<'_>) -> anyhow::Result<()> {
         match event {
+            Event::Accepted => self.begin(),
             Event::Token { index, token } => self.token(*index, *token),
             Event::Finished { index, generated } => self.finished(*index, generated),
         }

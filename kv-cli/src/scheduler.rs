@@ -67,11 +67,19 @@ pub(crate) struct Generated {
     pub(crate) first_token_ms: f64,
 }
 
-/// News of one request, by its index.
+/// News of the requests, by their index.
 #[derive(Debug)]
 pub(crate) enum Event<'a> {
-    Token { index: usize, token: u32 },
-    Finished { index: usize, generated: &'a Generated },
+    /// All requests can run; none was refused.
+    Accepted,
+    Token {
+        index: usize,
+        token: u32,
+    },
+    Finished {
+        index: usize,
+        generated: &'a Generated,
+    },
 }
 
 /// A request that can never run, or a failure on the way.
@@ -150,6 +158,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
             let sequence = self.accept(index, request)?;
             self.waiting.push_back(sequence);
         }
+        news(Event::Accepted)?;
         self.begun = Instant::now();
         while !(self.waiting.is_empty() && self.running.is_empty()) {
             self.admit()?;

@@ -1,5 +1,5 @@
 //! Everything a run needs, opened once: the model, its tokenizer, the device, the prompts.
-use kv::{CacheSpec, Determinism, Device, KvCache, KvFormat, SpecError};
+use kv::{AnyBackend, CacheSpec, Determinism, KvCache, KvFormat, SpecError};
 
 use crate::args::{GenerateArgs, Paged};
 use crate::bundled;
@@ -17,7 +17,7 @@ pub(crate) struct Session {
     pub(crate) model_name: String,
     pub(crate) model: Llama,
     pub(crate) text: Text,
-    pub(crate) device: Device,
+    pub(crate) backend: AnyBackend,
     pub(crate) prompts: Vec<Prompt>,
 }
 
@@ -62,7 +62,7 @@ impl Session {
     pub(crate) fn open(args: &GenerateArgs) -> anyhow::Result<Self> {
         let texts = prompts::collect(&args.prompt, args.prompts.as_deref())?;
         let path = bundled::model_or_bundled(args.model.as_deref())?;
-        let device = args.backend.connect()?;
+        let backend = args.backend.connect()?;
         let text = Text::read(&tokenizer_path(&path, args.tokenizer.as_deref())?)?;
         let model = Llama::read(&path)?;
         let ModelConfig { vocab, bos, .. } = *model.config();
@@ -72,7 +72,7 @@ impl Session {
         };
         let prompts = texts.into_iter().map(encode).collect::<anyhow::Result<_>>()?;
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
-        Ok(Self { model_name: name.into_owned(), model, text, device, prompts })
+        Ok(Self { model_name: name.into_owned(), model, text, backend, prompts })
     }
 
     /// Sequences that can run at once.
@@ -134,7 +134,7 @@ impl Session {
         variant: Variant,
         news: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
     ) -> anyhow::Result<(Vec<Generated>, Stats)> {
-        let cache = KvCache::new(self.device.clone(), self.spec(variant.layout, args.format)?)?;
+        let cache = KvCache::new(self.backend.clone(), self.spec(variant.layout, args.format)?)?;
         let limits = Limits {
             max_batch: to_usize(args.max_batch),
             max_step_tokens: to_usize(args.max_step_tokens),

@@ -189,6 +189,9 @@ fn a_prompt_that_can_never_fit_is_refused_up_front() {
     fails(&output, 1, "leaves no room in a context of 512");
     let tiny = ["generate", "--json", "--paged", "4,3", "--prompt", "Once upon a time"];
     fails(&tiny, 1, "needs 33 blocks, the cache has 3");
+    // A prompt that is shown as it goes is not shown before it is accepted.
+    let shown = ["generate", "--prompt", "Once", "--paged", "4,2", "--max-new-tokens", "99"];
+    fails(&shown, 1, "blocks, the cache has 2");
     let fits = ["generate", "--json", "--paged", "4,33", "--prompt", "Once upon a time"];
     assert_eq!(kv(&fits).code, 0);
     fails(&["generate", "--json", "--paged", "4294967295,4294967295"], 1, "overflow");
