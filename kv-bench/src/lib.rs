@@ -1,7 +1,4 @@
 //! What the benches share: shapes, caches that are already full, tensors.
-//!
-//! Also the home of the examples in the project's documents, which are compiled and run with this
-//! crate's doc tests.
 #![forbid(unsafe_code)]
 
 use kv::backend::Backend;
@@ -9,16 +6,6 @@ use kv::{
     BlockOrder, CacheSpec, Error, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
     StepInput, TensorView,
 };
-
-/// The examples of README.md.
-#[cfg(doctest)]
-#[doc = include_str!("../../README.md")]
-pub struct Readme;
-
-/// The examples of docs/unsafe.md.
-#[cfg(doctest)]
-#[doc = include_str!("../../docs/unsafe.md")]
-pub struct UnsafePolicy;
 
 /// Tokens a block holds in every bench.
 pub const BLOCK_SIZE: u32 = 16;

@@ -43,3 +43,12 @@ pub use kv_core::*;
 /// The CPU backend with its own types, for callers that want no type erasure.
 #[cfg(feature = "cpu")]
 pub use kv_cpu as cpu;
+
+/// Compiles and runs the examples of the project's documents.
+#[cfg(all(doctest, feature = "cpu"))]
+mod documents {
+    #[doc = include_str!("../../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../docs/unsafe.md")]
+    struct UnsafePolicy;
+}
