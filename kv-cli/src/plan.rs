@@ -35,7 +35,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let dir = bundled::model_or_bundled(args.model.as_deref())?;
     let config = ModelConfig::read(&dir)?;
     let context = args.context.unwrap_or(config.context);
-    let given = if args.format.is_empty() { KvFormat::ALL } else { &args.format };
+    let given = if args.format.is_empty() { KvFormat::PLAIN } else { &args.format };
     let line = |format: &KvFormat| line(&config, args, context, *format);
     let report = Report {
         model: dir.display().to_string(),

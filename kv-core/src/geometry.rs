@@ -6,6 +6,7 @@ use crate::block::BlockTables;
 use crate::error::{PlanError, SpecError, UnknownName};
 use crate::format::KvFormat;
 use crate::num::to_usize;
+use crate::slot_map::{Place, SlotMap};
 
 /// Axes of an incoming q, k or v tensor: batch, sequence, head, dim; `t` is the ragged total.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -67,6 +68,8 @@ pub struct PlaneLayout {
     row_bytes: u64,
     block_bytes: u64,
     blocks_per_segment: u32,
+    slot_map: SlotMap,
+    transforms: bool,
 }
 
 /// The numbers a [`PlaneLayout`] is made from.
@@ -130,6 +133,8 @@ impl PlaneLayout {
             row_bytes,
             block_bytes,
             blocks_per_segment: num_blocks,
+            slot_map: SlotMap::plain(block_size),
+            transforms: false,
         })
     }
 
@@ -138,6 +143,35 @@ impl PlaneLayout {
     pub fn with_segments_of(mut self, blocks: u32) -> Self {
         self.blocks_per_segment = blocks.clamp(1, self.num_blocks);
         self
+    }
+
+    /// The same plane with the first `sinks` tokens of every sequence kept in 16 bits, each in
+    /// `sink_slots` slots (see [`SlotMap`]): as many as the wider of K and V needs.
+    ///
+    /// # Errors
+    /// [`SpecError::Conflict`] when a block is too small for one such row, or the slots for it.
+    pub fn with_sinks(mut self, sinks: u32, sink_slots: u32) -> Result<Self, SpecError> {
+        let needed = self.sink_slots_needed();
+        if sinks > 0 && sink_slots < needed {
+            let problem = format!("{needed} slots are needed for a row in 16 bits, not {sink_slots}");
+            return Err(SpecError::Conflict { what: "sinks", problem });
+        }
+        self.slot_map = SlotMap::new(self.block_size, sinks, sink_slots)?;
+        Ok(self)
+    }
+
+    /// The same plane with rows transformed before they are stored; see
+    /// [`calibration`](crate::calibration).
+    #[must_use]
+    pub fn with_transform(mut self, transforms: bool) -> Self {
+        self.transforms = transforms;
+        self
+    }
+
+    /// Slots that a row in 16 bits takes here.
+    pub fn sink_slots_needed(&self) -> u32 {
+        let slots = self.sink_row_bytes().div_ceil(self.row_bytes.max(1));
+        u32::try_from(slots).unwrap_or(u32::MAX)
     }
 
     /// Blocks in the pool.
@@ -164,6 +198,26 @@ impl PlaneLayout {
     pub fn format(&self) -> KvFormat {
         self.format
     }
+    /// Encoding of the rows of sinks: f16 among codes, the plane's own otherwise.
+    pub fn sink_format(&self) -> KvFormat {
+        if self.format.is_quantised() { KvFormat::F16 } else { self.format }
+    }
+    /// Bytes of one row of a sink.
+    pub fn sink_row_bytes(&self) -> u64 {
+        self.sink_format().row_bytes(self.head_dim)
+    }
+    /// Where tokens lie in a sequence's blocks.
+    pub fn slot_map(&self) -> &SlotMap {
+        &self.slot_map
+    }
+    /// Whether rows are transformed before they are stored.
+    pub fn transforms(&self) -> bool {
+        self.transforms
+    }
+    /// Whether the plane comes with [`PlaneConstants`](crate::calibration::PlaneConstants).
+    pub fn has_constants(&self) -> bool {
+        self.transforms || self.format.given_scales().is_some()
+    }
     /// Bytes of one row (one token of one kv head).
     pub fn row_bytes(&self) -> u64 {
         self.row_bytes
@@ -184,7 +238,10 @@ impl PlaneLayout {
     pub(crate) fn check_same_blocks(&self, plane: &Self) -> Result<(), PlanError> {
         let expected = (self.num_blocks, self.block_size);
         let got = (plane.num_blocks, plane.block_size);
-        if expected == got { Ok(()) } else { Err(PlanError::LayoutMismatch { expected, got }) }
+        if expected == got && self.slot_map == plane.slot_map {
+            return Ok(());
+        }
+        Err(PlanError::LayoutMismatch { expected, got })
     }
     /// Blocks in every segment; the last segment may be shorter.
     pub fn blocks_per_segment(&self) -> u32 {
@@ -217,6 +274,19 @@ impl PlaneLayout {
             BlockOrder::Nhd => self.row_bytes,
             BlockOrder::Hnd => self.row_bytes.saturating_mul(u64::from(self.block_size)),
         }
+    }
+    /// Bytes from the start of a block to a token's row of kv head `head`.
+    pub fn row_begin(&self, place: Place, head: u32) -> u64 {
+        // The heads of a sink lie together in its slots, where those of a token do.
+        let head_stride = match self.order {
+            BlockOrder::Nhd if place.is_sink => {
+                self.row_bytes.saturating_mul(u64::from(self.slot_map.sink_slots()))
+            }
+            _ => self.head_stride(),
+        };
+        u64::from(place.inside)
+            .saturating_mul(self.token_stride())
+            .saturating_add(u64::from(head).saturating_mul(head_stride))
     }
     /// Where block `block` begins: its segment, and its byte offset inside that segment.
     pub fn locate(&self, block: u32) -> (usize, u64) {

@@ -35,6 +35,7 @@
 pub mod backend;
 pub mod block;
 mod cache;
+pub mod calibration;
 mod element;
 pub mod error;
 mod format;
@@ -43,22 +44,25 @@ mod geometry;
 mod ids;
 mod num;
 pub mod plan;
+mod slot_map;
 mod spec;
 mod storage;
 mod tensor;
 
 pub use backend::{AnyBackend, Backend};
+pub use calibration::{Calibration, CalibrationError};
 pub use cache::{KvCache, StartOptions, Step, StepInput, Usage};
 pub use element::{DType, Element};
 pub use error::{
     BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
 };
-pub use format::KvFormat;
+pub use format::{KvFormat, ScaleGroup, Scaling};
 pub use front::{InferenceParams, KvCacheManager};
 pub use geometry::{BlockOrder, PlaneLayout, PlaneShape, QkvFormat};
 pub use half::{bf16, f16};
 pub use ids::{BlockId, GroupId, LayerId, SequenceId, Slot};
 pub use plan::{AttentionOptions, Determinism, Mask};
+pub use slot_map::{Place, SlotMap};
 pub use spec::{CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, MemoryUsage};
 pub use storage::{KvStorage, Plane, PlaneView, StorageView};
 pub use tensor::{

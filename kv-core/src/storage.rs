@@ -1,5 +1,6 @@
 //! Device memory of one group: planes, cut into segments.
 use std::any::Any;
+use std::fmt;
 
 use crate::backend::{AnyBuffer, Backend};
 use crate::error::{DeviceError, DeviceErrorKind};
@@ -13,6 +14,15 @@ pub enum Plane {
     Key,
     /// Values.
     Value,
+}
+
+impl fmt::Display for Plane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Key => "K",
+            Self::Value => "V",
+        })
+    }
 }
 
 /// Memory of the layers of one group. A layer's memory is allocated once and never grows.

@@ -32,7 +32,7 @@ fn shapes() -> Vec<(BenchmarkId, Shape)> {
     let sizes: &[(u32, u32)] =
         if is_smoke() { &[(2, 48)] } else { &[(1, 1024), (1, 8192), (16, 1024)] };
     let mut shapes = Vec::new();
-    for &format in KvFormat::ALL {
+    for &format in KvFormat::PLAIN {
         for &(batch, context) in sizes {
             for q_heads in [8, 32] {
                 let name = format!("{format}/b{batch}/gqa{}", q_heads / 8);

@@ -9,6 +9,7 @@ mod plan;
 pub use device::{DeviceError, DeviceErrorKind};
 pub use plan::{Expected, LayerProblem, PlanError};
 
+use crate::calibration::CalibrationError;
 use crate::ids::{GroupId, LayerId};
 
 /// A name that is none of the known ones.
@@ -71,6 +72,14 @@ pub enum SpecError {
         /// Its value.
         divisor: u32,
     },
+    /// Two settings that cannot go together.
+    #[error("{what}: {problem}")]
+    Conflict {
+        /// The setting.
+        what: &'static str,
+        /// What is wrong with it, numbers included.
+        problem: String,
+    },
     /// A layer belongs to two groups, or to none.
     #[error("layer {layer} is in {groups} groups, exactly 1 is needed")]
     LayerGroups {
@@ -113,6 +122,9 @@ pub enum CacheError {
     /// The caller's data do not fit the cache.
     #[error(transparent)]
     Plan(#[from] PlanError),
+    /// The constants do not fit the cache.
+    #[error(transparent)]
+    Calibration(#[from] CalibrationError),
     /// The cache is full.
     #[error(transparent)]
     Exhausted(#[from] BlocksExhausted),

@@ -186,7 +186,7 @@ fn at_least_one(field: &'static str, n: u32) -> Result<(), SpecError> {
 /// The format that stores `dtype` as it is.
 pub(super) fn stored_format(dtype: DType) -> Result<KvFormat, PlanError> {
     let same = |format: &&KvFormat| format.element() == Some(dtype);
-    KvFormat::ALL.iter().find(same).copied().ok_or(PlanError::ElementType {
+    KvFormat::PLAIN.iter().find(same).copied().ok_or(PlanError::ElementType {
         tensor: "the cache",
         expected: "f32, f16 or bf16",
         got: dtype,

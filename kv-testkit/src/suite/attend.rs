@@ -76,7 +76,7 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
     let dims =
         [(1, 1), (8, 4), (16, 16), (33, 31), (40, 40), (64, 8), (80, 96), (128, 128), (256, 192)];
     for (k, v) in dims {
-        for format in KvFormat::ALL {
+        for format in KvFormat::PLAIN {
             let spec = small().layers(1).kv_heads(1).head_dims(k, v).format(*format).build()?;
             let how = How { outputs: Place::Host, ..How::default() };
             conversation(&mut Lab::new(backend, spec, 3)?, &how)
@@ -113,7 +113,7 @@ fn options_combined<B: Device>(backend: &B) -> CaseResult {
         let spec = small()
             .kv_heads(rng.pick(&[1, 2, 3]))
             .block_order(rng.pick(&ORDERS))
-            .formats(rng.pick(KvFormat::ALL), rng.pick(KvFormat::ALL))
+            .formats(rng.pick(KvFormat::PLAIN), rng.pick(KvFormat::PLAIN))
             .paged(rng.pick(&[1, 4, 5, 16]), 40);
         let how = How::random(&mut rng);
         let mut lab = Lab::new(backend, spec.build()?, round)?;
@@ -124,7 +124,7 @@ fn options_combined<B: Device>(backend: &B) -> CaseResult {
 
 fn dtypes<B: Device>(backend: &B) -> CaseResult {
     for q_dtype in DTYPES {
-        for format in KvFormat::ALL {
+        for format in KvFormat::PLAIN {
             let spec = small().layers(1).head_dim(32).format(*format).build()?;
             let how = How { q_dtype, kv_dtype: q_dtype, ..How::default() };
             conversation(&mut Lab::new(backend, spec, 5)?, &how)

@@ -58,7 +58,7 @@ fn check<B: Device>(
 
 fn forms<B: Device>(backend: &B) -> CaseResult {
     for order in ORDERS {
-        for stored in KvFormat::ALL {
+        for stored in KvFormat::PLAIN {
             let spec = small().head_dims(8, 6).block_order(order).format(*stored).build()?;
             let mut lab = Lab::new(backend, spec, 1)?;
             lab.fill(1, 9)?;

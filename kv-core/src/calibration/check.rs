@@ -1,0 +1,156 @@
+//! What a calibration must be to fit a cache.
+use crate::calibration::{Calibration, PlaneCalibration};
+use crate::format::KvFormat;
+use crate::geometry::PlaneLayout;
+use crate::ids::LayerId;
+use crate::num::to_usize;
+use crate::storage::Plane;
+
+/// A calibration that does not fit a cache; found when the cache is made, before anything is
+/// allocated.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CalibrationError {
+    /// Another number of layers than the cache's.
+    #[error("the calibration has {got} layers, the cache {expected}: it is another model's")]
+    Layers {
+        /// Layers of the cache.
+        expected: usize,
+        /// Layers of the calibration.
+        got: usize,
+    },
+    /// A list of another length than the layer's heads and channels ask for.
+    #[error(
+        "layer {layer}, {plane}: {what} has {got} values, {expected} expected: \
+         another model's, or another head count"
+    )]
+    Shape {
+        /// The layer.
+        layer: LayerId,
+        /// Its K or its V.
+        plane: Plane,
+        /// The list.
+        what: &'static str,
+        /// Values it must have.
+        expected: usize,
+        /// Values it has.
+        got: usize,
+    },
+    /// A number that cannot be what it is given as.
+    #[error("layer {layer}, {plane}: {what}[{index}] is {value}, it must be {must}")]
+    Value {
+        /// The layer.
+        layer: LayerId,
+        /// Its K or its V.
+        plane: Plane,
+        /// The list.
+        what: &'static str,
+        /// Index in the list.
+        index: usize,
+        /// The number.
+        value: f32,
+        /// What would do.
+        must: &'static str,
+    },
+    /// A format whose scale must be given, without one.
+    #[error("layer {layer}, {plane}: {format} needs a given scale, and the calibration has none")]
+    MissingScale {
+        /// The layer.
+        layer: LayerId,
+        /// Its K or its V.
+        plane: Plane,
+        /// The format.
+        format: KvFormat,
+    },
+    /// A mean or a balance for V, which has neither: softmax sees a shift of V.
+    #[error("layer {layer}: V has no {what}")]
+    NotForValues {
+        /// The layer.
+        layer: LayerId,
+        /// The list.
+        what: &'static str,
+    },
+}
+
+/// Where a number came from, for errors.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct At {
+    pub(super) layer: LayerId,
+    pub(super) plane: Plane,
+}
+
+impl At {
+    pub(super) fn shape(
+        self,
+        what: &'static str,
+        expected: usize,
+        got: usize,
+    ) -> Result<(), CalibrationError> {
+        if got == expected {
+            return Ok(());
+        }
+        let Self { layer, plane } = self;
+        Err(CalibrationError::Shape { layer, plane, what, expected, got })
+    }
+
+    pub(super) fn values(
+        self,
+        what: &'static str,
+        must: &'static str,
+        values: &[f32],
+        good: fn(f32) -> bool,
+    ) -> Result<(), CalibrationError> {
+        let Self { layer, plane } = self;
+        match values.iter().enumerate().find(|(_, value)| !good(**value)) {
+            None => Ok(()),
+            Some((index, &value)) => {
+                Err(CalibrationError::Value { layer, plane, what, index, value, must })
+            }
+        }
+    }
+}
+
+/// A number that one may divide by.
+fn divides(x: f32) -> bool {
+    x.is_finite() && x > 0.0 && x.recip().is_finite()
+}
+
+impl Calibration {
+    /// Refuses a calibration for another number of layers.
+    pub(crate) fn check_layers(&self, expected: usize) -> Result<(), CalibrationError> {
+        let got = self.layers().len();
+        if got == expected { Ok(()) } else { Err(CalibrationError::Layers { expected, got }) }
+    }
+}
+
+impl PlaneCalibration {
+    /// Checks every list against a plane, used or not.
+    pub(super) fn check(&self, at: At, layout: &PlaneLayout) -> Result<(), CalibrationError> {
+        let heads = to_usize(layout.num_kv_heads());
+        let channels = heads.saturating_mul(to_usize(layout.head_dim()));
+        if !self.scales.is_empty() && self.scales.len() != 1 {
+            at.shape("scales", heads, self.scales.len())?;
+        }
+        at.values("scales", "finite and above 0", &self.scales, divides)?;
+        let magnitude = |x: f32| x.is_finite() && x >= 0.0;
+        for (what, list) in
+            [("amax", &self.amax), ("amax_transformed", &self.amax_transformed)]
+        {
+            if !list.is_empty() {
+                at.shape(what, heads, list.len())?;
+            }
+            at.values(what, "finite and not negative", list, magnitude)?;
+        }
+        for (what, list) in [("mean", &self.mean), ("balance", &self.balance)] {
+            if list.is_empty() {
+                continue;
+            }
+            if at.plane == Plane::Value {
+                return Err(CalibrationError::NotForValues { layer: at.layer, what });
+            }
+            at.shape(what, channels, list.len())?;
+        }
+        at.values("mean", "finite", &self.mean, f32::is_finite)?;
+        at.values("balance", "finite and above 0", &self.balance, divides)
+    }
+}
