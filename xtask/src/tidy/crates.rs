@@ -102,8 +102,9 @@ mod tests {
 
     #[test]
     fn dependencies_point_down() {
-        let core =
-            ("kv-core", &["ext:bytemuck", "ext:half", "ext:hashbrown", "ext:xxhash-rust"][..]);
+        let external: Vec<_> = KV_CORE_EXTERNAL.iter().map(|name| format!("ext:{name}")).collect();
+        let external: Vec<_> = external.iter().map(String::as_str).collect();
+        let core = ("kv-core", external.as_slice());
         let fine = workspace(&[core, ("kv-cpu", &["kv-core", "ext:rayon", "dev:kv-testkit"])]);
         assert_eq!(check(&fine), []);
         let up = workspace(&[core, ("kv-cpu", &["kv"]), ("kv-new", &[])]);
