@@ -232,6 +232,7 @@ impl SlotMap {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
     use super::*;
 
     /// Block size, slots of a wide row, sinks.
@@ -323,8 +324,8 @@ mod tests {
                     assert!(coded <= cut);
                     check_rows(&map, cut, coded);
                     // No row of a block that is left was a code and is now taken for a wide one.
-                    let codes = map.coded_after(0, len).min(cut);
-                    assert!(coded == codes || map.place(coded).inside == 0 || codes <= sinks);
+                    let were = map.coded_after(0, len).min(cut);
+                    assert!(coded == were || map.place(coded).inside == 0 || were <= sinks);
                     for longer in cut + 1..cut + 2 * block_size {
                         let after = map.coded_after(coded, longer);
                         assert!(after >= coded && after <= longer);
