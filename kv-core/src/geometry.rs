@@ -147,9 +147,9 @@ impl PlaneLayout {
         self
     }
 
-    /// The same plane with rows kept in 16 bits: the first `sinks` tokens of every sequence, and the
-    /// tail if asked for. Each takes `wide_slots` slots (see [`SlotMap`]): as many as the wider of
-    /// K and V needs.
+    /// The same plane with rows kept in 16 bits: the first `sinks` tokens of every sequence, and
+    /// the tail if asked for. Each takes `wide_slots` slots (see [`SlotMap`]): as many as the wider
+    /// of K and V needs.
     ///
     /// # Errors
     /// [`SpecError::Conflict`] when a block is too small for one such row, or the slots for it.

@@ -122,8 +122,8 @@ impl SlotMap {
         self.blocks(tokens).saturating_add(self.tail_blocks_max())
     }
 
-    /// Blocks with which a sequence can grow to `tokens` tokens in any steps: one that fills a block
-    /// and begins the next holds two tails.
+    /// Blocks with which a sequence can grow to `tokens` tokens in any steps: one that fills a
+    /// block and begins the next holds two tails.
     pub fn blocks_reserved(&self, tokens: u32) -> u32 {
         if tokens == 0 {
             return 0;

@@ -384,14 +384,13 @@ proptest! {
         live(&mut two_groups(wipe), &operations);
     }
 }
-
 /// Runs operations; each applies whole or changes nothing.
 fn live(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
+    use Operation::{Release, Reset, Truncate};
     for operation in operations {
         let before = snapshot(cache);
         let result = apply(cache, operation);
         // A release stands even where the wipe after it failed; all else applies whole or not.
-        use Operation::{Release, Reset, Truncate};
         match (result, operation) {
             (Err(CacheError::Device(_)), Release(_) | Truncate(..) | Reset) | (Ok(()), _) => {}
             (Err(_), _) => assert_eq!(snapshot(cache), before, "{operation:?}"),
