@@ -1,6 +1,6 @@
-//! The life of sequences on a device that computes nothing: who holds which block, and that a
-//! refused or failed call leaves no trace.
+//! Sequences on a device that computes nothing: who holds which block, and no trace of a refusal.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
+mod constants;
 mod wide;
 
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ fn cache(block_size: u32, num_blocks: u32) -> KvCache<NullBackend> {
     KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
 }
 
-/// Two groups of different block sizes; the second is the tighter one.
+/// Two groups; the second is the tighter one.
 fn two_groups(wipe: bool) -> KvCache<NullBackend> {
     let spec = CacheSpec::builder()
         .layers(3)
@@ -384,6 +384,7 @@ proptest! {
         live(&mut two_groups(wipe), &operations);
     }
 }
+
 /// Runs operations; each applies whole or changes nothing.
 fn live(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
     use Operation::{Release, Reset, Truncate};
