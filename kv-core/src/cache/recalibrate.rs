@@ -33,7 +33,8 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// - [`CacheError::Calibration`]; [`PlanError::State`] while a step is open, for layers on
-    ///   demand, or when a sequence with a tail was cut inside codes; the device's own while rows are read. Nothing changed.
+    ///   demand, or when a sequence with a tail was cut inside codes; the device's own while rows
+    ///   are read. Nothing changed.
     /// - The device's own while rows are written: live sequences must be released then.
     pub fn recalibrate(&mut self, calibration: Calibration) -> Result<(), CacheError> {
         const OPERATION: &str = "recalibrate";

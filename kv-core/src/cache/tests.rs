@@ -35,7 +35,6 @@ fn start(cache: &mut KvCache<NullBackend>, sequence: SequenceId) {
     cache.start(sequence, &[], StartOptions::default()).unwrap();
 }
 
-/// Runs a whole step of new tokens.
 fn append(
     cache: &mut KvCache<NullBackend>,
     inputs: &[(SequenceId, u32)],
@@ -84,7 +83,7 @@ fn snapshot(cache: &KvCache<NullBackend>) -> Snapshot {
     (sequences, cache.groups.iter().map(holders).collect())
 }
 
-/// Every block's holders are the table entries that name it, and the free list is the rest.
+/// A block's holders are the table entries that name it; the free list is the rest.
 fn check_invariants(cache: &KvCache<NullBackend>) {
     let (sequences, holders) = snapshot(cache);
     for (index, group) in cache.groups.iter().enumerate() {
