@@ -190,6 +190,26 @@ impl KvFormat {
         self.element().is_none()
     }
 
+    /// How rows of sinks are stored among rows of this format: f16 among codes, else as the others.
+    #[must_use]
+    pub const fn sink_format(self) -> Self {
+        if self.is_quantised() { Self::F16 } else { self }
+    }
+
+    /// Slots that one row of a sink takes among rows of this format.
+    pub fn sink_slots(self, head_dim: u32) -> u32 {
+        let wide = self.sink_format().row_bytes(head_dim);
+        let slots = wide.div_ceil(self.row_bytes(head_dim).max(1));
+        u32::try_from(slots).unwrap_or(u32::MAX).max(1)
+    }
+
+    /// Whether the format is made for rows after the [transform](crate::calibration): those with
+    /// codebooks for normal values, and INT8 with a scale of its own a row. The others are kept as
+    /// other systems read them.
+    pub const fn is_for_transformed(self) -> bool {
+        matches!(self, Self::Int8(Scaling::Row) | Self::L6(_) | Self::L4(_) | Self::L3(_))
+    }
+
     /// What scales must be given before a row can be written, `None` where rows bring their own.
     pub const fn given_scales(self) -> Option<Scaling> {
         match self {

@@ -151,9 +151,10 @@ impl PlaneLayout {
     /// # Errors
     /// [`SpecError::Conflict`] when a block is too small for one such row, or the slots for it.
     pub fn with_sinks(mut self, sinks: u32, sink_slots: u32) -> Result<Self, SpecError> {
-        let needed = self.sink_slots_needed();
+        let needed = self.format.sink_slots(self.head_dim);
         if sinks > 0 && sink_slots < needed {
-            let problem = format!("{needed} slots are needed for a row in 16 bits, not {sink_slots}");
+            let problem =
+                format!("{needed} slots are needed for a row in 16 bits, not {sink_slots}");
             return Err(SpecError::Conflict { what: "sinks", problem });
         }
         self.slot_map = SlotMap::new(self.block_size, sinks, sink_slots)?;
@@ -166,12 +167,6 @@ impl PlaneLayout {
     pub fn with_transform(mut self, transforms: bool) -> Self {
         self.transforms = transforms;
         self
-    }
-
-    /// Slots that a row in 16 bits takes here.
-    pub fn sink_slots_needed(&self) -> u32 {
-        let slots = self.sink_row_bytes().div_ceil(self.row_bytes.max(1));
-        u32::try_from(slots).unwrap_or(u32::MAX)
     }
 
     /// Blocks in the pool.
@@ -200,7 +195,7 @@ impl PlaneLayout {
     }
     /// Encoding of the rows of sinks: f16 among codes, the plane's own otherwise.
     pub fn sink_format(&self) -> KvFormat {
-        if self.format.is_quantised() { KvFormat::F16 } else { self.format }
+        self.format.sink_format()
     }
     /// Bytes of one row of a sink.
     pub fn sink_row_bytes(&self) -> u64 {

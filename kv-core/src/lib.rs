@@ -50,8 +50,8 @@ mod storage;
 mod tensor;
 
 pub use backend::{AnyBackend, Backend};
-pub use calibration::{Calibration, CalibrationError};
 pub use cache::{KvCache, StartOptions, Step, StepInput, Usage};
+pub use calibration::{Calibration, CalibrationError};
 pub use element::{DType, Element};
 pub use error::{
     BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
@@ -63,7 +63,7 @@ pub use half::{bf16, f16};
 pub use ids::{BlockId, GroupId, LayerId, SequenceId, Slot};
 pub use plan::{AttentionOptions, Determinism, Mask};
 pub use slot_map::{Place, SlotMap};
-pub use spec::{CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, MemoryUsage};
+pub use spec::{CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, MemoryUsage, Transform};
 pub use storage::{KvStorage, Plane, PlaneView, StorageView};
 pub use tensor::{
     Dims, TensorData, TensorDataMut, TensorView, TensorViewMut, TokenRows, TokenTensor,

@@ -2,9 +2,11 @@
 use std::any::Any;
 use std::fmt;
 
-use crate::backend::{AnyBuffer, Backend};
-use crate::error::{DeviceError, DeviceErrorKind};
+use crate::backend::{AnyBuffer, Backend, Queue};
+use crate::calibration::PlaneConstants;
+use crate::error::{DeviceError, DeviceErrorKind, PlanError};
 use crate::geometry::PlaneLayout;
+use crate::num::{to_u64, to_usize};
 
 /// Which half of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -29,7 +31,24 @@ impl fmt::Display for Plane {
 #[derive(Debug)]
 pub struct KvStorage<Buf> {
     layouts: [PlaneLayout; 2],
-    layers: Vec<Option<[Vec<Buf>; 2]>>,
+    layers: Vec<Option<[PlaneBuffers<Buf>; 2]>>,
+}
+
+/// The buffers of one plane.
+#[derive(Debug)]
+struct PlaneBuffers<Buf> {
+    segments: Vec<Buf>,
+    constants: Option<Buf>,
+}
+
+impl<Buf> PlaneBuffers<Buf> {
+    fn view(&self, layout: PlaneLayout) -> PlaneView<'_, Buf> {
+        PlaneView {
+            layout,
+            segments: Handles::Direct(&self.segments),
+            constants: Handles::Direct(self.constants.as_slice()),
+        }
+    }
 }
 
 impl<Buf> KvStorage<Buf> {
@@ -55,7 +74,8 @@ impl<Buf> KvStorage<Buf> {
         Ok(Self { layouts, layers: Vec::new() })
     }
 
-    /// Allocates layer `index` of the group, zeroed; `false` when it has memory already.
+    /// Allocates layer `index` of the group, zeroed; `false` when it has memory already. The
+    /// constants of planes that have some stay zero: see [`Self::allocate_with`].
     ///
     /// # Errors
     /// As [`Backend::alloc`]; then nothing is kept.
@@ -67,20 +87,66 @@ impl<Buf> KvStorage<Buf> {
         if self.is_allocated(index) {
             return Ok(false);
         }
+        let planes = self.planes(backend)?;
+        self.put(index, planes);
+        Ok(true)
+    }
+
+    /// As [`Self::allocate`], and uploads the constants of K and V; those a plane has no use for
+    /// are ignored.
+    ///
+    /// # Errors
+    /// As [`Backend::alloc`] and [`Queue::upload`], [`DeviceErrorKind::OutOfRange`] for constants
+    /// of another shape; then nothing is kept.
+    pub fn allocate_with<B: Backend<Buffer = Buf>>(
+        &mut self,
+        (backend, queue): (&B, &mut B::Queue),
+        index: usize,
+        constants: [Option<&PlaneConstants>; 2],
+    ) -> Result<bool, DeviceError> {
+        if self.is_allocated(index) {
+            return Ok(false);
+        }
+        let planes = self.planes(backend)?;
+        for ((plane, layout), constants) in planes.iter().zip(&self.layouts).zip(constants) {
+            let Some((buffer, constants)) = plane.constants.as_ref().zip(constants) else {
+                continue;
+            };
+            let bytes: &[u8] = bytemuck::cast_slice(constants.values());
+            if to_u64(bytes.len()) != constants_bytes(layout) {
+                return Err(DeviceError::new(DeviceErrorKind::OutOfRange, "upload constants"));
+            }
+            queue.upload(buffer, 0, bytes)?;
+        }
+        self.put(index, planes);
+        Ok(true)
+    }
+
+    fn planes<B: Backend<Buffer = Buf>>(
+        &self,
+        backend: &B,
+    ) -> Result<[PlaneBuffers<Buf>; 2], DeviceError> {
         let plane = |layout: &PlaneLayout| {
-            (0..layout.num_segments())
+            let segments = (0..layout.num_segments())
                 .map(|segment| backend.alloc(layout.segment_bytes(segment)))
-                .collect::<Result<Vec<_>, _>>()
+                .collect::<Result<Vec<_>, _>>()?;
+            let constants = layout
+                .has_constants()
+                .then(|| backend.alloc(constants_bytes(layout)))
+                .transpose()?;
+            Ok(PlaneBuffers { segments, constants })
         };
         let [k, v] = &self.layouts;
-        let planes = [plane(k)?, plane(v)?];
+        Ok([plane(k)?, plane(v)?])
+    }
+
+    fn put(&mut self, index: usize, planes: [PlaneBuffers<Buf>; 2]) {
         if self.layers.len() <= index {
             self.layers.resize_with(index.saturating_add(1), || None);
         }
         if let Some(layer) = self.layers.get_mut(index) {
             *layer = Some(planes);
         }
-        Ok(true)
     }
 
     /// Whether layer `index` of the group has memory.
@@ -100,8 +166,8 @@ impl<Buf> KvStorage<Buf> {
         let [k, v] = self.layers.get(index)?.as_ref()?;
         let [k_layout, v_layout] = self.layouts;
         Some(match plane {
-            Plane::Key => PlaneView { layout: k_layout, segments: Segments::Direct(k) },
-            Plane::Value => PlaneView { layout: v_layout, segments: Segments::Direct(v) },
+            Plane::Key => k.view(k_layout),
+            Plane::Value => v.view(v_layout),
         })
     }
     /// All planes, for operations over every layer at once.
@@ -110,17 +176,26 @@ impl<Buf> KvStorage<Buf> {
     }
 }
 
+/// Bytes of the constants of one plane.
+fn constants_bytes(layout: &PlaneLayout) -> u64 {
+    let heads = to_usize(layout.num_kv_heads());
+    let values = PlaneConstants::len_of(heads, to_usize(layout.head_dim()));
+    to_u64(values).saturating_mul(to_u64(size_of::<f32>()))
+}
+
 /// One plane: where every row lies, and the buffers that hold it.
 #[derive(Debug)]
 pub struct PlaneView<'a, Buf> {
     layout: PlaneLayout,
-    segments: Segments<'a, Buf>,
+    segments: Handles<'a, Buf>,
+    /// None or one.
+    constants: Handles<'a, Buf>,
 }
 
-/// The buffers of a plane. They may be stored erased, and are then cast one by one on the way out,
+/// Buffers of a plane. They may be stored erased, and are then cast one by one on the way out,
 /// which needs no list of its own.
 #[derive(Debug)]
-enum Segments<'a, Buf> {
+enum Handles<'a, Buf> {
     Direct(&'a [Buf]),
     Erased(&'a [AnyBuffer], Erasures),
 }
@@ -150,12 +225,42 @@ impl<Buf> Clone for PlaneView<'_, Buf> {
     }
 }
 impl<Buf> Copy for PlaneView<'_, Buf> {}
-impl<Buf> Clone for Segments<'_, Buf> {
+impl<Buf> Clone for Handles<'_, Buf> {
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<Buf> Copy for Segments<'_, Buf> {}
+impl<Buf> Copy for Handles<'_, Buf> {}
+
+impl<'a, Buf> Handles<'a, Buf> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Direct(buffers) => buffers.len(),
+            Self::Erased(buffers, _) => buffers.len(),
+        }
+    }
+    fn get(&self, index: usize) -> Option<&'a Buf>
+    where
+        Buf: Any,
+    {
+        match self {
+            Self::Direct(buffers) => buffers.get(index),
+            Self::Erased(buffers, erasures) => erasures.undo(buffers.get(index)?),
+        }
+    }
+}
+
+impl<'a> Handles<'a, AnyBuffer> {
+    /// The same buffers as a backend's own; `None` when one is another backend's.
+    fn downcast<T: Any>(self) -> Option<Handles<'a, T>> {
+        let (buffers, erasures) = match self {
+            Self::Direct(buffers) => (buffers, Erasures::ONE),
+            Self::Erased(buffers, erasures) => (buffers, erasures.one_more()),
+        };
+        let own = buffers.iter().all(|buffer| erasures.undo::<T>(buffer).is_some());
+        own.then_some(Handles::Erased(buffers, erasures))
+    }
+}
 
 impl<'a, Buf: Any> PlaneView<'a, Buf> {
     /// A plane in buffers of the caller's own, one a segment.
@@ -164,7 +269,7 @@ impl<'a, Buf: Any> PlaneView<'a, Buf> {
     /// [`DeviceErrorKind::OutOfRange`] when there are fewer buffers than the layout has segments.
     /// The buffers' sizes are compared by the backend.
     pub fn new(layout: PlaneLayout, segments: &'a [Buf]) -> Result<Self, DeviceError> {
-        if u64::from(layout.num_segments()) > crate::num::to_u64(segments.len()) {
+        if u64::from(layout.num_segments()) > to_u64(segments.len()) {
             return Err(DeviceError::new(DeviceErrorKind::OutOfRange, "plane").with_detail(
                 format!(
                     "{} segments needed, {} buffers given",
@@ -173,34 +278,35 @@ impl<'a, Buf: Any> PlaneView<'a, Buf> {
                 ),
             ));
         }
-        Ok(Self { layout, segments: Segments::Direct(segments) })
+        let (segments, constants) = (Handles::Direct(segments), Handles::Direct(&[]));
+        Ok(Self { layout, segments, constants })
+    }
+    /// The same plane with its constants, laid out as [`PlaneConstants`]; needed where the layout
+    /// [has them](PlaneLayout::has_constants).
+    #[must_use]
+    pub fn with_constants(mut self, constants: &'a Buf) -> Self {
+        self.constants = Handles::Direct(std::slice::from_ref(constants));
+        self
     }
     /// Number of buffers.
     pub fn num_segments(&self) -> usize {
-        match self.segments {
-            Segments::Direct(buffers) => buffers.len(),
-            Segments::Erased(buffers, _) => buffers.len(),
-        }
+        self.segments.len()
     }
     /// Buffer of segment `index`, `None` past the last.
     pub fn segment(&self, index: usize) -> Option<&'a Buf> {
-        match self.segments {
-            Segments::Direct(buffers) => buffers.get(index),
-            Segments::Erased(buffers, erasures) => erasures.undo(buffers.get(index)?),
-        }
+        self.segments.get(index)
+    }
+    /// The plane's constants: `f32` as [`PlaneConstants`] lays them out.
+    pub fn constants(&self) -> Option<&'a Buf> {
+        self.constants.get(0)
     }
 }
 
 impl<'a> PlaneView<'a, AnyBuffer> {
     /// The same plane in a backend's own buffers; `None` when a buffer is another backend's.
     pub(crate) fn downcast<T: Any>(self) -> Option<PlaneView<'a, T>> {
-        let (buffers, erasures) = match self.segments {
-            Segments::Direct(buffers) => (buffers, Erasures::ONE),
-            Segments::Erased(buffers, erasures) => (buffers, erasures.one_more()),
-        };
-        let own = buffers.iter().all(|buffer| erasures.undo::<T>(buffer).is_some());
-        let segments = Segments::Erased(buffers, erasures);
-        own.then_some(PlaneView { layout: self.layout, segments })
+        let (segments, constants) = (self.segments.downcast()?, self.constants.downcast()?);
+        Some(PlaneView { layout: self.layout, segments, constants })
     }
 }
 
@@ -208,6 +314,11 @@ impl<Buf> PlaneView<'_, Buf> {
     /// Where rows lie.
     pub fn layout(&self) -> &PlaneLayout {
         &self.layout
+    }
+    /// Refuses a plane that lacks the constants its layout asks for.
+    pub(crate) fn check_constants(&self) -> Result<(), PlanError> {
+        let missing = self.layout.has_constants() && self.constants.len() == 0;
+        if missing { Err(PlanError::ConstantsMissing) } else { Ok(()) }
     }
 }
 
@@ -253,17 +364,15 @@ impl<'a, Buf: Any> StorageView<'a, Buf> {
         };
         let direct = direct.into_iter().flat_map(|storage| {
             storage.layers.iter().flatten().flat_map(|layer| {
-                layer.iter().zip(storage.layouts).map(|(segments, layout)| PlaneView {
-                    layout,
-                    segments: Segments::Direct(segments.as_slice()),
-                })
+                layer.iter().zip(storage.layouts).map(|(plane, layout)| plane.view(layout))
             })
         });
         let erased = erased.into_iter().flat_map(|(storage, erasures)| {
             storage.layers.iter().flatten().flat_map(move |layer| {
-                layer.iter().zip(storage.layouts).map(move |(segments, layout)| PlaneView {
+                layer.iter().zip(storage.layouts).map(move |(plane, layout)| PlaneView {
                     layout,
-                    segments: Segments::Erased(segments.as_slice(), erasures),
+                    segments: Handles::Erased(&plane.segments, erasures),
+                    constants: Handles::Erased(plane.constants.as_slice(), erasures),
                 })
             })
         });
@@ -278,8 +387,11 @@ impl<'a> StorageView<'a, AnyBuffer> {
             StorageSource::Direct(storage) => (storage, Erasures::ONE),
             StorageSource::Erased(storage, erasures) => (storage, erasures.one_more()),
         };
-        let mut buffers = storage.layers.iter().flatten().flatten().flatten();
-        let own = buffers.all(|buffer| erasures.undo::<T>(buffer).is_some());
+        let mut planes = storage.layers.iter().flatten().flatten();
+        let own = planes.all(|plane| {
+            let mut buffers = plane.segments.iter().chain(&plane.constants);
+            buffers.all(|buffer| erasures.undo::<T>(buffer).is_some())
+        });
         own.then_some(StorageView(StorageSource::Erased(storage, erasures)))
     }
 }

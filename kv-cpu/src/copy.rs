@@ -41,10 +41,10 @@ pub(crate) fn copy_blocks(
 
 fn copy_block(plane: &PlaneRows<'_>, copy: &BlockCopy) {
     let layout = plane.layout();
-    let tokens = copy.tokens.min(layout.block_size());
-    let part = layout.token_stride().saturating_mul(u64::from(tokens));
+    let slots = copy.slots.min(layout.block_size());
+    let part = layout.token_stride().saturating_mul(u64::from(slots));
     let (runs, run) = match layout.order() {
-        _ if tokens == layout.block_size() => (1, layout.block_bytes()),
+        _ if slots == layout.block_size() => (1, layout.block_bytes()),
         BlockOrder::Nhd => (1, part),
         _ => (layout.num_kv_heads(), part),
     };

@@ -43,6 +43,8 @@ pub use kv_core::*;
 /// The CPU backend with its own types, for callers that want no type erasure.
 #[cfg(feature = "cpu")]
 pub use kv_cpu as cpu;
+/// Stored formats to the bit, and the calibration of a model.
+pub use kv_quant as quant;
 
 /// Compiles and runs the examples of the project's documents.
 #[cfg(all(doctest, feature = "cpu"))]

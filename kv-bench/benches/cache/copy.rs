@@ -24,7 +24,8 @@ pub(crate) fn benches(criterion: &mut Criterion) {
         for tokens in [BLOCK_SIZE, BLOCK_SIZE / 2] {
             // The first half of the pool into the second.
             let pairs = (0..count).zip(count..).map(|(from, to)| (BlockId(from), BlockId(to)));
-            let copies: Vec<_> = pairs.map(|(from, to)| BlockCopy { from, to, tokens }).collect();
+            let copies: Vec<_> =
+                pairs.map(|(from, to)| BlockCopy { from, to, slots: tokens }).collect();
             let rows = u64::from(count) * u64::from(tokens) * u64::try_from(LAYERS).unwrap();
             group.throughput(Throughput::Bytes(shape.token_bytes() * rows));
             let name = BenchmarkId::new(format!("{tokens}_tokens"), count);

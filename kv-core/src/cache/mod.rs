@@ -2,6 +2,7 @@
 //!
 //! [`KvCache`] owns the life of sequences; [`Step`] is one forward pass over some of them. Every
 //! call checks its arguments before it changes anything, and a step applies whole or not at all.
+mod constants;
 mod front;
 mod open;
 mod rows;
@@ -13,10 +14,12 @@ mod usage;
 
 use crate::backend::{AnyBackend, Backend, Queue};
 use crate::block::{BlockPool, BlockTables};
+use crate::calibration::Calibration;
 use crate::error::{BlocksExhausted, CacheError, DeviceError, PlanError};
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
 use crate::num::{to_u64, to_usize};
 use crate::plan::PlanBuffers;
+use crate::slot_map::SlotMap;
 use crate::spec::{CacheSpec, table_width};
 use crate::storage::KvStorage;
 use open::OpenStep;
@@ -45,6 +48,7 @@ pub struct KvCache<B: Backend = AnyBackend> {
     backend: B,
     queue: B::Queue,
     spec: CacheSpec,
+    constants: constants::Constants,
     groups: Vec<Group<B::Buffer>>,
     sequences: Sequences,
     open: OpenStep,
@@ -82,18 +86,42 @@ impl StartOptions {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Reserves all memory of `spec` on `backend`; layers on demand get theirs later.
+    /// Reserves all memory of `spec` on `backend`; layers on demand get theirs later. Transforms have
+    /// no mean and no balance.
     ///
     /// # Errors
-    /// [`CacheError::Device`]: `OutOfMemory`, or `Unsupported` when one block exceeds what the
-    /// device can bind.
+    /// [`CacheError::Calibration`] when a format needs a given scale; [`CacheError::Device`]:
+    /// `OutOfMemory`, or `Unsupported` when one block exceeds what the device can bind.
     pub fn new(backend: B, spec: CacheSpec) -> Result<Self, CacheError> {
-        let queue = backend.queue()?;
+        Self::build(backend, spec, None)
+    }
+
+    /// As [`Self::new`], with the scales and the transform's constants of a model.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; [`CacheError::Calibration`] when `calibration` does not fit `spec`.
+    pub fn with_calibration(
+        backend: B,
+        spec: CacheSpec,
+        calibration: Calibration,
+    ) -> Result<Self, CacheError> {
+        Self::build(backend, spec, Some(calibration))
+    }
+
+    fn build(
+        backend: B,
+        spec: CacheSpec,
+        calibration: Option<Calibration>,
+    ) -> Result<Self, CacheError> {
+        let constants = constants::Constants::new(&spec, calibration)?;
+        let mut queue = backend.queue()?;
         let mut groups = Vec::with_capacity(spec.groups().len());
         for group in spec.groups() {
             let mut storage = KvStorage::new(&backend, *group.layouts())?;
-            for index in 0..group.layers().len() {
-                storage.allocate(&backend, index)?;
+            for (layer, index) in group.layers().iter().zip(0..) {
+                let constants = constants.layer(*layer, group.layouts())?;
+                let constants = constants.each_ref().map(Option::as_ref);
+                storage.allocate_with((&backend, &mut queue), index, constants)?;
             }
             let tables = BlockTables::new(group.num_blocks(), table_width(&spec, group));
             groups.push(Group { pool: BlockPool::new(group.num_blocks()), tables, storage });
@@ -103,6 +131,7 @@ impl<B: Backend> KvCache<B> {
             backend,
             queue,
             spec,
+            constants,
             groups,
             sequences: Sequences::default(),
             open,
@@ -115,6 +144,12 @@ impl<B: Backend> KvCache<B> {
     /// The geometry.
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
+    }
+    /// What the bytes of a block depend on besides its tokens: formats, transforms, sinks, and the
+    /// constants, hashed (XXH3). Blocks may go from one cache to another only where this is equal
+    /// and the model is the same.
+    pub fn encoding_key(&self) -> u128 {
+        self.constants.key()
     }
     /// The device.
     pub fn backend(&self) -> &B {
@@ -129,13 +164,18 @@ impl<B: Backend> KvCache<B> {
     /// Gives a layer its memory; `false` when it had it already.
     ///
     /// # Errors
-    /// [`PlanError::UnknownLayer`], or the device's `OutOfMemory`.
+    /// [`PlanError::UnknownLayer`], [`CacheError::Calibration`] when the calibration has no
+    /// constants that fit the layer, or the device's `OutOfMemory`.
     pub fn allocate_layer(&mut self, layer: impl Into<LayerId>) -> Result<bool, CacheError> {
-        let (group, index) = self.locate(layer.into())?;
+        let layer = layer.into();
+        let (group, index) = self.locate(layer)?;
         let Some(group) = self.groups.get_mut(group) else {
             return Ok(false);
         };
-        Ok(group.storage.allocate(&self.backend, index)?)
+        let constants = self.constants.layer(layer, group.storage.layouts())?;
+        let constants = constants.each_ref().map(Option::as_ref);
+        let device = (&self.backend, &mut self.queue);
+        Ok(group.storage.allocate_with(device, index, constants)?)
     }
 
     /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step;
@@ -160,7 +200,7 @@ impl<B: Backend> KvCache<B> {
         }
         self.check_new(sequence)?;
         for (group, id) in self.groups.iter().zip(0..) {
-            let needed = options.reserve.div_ceil(block_size(group));
+            let needed = slot_map(group).blocks(options.reserve);
             let free = group.pool.num_free();
             if needed > free {
                 let group = GroupId(id);
@@ -173,7 +213,7 @@ impl<B: Backend> KvCache<B> {
             state.reserved = options.reserve;
         }
         for group in &mut self.groups {
-            for _ in 0..options.reserve.div_ceil(block_size(group)) {
+            for _ in 0..slot_map(group).blocks(options.reserve) {
                 let block = group.pool.allocate();
                 push_held(&mut group.tables, row, block);
             }
@@ -193,7 +233,7 @@ impl<B: Backend> KvCache<B> {
         self.check_new(child)?;
         let row = self.insert(child, len)?;
         for group in &mut self.groups {
-            for index in 0..to_usize(len.div_ceil(block_size(group))) {
+            for index in 0..to_usize(slot_map(group).blocks(len)) {
                 let block = group.tables.row(parent_row).get(index).copied();
                 if let Some(block) = block {
                     group.pool.retain(block);
@@ -315,7 +355,7 @@ impl<B: Backend> KvCache<B> {
     /// Lets go of a row's blocks beyond those of `keep` tokens, last first.
     fn drop_blocks(&mut self, row: u32, keep: u32) {
         for (index, group) in self.groups.iter_mut().enumerate() {
-            let keep = to_usize(keep.div_ceil(block_size(group)));
+            let keep = to_usize(slot_map(group).blocks(keep));
             while group.tables.row(row).len() > keep {
                 let Some(block) = group.tables.pop(row) else {
                     break;
@@ -348,6 +388,11 @@ impl<B: Backend> KvCache<B> {
         let used = self.groups.iter().map(|group| group.pool.num_used()).sum();
         self.blocks_peak = self.blocks_peak.max(used);
     }
+}
+
+fn slot_map<Buf>(group: &Group<Buf>) -> SlotMap {
+    let [k, _] = group.storage.layouts();
+    *k.slot_map()
 }
 
 fn block_size<Buf>(group: &Group<Buf>) -> u32 {

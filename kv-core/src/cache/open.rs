@@ -4,7 +4,7 @@
 //! borrow; front ends whose callers come back layer by layer keep it open across calls.
 use crate::backend::{Backend, Queue};
 use crate::cache::sequences::Sequence;
-use crate::cache::{Group, KvCache, StepInput, block_size};
+use crate::cache::{Group, KvCache, StepInput, block_size, slot_map};
 use crate::error::{BlocksExhausted, CacheError, PlanError};
 use crate::geometry::QkvFormat;
 use crate::ids::{BlockId, GroupId, LayerId};
@@ -153,9 +153,10 @@ impl<B: Backend> KvCache<B> {
             return (0, 0);
         }
         let row = entry.row;
-        let size = block_size(group);
-        let first = entry.cached.checked_div(size).unwrap_or(0);
-        let end = entry.cached.saturating_add(entry.new_tokens).div_ceil(size);
+        let (map, size) = (slot_map(group), block_size(group));
+        let cached = map.slots(entry.cached);
+        let first = map.place(entry.cached).index;
+        let end = map.blocks(entry.cached.saturating_add(entry.new_tokens));
         for at in first..end {
             let held = group.tables.row(row).get(to_usize(at)).copied();
             if held.is_some_and(|block| group.pool.holders(block) == 1) {
@@ -182,9 +183,9 @@ impl<B: Backend> KvCache<B> {
             let at = to_usize(at);
             self.open.undo.push(Undo::Replaced { group: index, row, index: at, old });
             let before = to_u32(at).saturating_mul(size);
-            let tokens = entry.cached.saturating_sub(before).min(size);
-            if let Some(copies) = self.open.copies.get_mut(index).filter(|_| tokens > 0) {
-                copies.push(BlockCopy { from: old, to: new, tokens });
+            let slots = cached.saturating_sub(before).min(size);
+            if let Some(copies) = self.open.copies.get_mut(index).filter(|_| slots > 0) {
+                copies.push(BlockCopy { from: old, to: new, slots });
             }
         }
         (taken, missing)

@@ -1,6 +1,8 @@
 //! The life of sequences on a device that computes nothing: who holds which block, and that a
 //! refused or failed call leaves no trace.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
+mod sinks;
+
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
@@ -46,7 +48,7 @@ fn append(
 
 fn write_all(step: &mut Step<'_, NullBackend>) -> Result<(), CacheError> {
     let total = step.sequences().iter().map(|s| s.new_len).sum::<u32>();
-    let zeros = vec![0.0_f32; usize::try_from(total).unwrap() * 4];
+    let zeros = vec![0.0_f32; usize::try_from(total).unwrap() * 32];
     for layer in 0..step.num_layers() {
         let [k, v] = step.head_dims(LayerId(layer));
         let (k, v) = ([total, 1, k], [total, 1, v]);
@@ -91,8 +93,9 @@ fn check_invariants(cache: &KvCache<NullBackend>) {
             for block in &tables[index] {
                 counted[usize::try_from(block.0).unwrap()] += 1;
             }
-            let room = u32::try_from(tables[index].len()).unwrap() * block_size(group);
-            assert!(*len <= room, "{len} tokens in {room} slots");
+            let blocks = u32::try_from(tables[index].len()).unwrap();
+            let room = slot_map(group).tokens(blocks);
+            assert!(*len <= room, "{len} tokens, {blocks} blocks hold {room}");
         }
         assert_eq!(counted, holders[index]);
         let free = counted.iter().filter(|n| **n == 0).count();
@@ -374,21 +377,23 @@ proptest! {
         operations in prop::collection::vec(operation(), 1..60),
         wipe in any::<bool>(),
     ) {
-        let mut cache = two_groups(wipe);
-        for operation in &operations {
-            let before = snapshot(&cache);
-            let result = apply(&mut cache, operation);
-            // A release stands even where the wipe after it failed; all else applies whole or not.
-            let stands = matches!(
-                operation,
-                Operation::Release(_) | Operation::Truncate(..) | Operation::Reset
-            );
-            match result {
-                Err(CacheError::Device(_)) if stands => {}
-                Err(_) => prop_assert_eq!(snapshot(&cache), before, "{:?}", operation),
-                Ok(()) => {}
-            }
-            check_invariants(&cache);
+        live(&mut two_groups(wipe), &operations);
+    }
+}
+
+/// Runs operations; each applies whole or changes nothing.
+fn live(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
+    for operation in operations {
+        let before = snapshot(cache);
+        let result = apply(cache, operation);
+        // A release stands even where the wipe after it failed; all else applies whole or not.
+        let stands =
+            matches!(operation, Operation::Release(_) | Operation::Truncate(..) | Operation::Reset);
+        match result {
+            Err(CacheError::Device(_)) if stands => {}
+            Err(_) => assert_eq!(snapshot(cache), before, "{operation:?}"),
+            Ok(()) => {}
         }
+        check_invariants(cache);
     }
 }

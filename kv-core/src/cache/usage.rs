@@ -3,7 +3,7 @@ use hashbrown::HashMap;
 
 use crate::backend::Backend;
 use crate::block::BlockPool;
-use crate::cache::{Group, KvCache, block_size};
+use crate::cache::{Group, KvCache, block_size, slot_map};
 
 /// How full a cache is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -19,7 +19,8 @@ pub struct Usage {
     pub blocks_used: u32,
     /// The most blocks held after any commit.
     pub blocks_peak: u32,
-    /// Slots of held blocks that hold no committed token of any sequence.
+    /// Slots of held blocks that hold no committed token of any sequence. The extra slots of a
+    /// sink hold it.
     pub slots_wasted: u64,
 }
 
@@ -44,14 +45,14 @@ impl<B: Backend> KvCache<B> {
     /// Slots of held blocks without a committed token. A shared block's tokens are those of the
     /// holder that has most.
     fn wasted(&self, group: &Group<B::Buffer>) -> u64 {
-        let size = block_size(group);
+        let (map, size) = (slot_map(group), block_size(group));
         let mut filled = HashMap::new();
         for (row, state) in self.sequences.iter() {
             for (block, index) in group.tables.row(row).iter().zip(0_u32..) {
                 let before = index.saturating_mul(size);
-                let tokens = state.len.saturating_sub(before).min(size);
+                let slots = map.slots(state.len).saturating_sub(before).min(size);
                 let most = filled.entry(*block).or_insert(0_u32);
-                *most = tokens.max(*most);
+                *most = slots.max(*most);
             }
         }
         let filled: u64 = filled.values().map(|n| u64::from(*n)).sum();

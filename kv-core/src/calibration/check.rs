@@ -133,9 +133,7 @@ impl PlaneCalibration {
         }
         at.values("scales", "finite and above 0", &self.scales, divides)?;
         let magnitude = |x: f32| x.is_finite() && x >= 0.0;
-        for (what, list) in
-            [("amax", &self.amax), ("amax_transformed", &self.amax_transformed)]
-        {
+        for (what, list) in [("amax", &self.amax), ("amax_transformed", &self.amax_transformed)] {
             if !list.is_empty() {
                 at.shape(what, heads, list.len())?;
             }

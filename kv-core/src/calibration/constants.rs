@@ -84,9 +84,9 @@ impl PlaneConstants {
             list if layout.transforms() && !list.is_empty() => list.to_vec(),
             _ => vec![absent; channels],
         };
-        let signs = (0..layout.head_dim()).cycle().map(|index| {
-            if layout.transforms() { sign(index) } else { 1.0 }
-        });
+        let signs = (0..layout.head_dim())
+            .cycle()
+            .map(|index| if layout.transforms() { sign(index) } else { 1.0 });
         values.extend(used(&given.mean, 0.0));
         let balance = used(&given.balance, 1.0);
         values.extend(balance.iter().zip(signs.clone()).map(|(balance, sign)| sign / balance));

@@ -186,6 +186,9 @@ pub enum PlanError {
         /// Blocks and block size of the plane.
         got: (u32, u32),
     },
+    /// A plane whose rows are transformed, or whose scales are given, without its constants.
+    #[error("a plane came without the constants that its layout asks for")]
+    ConstantsMissing,
     /// Two entries of one batch write the same block.
     #[error("block {block} is written or copied to more than once")]
     BlockShared {

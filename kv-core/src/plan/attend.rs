@@ -227,6 +227,8 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         let [k_plane, v_plane] = planes;
         plan.layout.check_same_blocks(k_plane.layout())?;
         plan.layout.check_same_blocks(v_plane.layout())?;
+        k_plane.check_constants()?;
+        v_plane.check_constants()?;
         let v_heads = v_plane.layout().num_kv_heads();
         let kv_heads = k_plane.layout().num_kv_heads();
         if v_heads != kv_heads {

@@ -151,23 +151,21 @@ impl PlanBuffers {
         };
         let kv_len = sum(entry.cached, entry.new_tokens)?;
         let table = tables.row(entry.row);
-        let block_size = layout.block_size();
-        if to_usize(kv_len.div_ceil(block_size)) > table.len() {
+        let (map, block_size) = (layout.slot_map(), layout.block_size());
+        if to_usize(map.blocks(kv_len)) > table.len() {
             let blocks = table.len();
             return Err(PlanError::TableTooShort { index, tokens: kv_len, blocks, block_size });
         }
         let total_q = sum(self.total_q, entry.queries)?;
         let total_new = sum(self.total_new, entry.new_tokens)?;
         for position in entry.cached..kv_len {
-            let inside = position.checked_rem(block_size).unwrap_or(0);
-            let block = table
-                .get(to_usize(position.checked_div(block_size).unwrap_or(0)))
-                .map_or(0, |block| block.0);
-            if inside == 0 || position == entry.cached {
+            let place = map.place(position);
+            let block = table.get(to_usize(place.index)).map_or(0, |block| block.0);
+            if place.inside == 0 || position == entry.cached {
                 self.claim(block)?;
             }
             // `num_blocks * block_size` fits u32, by the layout's constructor.
-            self.slots.push(Slot(block.saturating_mul(block_size).saturating_add(inside)));
+            self.slots.push(Slot(block.saturating_mul(block_size).saturating_add(place.inside)));
         }
         self.sequences.push(PlannedSequence {
             row: entry.row,

@@ -4,7 +4,7 @@ use crate::geometry::PlaneLayout;
 use crate::ids::BlockId;
 use crate::storage::StorageView;
 
-/// One block to copy, whole or its first tokens.
+/// One block to copy, whole or its first slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each of the three numbers")]
 pub struct BlockCopy {
@@ -12,8 +12,8 @@ pub struct BlockCopy {
     pub from: BlockId,
     /// Where they go.
     pub to: BlockId,
-    /// How many tokens from the block's start.
-    pub tokens: u32,
+    /// How many slots from the block's start: one a token, several a sink.
+    pub slots: u32,
 }
 
 /// Copies between blocks of one group, for K and V of all its layers.
@@ -31,7 +31,7 @@ impl<'p> CopyPlan<'p> {
     ///
     /// # Errors
     /// [`PlanError::BlockOutOfRange`], [`PlanError::BlockShared`], [`PlanError::TooMany`] for more
-    /// tokens than a block has.
+    /// slots than a block has.
     pub fn new(layout: &PlaneLayout, copies: &'p [BlockCopy]) -> Result<Self, PlanError> {
         let plan = Self { layout: *layout, copies };
         for copy in copies {
@@ -41,10 +41,10 @@ impl<'p> CopyPlan<'p> {
                     return Err(PlanError::BlockOutOfRange { block, num_blocks });
                 }
             }
-            if copy.tokens > layout.block_size() {
+            if copy.slots > layout.block_size() {
                 return Err(PlanError::TooMany {
-                    what: "tokens of one block copy",
-                    got: u64::from(copy.tokens),
+                    what: "slots of one block copy",
+                    got: u64::from(copy.slots),
                     max: u64::from(layout.block_size()),
                 });
             }

@@ -45,7 +45,7 @@ impl<'p> GatherPlan<'p> {
             let blocks = tables.row(range.row).len();
             let end = range.begin.saturating_add(range.len);
             let block_size = layout.block_size();
-            if to_usize(end.div_ceil(block_size)) > blocks {
+            if to_usize(layout.slot_map().blocks(end)) > blocks {
                 return Err(PlanError::TableTooShort { index, tokens: end, blocks, block_size });
             }
             total = total.saturating_add(u64::from(range.len));
@@ -91,6 +91,7 @@ impl<'a, Buf> GatherArgs<'a, Buf> {
         format: QkvFormat,
     ) -> Result<Self, PlanError> {
         plan.layout.check_same_blocks(plane.layout())?;
+        plane.check_constants()?;
         let need = TokenRequirement {
             tensor: "out",
             format,

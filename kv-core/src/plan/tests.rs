@@ -92,7 +92,7 @@ fn a_refused_batch_leaves_no_plan() {
 
 #[test]
 fn copies_are_disjoint() {
-    let copy = |from, to, tokens| BlockCopy { from: BlockId(from), to: BlockId(to), tokens };
+    let copy = |from, to, slots| BlockCopy { from: BlockId(from), to: BlockId(to), slots };
     let check = |copies: &[BlockCopy]| CopyPlan::new(&layout(), copies).map(|_| ());
     assert_eq!(check(&[]), Ok(()));
     assert_eq!(check(&[copy(0, 1, 4), copy(0, 2, 1)]), Ok(()));

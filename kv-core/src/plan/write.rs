@@ -43,7 +43,8 @@ impl<'p> WritePlan<'p> {
     pub fn sequences(&self) -> &'p [PlannedSequence] {
         self.sequences
     }
-    /// One slot a new token, entries one after another: the slot mapping of a `thd` tensor.
+    /// The first slot of each new token, entries one after another: the slot mapping of a `thd`
+    /// tensor.
     pub fn slots(&self) -> &'p [Slot] {
         self.slots
     }
@@ -93,7 +94,7 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
     /// # Errors
     /// [`PlanError::Shape`], [`PlanError::ElementType`], [`PlanError::TensorBytes`] or
     /// [`PlanError::Misaligned`], naming the tensor; [`PlanError::LayoutMismatch`] for a plane of
-    /// another pool.
+    /// another pool, [`PlanError::ConstantsMissing`] for one without its constants.
     pub fn new(
         plan: &WritePlan<'_>,
         k: TensorView<'a, Buf>,
@@ -104,6 +105,8 @@ impl<'a, Buf> WriteArgs<'a, Buf> {
     ) -> Result<Self, PlanError> {
         plan.layout.check_same_blocks(k_plane.layout())?;
         plan.layout.check_same_blocks(v_plane.layout())?;
+        k_plane.check_constants()?;
+        v_plane.check_constants()?;
         let k = TokenTensor::check(k, &plan.requirement("k", format, k_plane.layout()))?;
         let v = TokenTensor::check(v, &plan.requirement("v", format, v_plane.layout()))?;
         Ok(Self { k, v, k_plane, v_plane })

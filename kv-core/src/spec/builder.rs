@@ -29,7 +29,32 @@ pub struct GroupBuilder {
     format_k: Option<KvFormat>,
     format_v: Option<KvFormat>,
     order: BlockOrder,
+    transform: Transform,
+    sinks: u32,
     blocks: Option<Blocks>,
+}
+
+/// Whether rows are transformed before they are stored; see [`calibration`](crate::calibration).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[expect(clippy::exhaustive_enums, reason = "as the format asks, or as the caller does")]
+pub enum Transform {
+    /// Where the format is made for it ([`KvFormat::is_for_transformed`]).
+    #[default]
+    Auto,
+    /// Never: codes mean what they mean elsewhere.
+    Off,
+    /// In every quantised plane.
+    On,
+}
+
+impl Transform {
+    fn applies(self, format: KvFormat) -> bool {
+        match self {
+            Self::Auto => format.is_for_transformed(),
+            Self::Off => false,
+            Self::On => format.is_quantised(),
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -74,6 +99,20 @@ impl GroupBuilder {
         self.order = order;
         self
     }
+    /// Whether quantised rows are transformed; [`Transform::Auto`] unless set.
+    #[must_use]
+    pub fn transform(mut self, transform: Transform) -> Self {
+        self.transform = transform;
+        self
+    }
+    /// Keeps the first `tokens` tokens of every sequence in 16 bits where the rest is quantised;
+    /// none unless set, 4 are enough. Each takes several slots, see
+    /// [`SlotMap`](crate::SlotMap).
+    #[must_use]
+    pub fn sinks(mut self, tokens: u32) -> Self {
+        self.sinks = tokens;
+        self
+    }
     /// `num_blocks` blocks of `block_size` tokens each. Any number of blocks will do: fewer than
     /// the worst case is the point of paging.
     #[must_use]
@@ -111,7 +150,7 @@ impl GroupBuilder {
         let layouts = |block_size, num_blocks| {
             let k = shape(self.head_dim_k, format(self.format_k), block_size, num_blocks)?;
             let v = shape(self.head_dim_v, format(self.format_v), block_size, num_blocks)?;
-            Ok::<_, SpecError>([PlaneLayout::new(k)?, PlaneLayout::new(v)?])
+            self.refine([PlaneLayout::new(k)?, PlaneLayout::new(v)?])
         };
         let (layouts, contiguous, max_seq_len) = match blocks {
             Blocks::Paged { block_size, num_blocks } => {
@@ -128,10 +167,29 @@ impl GroupBuilder {
                         return Err(SpecError::Zero { field });
                     }
                 }
-                (layouts(max_seq_len, max_sequences)?, true, Some(max_seq_len))
+                // A block has a slot for every token and the further slots of the sinks.
+                let planes = [(self.format_k, self.head_dim_k), (self.format_v, self.head_dim_v)];
+                let [k, v] = planes.map(|(f, dim)| format(f).sink_slots(dim.unwrap_or(0)));
+                let further = k.max(v).saturating_sub(1);
+                let further = further.saturating_mul(self.sinks.min(max_seq_len));
+                let block_size = max_seq_len
+                    .checked_add(further)
+                    .ok_or(SpecError::Overflow { what: "slots of a sequence" })?;
+                (layouts(block_size, max_sequences)?, true, Some(max_seq_len))
             }
         };
         Ok((GroupSpec { layers, layouts, contiguous }, max_seq_len))
+    }
+
+    /// Adds the transform and the sinks, which lie in the same slots of K and V.
+    fn refine(&self, layouts: [PlaneLayout; 2]) -> Result<[PlaneLayout; 2], SpecError> {
+        let [k, v] = layouts.map(|l| l.with_transform(self.transform.applies(l.format())));
+        // Rows of 16 bits or more need no others of 16 bits.
+        let quantised = k.format().is_quantised() || v.format().is_quantised();
+        let sinks = if quantised { self.sinks } else { 0 };
+        let slots = [k, v].map(|l| l.format().sink_slots(l.head_dim())).into_iter().max();
+        let slots = slots.unwrap_or(1);
+        Ok([k.with_sinks(sinks, slots)?, v.with_sinks(sinks, slots)?])
     }
 }
 
@@ -183,6 +241,10 @@ impl CacheSpecBuilder {
         formats(k: KvFormat, v: KvFormat);
         /// Axes inside a block; [`BlockOrder::Hnd`] unless set.
         block_order(order: BlockOrder);
+        /// Whether quantised rows are transformed; [`Transform::Auto`] unless set.
+        transform(transform: Transform);
+        /// Keeps the first tokens of every sequence in 16 bits; see [`GroupBuilder::sinks`].
+        sinks(tokens: u32);
         /// `num_blocks` blocks of `block_size` tokens each; see [`GroupBuilder::paged`].
         paged(block_size: u32, num_blocks: u32);
         /// As many blocks of `block_size` tokens as `bytes` hold, over all layers of the group.
@@ -239,8 +301,8 @@ impl CacheSpecBuilder {
         let (mut max_seq_len, mut max_sequences) = (u32::MAX, u32::MAX);
         for (list, builder) in lists {
             let (group, limit) = builder.build(list)?;
-            let slots = group.num_blocks().saturating_mul(group.block_size());
-            max_seq_len = max_seq_len.min(limit.unwrap_or(slots));
+            let most = group.slot_map().tokens(group.num_blocks());
+            max_seq_len = max_seq_len.min(limit.unwrap_or(most));
             if group.contiguous {
                 max_sequences = max_sequences.min(group.num_blocks());
             }

@@ -3,12 +3,13 @@ mod builder;
 #[cfg(test)]
 mod tests;
 
-pub use builder::{CacheSpecBuilder, GroupBuilder};
+pub use builder::{CacheSpecBuilder, GroupBuilder, Transform};
 
 use crate::geometry::PlaneLayout;
 use crate::ids::{GroupId, LayerId};
 use crate::num::to_u64;
 use crate::plan::Determinism;
+use crate::slot_map::SlotMap;
 
 /// A checked cache geometry: groups of layers, each with planes, a pool and tables of its own.
 ///
@@ -60,6 +61,10 @@ impl GroupSpec {
     /// Blocks of the pool.
     pub fn num_blocks(&self) -> u32 {
         self.layouts[0].num_blocks()
+    }
+    /// Where tokens lie in a sequence's blocks; the same for K and V.
+    pub fn slot_map(&self) -> &SlotMap {
+        self.layouts[0].slot_map()
     }
     /// Whether a sequence is one block.
     pub fn is_contiguous(&self) -> bool {
@@ -121,11 +126,12 @@ impl CacheSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryUsage {
-    /// Bytes of K and V of one token over all layers. For layers on demand: of one layer.
+    /// Bytes of K and V of one token over all layers, scales included; a sink takes as many again
+    /// as it has slots. For layers on demand: of one layer.
     pub bytes_per_token: u64,
     /// Bytes of all planes.
     pub bytes_total: u64,
-    /// Tokens the smallest pool holds.
+    /// Tokens the smallest pool holds as one sequence.
     pub tokens: u64,
 }
 
@@ -143,7 +149,8 @@ impl CacheSpec {
     /// How many sequences of `tokens` tokens fit at once when nothing is shared.
     pub fn sequences_that_fit(&self, tokens: u32) -> u32 {
         let fit = |group: &GroupSpec| {
-            group.num_blocks().checked_div(tokens.div_ceil(group.block_size())).unwrap_or(u32::MAX)
+            let blocks = group.slot_map().blocks(tokens);
+            group.num_blocks().checked_div(blocks).unwrap_or(u32::MAX)
         };
         let fit = self.groups.iter().map(fit).min().unwrap_or(0);
         if tokens > self.max_seq_len { 0 } else { fit.min(self.max_sequences) }
@@ -158,8 +165,7 @@ impl CacheSpec {
             let block = block.checked_mul(layers)?;
             total = total.checked_add(block.checked_mul(u64::from(group.num_blocks()))?)?;
             per_token = per_token.checked_add(block.checked_div(u64::from(group.block_size()))?)?;
-            let slots = u64::from(group.num_blocks()).checked_mul(u64::from(group.block_size()))?;
-            tokens = tokens.min(slots);
+            tokens = tokens.min(u64::from(group.slot_map().tokens(group.num_blocks())));
         }
         // A host allocation is never larger than isize::MAX bytes.
         isize::try_from(total).ok()?;
@@ -170,5 +176,5 @@ impl CacheSpec {
 /// Entries a table row starts with: enough for any sequence up to a cap, so that rows rarely move.
 pub(crate) fn table_width(spec: &CacheSpec, group: &GroupSpec) -> u32 {
     const WIDTH_START_MAX: u32 = 1024;
-    spec.max_seq_len.div_ceil(group.block_size()).min(group.num_blocks()).min(WIDTH_START_MAX)
+    group.slot_map().blocks(spec.max_seq_len).min(group.num_blocks()).min(WIDTH_START_MAX)
 }

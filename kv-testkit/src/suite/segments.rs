@@ -191,7 +191,7 @@ fn copies<B: Device>(backend: &B) -> CaseResult {
         for layer in [0, 2] {
             storage.allocate(backend, layer)?;
         }
-        let copy = |from, to, tokens| BlockCopy { from: BlockId(from), to: BlockId(to), tokens };
+        let copy = |from, to, slots| BlockCopy { from: BlockId(from), to: BlockId(to), slots };
         let list = [copy(0, 1, 4), copy(2, 3, 1), copy(2, 6, 3), copy(5, 4, 0)];
         let mut expected = Vec::new();
         for (seed, plane) in (0..).zip(storage.view().planes()) {
@@ -230,7 +230,7 @@ fn check_copied(
     };
     for block in 0..layout.num_blocks() {
         let copy = list.iter().find(|copy| copy.to.0 == block);
-        let (source, tokens) = copy.map_or((block, 4), |copy| (copy.from.0, copy.tokens));
+        let (source, tokens) = copy.map_or((block, 4), |copy| (copy.from.0, copy.slots));
         for token in 0..tokens {
             for head in 0..layout.num_kv_heads() {
                 let want = &before[at(source, token, head)..][..row];

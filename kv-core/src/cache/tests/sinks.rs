@@ -1,0 +1,146 @@
+//! Sequences whose first tokens take several slots, and caches with constants.
+use super::*;
+use crate::calibration::{CalibrationError, LayerCalibration, PlaneCalibration};
+use crate::{Calibration, KvFormat, ScaleGroup, Scaling, Slot, SpecError, Transform};
+
+const INT8: KvFormat = KvFormat::Int8(Scaling::Row);
+const L4: KvFormat = KvFormat::L4(ScaleGroup::Row);
+
+/// Sinks of 2 slots in blocks of 2 and of 3, where the second wastes one.
+fn sinking(wipe: bool) -> KvCache<NullBackend> {
+    let spec = CacheSpec::builder()
+        .layers(3)
+        .kv_heads(1)
+        .head_dim(32)
+        .format(INT8)
+        .sinks(3)
+        .paged(2, 12)
+        .group([1], |group| group.paged(3, 8))
+        .wipe_on_release(wipe);
+    KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+    #[test]
+    fn random_lives_with_sinks_keep_the_books(
+        operations in prop::collection::vec(operation(), 1..60),
+        wipe in any::<bool>(),
+    ) {
+        live(&mut sinking(wipe), &operations);
+    }
+}
+
+#[test]
+fn sinks_take_their_slots_and_no_more() {
+    let mut cache = sinking(false);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 5)]).unwrap();
+    // 3 sinks of 2 slots and 2 tokens: 8 slots; in blocks of 3 a sink each, then 2 tokens.
+    assert_eq!(cache.block_table(SEQ[0], GroupId(0)).unwrap().len(), 4);
+    assert_eq!(cache.block_table(SEQ[0], GroupId(1)).unwrap().len(), 4);
+    let step = cache.begin_step(&[StepInput::count(SEQ[0], 2)]).unwrap();
+    let slots = step.write_plan(GroupId(1)).unwrap().slots().to_vec();
+    let table = step.cache().block_table(SEQ[0], GroupId(1)).unwrap();
+    assert_eq!(slots, [Slot(table[3].0 * 3 + 1), Slot(table[3].0 * 3 + 2)]);
+}
+
+#[test]
+fn a_fork_inside_the_sinks_copies_their_slots() {
+    let mut cache = sinking(false);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 4)]).unwrap();
+    cache.fork(SEQ[0], SEQ[1]).unwrap();
+    cache.truncate(SEQ[1], 1).unwrap();
+    let used = cache.usage().blocks_used;
+    // The next sink begins a block of its own, so nothing is shared where it is written.
+    append(&mut cache, &[(SEQ[1], 1)]).unwrap();
+    assert_eq!(cache.usage().blocks_used, used + 2);
+    assert_eq!(cache.seq_len(SEQ[0]), Some(4));
+}
+
+#[test]
+fn the_spec_accounts_for_sinks() {
+    let spec = |sinks| {
+        let builder = CacheSpec::builder().layers(2).kv_heads(2).head_dim(128).formats(L4, L4);
+        builder.sinks(sinks).paged(16, 100).build().unwrap()
+    };
+    // 256 bytes in 16 bits, 66 as codes: 4 slots a sink, so 4 sinks fill a block.
+    let with = spec(4);
+    assert_eq!(with.groups()[0].slot_map().sink_slots(), 4);
+    assert_eq!((with.sequences_that_fit(20), spec(0).sequences_that_fit(20)), (50, 50));
+    assert_eq!((with.sequences_that_fit(21), spec(0).sequences_that_fit(21)), (33, 50));
+    assert_eq!((with.max_seq_len(), spec(0).max_seq_len()), (1588, 1600));
+    assert_eq!(with.memory().bytes_total, spec(0).memory().bytes_total);
+    let contiguous = CacheSpec::builder().layers(1).kv_heads(1).head_dim(128).format(L4);
+    let contiguous = contiguous.sinks(4).contiguous(3, 50).build().unwrap();
+    assert_eq!((contiguous.max_seq_len(), contiguous.sequences_that_fit(50)), (50, 3));
+    assert_eq!(contiguous.groups()[0].block_size(), 62);
+    let refused = CacheSpec::builder().layers(1).kv_heads(1).head_dim(128).format(L4).sinks(4);
+    let refused = refused.paged(3, 9).build().unwrap_err();
+    assert!(matches!(refused, SpecError::Conflict { what: "sinks", .. }), "{refused}");
+    // Rows of 16 bits have no use for them.
+    let plain = CacheSpec::builder().layers(1).kv_heads(1).head_dim(128).sinks(4).paged(1, 9);
+    assert_eq!(plain.build().unwrap().groups()[0].slot_map().sinks(), 0);
+}
+
+fn spec(format: KvFormat) -> CacheSpec {
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(format).paged(4, 4);
+    spec.build().unwrap()
+}
+
+fn calibration(mean: f32) -> Calibration {
+    let k = PlaneCalibration { scales: vec![0.5], mean: vec![mean; 4], ..Default::default() };
+    let v = PlaneCalibration { scales: vec![0.25], ..Default::default() };
+    Calibration::new(vec![LayerCalibration { k, v }; 2])
+}
+
+#[test]
+fn constants_are_checked_before_anything_is_allocated() {
+    let fp8 = KvFormat::Fp8E4m3(Scaling::Tensor);
+    let backend = std::sync::Arc::new(NullBackend::new());
+    let open = |spec, given: Option<Calibration>| match given {
+        None => KvCache::new(std::sync::Arc::clone(&backend), spec),
+        Some(given) => KvCache::with_calibration(std::sync::Arc::clone(&backend), spec, given),
+    };
+    let missing = open(spec(fp8), None).unwrap_err();
+    assert!(matches!(missing, CacheError::Calibration(CalibrationError::MissingScale { .. })));
+    let short = Calibration::new(calibration(0.0).layers()[..1].to_vec());
+    let short = open(spec(fp8), Some(short)).unwrap_err();
+    assert!(matches!(short, CacheError::Calibration(CalibrationError::Layers { .. })), "{short}");
+    let nan = open(spec(INT8), Some(calibration(f32::NAN))).unwrap_err();
+    assert!(matches!(nan, CacheError::Calibration(CalibrationError::Value { .. })), "{nan}");
+    assert_eq!(backend.control().recorded(), 0, "nothing was allocated");
+    open(spec(fp8), Some(calibration(0.0))).unwrap();
+}
+
+#[test]
+fn the_encoding_key_tells_caches_apart() {
+    let key = |spec: &CacheSpec, given: Option<Calibration>| {
+        let backend = NullBackend::new();
+        match given {
+            None => KvCache::new(backend, spec.clone()).unwrap().encoding_key(),
+            Some(given) => {
+                KvCache::with_calibration(backend, spec.clone(), given).unwrap().encoding_key()
+            }
+        }
+    };
+    let off = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(INT8).paged(4, 4);
+    let off = off.transform(Transform::Off).build().unwrap();
+    let keys = [
+        key(&spec(INT8), None),
+        key(&spec(INT8), Some(calibration(1.0))),
+        key(&spec(INT8), Some(calibration(2.0))),
+        key(&off, None),
+        key(&spec(L4), None),
+        key(&spec(KvFormat::F16), None),
+    ];
+    for (i, a) in keys.iter().enumerate() {
+        for b in &keys[..i] {
+            assert_ne!(a, b);
+        }
+    }
+    assert_eq!(key(&spec(INT8), Some(calibration(1.0))), keys[1]);
+    // What a plane does not use does not tell it apart.
+    assert_eq!(key(&off, Some(calibration(1.0))), keys[3]);
+}
