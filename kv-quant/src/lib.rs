@@ -2,7 +2,7 @@
 //!
 //! | module | owns |
 //! |---|---|
-//! | [`row`] | encode and decode of one row (one token, one kv head) in every [`KvFormat`](kv_core::KvFormat) |
+//! | [`row`] | one row (one token, one kv head) to codes and back, in every format |
 //! | [`minifloat`] | FP8 E4M3 and E5M2, E2M1, E8M0 |
 //! | [`lloyd`] | codebooks of the Lloyd-Max formats |
 //! | [`transform`] | mean, balance, signs and Hadamard rotation of a row |

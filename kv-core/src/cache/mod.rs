@@ -24,6 +24,7 @@ use crate::spec::{CacheSpec, table_width};
 use crate::storage::KvStorage;
 use open::OpenStep;
 use sequences::Sequences;
+pub use sequences::StartOptions;
 pub use step::{Step, StepInput};
 pub use usage::Usage;
 
@@ -67,27 +68,9 @@ struct Group<Buf> {
     storage: KvStorage<Buf>,
 }
 
-/// How a sequence starts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct StartOptions {
-    /// Tokens whose blocks are taken at once and stay with the sequence for life.
-    pub reserve: u32,
-}
-
-impl StartOptions {
-    /// Takes the blocks of `tokens` tokens at once, so that no step up to there can run out of
-    /// blocks.
-    #[must_use]
-    pub fn reserve(mut self, tokens: u32) -> Self {
-        self.reserve = tokens;
-        self
-    }
-}
-
 impl<B: Backend> KvCache<B> {
-    /// Reserves all memory of `spec` on `backend`; layers on demand get theirs later. Transforms have
-    /// no mean and no balance.
+    /// Reserves all memory of `spec` on `backend`; layers on demand get theirs later. Transforms
+    /// have no mean and no balance.
     ///
     /// # Errors
     /// [`CacheError::Calibration`] when a format needs a given scale; [`CacheError::Device`]:
