@@ -35,9 +35,9 @@ const LANES: usize = 8;
 ///
 /// # Guarantees
 /// The same bits everywhere. Within a block of `n` values, for strides `h` = 1, 2, 4, .. `n / 2`,
-/// every pair `(a, b)` at distance `h` (`a` where bit `h` of the index is 0) becomes `(a + b, a -
-/// b)`; then every value is multiplied by [`norm`] once. Each step rounds once to `f32`, so an
-/// implementation may work in any order that keeps the strides' for each value.
+/// every pair at distance `h`, `a` where `index & h` is 0 and `b`, becomes `a + b` and `a - b`;
+/// then every value is multiplied by [`norm`] once. Each step rounds once to `f32`, so an
+/// implementation may work in any order that keeps the order of strides for each value.
 ///
 /// # Examples
 /// ```
