@@ -1,7 +1,7 @@
 //! The naive cache: a map from sequence to rows.
 use std::collections::BTreeMap;
 
-use kv_core::SequenceId;
+use kv_core::{SequenceId, SlotMap};
 
 /// What one sequence has cached, by layer: K rows one after another, and V rows.
 pub type Rows = Vec<[Vec<f32>; 2]>;
@@ -30,6 +30,14 @@ impl Model {
             for (cached, new) in cached.iter_mut().flatten().zip(rows.iter().flatten()) {
                 cached.extend_from_slice(new);
             }
+        }
+    }
+    /// Replaces rows of one plane of one layer, from token `first` on.
+    pub fn replace(&mut self, sequence: SequenceId, at: (usize, usize), first: u32, rows: &[f32]) {
+        let (layer, plane) = at;
+        if let Some(cached) = self.sequences.get_mut(&sequence) {
+            let begin = first as usize * self.widths[layer][plane];
+            cached[layer][plane][begin..begin + rows.len()].copy_from_slice(rows);
         }
     }
     /// Begins `child` with everything `parent` has.
@@ -74,9 +82,9 @@ impl Model {
     pub fn sequences(&self) -> Vec<SequenceId> {
         self.sequences.keys().copied().collect()
     }
-    /// Blocks of `block_size` tokens that all sequences need when none is shared.
-    pub fn blocks_unshared(&self, block_size: u32) -> u64 {
-        let blocks = |id: &SequenceId| self.len(*id).unwrap_or(0).div_ceil(block_size);
+    /// Blocks that all sequences need when none is shared.
+    pub fn blocks_unshared(&self, map: &SlotMap) -> u64 {
+        let blocks = |id: &SequenceId| map.blocks(self.len(*id).unwrap_or(0));
         self.sequences.keys().map(|id| u64::from(blocks(id))).sum()
     }
 }
@@ -97,7 +105,8 @@ mod tests {
         assert_eq!(model.layer(a, 0), [vec![1.0, 2.0, 3.0, 4.0], vec![5.0, 6.0]]);
         assert_eq!(model.layer(b, 0), [vec![1.0, 2.0, 7.0, 8.0], vec![5.0, 9.0]]);
         assert_eq!((model.len(a), model.len(b)), (Some(2), Some(2)));
-        assert_eq!(model.blocks_unshared(1), 4);
+        model.replace(b, (0, 0), 1, &[6.0, 5.0]);
+        assert_eq!(model.layer(b, 0)[0], [1.0, 2.0, 6.0, 5.0]);
         model.release(a);
         assert_eq!(model.len(a), None);
     }

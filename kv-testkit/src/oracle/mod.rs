@@ -2,7 +2,11 @@
 pub mod attention;
 pub mod rope;
 pub mod round;
+pub mod stored;
+pub mod turn;
 
 pub use attention::{Attended, Attention, Order, Real};
 pub use rope::Rope;
 pub use round::{round, ulp};
+pub use stored::Stored;
+pub use turn::Turn;

@@ -37,7 +37,7 @@ fn check<B: Device>(
     let lens: Vec<_> = ranges.iter().map(|range| range.2 as usize).collect();
     let capabilities = kv_core::Backend::capabilities(&lab.backend).clone();
     for (index, plane) in [Plane::Key, Plane::Value].into_iter().enumerate() {
-        let shape = lab.layers()[layer];
+        let shape = lab.layers()[layer].clone();
         let layout = TokenLayout::new(format, &lens, [shape.heads, shape.dims[index]], room);
         let (backend, queue) = (lab.backend.clone(), lab.cache.queue_mut());
         let mut out = Staged::output(&backend, queue, (layout, dtype), place)?;
@@ -46,7 +46,7 @@ fn check<B: Device>(
         let rows = layout.unpack("gathered", tensor, &lens, 0.0)?;
         let width = shape.width(index);
         for ((id, begin, len), got) in ranges.iter().zip(rows) {
-            let all = &lab.model.layer(*id, layer)[index];
+            let all = lab.expected(*id, layer, index);
             let part = &all[*begin as usize * width..][..*len as usize * width];
             let expected: Vec<_> = part.iter().map(|x| round_f32(dtype, *x)).collect();
             check_rows(&got, &expected, width)

@@ -42,11 +42,6 @@ impl Table {
         &self.columns
     }
 
-    /// Number of rows.
-    pub(super) fn len(&self) -> usize {
-        self.rows.len()
-    }
-
     /// Reads every field of a column; an error names the line.
     pub(super) fn each<T>(
         &self,

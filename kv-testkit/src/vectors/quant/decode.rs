@@ -20,7 +20,7 @@ enum Kind {
 
 /// The value of every code of one kind.
 #[derive(Debug)]
-pub(super) struct Codes {
+pub(in crate::vectors) struct Codes {
     kind: Kind,
     values: Vec<f64>,
 }
@@ -59,9 +59,9 @@ impl Kind {
 }
 
 impl Codes {
-    fn new(kind: Kind, values: Vec<f64>) -> Result<Quant, String> {
+    fn new(kind: Kind, values: Vec<f64>) -> Result<Self, String> {
         if values.len() == kind.count() {
-            return Ok(Quant::Decode(Self { kind, values }));
+            return Ok(Self { kind, values });
         }
         Err(format!("{} codes of {kind:?}, which has {}", values.len(), kind.count()))
     }
@@ -77,11 +77,10 @@ pub(super) fn of_json(value: &Value) -> Result<Vec<Trial>, String> {
     let table = |name: &str, list: &Value| {
         let list = list.as_array().ok_or("does not fit its schema: no list of values")?;
         let values = list.iter().map(number).collect::<Result<_, _>>()?;
-        Codes::new(Kind::of(name)?, values)
+        Codes::new(Kind::of(name)?, values).map(Quant::Decode)
     };
-    let one = |(name, list): (&String, &Value)| {
-        (Some(name.clone()), Content::from(table(name, list)))
-    };
+    let one =
+        |(name, list): (&String, &Value)| (Some(name.clone()), Content::from(table(name, list)));
     Ok(members(value, "tables")?.map(one).collect())
 }
 
@@ -120,10 +119,7 @@ pub(super) fn of_csv(file: &str, table: &Table) -> Result<Codes, String> {
         }
         _ => return Err(format!("columns unknown among {}", columns.join(","))),
     };
-    match Codes::new(kind, values)? {
-        Quant::Decode(codes) => Ok(codes),
-        _ => Err("no codes".to_owned()),
-    }
+    Codes::new(kind, values)
 }
 
 /// The value as text and as bits must be one.

@@ -37,7 +37,7 @@ enum Column {
 
 /// Numbers, and their codes by type.
 #[derive(Debug)]
-pub(super) struct Inputs {
+pub(in crate::vectors) struct Inputs {
     values: Vec<f32>,
     codes: Vec<(Small, String, Vec<u32>)>,
 }
@@ -50,19 +50,23 @@ impl Column {
             "e4m3_cuda_satfinite" => Self::Ours(Small::E4m3),
             "e5m2_cuda_satfinite" => Self::Ours(Small::E5m2),
             "e2m1_cuda_satfinite" => Self::Ours(Small::E2m1),
-            E8M0_COLUMN => Self::Ours(Small::E8m0),
+            "e8m0_cuda_roundup" => Self::Ours(Small::E8m0),
             "f16_numpy" | "f16_torch" | "f16_cuda" => Self::Ours(Small::F16),
             "bf16_ml_dtypes" | "bf16_torch" | "bf16_cuda" => Self::Ours(Small::Bf16),
-            "e4m3_ml_dtypes" | "e4m3_torch" | "e4m3_cuda_nosat" | "e5m2_ml_dtypes"
-            | "e5m2_torch" | "e5m2_cuda_nosat" | "e2m1_ml_dtypes" | "e8m0_ml_dtypes"
-            | "e8m0_torch" | "e8m0_cuda_roundup" | "e8m0_cuda_roundzero" => Self::Theirs(2),
+            "e4m3_ml_dtypes"
+            | "e4m3_torch"
+            | "e4m3_cuda_nosat"
+            | "e5m2_ml_dtypes"
+            | "e5m2_torch"
+            | "e5m2_cuda_nosat"
+            | "e2m1_ml_dtypes"
+            | "e8m0_ml_dtypes"
+            | "e8m0_torch"
+            | "e8m0_cuda_roundzero" => Self::Theirs(2),
             _ => return None,
         })
     }
 }
-
-/// The column that rounds E8M0 as `minifloat::e8m0_encode` does.
-const E8M0_COLUMN: &str = "e8m0_cuda_roundup";
 
 impl Small {
     fn digits(self) -> usize {

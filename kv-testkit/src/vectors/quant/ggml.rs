@@ -12,7 +12,7 @@ use crate::device::Device;
 
 /// All rows in the blocks of one format.
 #[derive(Debug)]
-pub(super) struct Blocks {
+pub(in crate::vectors) struct Blocks {
     kind: Kind,
     rows: Vec<Row>,
 }
@@ -69,8 +69,8 @@ fn block(kind: Kind) -> (usize, usize) {
 
 /// A trial for each format that the file or one of its rows names.
 pub(super) fn read(value: &Value) -> Result<Vec<Trial>, String> {
-    let file = File::deserialize(value)
-        .map_err(|error| format!("does not fit its schema: {error}"))?;
+    let file =
+        File::deserialize(value).map_err(|error| format!("does not fit its schema: {error}"))?;
     if file.rows.is_empty() {
         return Err("does not fit its schema: no rows".to_owned());
     }
@@ -96,7 +96,9 @@ impl File {
         let (bytes, elements) = block(kind);
         let said = (self.meta.block_bytes.get(name), self.meta.block_elems.get(name));
         if said != (Some(&bytes), Some(&elements)) {
-            return Err(format!("a block is {said:?} bytes and values, expected {bytes}, {elements}"));
+            return Err(format!(
+                "a block is {said:?} bytes and values, expected {bytes}, {elements}"
+            ));
         }
         let row = |row: &RowText| -> Result<Row, String> {
             let text = row.formats.get(name).ok_or("the format is missing")?;

@@ -11,7 +11,7 @@ use crate::case::{CaseError, CaseResult, Outcome, ensure, same};
 
 /// Levels of one number of bits.
 #[derive(Debug)]
-pub(super) struct Codebook {
+pub(in crate::vectors) struct Codebook {
     bits: u32,
     levels: Levels,
 }
@@ -29,11 +29,11 @@ const LIMIT: f64 = 1e-6;
 /// A trial for each number of bits.
 pub(super) fn read(value: &Value) -> Result<Vec<Trial>, String> {
     let codebook = |name: &str, value: &Value| -> Result<Quant, String> {
-        let bits = name.parse().ok().filter(|bits| (1..=12).contains(bits));
+        let bits = name.parse().ok().filter(|bits| (1..=12_u32).contains(bits));
         let bits = bits.ok_or_else(|| format!("{name:?} is no number of bits"))?;
         let levels = Levels::deserialize(value)
             .map_err(|error| format!("does not fit its schema: {error}"))?;
-        let (got, expected) = (levels.centroids.len(), 1 << bits);
+        let (got, expected) = (levels.centroids.len(), 1_usize << bits);
         if got != expected || levels.thresholds.len() + 1 != expected {
             let thresholds = levels.thresholds.len();
             return Err(format!("{got} levels and {thresholds} thresholds for {bits} bits"));

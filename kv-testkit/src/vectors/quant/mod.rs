@@ -70,7 +70,9 @@ pub(super) fn read_json(
         "quant-decode-tables/1" => decode::of_json(value),
         "quant-ggml-blocks/1" => ggml::read(value),
         "quant-lloyd-max-gaussian/1" => lloyd::read(value),
-        "quant-meta/1" => real::read(path, value).map(|r| vec![(None, Content::Run(r))]),
+        "quant-meta/1" => {
+            real::read(path, value).map(|one| vec![(None, Content::Run(Quant::Real(one)))])
+        }
         _ => return None,
     })
 }
@@ -102,9 +104,9 @@ fn members<'v>(
 /// A hexadecimal number of exactly so many digits, behind `0x`.
 fn hex(text: &str, digits: usize) -> Result<u32, String> {
     let number = text.strip_prefix("0x").filter(|rest| rest.len() == digits);
-    number.and_then(|rest| unsigned_hex(rest)).ok_or_else(|| {
-        format!("{text:?} is no hexadecimal number of {digits} digits behind 0x")
-    })
+    number
+        .and_then(unsigned_hex)
+        .ok_or_else(|| format!("{text:?} is no hexadecimal number of {digits} digits behind 0x"))
 }
 
 /// Digits alone: no sign, which Rust's parser would take.
@@ -128,7 +130,7 @@ fn byte_list(text: &str) -> Result<Vec<u8>, String> {
 }
 
 fn pieces(text: &str, digits: usize) -> Result<Vec<&str>, String> {
-    let whole = text.is_ascii() && text.len() % digits == 0;
+    let whole = text.is_ascii() && text.len().is_multiple_of(digits);
     if !whole {
         return Err(format!("{} characters are no numbers of {digits} digits", text.len()));
     }

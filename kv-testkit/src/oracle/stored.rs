@@ -1,0 +1,108 @@
+//! What a plane keeps of the rows written to it, by the host's definition of every format.
+//!
+//! Rows are `[tokens, heads, head_dim]`. *Kept* rows are decoded, but not turned back: what
+//! attention reads. *Read* rows are what a gather returns.
+use kv_core::calibration::{HeadConstants, PlaneConstants};
+use kv_core::{Calibration, CalibrationError, KvFormat, LayerId, Plane, PlaneLayout};
+use kv_quant::row::{decode_row, encode_row};
+use kv_quant::transform;
+
+use super::round::round_f32;
+
+/// One plane, without blocks or a device.
+#[derive(Debug, Clone)]
+pub struct Stored {
+    layout: PlaneLayout,
+    constants: Option<PlaneConstants>,
+}
+
+impl Stored {
+    /// The plane of a layer.
+    ///
+    /// # Errors
+    /// What a cache answers to constants that do not fit.
+    pub fn new(
+        layer: LayerId,
+        plane: Plane,
+        layout: PlaneLayout,
+        calibration: Option<&Calibration>,
+    ) -> Result<Self, CalibrationError> {
+        let given = calibration.and_then(|all| all.layer(layer)).map(|given| match plane {
+            Plane::Key => &given.k,
+            Plane::Value => &given.v,
+        });
+        Ok(Self { layout, constants: PlaneConstants::new(layer, plane, &layout, given)? })
+    }
+
+    /// Encoding of rows behind the sinks.
+    pub fn format(&self) -> KvFormat {
+        self.layout.format()
+    }
+    /// Values of a row.
+    pub fn dim(&self) -> usize {
+        self.layout.head_dim() as usize
+    }
+    /// Values of a token.
+    pub fn width(&self) -> usize {
+        self.dim() * self.layout.num_kv_heads() as usize
+    }
+    /// Constants, where rows are transformed.
+    pub fn turned(&self) -> Option<&PlaneConstants> {
+        self.constants.as_ref().filter(|_| self.layout.transforms())
+    }
+
+    /// Constants of the `index`-th row of a tensor, where rows are transformed.
+    pub(crate) fn head(&self, index: usize) -> Option<HeadConstants<'_>> {
+        self.turned()?.head(index % self.layout.num_kv_heads() as usize)
+    }
+
+    /// Rows as they reach the encoder.
+    pub fn transformed(&self, rows: &[f32]) -> Vec<f32> {
+        self.turn(rows, transform::store)
+    }
+
+    /// What is kept of rows, the first of them at position `first` of its sequence.
+    pub fn kept(&self, first: u32, rows: &[f32]) -> Vec<f32> {
+        let mut kept = self.transformed(rows);
+        for (row, index) in kept.chunks_mut(self.dim()).zip(0..) {
+            self.keep(first, index, row);
+        }
+        kept
+    }
+
+    /// Replaces one transformed row, the `index`-th behind position `first`, by what is kept of it.
+    pub(crate) fn keep(&self, first: u32, index: usize, row: &mut [f32]) {
+        let heads = self.layout.num_kv_heads() as usize;
+        let position = first + (index / heads) as u32;
+        let sink = position < self.layout.slot_map().sinks();
+        let format = if sink { self.layout.sink_format() } else { self.format() };
+        if let Some(element) = format.element() {
+            // Among codes a sink saturates like they do.
+            let most = if self.format().is_quantised() { 65504.0 } else { f32::INFINITY };
+            for x in row {
+                *x = round_f32(element, x.clamp(-most, most));
+            }
+            return;
+        }
+        let head = self.constants.as_ref().and_then(|all| all.head(index % heads));
+        let (scale, inverse) = head.map_or((1.0, 1.0), |head| (head.scale, head.inv_scale));
+        let mut bytes = vec![0; format.row_bytes(self.layout.head_dim()) as usize];
+        encode_row(format, inverse, row, &mut bytes);
+        decode_row(format, scale, &bytes, row);
+    }
+
+    /// Kept rows as a gather returns them.
+    pub fn read(&self, kept: &[f32]) -> Vec<f32> {
+        self.turn(kept, transform::load)
+    }
+
+    fn turn(&self, rows: &[f32], how: fn(&mut [f32], &HeadConstants<'_>)) -> Vec<f32> {
+        let mut rows = rows.to_vec();
+        for (row, index) in rows.chunks_mut(self.dim()).zip(0..) {
+            if let Some(head) = self.head(index) {
+                how(row, &head);
+            }
+        }
+        rows
+    }
+}
