@@ -10,15 +10,22 @@
 //!
 //! The second is tried with one row alone: each value that came out elsewhere is moved towards what
 //! came out, by as much as rounding can. What the device kept is then what the model goes on with.
+use kv_core::DType;
 use kv_core::calibration::HeadConstants;
 
 use super::check_rows;
 use crate::case::CaseError;
 use crate::oracle::Stored;
+use crate::oracle::round::{round_f32, ulp};
 
-/// Fails unless `got` is what `kept` reads as.
-pub(super) fn reads(stored: &Stored, kept: &[f32], got: &[f32]) -> Result<(), CaseError> {
-    let expected = stored.read(kept);
+/// Fails unless `got`, read in `dtype`, is what `kept` reads as.
+pub(crate) fn reads(
+    stored: &Stored,
+    kept: &[f32],
+    got: &[f32],
+    dtype: DType,
+) -> Result<(), CaseError> {
+    let expected: Vec<_> = stored.read(kept).into_iter().map(|x| round_f32(dtype, x)).collect();
     let exactly = check_rows(got, &expected, stored.width());
     if exactly.is_ok() || stored.turned().is_none() || got.len() != expected.len() {
         return exactly;
@@ -28,6 +35,11 @@ pub(super) fn reads(stored: &Stored, kept: &[f32], got: &[f32]) -> Result<(), Ca
         let limits = stored.head(index).map(|head| read_limits(&head, kept));
         let near = |i: usize| {
             let limit = limits.as_ref().map_or(0.0, |limits| limits[i]);
+            // Before it is rounded to the type it is read in.
+            let limit = match dtype {
+                DType::F32 => limit,
+                _ => limit + ulp(dtype, f64::from(expected[i])) as f32,
+            };
             same(got[i], expected[i], limit)
         };
         if !(0..got.len()).all(near) {
@@ -48,7 +60,7 @@ pub(super) fn adopted(
     got: &[f32],
 ) -> Result<Vec<f32>, CaseError> {
     let mut kept = stored.kept(first, rows);
-    let exactly = reads(stored, &kept, got);
+    let exactly = reads(stored, &kept, got, DType::F32);
     if exactly.is_ok() || got.len() != kept.len() {
         return exactly.map(|()| kept);
     }
@@ -71,7 +83,7 @@ pub(super) fn adopted(
         }
     }
     // The first complaint is about what was written, not about what was tried.
-    reads(stored, &kept, got).and(Ok(kept)).map_err(|_| match exactly {
+    reads(stored, &kept, got, DType::F32).and(Ok(kept)).map_err(|_| match exactly {
         Err(error) => error,
         Ok(()) => CaseError::from("rows agree and disagree"),
     })

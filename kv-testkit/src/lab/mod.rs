@@ -2,7 +2,7 @@
 //!
 //! Every pool is filled with NaN before use, so that each comparison also proves that no stale slot
 //! reaches a result.
-mod agree;
+pub(crate) mod agree;
 mod how;
 mod step;
 
@@ -242,17 +242,12 @@ impl<B: Device> Lab<B> {
                 let rows = self.gather(layer, plane, &ids, QkvFormat::Thd)?;
                 for (id, got) in ids.iter().zip(rows) {
                     let kept = &self.model.layer(*id, layer)[index];
-                    agree::reads(&self.layers[layer].stored[index], kept, &got)
+                    agree::reads(&self.layers[layer].stored[index], kept, &got, DType::F32)
                         .at(format!("cached {plane:?} of layer {layer}, sequence {id}"))?;
                 }
             }
         }
         Ok(())
-    }
-
-    /// What a gather of a whole sequence must return.
-    pub fn expected(&self, id: SequenceId, layer: usize, plane: usize) -> Vec<f32> {
-        self.layers[layer].stored[plane].read(&self.model.layer(id, layer)[plane])
     }
 
     /// Takes over what the device keeps of new rows, after a look at whether it may.

@@ -1,5 +1,6 @@
 //! What is right, in f64 and in the most obvious way.
 pub mod attention;
+pub mod gaussian;
 pub mod rope;
 pub mod round;
 pub mod stored;

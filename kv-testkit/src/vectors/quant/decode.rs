@@ -69,10 +69,12 @@ impl Codes {
 
 /// Every table of a JSON file: numbers, `null` for NaN, infinities as text.
 pub(super) fn of_json(value: &Value) -> Result<Vec<Trial>, String> {
+    // Every value of a code is an f32, and reading JSON may miss it by a unit of f64.
+    let nearest = |x: f64| f64::from(x as f32);
     let number = |value: &Value| match value {
         Value::Null => Ok(f64::NAN),
         Value::String(text) => special(text),
-        other => other.as_f64().ok_or_else(|| format!("{other} is no value of a code")),
+        other => other.as_f64().map(nearest).ok_or_else(|| format!("{other} is no value of a code")),
     };
     let table = |name: &str, list: &Value| {
         let list = list.as_array().ok_or("does not fit its schema: no list of values")?;

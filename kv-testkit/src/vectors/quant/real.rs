@@ -31,6 +31,7 @@ use serde_json::Value;
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, Staged};
 use crate::lab::{dense, seq};
+use crate::oracle::gaussian;
 use limits::Expected;
 
 /// Tokens kept in 16 bits.
@@ -191,7 +192,7 @@ pub(super) fn run<B: Device>(backend: &B, recording: &Recording) -> CaseResult {
     let calibration = recording.calibration(&rows)?;
     for plane in [Plane::Key, Plane::Value] {
         let expected = Expected::new(recording, &rows, &calibration, plane)?;
-        for (format, gaussian) in limits::GAUSSIAN {
+        for (format, gaussian) in gaussian::ERRORS {
             let spec = recording.spec(plane, *format)?;
             let cache = KvCache::with_calibration(backend.clone(), spec, calibration.clone())?;
             let got = attend(cache, recording, &rows).at(format!("{plane:?} as {format}"))?;

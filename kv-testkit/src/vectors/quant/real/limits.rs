@@ -1,15 +1,9 @@
 //! How far from the exact outputs those over stored rows may be.
-use kv_core::{Calibration, KvFormat, LayerId, Plane, PlaneLayout, ScaleGroup, Scaling};
+use kv_core::{Calibration, KvFormat, LayerId, Plane, PlaneLayout, ScaleGroup};
 
 use super::{Recording, Rows, SINKS};
 use crate::case::{CaseError, ensure};
 use crate::oracle::Stored;
-
-/// Relative squared error of each format on normal rows of 64 to 256 values: what its definition
-/// must reach. Formats with a scale for many rows are not here, since theirs depends on the largest
-/// of them, but FP8, whose values bring their exponents.
-pub(in crate::vectors) const GAUSSIAN: &[(KvFormat, f64)] =
-    &[(KvFormat::Fp8E4m3(Scaling::Tensor), 7.1e-4)];
 
 /// Factor of the scores.
 pub(super) fn scale(dim: usize) -> f32 {

@@ -33,7 +33,7 @@ fn the_definition_of_every_format_is_within_the_limits() {
     let given = recording.calibration(&rows).unwrap();
     for plane in [Plane::Key, Plane::Value] {
         let expected = Expected::new(&recording, &rows, &given, plane).unwrap();
-        for (format, gaussian) in limits::GAUSSIAN {
+        for (format, gaussian) in gaussian::ERRORS {
             let kept = kept(&recording, &rows, &given, (plane, *format));
             let mut got = Vec::new();
             recording.heads(&kept, |_, _, heads| {
