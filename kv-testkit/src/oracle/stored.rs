@@ -4,6 +4,7 @@
 //! attention reads. *Read* rows are what a gather returns.
 use kv_core::calibration::{HeadConstants, PlaneConstants};
 use kv_core::{Calibration, CalibrationError, KvFormat, LayerId, Plane, PlaneLayout};
+use kv_quant::block::round_wide;
 use kv_quant::row::{decode_row, encode_row};
 use kv_quant::transform;
 
@@ -75,12 +76,12 @@ impl Stored {
         let heads = self.layout.num_kv_heads() as usize;
         let position = first + (index / heads) as u32;
         let sink = position < self.layout.slot_map().sinks();
-        let format = if sink { self.layout.sink_format() } else { self.format() };
+        let format = if sink { self.layout.wide_format() } else { self.format() };
         if let Some(element) = format.element() {
-            // Among codes a sink saturates like they do.
-            let most = if self.format().is_quantised() { 65504.0 } else { f32::INFINITY };
             for x in row {
-                *x = round_f32(element, x.clamp(-most, most));
+                // Among codes a row in 16 bits saturates like they do.
+                let among_codes = self.format().is_quantised();
+                *x = if among_codes { round_wide(*x) } else { round_f32(element, *x) };
             }
             return;
         }

@@ -161,7 +161,7 @@ fn sinks<B: Device>(backend: &B) -> CaseResult {
 
 /// Slots of a sink.
 fn slots(spec: &CacheSpecBuilder) -> Result<u32, CaseError> {
-    Ok(spec.clone().build()?.groups()[0].slot_map().sink_slots())
+    Ok(spec.clone().build()?.groups()[0].slot_map().wide_slots())
 }
 
 /// Enough keys that workers share a sequence and merge.

@@ -155,7 +155,7 @@ fn another<B: Device>(backend: &B) -> CaseResult {
 fn too_small<B: Device>(_backend: &B) -> CaseResult {
     for format in KvFormat::all().filter(|format| format.is_quantised()) {
         let wide = CacheSpec::builder().layers(1).kv_heads(1).head_dim(64).format(format).sinks(1);
-        let slots = wide.clone().paged(64, 1).build()?.groups()[0].slot_map().sink_slots();
+        let slots = wide.clone().paged(64, 1).build()?.groups()[0].slot_map().wide_slots();
         wide.clone().paged(slots, 1).build()?;
         if let Some(few) = slots.checked_sub(1).filter(|few| *few > 0) {
             let conflict = |error: &CacheError| {

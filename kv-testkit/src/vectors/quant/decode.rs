@@ -74,7 +74,9 @@ pub(super) fn of_json(value: &Value) -> Result<Vec<Trial>, String> {
     let number = |value: &Value| match value {
         Value::Null => Ok(f64::NAN),
         Value::String(text) => special(text),
-        other => other.as_f64().map(nearest).ok_or_else(|| format!("{other} is no value of a code")),
+        other => {
+            other.as_f64().map(nearest).ok_or_else(|| format!("{other} is no value of a code"))
+        }
     };
     let table = |name: &str, list: &Value| {
         let list = list.as_array().ok_or("does not fit its schema: no list of values")?;

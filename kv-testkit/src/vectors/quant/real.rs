@@ -2,7 +2,7 @@
 //!
 //! Constants come from the first half of the tokens; the queries of the second half attend, on the
 //! device, over K or V in one format, the first tokens kept as sinks. The error is that of
-//! attention's output, squared, relative to the output's own energy, over all layers and heads.
+//! attention's output, squared, relative to the output's own energy: the mean of all heads.
 //!
 //! It may be twice what a first-order analysis of this very recording says. A format of relative
 //! squared error `D` on normal rows, behind a rotation, moves a score by white noise in proportion
@@ -157,7 +157,13 @@ impl Recording {
             let q_heads = self.q_heads as u32;
             calibrator.observe(layer as u16, 0, &k, &v, &q, q_heads).map_err(refused)?;
         }
-        calibrator.finish().map_err(refused)
+        let mut layers = calibrator.finish().map_err(refused)?.layers().to_vec();
+        for plane in layers.iter_mut().flat_map(|layer| [&mut layer.k, &mut layer.v]) {
+            // Later tokens may be larger, and given scales would cut them off, which is not what is
+            // measured here. Floats have a bit of range to spare.
+            plane.amax_transformed.iter_mut().for_each(|amax| *amax *= 2.0);
+        }
+        Ok(Calibration::new(layers))
     }
 
     /// Positions of the queries of the second half, and their numbers.

@@ -13,11 +13,19 @@ pub(super) fn scale(dim: usize) -> f32 {
 /// The exact outputs, and what a relative squared error of 1 would change.
 #[derive(Debug)]
 pub(super) struct Expected {
-    /// Query by query, last one first, by layer.
+    /// Query by query, last one first, by layer; the heads of a query one after another.
     outputs: Vec<Vec<f64>>,
-    /// Sum of squares of all outputs.
+    /// By layer and head.
+    heads: Vec<Sums>,
+    layers: usize,
+}
+
+/// Sums over the queries of one head.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sums {
+    /// Squares of the outputs.
     energy: f64,
-    /// Expected square of the change, to first order, for `D = 1`.
+    /// Expected squares of their change, to first order, for `D = 1`.
     change: f64,
 }
 
@@ -50,11 +58,7 @@ impl Head<'_> {
 
 impl Recording {
     /// Calls back with every query's heads, last query first, by layer.
-    pub(super) fn heads<'r>(
-        &self,
-        rows: &'r Rows,
-        mut each: impl FnMut(usize, usize, Vec<Head<'r>>),
-    ) {
+    pub(super) fn heads<'r>(&self, rows: &'r Rows, mut each: impl FnMut(usize, Vec<Head<'r>>)) {
         let Self { kv_heads, q_heads, dims: [dk, dv], .. } = *self;
         for (position, number) in self.queries().rev() {
             for layer in 0..self.layers {
@@ -67,7 +71,7 @@ impl Recording {
                     };
                     Head { q, k: part(&rows.k[layer], dk), v: part(&rows.v[layer], dv) }
                 };
-                each(layer, position, (0..q_heads).map(head).collect());
+                each(layer, (0..q_heads).map(head).collect());
             }
         }
     }
@@ -88,30 +92,26 @@ impl Expected {
             Ok(Stored::new(layer, Plane::Key, layouts[0], Some(calibration))?)
         };
         let keys: Vec<_> = (0..recording.layers).map(stored).collect::<Result<_, _>>()?;
-        let mut expected = Self { outputs: Vec::new(), energy: 0.0, change: 0.0 };
-        let group = recording.q_heads / recording.kv_heads;
-        recording.heads(rows, |layer, _, heads| {
+        let (q_heads, layers) = (recording.q_heads, recording.layers);
+        let heads = vec![Sums::default(); layers * q_heads];
+        let mut expected = Self { outputs: Vec::new(), heads, layers };
+        let group = q_heads / recording.kv_heads;
+        recording.heads(rows, |layer, heads| {
             let mut outputs = Vec::new();
             for (head, index) in heads.into_iter().zip(0..) {
                 let (weights, out) = head.attend();
-                expected.energy += out.iter().map(|x| x * x).sum::<f64>();
-                let behind = || weights.iter().enumerate().skip(SINKS as usize);
-                expected.change += match plane {
-                    Plane::Value => {
-                        let of = |(j, p): (usize, &f64)| p * p * norm(head.v[j].iter().copied());
-                        behind().map(of).sum::<f64>()
-                    }
+                let noise = |j: usize| score_noise(&keys[layer], index / group, head.q, head.k[j]);
+                let of = |(j, p): (usize, &f64)| match plane {
+                    Plane::Value => p * p * norm(head.v[j].iter().copied()),
                     Plane::Key => {
-                        let of = |(j, p): (usize, &f64)| {
-                            let away = head.v[j].iter().zip(&out);
-                            let away: f64 = away.map(|(v, o)| (f64::from(*v) - o).powi(2)).sum();
-                            p * p
-                                * away
-                                * score_noise(&keys[layer], index / group, head.q, head.k[j])
-                        };
-                        behind().map(of).sum::<f64>()
+                        let away = head.v[j].iter().zip(&out);
+                        let away: f64 = away.map(|(v, o)| (f64::from(*v) - o).powi(2)).sum();
+                        p * p * away * noise(j)
                     }
                 };
+                let sums = &mut expected.heads[layer * q_heads + index];
+                sums.energy += out.iter().map(|x| x * x).sum::<f64>();
+                sums.change += weights.iter().enumerate().skip(SINKS as usize).map(of).sum::<f64>();
                 outputs.extend(out);
             }
             expected.outputs.push(outputs);
@@ -119,17 +119,28 @@ impl Expected {
         Ok(expected)
     }
 
-    /// Relative squared error of outputs, and the limit for a format of error `gaussian`.
+    /// Relative squared error of outputs, and the limit for a format of error `gaussian`: each the
+    /// mean over all heads.
     pub(super) fn measure(&self, got: &[Vec<f32>], gaussian: f64) -> Result<[f64; 2], CaseError> {
-        let shapes = |len: Vec<usize>| len;
-        let [ours, theirs] = [
-            shapes(self.outputs.iter().map(Vec::len).collect()),
-            shapes(got.iter().map(Vec::len).collect()),
-        ];
-        ensure(ours == theirs, || "another number of outputs".to_owned())?;
-        let pairs = got.iter().flatten().zip(self.outputs.iter().flatten());
-        let error: f64 = pairs.map(|(got, exact)| (f64::from(*got) - exact).powi(2)).sum();
-        Ok([error / self.energy, 2.0 * gaussian * self.change / self.energy])
+        let same_len = |(got, exact): (&Vec<f32>, &Vec<f64>)| got.len() == exact.len();
+        let fits = got.len() == self.outputs.len() && got.iter().zip(&self.outputs).all(same_len);
+        ensure(fits, || "another number of outputs".to_owned())?;
+        let q_heads = self.heads.len() / self.layers;
+        let mut errors = vec![0.0; self.heads.len()];
+        for ((got, exact), index) in got.iter().zip(&self.outputs).zip(0..) {
+            let dim = exact.len() / q_heads;
+            let heads = got.chunks(dim).zip(exact.chunks(dim)).zip(index % self.layers * q_heads..);
+            for ((got, exact), head) in heads {
+                let pairs = got.iter().zip(exact);
+                errors[head] +=
+                    pairs.map(|(got, exact)| (f64::from(*got) - exact).powi(2)).sum::<f64>();
+            }
+        }
+        let mean = |of: &dyn Fn(usize) -> f64| -> f64 {
+            let all = (0..self.heads.len()).map(|i| of(i) / self.heads[i].energy);
+            all.sum::<f64>() / self.heads.len() as f64
+        };
+        Ok([mean(&|i| errors[i]), 2.0 * gaussian * mean(&|i| self.heads[i].change)])
     }
 
     /// Fails unless the error is within the limit.

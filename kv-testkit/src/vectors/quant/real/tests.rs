@@ -36,7 +36,7 @@ fn the_definition_of_every_format_is_within_the_limits() {
         for (format, gaussian) in gaussian::ERRORS {
             let kept = kept(&recording, &rows, &given, (plane, *format));
             let mut got = Vec::new();
-            recording.heads(&kept, |_, _, heads| {
+            recording.heads(&kept, |_, heads| {
                 let outputs = heads.iter().flat_map(|head| head.attend().1);
                 got.push(outputs.map(|x| x as f32).collect());
             });
