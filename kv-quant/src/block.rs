@@ -6,7 +6,8 @@
 //! rows, in the transformed domain, and is off the rows before they become codes.
 use half::f16;
 
-/// The value a row in 16 bits holds: the nearest f16, ties to even, no larger than 65504; NaN stays.
+/// The value a row in 16 bits holds: the nearest f16, ties to even, no larger than 65504; NaN
+/// stays.
 pub fn round_wide(value: f32) -> f32 {
     wide(value).to_f32()
 }

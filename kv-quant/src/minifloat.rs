@@ -89,7 +89,8 @@ pub fn e8m0_encode(value: f32) -> u8 {
         return 0xFF;
     }
     let bits = value.abs().to_bits();
-    // Below 2^-126 there is no implied one: the fraction is in units of 2^-149, 2^-127 is half of it.
+    // Below 2^-126 there is no implied one: the fraction is in units of 2^-149, 2^-127 is half of
+    // it.
     let code = match bits >> 23 {
         0 => u32::from(bits >= 0x60_0000),
         exponent => exponent + (bits >> 22 & 1),

@@ -1,17 +1,18 @@
 //! `l6`, `l4`, `l3`: codes by search, and a scale that keeps inner products unbiased.
 //!
-//! For a scale the best codes are known: every value goes to the nearest level. So the encoder tries
-//! a few scales around the one the row's rms and largest magnitude suggest. Whatever the codes `c`
-//! of a row `x` are worth, the row is then decoded as `s c`:
+//! For a scale the best codes are known: every value goes to the nearest level. So the encoder
+//! tries a few scales around the one the row's rms and largest magnitude suggest. Whatever the
+//! codes `c` of a row `x` are worth, the row is then decoded as `s c`:
 //!
 //! - With one f16 scale a row, the codes with the largest cosine between `x` and `c` are kept, and
 //!   `s = |x|^2 / <x, c>` makes `<x, s c> = |x|^2`. The scale of least squared error,
 //!   `<x, c> / |c|^2`, is smaller and shrinks every score by the share of the error (3 % in `l3`),
 //!   which attention sees as a higher temperature. The price is an error of `1 / cos^2 - 1` instead
 //!   of `1 - cos^2`.
-//! - With an E4M3 scale for 32 values there are few scales to choose from (they are 6 to 12 % apart),
-//!   so codes and scale are chosen together, by squared error plus a weight times the square of
-//!   `<x, s c> - |x|^2` summed over the row so far: what one group lost the next makes up for.
+//! - With an E4M3 scale for 32 values there are few scales to choose from (they are 6 to 12 %
+//!   apart), so codes and scale are chosen together, by squared error plus a weight times the
+//!   square of `<x, s c> - |x|^2` summed over the row so far: what one group lost the next makes up
+//!   for.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
@@ -28,15 +29,15 @@ use super::scale;
 use crate::lloyd::Codebook;
 use crate::minifloat::{e4m3_decode, e4m3_encode};
 
-/// Larger magnitudes, infinity too, count as this: their scale saturates all the same, and no square
-/// overflows.
+/// Larger magnitudes, infinity too, count as this: their scale saturates all the same, and no
+/// square overflows.
 const LIMIT: f32 = 1_099_511_627_776.0; // 2^40
 const E4M3_NAN: u8 = 0x7F;
 const E4M3_LARGEST: u8 = 0x7E;
 /// Neighbours of the likely E4M3 scale that are tried, on either side.
 const NEIGHBOURS: i16 = 2;
-/// What a group may make up for, as a share of its own energy: a group that saturated must not spoil
-/// the next. In ordinary rows the sum stays below 1/50.
+/// What a group may make up for, as a share of its own energy: a group that saturated must not
+/// spoil the next. In ordinary rows the sum stays below 1/50.
 const MAKE_UP: f32 = 1.0 / 16.0;
 
 /// Encodes a row with one f16 scale. `codes` and `scales` are 0 when this begins.
@@ -77,7 +78,8 @@ fn search<B: Codebook>(values: &[f32], amax: f32, energy: f32) -> (f32, f32) {
     for tried in B::TRIED {
         best = best.or_better(Codes::of::<B>(values, near * tried));
     }
-    // Codes say which scale fits them best, and that scale which codes: one step of that often pays.
+    // Codes say which scale fits them best, and that scale which codes: one step of that often
+    // pays.
     best = best.or_better(Codes::of::<B>(values, best.projection / best.energy));
     (best.inverse, best.projection)
 }
@@ -111,7 +113,8 @@ impl Codes {
     }
 }
 
-/// Encodes a row with an E4M3 scale for every 32 values. `codes` and `scales` are 0 when this begins.
+/// Encodes a row with an E4M3 scale for every 32 values. `codes` and `scales` are 0 when this
+/// begins.
 pub(super) fn encode_groups<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     // <x, s c> - |x|^2 over the groups so far.
     let mut owed = 0.0;

@@ -1,13 +1,15 @@
 //! NVFP4: E2M1 values in pairs, an E4M3 scale for every 16, and a given f32 scale.
 //!
-//! A value is `code * (block scale * given scale)`; the product in brackets is rounded to f32 first.
+//! A value is `code * (block scale * given scale)`; the product in brackets is rounded to f32
+//! first.
 //!
 //! The largest magnitude of a block is either the code for 6 or the code for 4, whichever gives the
 //! smaller squared error ("four over six"): codes are 2 apart at the top, and a scale a half larger
 //! puts what lies between 4 and 6 on finer ones. Readers of the format need not know.
 //!
 //! # Source
-//! NVIDIA, "Pretraining Large Language Models with NVFP4", 2025; Cook et al., "Four Over Six", 2025.
+//! NVIDIA, "Pretraining Large Language Models with NVFP4", 2025; Cook et al., "Four Over Six",
+//! 2025.
 
 use super::scale;
 use crate::minifloat::{e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode};
@@ -51,7 +53,8 @@ fn block_scale(inv_scale: f32, amax: f32, values: &[f32]) -> u8 {
     };
     // Not a number where the largest is infinite or zero: then over 6.
     let best = if error(over_4) < error(over_6) { over_4 } else { over_6 };
-    // A block that is not zero but whose scale would be takes the smallest scale, if that is nearer.
+    // A block that is not zero but whose scale would be takes the smallest scale, if that is
+    // nearer.
     if best == 0 && error(1) < error(0) { 1 } else { best }
 }
 
