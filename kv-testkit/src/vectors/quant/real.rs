@@ -15,7 +15,8 @@
 //! ```
 //!
 //! The factor two is that of every tolerance here; it stands for higher orders, and for rows that
-//! are not quite normal.
+//! are not quite normal. Three standard deviations come on top, each query's error being taken for
+//! the square of one normal number: a few sharp queries may decide a short recording.
 mod limits;
 
 use std::fs;

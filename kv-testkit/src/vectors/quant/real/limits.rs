@@ -27,6 +27,8 @@ struct Sums {
     energy: f64,
     /// Expected squares of their change, to first order, for `D = 1`.
     change: f64,
+    /// Squares of these.
+    change_squared: f64,
 }
 
 /// One query head over its keys.
@@ -111,7 +113,9 @@ impl Expected {
                 };
                 let sums = &mut expected.heads[layer * q_heads + index];
                 sums.energy += out.iter().map(|x| x * x).sum::<f64>();
-                sums.change += weights.iter().enumerate().skip(SINKS as usize).map(of).sum::<f64>();
+                let change = weights.iter().enumerate().skip(SINKS as usize).map(of).sum::<f64>();
+                sums.change += change;
+                sums.change_squared += change * change;
                 outputs.extend(out);
             }
             expected.outputs.push(outputs);
@@ -136,11 +140,14 @@ impl Expected {
                     pairs.map(|(got, exact)| (f64::from(*got) - exact).powi(2)).sum::<f64>();
             }
         }
-        let mean = |of: &dyn Fn(usize) -> f64| -> f64 {
-            let all = (0..self.heads.len()).map(|i| of(i) / self.heads[i].energy);
-            all.sum::<f64>() / self.heads.len() as f64
-        };
-        Ok([mean(&|i| errors[i]), 2.0 * gaussian * mean(&|i| self.heads[i].change)])
+        let count = self.heads.len() as f64;
+        let share = |i: usize| 1.0 / (self.heads[i].energy * count);
+        let error = errors.iter().zip(0..).map(|(error, i)| error * share(i)).sum();
+        let sums = self.heads.iter().zip(0..);
+        let expected: f64 = sums.clone().map(|(sums, i)| sums.change * share(i)).sum();
+        let variance: f64 =
+            sums.map(|(sums, i)| 2.0 * sums.change_squared * share(i) * share(i)).sum();
+        Ok([error, gaussian * (2.0 * expected + 3.0 * variance.sqrt())])
     }
 
     /// Fails unless the error is within the limit.

@@ -5,8 +5,7 @@ use super::*;
 use crate::oracle::Stored;
 
 fn own() -> Recording {
-    let dir = std::env::var("KV_REAL").unwrap();
-    let path = Path::new(&dir).join("meta.json");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/quant/real_kv/meta.json");
     let value: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     read(&path, &value).unwrap()
 }
@@ -41,10 +40,10 @@ fn the_definition_of_every_format_is_within_the_limits() {
                 got.push(outputs.map(|x| x as f32).collect());
             });
             let [error, limit] = expected.measure(&got, *gaussian).unwrap();
-            println!(
-                "{plane:?} {format}: {error:.2e} limit {limit:.2e} ratio {:.2}",
-                error / limit
-            );
+            let place = format!("{plane:?} as {format}: {error:.2e}, at most {limit:.2e}");
+            assert!(error <= limit, "{place}");
+            // One bit less is four times the error, which must not pass.
+            assert!(error * 4.0 > 0.5 * limit, "{place}, which says little");
         }
     }
 }
