@@ -210,9 +210,9 @@ impl Attention {
         result
     }
 
-    /// First-order error analysis of one row, before it is turned back: a score is off in proportion
-    /// to the absolute terms of its dot product and to what turning the query rounded, an output by
-    /// the weights' change times the distance of each value.
+    /// First-order error analysis of one row, before it is turned back: a score is off in
+    /// proportion to the absolute terms of its dot product and to what turning the query rounded,
+    /// an output by the weights' change times the distance of each value.
     fn magnitudes<R: Real>(
         &self,
         query: &Query<R>,

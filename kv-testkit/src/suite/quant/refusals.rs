@@ -71,7 +71,9 @@ fn missing<B: Device>(backend: &B) -> CaseResult {
         };
         refused(format!("{format} without constants"), made, about(first))?;
         let spoilt = given(|k| k.scales.clear());
-        let second = |e: &CalibrationError| matches!(e, CalibrationError::MissingScale { layer, .. } if layer.0 == 1);
+        let second = |e: &CalibrationError| {
+            matches!(e, CalibrationError::MissingScale { layer: LayerId(1), .. })
+        };
         if format.given_scales() == Some(Scaling::Tensor) {
             let made = open(backend, format, spoilt);
             fails("a layer without a scale", made, about(second))?;

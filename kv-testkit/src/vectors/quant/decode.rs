@@ -1,10 +1,12 @@
 //! `quant-decode-tables/1` and the CSV files of codes: the value of every code.
+use kv_core::{KvFormat, Scaling};
 use kv_quant::minifloat;
 use serde_json::Value;
 
 use super::csv::Table;
+use super::planes::decoded;
 use super::{Content, Quant, Trial, hex, members};
-use crate::case::{CaseResult, Outcome, ensure};
+use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
 use crate::device::Device;
 
 /// What the codes are of.
@@ -164,14 +166,59 @@ fn check_ggml(values: &[f64], halves: &[f64]) -> Result<(), String> {
     Ok(())
 }
 
-/// Every code must decode to its value, bit by bit.
-pub(super) fn run<B: Device>(_backend: &B, codes: &Codes) -> CaseResult {
-    for (expected, code) in codes.values.iter().zip(0_u8..=u8::MAX) {
-        let got = f64::from(codes.kind.decode(code));
-        let same = got.to_bits() == expected.to_bits() || (got.is_nan() && expected.is_nan());
-        ensure(same, || {
-            format!("{:?} code {code:#04x}: expected {expected:e}, got {got:e}", codes.kind)
-        })?;
+/// Every code must decode to its value, bit by bit; on the device too, where a format stores it.
+pub(super) fn run<B: Device>(backend: &B, codes: &Codes) -> CaseResult {
+    let ours = |code: u8| codes.kind.decode(code);
+    let host: Vec<_> = (0..=u8::MAX).take(codes.values.len()).map(ours).collect();
+    codes.compare(&host, |got, expected| got.to_bits() == expected.to_bits())?;
+    if let Some(got) = codes.on_device(backend)? {
+        // The scale was multiplied in.
+        codes.compare(&got, |got, expected| got == expected).at("on the device")?;
     }
     Ok(Outcome::Holds)
+}
+
+impl Codes {
+    fn compare(&self, got: &[f32], same: fn(f64, f64) -> bool) -> Result<(), CaseError> {
+        crate::case::same("codes", got.len(), self.values.len())?;
+        for ((expected, got), code) in self.values.iter().zip(got).zip(0..) {
+            let got = f64::from(*got);
+            ensure(same(got, *expected) || (got.is_nan() && expected.is_nan()), || {
+                format!("{:?} code {code:#04x}: expected {expected:e}, got {got:e}", self.kind)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The values of all codes as a device reads them, `None` where no row holds them alone.
+    fn on_device<B: Device>(&self, backend: &B) -> Result<Option<Vec<f32>>, CaseError> {
+        // The codes of one in E4M3 and in E2M1.
+        const ONE: u8 = 0x38;
+        const ONE_E2M1: u8 = 0x22;
+        let bytes: Vec<u8> = (0..=u8::MAX).collect();
+        let values = match self.kind {
+            Kind::E8m0 => return Ok(None),
+            Kind::E4m3 => decoded(backend, KvFormat::Fp8E4m3(Scaling::Tensor), 64, &bytes)?,
+            Kind::E5m2 => decoded(backend, KvFormat::Fp8E5m2(Scaling::Tensor), 64, &bytes)?,
+            Kind::E2m1 => {
+                let pairs = (0..8).map(|pair| (2 * pair) | (2 * pair + 1) << 4);
+                let row: Vec<u8> = pairs.chain([ONE]).collect();
+                decoded(backend, KvFormat::Nvfp4, 16, &padded(&row))?
+            }
+            Kind::Ue4m3 => {
+                let row = |code: u8| padded(&[&[ONE_E2M1; 8][..], &[code]].concat());
+                let rows: Vec<u8> = (0..128).flat_map(row).collect();
+                let all = decoded(backend, KvFormat::Nvfp4, 16, &rows)?;
+                all.chunks(16).map(|row| row[0]).collect()
+            }
+        };
+        Ok(Some(values))
+    }
+}
+
+/// A row of 16 values of NVFP4 with the bytes behind it that make it even.
+fn padded(row: &[u8]) -> Vec<u8> {
+    let mut row = row.to_vec();
+    row.resize(KvFormat::Nvfp4.row_bytes(16) as usize, 0);
+    row
 }

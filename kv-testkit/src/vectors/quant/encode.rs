@@ -4,11 +4,13 @@
 //! each. Ours are those of CUDA's saturating conversions: round to nearest even, the largest finite
 //! value for what is beyond it and for infinities, one canonical NaN. Of the 16-bit types every
 //! column is ours, a NaN being a NaN. E8M0 is rounded as PyTorch does, but saturates too.
+use kv_core::{KvFormat, Scaling};
 use kv_quant::minifloat;
 
 use super::csv::Table;
 use super::hex;
-use crate::case::{CaseResult, Outcome, ensure};
+use super::planes::encoded;
+use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
 use crate::device::Device;
 
 /// A type of few bits.
@@ -128,15 +130,51 @@ pub(super) fn of_csv(table: &Table) -> Result<Inputs, String> {
     Ok(inputs)
 }
 
-/// Every number must become its code.
-pub(super) fn run<B: Device>(_backend: &B, inputs: &Inputs) -> CaseResult {
-    for (small, column, codes) in &inputs.codes {
-        for ((x, code), line) in inputs.values.iter().zip(codes).zip(2..) {
-            let (got, expected) = (small.encode(*x), small.ours(*x, *code));
-            ensure(small.same(got, expected), || {
-                format!("line {line}, {column}: {x:e} is {expected:#x} there, {got:#x} here")
-            })?;
+/// Every number must become its code; on the device too, where a format stores it.
+pub(super) fn run<B: Device>(backend: &B, inputs: &Inputs) -> CaseResult {
+    for list in &inputs.codes {
+        let host: Vec<_> = inputs.values.iter().map(|x| list.0.encode(*x)).collect();
+        inputs.compare(list, &host)?;
+        if let Some(got) = inputs.on_device(backend, list.0)? {
+            inputs.compare(list, &got).at("on the device")?;
         }
     }
     Ok(Outcome::Holds)
+}
+
+/// Values of a row on the device.
+const DIM: usize = 64;
+
+impl Inputs {
+    fn compare(&self, list: &(Small, String, Vec<u32>), got: &[u32]) -> Result<(), CaseError> {
+        let (small, column, codes) = list;
+        for (((x, code), got), line) in self.values.iter().zip(codes).zip(got).zip(2..) {
+            let expected = small.ours(*x, *code);
+            ensure(small.same(*got, expected), || {
+                format!("line {line}, {column}: {x:e} is {expected:#x} there, {got:#x} here")
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The codes that a device stores, `None` for a type that no row holds alone.
+    fn on_device<B: Device>(
+        &self,
+        backend: &B,
+        small: Small,
+    ) -> Result<Option<Vec<u32>>, CaseError> {
+        let format = match small {
+            Small::E4m3 => KvFormat::Fp8E4m3(Scaling::Tensor),
+            Small::E5m2 => KvFormat::Fp8E5m2(Scaling::Tensor),
+            Small::F16 => KvFormat::F16,
+            Small::Bf16 => KvFormat::Bf16,
+            Small::E2m1 | Small::E8m0 => return Ok(None),
+        };
+        let mut values = self.values.clone();
+        values.resize(values.len().next_multiple_of(DIM), 0.0);
+        let bytes = encoded(backend, format, DIM, &values)?;
+        let code =
+            |bytes: &[u8]| bytes.iter().rev().fold(0, |all, byte| all << 8 | u32::from(*byte));
+        Ok(Some(bytes.chunks(small.digits() / 2).map(code).collect()))
+    }
 }

@@ -6,7 +6,7 @@ use kv_quant::row::{decode_row, encode_row};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::{Content, Quant, Trial, byte_list, f32_list, same_f32};
+use super::{Content, Quant, Trial, byte_list, f32_list, planes};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::Device;
 
@@ -125,20 +125,34 @@ impl File {
 }
 
 /// Encodes and decodes every row.
-pub(super) fn run<B: Device>(_backend: &B, blocks: &Blocks) -> CaseResult {
+pub(super) fn run<B: Device>(backend: &B, blocks: &Blocks) -> CaseResult {
     for row in &blocks.rows {
         match blocks.kind {
-            Kind::Stored(format) => row.check(format).at(format!("row {}", row.name))?,
-            Kind::Nvfp4 => row.check_nvfp4().at(format!("row {}", row.name))?,
+            Kind::Stored(format) => row.check(backend, format),
+            Kind::Nvfp4 => row.check_nvfp4(backend),
         }
+        .at(format!("row {}", row.name))?;
     }
     Ok(Outcome::Holds)
 }
 
 impl Row {
-    fn check(&self, format: KvFormat) -> Result<(), CaseError> {
+    /// On the host and on the device.
+    fn check<B: Device>(&self, backend: &B, format: KvFormat) -> Result<(), CaseError> {
         let mut row = vec![0xAA; self.blocks.len()];
         encode_row(format, 1.0, &self.values, &mut row);
+        self.check_blocks(format, &row)?;
+        let mut decoded = vec![0.0; self.values.len()];
+        decode_row(format, 1.0, &self.blocks, &mut decoded);
+        compare(&decoded, &self.decoded)?;
+        let dim = self.values.len();
+        let row = planes::encoded(backend, format, dim, &self.values)?;
+        self.check_blocks(format, &row).at("on the device")?;
+        let decoded = planes::decoded(backend, format, dim, &self.blocks)?;
+        compare(&decoded, &self.decoded).at("on the device")
+    }
+
+    fn check_blocks(&self, format: KvFormat, row: &[u8]) -> Result<(), CaseError> {
         let size = block(Kind::Stored(format)).0;
         let parts = row.chunks(size).zip(self.blocks.chunks(size)).zip(self.values.chunks(32));
         for ((got, expected), values) in parts {
@@ -148,13 +162,11 @@ impl Row {
                 saturated(format, got, values)?;
             }
         }
-        let mut decoded = vec![0.0; self.values.len()];
-        decode_row(format, 1.0, &self.blocks, &mut decoded);
-        compare(&decoded, &self.decoded)
+        Ok(())
     }
 
     /// The same numbers in our order of bytes must mean the same.
-    fn check_nvfp4(&self) -> Result<(), CaseError> {
+    fn check_nvfp4<B: Device>(&self, backend: &B) -> Result<(), CaseError> {
         let dim = self.values.len() as u32;
         let mut row = vec![0; KvFormat::Nvfp4.row_bytes(dim) as usize];
         let scales = KvFormat::Nvfp4.scales_begin(dim) as usize;
@@ -172,7 +184,9 @@ impl Row {
         }
         let mut decoded = vec![0.0; self.values.len()];
         decode_row(KvFormat::Nvfp4, 1.0, &row, &mut decoded);
-        compare(&decoded, &self.decoded)
+        compare(&decoded, &self.decoded)?;
+        let decoded = planes::decoded(backend, KvFormat::Nvfp4, self.values.len(), &row)?;
+        compare(&decoded, &self.decoded).at("on the device")
     }
 }
 
@@ -192,12 +206,11 @@ fn saturated(format: KvFormat, block: &[u8], values: &[f32]) -> Result<(), CaseE
     Ok(())
 }
 
-/// An infinite scale times a code of 0 is no number in either.
+/// Zeros of either sign alike. An infinite scale times a code of 0 is no number in either.
 fn compare(got: &[f32], expected: &[f32]) -> Result<(), CaseError> {
     for ((got, expected), index) in got.iter().zip(expected).zip(0..) {
-        ensure(same_f32(*got, *expected), || {
-            format!("value {index} decodes to {got:e}, expected {expected:e}")
-        })?;
+        let same = got == expected || (got.is_nan() && expected.is_nan());
+        ensure(same, || format!("value {index} decodes to {got:e}, expected {expected:e}"))?;
     }
     Ok(())
 }

@@ -9,6 +9,7 @@ mod decode;
 mod encode;
 mod ggml;
 mod lloyd;
+mod planes;
 mod real;
 
 use std::path::Path;
@@ -137,9 +138,4 @@ fn pieces(text: &str, digits: usize) -> Result<Vec<&str>, String> {
     (0..text.len() / digits)
         .map(|i| text.get(i * digits..(i + 1) * digits).ok_or_else(|| "no ASCII".to_owned()))
         .collect()
-}
-
-/// Equal bits, or both not a number.
-fn same_f32(a: f32, b: f32) -> bool {
-    a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
