@@ -8,7 +8,7 @@ mod step;
 
 use kv_core::{
     CacheError, CacheSpec, Calibration, DType, KvCache, KvFormat, LayerId, Plane, QkvFormat,
-    Scaling, SequenceId, StartOptions, StepInput, Usage,
+    Scaling, SequenceId, SlotMap, StartOptions, StepInput, Usage,
 };
 
 use crate::case::{At, CaseError, ensure, same};
@@ -120,10 +120,11 @@ impl<B: Device> Lab<B> {
             None => KvCache::new(backend.clone(), spec)?,
             Some(given) => KvCache::with_calibration(backend.clone(), spec, given)?,
         };
+        let maps = layers.iter().map(|layer| layer.stored[0].tail()).collect();
         let mut lab = Self {
             backend: backend.clone(),
             cache,
-            model: Model::new(widths),
+            model: Model::new(widths).with_tails(maps),
             rng: Rng::new(seed),
             layers,
         };
@@ -141,7 +142,7 @@ impl<B: Device> Lab<B> {
         for id in 0.. {
             let groups = self.cache.spec().groups().iter().zip(0..);
             let room = groups.map(|(group, id)| {
-                group.slot_map().tokens(self.cache.free_blocks(kv_core::GroupId(id)))
+                fits(group.slot_map(), self.cache.free_blocks(kv_core::GroupId(id)))
             });
             let len = room.min().unwrap_or(0).min(max_len);
             if len == 0 || self.cache.num_sequences() as u32 >= self.cache.spec().max_sequences() {
@@ -263,7 +264,8 @@ impl<B: Device> Lab<B> {
         for layer in 0..self.layers.len() {
             for (index, plane) in [Plane::Key, Plane::Value].into_iter().enumerate() {
                 let stored = self.layers[layer].stored[index].clone();
-                if !stored.format().is_quantised() {
+                // Rows that waited may be codes of several steps: they are compared, not adopted.
+                if !stored.format().is_quantised() || stored.tail().is_some() {
                     continue;
                 }
                 let got = self.gather_ranges(layer, plane, new, QkvFormat::Thd)?;
@@ -312,6 +314,12 @@ impl<B: Device> Lab<B> {
         let tensor = out.read(&capabilities, self.cache.queue_mut())?;
         Ok(layout.unpack("gathered rows", tensor, &lens, 0.0)?)
     }
+}
+
+/// The longest sequence that can be written to so many blocks at once.
+fn fits(map: &SlotMap, blocks: u32) -> u32 {
+    let held = |len: &u32| map.blocks_in(*len, map.coded_after(0, *len)) <= blocks;
+    (0..=map.tokens(blocks)).rev().find(held).unwrap_or(0)
 }
 
 /// What a stale slot is filled with: NaN, or the largest code where there is none.

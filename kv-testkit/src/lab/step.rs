@@ -4,7 +4,7 @@ use kv_core::{DType, QkvFormat, SequenceId, StepInput};
 use crate::case::{At, CaseError, same};
 use crate::device::{Device, Staged};
 use crate::lab::how::{Finish, How, options};
-use crate::lab::{Lab, LayerShape, seq};
+use crate::lab::{Lab, seq};
 use crate::model::{Model, Rows};
 use crate::oracle::round::round_f32;
 use crate::oracle::{Attended, Attention, Stored};
@@ -155,10 +155,13 @@ impl<B: Device> Lab<B> {
         let mut new = Vec::new();
         for (id, rows) in ids.map(seq).zip(rows) {
             let first = model.len(id).unwrap_or(0);
-            let keep = |(layer, [k, v]): (&LayerShape, &[Vec<f32>; 2])| {
-                [layer.stored[0].kept(first, k), layer.stored[1].kept(first, v)]
-            };
-            model.append(id, &self.layers().iter().zip(rows).map(keep).collect());
+            let mut kept = Vec::new();
+            for ((shape, rows), layer) in self.layers().iter().zip(rows).zip(0..) {
+                let stored = &shape.stored;
+                let plain = || [0, 1].map(|plane| stored[plane].kept(first, &rows[plane]));
+                kept.push(model.grow(id, layer, stored, rows).unwrap_or_else(plain));
+            }
+            model.append(id, &kept);
             new.push((id, first, model.len(id).unwrap_or(first) - first));
         }
         new

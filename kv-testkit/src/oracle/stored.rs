@@ -3,7 +3,7 @@
 //! Rows are `[tokens, heads, head_dim]`. *Kept* rows are decoded, but not turned back: what
 //! attention reads. *Read* rows are what a gather returns.
 use kv_core::calibration::{HeadConstants, PlaneConstants};
-use kv_core::{Calibration, CalibrationError, KvFormat, LayerId, Plane, PlaneLayout};
+use kv_core::{Calibration, CalibrationError, KvFormat, LayerId, Plane, PlaneLayout, SlotMap};
 use kv_quant::block::round_wide;
 use kv_quant::row::{decode_row, encode_row};
 use kv_quant::transform;
@@ -75,21 +75,51 @@ impl Stored {
     pub(crate) fn keep(&self, first: u32, index: usize, row: &mut [f32]) {
         let heads = self.layout.num_kv_heads() as usize;
         let position = first + (index / heads) as u32;
-        let sink = position < self.layout.slot_map().sinks();
-        let format = if sink { self.layout.wide_format() } else { self.format() };
-        if let Some(element) = format.element() {
-            for x in row {
-                // Among codes a row in 16 bits saturates like they do.
-                let among_codes = self.format().is_quantised();
-                *x = if among_codes { round_wide(*x) } else { round_f32(element, *x) };
-            }
-            return;
+        if position < self.layout.slot_map().sinks() {
+            self.widen(row);
+        } else {
+            self.code(index % heads, row);
         }
-        let head = self.constants.as_ref().and_then(|all| all.head(index % heads));
+    }
+
+    /// Replaces a transformed row of a head by what its codes say.
+    pub(crate) fn code(&self, head: usize, row: &mut [f32]) {
+        let format = self.format();
+        if !format.is_quantised() {
+            return self.widen(row);
+        }
+        let head = self.constants.as_ref().and_then(|all| all.head(head));
         let (scale, inverse) = head.map_or((1.0, 1.0), |head| (head.scale, head.inv_scale));
         let mut bytes = vec![0; format.row_bytes(self.layout.head_dim()) as usize];
         encode_row(format, inverse, row, &mut bytes);
         decode_row(format, scale, &bytes, row);
+    }
+
+    /// Replaces transformed values by what an element of the plane holds, of 16 bits among codes.
+    fn widen(&self, row: &mut [f32]) {
+        for x in row {
+            *x = match self.format().element() {
+                Some(element) => round_f32(element, *x),
+                None => round_wide(*x),
+            };
+        }
+    }
+
+    /// Rows as they wait for their block to be full.
+    pub(crate) fn waiting(&self, rows: &[f32]) -> Vec<f32> {
+        let mut rows = self.transformed(rows);
+        self.widen(&mut rows);
+        rows
+    }
+
+    /// Whether a mean is taken off the rows of every block.
+    pub(crate) fn has_block_means(&self) -> bool {
+        self.layout.has_block_means()
+    }
+
+    /// The slots of the plane, where rows wait in some of them.
+    pub(crate) fn tail(&self) -> Option<SlotMap> {
+        Some(*self.layout.slot_map()).filter(SlotMap::has_tail)
     }
 
     /// Kept rows as a gather returns them.

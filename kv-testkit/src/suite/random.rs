@@ -200,8 +200,13 @@ fn step<B: Device>(lab: &mut Lab<B>, inputs: &[(u64, Brings)], how: &How) -> Res
     let len = |id: u64| lab.model.len(seq(id)).unwrap_or(0);
     let too_long = inputs.iter().any(|(id, brings)| len(*id) + new(brings) > max_len);
     let growth = |(id, brings): &(u64, Brings)| {
-        let after = map.blocks(len(*id) + new(brings));
-        u64::from(after - map.blocks(len(*id)))
+        let coded = lab.model.coded(seq(*id), 0);
+        let after = map.coded_after(coded, len(*id) + new(brings));
+        let held = map.blocks_in(len(*id), coded);
+        // While the step is open, a tail that becomes codes is held beside them.
+        let tail = held - map.blocks(map.tail_begin(len(*id), coded));
+        let open = map.blocks_in(len(*id) + new(brings), after);
+        u64::from((open + if after > coded { tail } else { 0 }).saturating_sub(held))
     };
     // Without sharing, every sequence has its own blocks: with it, never more are needed.
     let most = lab.model.blocks_unshared(&map) + inputs.iter().map(growth).sum::<u64>();
