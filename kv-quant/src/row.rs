@@ -1,8 +1,8 @@
 //! Encodes and decodes one row: one token of one kv head.
 //!
-//! Owns what the bytes of every [`KvFormat`] mean; `docs/formats.md` draws them. Sizes and the place
-//! of the scales are the format's own ([`KvFormat::row_bytes`], [`KvFormat::scales_begin`]). Knows
-//! nothing of blocks, transforms or devices.
+//! Owns what the bytes of every [`KvFormat`] mean; `docs/formats.md` draws them. Sizes and the
+//! place of the scales are the format's own ([`KvFormat::row_bytes`], [`KvFormat::scales_begin`]).
+//! Knows nothing of blocks, transforms or devices.
 //!
 //! | format | a value is | scale, and who makes it |
 //! |---|---|---|
@@ -33,6 +33,7 @@ mod nvfp4;
 mod planes;
 mod scale;
 mod scaled;
+mod sums;
 #[cfg(test)]
 mod tests;
 

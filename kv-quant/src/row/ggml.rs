@@ -3,9 +3,9 @@
 //! # Source
 //! `quantize_row_q8_0_ref`, `quantize_row_q4_0_ref` and their inverses in ggml's `ggml-quants.c`,
 //! bit for bit. (llama.cpp's vectorised quantiser of `q8_0` rounds halves to even and may differ in
-//! the last bit.) Three cases are ours: a scale beyond f16 is 65504 where ggml's is infinite and its
-//! block decodes to NaN; a NaN makes its block's scale NaN where ggml overlooks it; the reciprocal
-//! of a scale so small that it is infinite counts as 0.
+//! the last bit.) Three cases are ours: a scale beyond f16 is 65504 where ggml's is infinite and
+//! its block decodes to NaN; a NaN makes its block's scale NaN where ggml overlooks it; the
+//! reciprocal of a scale so small that it is infinite counts as 0.
 #![expect(
     clippy::as_conversions,
     clippy::cast_possible_truncation,

@@ -1,23 +1,24 @@
 //! `l6`, `l4`, `l3`: codes by search, and a scale that keeps inner products unbiased.
 //!
-//! For a scale the best codes are known: every value goes to the nearest level. So the encoder tries
-//! a few scales around the one the row's rms and largest magnitude suggest. Whatever the codes `c`
-//! of a row `x` are worth, the row is then decoded as `s c`:
+//! For a scale the best codes are known: every value goes to the nearest level. So the encoder
+//! tries a few scales around the one the row's rms and largest magnitude suggest. Whatever the
+//! codes `c` of a row `x` are worth, the row is then decoded as `s c`:
 //!
 //! - With one f16 scale a row, the codes with the largest cosine between `x` and `c` are kept, and
 //!   `s = |x|^2 / <x, c>` makes `<x, s c> = |x|^2`. The scale of least squared error,
 //!   `<x, c> / |c|^2`, is smaller and shrinks every score by the share of the error (3 % in `l3`),
 //!   which attention sees as a higher temperature. The price is an error of `1 / cos^2 - 1` instead
 //!   of `1 - cos^2`.
-//! - With an E4M3 scale for 32 values there are few scales to choose from (they are 6 to 12 % apart),
-//!   so codes and scale are chosen together, by squared error plus a weight times the square of
-//!   `<x, s c> - |x|^2` summed over the row so far: what one group lost the next makes up for.
+//! - With an E4M3 scale for 32 values there are few scales to choose from (they are 6 to 12 %
+//!   apart), so codes and scale are chosen together, by squared error plus a weight times the
+//!   square of `<x, s c> - |x|^2` summed over the row so far: what one group lost the next makes up
+//!   for.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_precision_loss,
     clippy::indexing_slicing,
-    reason = "floats, and groups of at most 32 values"
+    reason = "groups of at most 32 values, a scale for each"
 )]
 
 use half::f16;
@@ -25,18 +26,19 @@ use kv_core::ScaleGroup;
 
 use super::planes::{self, GROUP};
 use super::scale;
+use super::sums::sums;
 use crate::lloyd::Codebook;
 use crate::minifloat::{e4m3_decode, e4m3_encode};
 
-/// Larger magnitudes, infinity too, count as this: their scale saturates all the same, and no square
-/// overflows.
+/// Larger magnitudes, infinity too, count as this: their scale saturates all the same, and no
+/// square overflows.
 const LIMIT: f32 = 1_099_511_627_776.0; // 2^40
 const E4M3_NAN: u8 = 0x7F;
 const E4M3_LARGEST: u8 = 0x7E;
 /// Neighbours of the likely E4M3 scale that are tried, on either side.
 const NEIGHBOURS: i16 = 2;
-/// What a group may make up for, as a share of its own energy: a group that saturated must not spoil
-/// the next. In ordinary rows the sum stays below 1/50.
+/// What a group may make up for, as a share of its own energy: a group that saturated must not
+/// spoil the next. In ordinary rows the sum stays below 1/50.
 const MAKE_UP: f32 = 1.0 / 16.0;
 
 /// Encodes a row with one f16 scale. `codes` and `scales` are 0 when this begins.
@@ -45,7 +47,7 @@ pub(super) fn encode<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut
         scale::put(f16::NAN, scales);
         return;
     };
-    let [energy] = sums(values, |a| [a * a]);
+    let [energy] = sums(values, values, |x, _| [limited(x) * limited(x)]);
     if energy <= 0.0 {
         return;
     }
@@ -77,7 +79,8 @@ fn search<B: Codebook>(values: &[f32], amax: f32, energy: f32) -> (f32, f32) {
     for tried in B::TRIED {
         best = best.or_better(Codes::of::<B>(values, near * tried));
     }
-    // Codes say which scale fits them best, and that scale which codes: one step of that often pays.
+    // Codes say which scale fits them best, and that scale which codes: one step of that often
+    // pays.
     best = best.or_better(Codes::of::<B>(values, best.projection / best.energy));
     (best.inverse, best.projection)
 }
@@ -98,10 +101,7 @@ impl Codes {
     #[inline]
     fn of<B: Codebook>(values: &[f32], scale: f32) -> Self {
         let inverse = scale.recip();
-        let [projection, energy] = sums(values, |a| {
-            let c = B::nearest(a * inverse);
-            [a * c, c * c]
-        });
+        let [projection, energy] = pair_sums::<B>(values, inverse, |a, c| [a * c, c * c]);
         Self { inverse, projection, energy, score: projection * (projection / energy) }
     }
 
@@ -111,7 +111,8 @@ impl Codes {
     }
 }
 
-/// Encodes a row with an E4M3 scale for every 32 values. `codes` and `scales` are 0 when this begins.
+/// Encodes a row with an E4M3 scale for every 32 values. `codes` and `scales` are 0 when this
+/// begins.
 pub(super) fn encode_groups<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     // <x, s c> - |x|^2 over the groups so far.
     let mut owed = 0.0;
@@ -121,7 +122,7 @@ pub(super) fn encode_groups<B: Codebook>(values: &[f32], codes: &mut [u8], scale
             *stored = E4M3_NAN;
             continue;
         };
-        let [energy] = sums(group, |a| [a * a]);
+        let [energy] = sums(group, group, |x, _| [limited(x) * limited(x)]);
         if energy <= 0.0 {
             continue;
         }
@@ -140,7 +141,7 @@ fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f
     let rms = (energy / values.len() as f32).sqrt();
     let near = i16::from(e4m3_encode(of_rms * rms + of_amax * amax));
     let carried = owed.clamp(-energy * MAKE_UP, energy * MAKE_UP);
-    let (mut best, mut best_cost) = (0, energy);
+    let (mut best, mut best_cost) = (0, f32::INFINITY);
     *owed = carried - energy;
     for code in near - NEIGHBOURS..=near + NEIGHBOURS {
         let Some(code) = u8::try_from(code).ok().filter(|code| (1..=E4M3_LARGEST).contains(code))
@@ -149,13 +150,14 @@ fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f
         };
         let scale = e4m3_decode(code);
         let inverse = scale.recip();
-        let [error, projection] = sums(values, |a| {
-            let decoded = B::nearest(a * inverse) * scale;
+        let [error, projection] = pair_sums::<B>(values, inverse, |a, c| {
+            let decoded = c * scale;
             [(a - decoded) * (a - decoded), a * decoded]
         });
         let owing = carried + projection - energy;
         let cost = error + B::BIAS_WEIGHT * owing * (owing / energy);
-        if cost < best_cost {
+        // Of scales that are all too small the last, which is the largest.
+        if error <= energy && cost <= best_cost {
             (best, best_cost) = (code, cost);
             *owed = owing;
         }
@@ -166,6 +168,16 @@ fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f
 /// Encodes up to 32 values with the scale of which `inverse` is the reciprocal.
 #[inline]
 fn encode_group<B: Codebook>(values: &[f32], inverse: f32, bytes: &mut [u8]) {
+    // A whole group has a length that the compiler knows.
+    match values.as_array::<GROUP>() {
+        Some(whole) => encode_some::<B>(whole, inverse, bytes),
+        None => encode_some::<B>(values, inverse, bytes),
+    }
+}
+
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "so that whole groups are compiled apart")]
+fn encode_some<B: Codebook>(values: &[f32], inverse: f32, bytes: &mut [u8]) {
     let mut codes = [0; GROUP];
     let codes = &mut codes[..values.len()];
     for (code, value) in codes.iter_mut().zip(values) {
@@ -193,18 +205,27 @@ pub(super) fn decode<B: Codebook>(
             ScaleGroup::Row => of_row,
             ScaleGroup::Group32 => e4m3_decode(scales[index]),
         };
-        let mut codes = [0; GROUP];
-        let codes = &mut codes[..values.len()];
-        match B::BITS {
-            3 => planes::unpack::<3>(bytes, codes),
-            4 => planes::unpack::<4>(bytes, codes),
-            _ => planes::unpack::<6>(bytes, codes),
+        match values.as_mut_array::<GROUP>() {
+            Some(whole) => decode_some::<B>(bytes, scale, whole),
+            None => decode_some::<B>(bytes, scale, values),
         }
-        for (value, code) in values.iter_mut().zip(codes) {
-            let magnitude = B::magnitude(*code);
-            let is_negative = *code >> (B::BITS - 1) == 1;
-            *value = (if is_negative { -magnitude } else { magnitude }) * scale;
-        }
+    }
+}
+
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "so that whole groups are compiled apart")]
+fn decode_some<B: Codebook>(bytes: &[u8], scale: f32, values: &mut [f32]) {
+    let mut codes = [0; GROUP];
+    let codes = &mut codes[..values.len()];
+    match B::BITS {
+        3 => planes::unpack::<3>(bytes, codes),
+        4 => planes::unpack::<4>(bytes, codes),
+        _ => planes::unpack::<6>(bytes, codes),
+    }
+    for (value, code) in values.iter_mut().zip(codes) {
+        let magnitude = B::magnitude(*code);
+        let is_negative = *code >> (B::BITS - 1) == 1;
+        *value = (if is_negative { -magnitude } else { magnitude }) * scale;
     }
 }
 
@@ -215,26 +236,23 @@ fn limited(value: f32) -> f32 {
     if magnitude < LIMIT { magnitude } else { LIMIT }
 }
 
-/// Sums `N` terms of every magnitude, in an order that is the same on every machine and that vector
-/// code can follow: eight sums side by side.
+/// Sums terms of every magnitude and the level it takes.
 #[inline]
-fn sums<const N: usize>(values: &[f32], terms: impl Fn(f32) -> [f32; N]) -> [f32; N] {
-    const LANES: usize = 8;
-    let mut lanes = [[0.0_f32; LANES]; N];
-    let (whole, rest) = values.as_chunks::<LANES>();
-    for chunk in whole {
-        for lane in 0..LANES {
-            let terms = terms(limited(chunk[lane]));
-            for (sum, term) in lanes.iter_mut().zip(terms) {
-                sum[lane] += term;
-            }
+fn pair_sums<B: Codebook>(
+    values: &[f32],
+    inverse: f32,
+    terms: impl Fn(f32, f32) -> [f32; 2],
+) -> [f32; 2] {
+    let mut totals = [0.0; 2];
+    for group in values.chunks(GROUP) {
+        // Two simple loops become better vector code than one that does both.
+        let mut levels = [0.0; GROUP];
+        let levels = &mut levels[..group.len()];
+        for (level, value) in levels.iter_mut().zip(group) {
+            *level = B::nearest(limited(*value) * inverse);
         }
+        let part = sums(group, levels, |value, level| terms(limited(value), level));
+        totals = [totals[0] + part[0], totals[1] + part[1]];
     }
-    for (value, lane) in rest.iter().zip(0_usize..) {
-        let terms = terms(limited(*value));
-        for (sum, term) in lanes.iter_mut().zip(terms) {
-            sum[lane] += term;
-        }
-    }
-    lanes.map(|[a, b, c, d, e, f, g, h]| ((a + e) + (c + g)) + ((b + f) + (d + h)))
+    totals
 }
