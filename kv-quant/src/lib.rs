@@ -7,7 +7,7 @@
 //! | [`lloyd`] | codebooks of the Lloyd-Max formats |
 //! | [`transform`] | mean, balance, signs and Hadamard rotation of a row |
 //! | [`calibrate`] | the transform's constants and scales, from observed rows |
-//! | [`file`](mod@file) | a calibration as a safetensors file |
+//! | [`mod@file`] | a calibration as a safetensors file |
 //! | [`quality`] | how far decoded rows are from the originals |
 //!
 //! Everything is scalar and safe: this is what device kernels are held to.
