@@ -142,7 +142,7 @@ impl Codebook for Book3 {
     const NEAR_SCALE: [f32; 2] = [0.462, 0.190];
     const NEAR_GROUP_SCALE: [f32; 2] = [0.057, 0.390];
     const TRIED: &'static [f32] = &[0.9, 0.95, 1.05, 1.1];
-    const BIAS_WEIGHT: f32 = 16.0;
+    const BIAS_WEIGHT: f32 = 24.0;
 
     #[inline]
     fn index(value: f32) -> u8 {
