@@ -4,6 +4,7 @@
 //! Its content depends on the plan alone, so neither the number of threads nor their order changes
 //! a bit. Contexts cut into several parts leave partial results, which [`merge`] joins.
 mod merge;
+mod stage;
 mod tile;
 mod unit;
 

@@ -15,10 +15,11 @@ use kv_quant::block::BlockMean;
 use kv_quant::transform;
 
 use super::merge::Merge;
+use super::stage::meet_staged;
 use super::tile::{Stored, Tile, Tiles, meet};
 use super::{Blank, Heads, Job, ROWS_PER_UNIT};
-use crate::encoding::{Element, Encoding, RowLayout};
-use crate::kernel::{RowScale, Running, TILE};
+use crate::encoding::RowLayout;
+use crate::kernel::{Running, TILE};
 use crate::num::{offset, to_usize};
 use crate::rows::{PlaneRows, RowAt};
 use crate::workspace::AlignedFloats;
@@ -177,7 +178,7 @@ impl<'a> Partials<'a> {
 }
 
 /// Encoded rows of the tokens of a tile.
-type TileRows<'a> = [&'a [u8]; TILE];
+pub(super) type TileRows<'a> = [&'a [u8]; TILE];
 
 /// Runs one unit.
 pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &Partials<'_>) {
@@ -388,60 +389,4 @@ fn for_tiles(
         std::mem::swap(&mut k_rows, &mut k_next);
         bounds = next;
     }
-}
-
-/// Lets all query rows meet a tile that is decoded first.
-fn meet_staged(
-    job: &Job<'_>,
-    unit: &Unit,
-    sequence: &PlannedSequence,
-    state: &mut Tiles<'_>,
-    tile: &Tile<'_>,
-    (k_stage, v_stage): (&mut [f32], &mut [f32]),
-) {
-    let heads = job.heads;
-    let (mut k, mut v): (TileRows<'_>, TileRows<'_>) = ([&[]; TILE], [&[]; TILE]);
-    let layouts = [heads.dim_k, heads.dim_v].map(|dim| RowLayout::plain(Element::F32, dim));
-    let [k_layout, v_layout] = &layouts;
-    let (mut k_scales, mut v_scales) = ([1.0; TILE], [1.0; TILE]);
-    let k_memory = (k_layout, heads.stride_k, k_stage, &mut k, &mut k_scales);
-    let v_memory = (v_layout, heads.stride_v, v_stage, &mut v, &mut v_scales);
-    let staged = Tile {
-        bounds: tile.bounds,
-        k: stage(job, tile.k, k_memory),
-        v: stage(job, tile.v, v_memory),
-        k_mean: tile.k_mean,
-        v_ahead: &[],
-        k_ahead: &[],
-    };
-    meet(job, unit, sequence, state, &staged);
-}
-
-/// Where a tile is staged: how its rows lie there, floats from one to the next, the floats, the
-/// rows, and their scales.
-type Stage<'s, 't> =
-    (&'t RowLayout, usize, &'s mut [f32], &'t mut TileRows<'s>, &'t mut [f32; TILE]);
-
-/// Decodes the rows of a tile, unless they are `f32` already. Scales of rows stay apart, so that
-/// results have the bits of a tile that is not staged.
-fn stage<'s: 't, 't>(job: &Job<'_>, from: Stored<'t>, to: Stage<'s, 't>) -> Stored<'t> {
-    if from.layout.encoding() == Encoding::F32 {
-        return from;
-    }
-    let (layout, stride, memory, staged, scales) = to;
-    for ((row, memory), to) in
-        from.rows.iter().zip(memory.chunks_exact_mut(stride)).zip(staged.iter_mut())
-    {
-        let (values, _) = memory.split_at_mut(layout.dim());
-        job.cpu.kernels.decode(from.layout, row, values);
-        *to = bytemuck::cast_slice(values);
-    }
-    let scale = match from.scale {
-        RowScale::Stored => {
-            *scales = job.cpu.kernels.row_scales(from.rows, from.layout);
-            RowScale::Each(scales)
-        }
-        other => other,
-    };
-    Stored { rows: &staged[..from.rows.len()], layout, scale }
 }

@@ -1,7 +1,7 @@
 //! The loops over tensors and rows of scores, each once, in the primitives of [`super::simd`].
 //!
-//! [`super::tile`] has those over the rows of a tile. Bounds are asserted where a loop is entered;
-//! the assertions are about this crate's own callers.
+//! [`super::scores`] and [`super::sums`] have those over the rows of a tile. Bounds are asserted
+//! where a loop is entered; the assertions are about this crate's own callers.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,

@@ -1,13 +1,15 @@
 //! Kernels: the inner loops, one table of them an instruction set.
 //!
-//! [`tile`] and [`body`] hold each loop once, [`stored`] and [`codes`] each encoding once, written
-//! in the primitives of [`simd`]; the other files here supply the primitives and instantiate the
-//! loops behind their target features. [`Kernels`] is the safe way in: arguments are slices whose
-//! bounds each kernel asserts once. Knows nothing of plans, blocks or threads.
+//! [`scores`], [`sums`] and [`body`] hold each loop once, [`stored`] and [`codes`] each encoding
+//! once, written in the primitives of [`simd`]; the other files here supply the primitives and
+//! instantiate the loops behind their target features. [`Kernels`] is the safe way in: arguments
+//! are slices whose bounds each kernel asserts once. Knows nothing of plans, blocks or threads.
 mod body;
 mod codes;
+mod scores;
 mod simd;
 mod stored;
+mod sums;
 mod tile;
 
 #[cfg(target_arch = "x86_64")]
@@ -264,16 +266,16 @@ macro_rules! table {
         pub(super) static TABLE: super::Table = {
             use super::codes::{L3, L4, L6, Lloyd, Nvfp4, Q4Block, Q8Block};
             use super::stored::{Bf16, E4m3, E5m2, F16, F32, Int8, Plain, Stored};
-            use super::{Scores, Softmax, Sums, TILE, Table, body, tile};
+            use super::{Scores, Softmax, Sums, TILE, Table, body, scores, sums, tile};
             use crate::encoding::RowLayout;
 
             $(#[$attribute])*
             fn scores<E: Stored>(args: &mut Scores<'_>) {
-                tile::scores::<_, E>($simd, args)
+                scores::scores::<_, E>($simd, args)
             }
             $(#[$attribute])*
             fn sums<E: Stored>(args: &mut Sums<'_>) {
-                tile::sums::<_, E>($simd, args)
+                sums::sums::<_, E>($simd, args)
             }
             $(#[$attribute])*
             fn decode<E: Stored>(layout: &RowLayout, from: &[u8], to: &mut [f32]) {

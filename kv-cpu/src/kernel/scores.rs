@@ -1,0 +1,164 @@
+//! Dot products of query rows with the K rows of a tile.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::indexing_slicing,
+    clippy::inline_always,
+    clippy::needless_range_loop,
+    reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
+              that carries the target features"
+)]
+use super::simd::{LANES_MAX, Simd};
+use super::stored::{GROUP, Stored, whole};
+use super::tile::{HALF, Rests, check_rows, factors, fetch, multiply, rests};
+use super::{ROWS, Scores, TILE};
+use crate::encoding::RowLayout;
+
+/// Dot products of `args.rows` query rows with the tokens of a range.
+#[inline(always)]
+pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
+    check_rows(args.k, args.range, args.layout);
+    assert!(
+        args.stride.is_multiple_of(LANES_MAX)
+            && args.layout.dim() <= args.stride
+            && args.q.len() >= args.rows * args.stride
+            && args.out.len() >= args.rows * TILE,
+        "query and score rows lie inside their slices"
+    );
+    let rests = rests::<S, E>(s, args.k, args.range, args.layout);
+    if S::LANES == 1 {
+        // Enough for a scalar addition, and far less code.
+        match args.rows {
+            ROWS => score_rows::<S, E, ROWS, 1>(s, args, &rests),
+            2 => score_rows::<S, E, 2, 2>(s, args, &rests),
+            1 => score_rows::<S, E, 1, 4>(s, args, &rests),
+            _ => unreachable!("kernels take 1, 2 or 4 rows"),
+        }
+    } else {
+        match args.rows {
+            ROWS => score_rows::<S, E, ROWS, 2>(s, args, &rests),
+            2 => score_rows::<S, E, 2, 4>(s, args, &rests),
+            1 => score_rows::<S, E, 1, 8>(s, args, &rests),
+            _ => unreachable!("kernels take 1, 2 or 4 rows"),
+        }
+    }
+    if let Some(factors) = factors(s, args.k, args.range, args.layout, args.scale) {
+        for row in args.out.chunks_exact_mut(TILE).take(args.rows) {
+            multiply(s, row.as_ptr(), &factors, row.as_mut_ptr());
+        }
+    }
+}
+
+/// `R` rows, `T` tokens at a time: eight sums side by side hide the latency of an addition.
+#[inline(always)]
+fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
+    s: S,
+    args: &mut Scores<'_>,
+    rests: &Rests,
+) {
+    let (mut token, end) = args.range;
+    while token + T <= end {
+        let mut k = [(std::ptr::null(), std::ptr::null()); T];
+        for j in 0..T {
+            k[j] = (args.k[token + j].as_ptr(), rests[token + j].as_ptr().cast());
+        }
+        for row in args.ahead.iter().skip(token).take(T) {
+            fetch(s, row);
+        }
+        let dots = dot::<S, E, R, T>(s, args.q, args.stride, k, args.layout);
+        let mut flat = [s.splat(0.0); 8];
+        for r in 0..R {
+            for j in 0..T {
+                flat[r * T + j] = dots[r][j];
+            }
+        }
+        let sums = s.reduce_add8(flat);
+        for r in 0..R {
+            for j in 0..T {
+                args.out[r * TILE + token + j] = sums[r * T + j];
+            }
+        }
+        token += T;
+    }
+    while T > 1 && token < end {
+        if let Some(row) = args.ahead.get(token) {
+            fetch(s, row);
+        }
+        let k = [(args.k[token].as_ptr(), rests[token].as_ptr().cast())];
+        let dots = dot::<S, E, R, 1>(s, args.q, args.stride, k, args.layout);
+        for r in 0..R {
+            args.out[r * TILE + token] = s.reduce_add(dots[r][0]);
+        }
+        token += 1;
+    }
+}
+
+/// `R * T` dot products, one vector of partial sums each. `scores` has asserted that `R` rows of
+/// `q` hold the values of a row and zeros up to a whole vector, and that each of `k` is a row, and
+/// has decoded its rest if it has one.
+#[inline(always)]
+fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
+    s: S,
+    q: &[f32],
+    stride: usize,
+    k: [(*const u8, *const f32); T],
+    layout: &RowLayout,
+) -> [[S::F; T]; R] {
+    let q = q.as_ptr();
+    let dim = layout.dim();
+    let mut sums = [[s.splat(0.0); T]; R];
+    let mut group = 0;
+    while group + GROUP <= dim {
+        let mut offset = 0;
+        while offset < HALF {
+            let mut keys = [[s.splat(0.0); 2]; T];
+            for j in 0..T {
+                for half in 0..2 {
+                    let offset = offset + half * HALF;
+                    // SAFETY: a whole group of a K row, whose length `scores` has asserted.
+                    keys[j][half] = unsafe { E::load(s, k[j].0, layout, group, offset) };
+                }
+            }
+            for r in 0..R {
+                for half in 0..2 {
+                    let at = r * stride + group + offset + half * HALF;
+                    // SAFETY: values of query row `r` below `dim <= stride`, by the same assertion.
+                    let query = unsafe { s.load(q, at) };
+                    for j in 0..T {
+                        sums[r][j] = s.fma(query, keys[j][half], sums[r][j]);
+                    }
+                }
+            }
+            offset += S::LANES;
+        }
+        group += GROUP;
+    }
+    let whole = whole::<S, E>(dim);
+    let mut d = group;
+    while d < whole {
+        for j in 0..T {
+            // SAFETY: a vector of a K row, `d + LANES <= whole`.
+            let key = unsafe { E::load(s, k[j].0, layout, group, d - group) };
+            for r in 0..R {
+                // SAFETY: values of query row `r` below `dim <= stride`.
+                let query = unsafe { s.load(q, r * stride + d) };
+                sums[r][j] = s.fma(query, key, sums[r][j]);
+            }
+        }
+        d += S::LANES;
+    }
+    while d < dim {
+        for j in 0..T {
+            // SAFETY: the rest is written, see above, and has `GROUP` values; `d - whole` is a
+            // multiple of `LANES` below that.
+            let key = unsafe { s.load(k[j].1, d - whole) };
+            for r in 0..R {
+                // SAFETY: rows are padded to `LANES_MAX`, a multiple of `LANES`, so the vector that
+                // holds the last values ends inside the row.
+                let query = unsafe { s.load(q, r * stride + d) };
+                sums[r][j] = s.fma(query, key, sums[r][j]);
+            }
+        }
+        d += S::LANES;
+    }
+    sums
+}

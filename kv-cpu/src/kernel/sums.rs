@@ -1,0 +1,169 @@
+//! Weighted sums of the V rows of a tile.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::indexing_slicing,
+    clippy::inline_always,
+    clippy::needless_range_loop,
+    reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
+              that carries the target features"
+)]
+use super::simd::{LANES_MAX, Simd};
+use super::stored::{GROUP, Stored, whole};
+use super::tile::{HALF, check_rows, factors, fetch, multiply, rests};
+use super::{ROWS, Sums, TILE};
+
+/// Adds `weight * V` of the tokens of a range to `args.rows` output rows.
+#[inline(always)]
+pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>) {
+    check_rows(args.v, args.range, args.layout);
+    assert!(
+        args.stride.is_multiple_of(LANES_MAX)
+            && args.layout.dim() <= args.stride
+            && args.out.len() >= args.rows * args.stride
+            && args.weights.len() >= args.rows * TILE,
+        "output and weight rows lie inside their slices"
+    );
+    let mut scaled = [0.0; ROWS * TILE];
+    let mut weights = args.weights;
+    if let Some(factors) = factors(s, args.v, args.range, args.layout, args.scale) {
+        let rows = args.weights.chunks_exact(TILE).take(args.rows);
+        for (from, to) in rows.zip(scaled.chunks_exact_mut(TILE)) {
+            multiply(s, from.as_ptr(), &factors, to.as_mut_ptr());
+        }
+        weights = &scaled;
+    }
+    if S::LANES == 1 {
+        match args.rows {
+            ROWS => sum_rows::<S, E, ROWS, 1>(s, args, weights),
+            2 => sum_rows::<S, E, 2, 1>(s, args, weights),
+            1 => sum_rows::<S, E, 1, 1>(s, args, weights),
+            _ => unreachable!("kernels take 1, 2 or 4 rows"),
+        }
+    } else {
+        match args.rows {
+            ROWS => sum_rows::<S, E, ROWS, 1>(s, args, weights),
+            2 => sum_rows::<S, E, 2, 2>(s, args, weights),
+            1 => sum_rows::<S, E, 1, 4>(s, args, weights),
+            _ => unreachable!("kernels take 1, 2 or 4 rows"),
+        }
+    }
+    let dim = args.layout.dim();
+    let (group, whole) = (dim / GROUP * GROUP, whole::<S, E>(dim));
+    if group == dim {
+        return;
+    }
+    let rests = rests::<S, E>(s, args.v, args.range, args.layout);
+    let (begin, end) = args.range;
+    for token in begin..end {
+        let mut d = group;
+        while d < dim {
+            let value = if d < whole {
+                // SAFETY: a vector of a V row, `d + LANES <= whole`.
+                unsafe { E::load(s, args.v[token].as_ptr(), args.layout, group, d - group) }
+            } else {
+                // SAFETY: the rest is written, since there is one; `d - whole` is a multiple of
+                // `LANES` below `GROUP`.
+                unsafe { s.load(rests[token].as_ptr().cast(), d - whole) }
+            };
+            for r in 0..args.rows {
+                let out = args.out.as_mut_ptr();
+                // SAFETY: output rows are padded to `LANES_MAX`, by the assertion above.
+                let sum = unsafe { s.load(out, r * args.stride + d) };
+                let sum = s.fma(s.splat(weights[r * TILE + token]), value, sum);
+                // SAFETY: as above.
+                unsafe { s.store(out, r * args.stride + d, sum) };
+            }
+            d += S::LANES;
+        }
+    }
+}
+
+/// The whole groups of `R` rows, `P` pairs of vectors at a time, which stay in registers for all
+/// tokens.
+#[inline(always)]
+fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
+    s: S,
+    args: &mut Sums<'_>,
+    weights: &[f32],
+) {
+    for row in args.ahead {
+        fetch(s, row);
+    }
+    let dim = args.layout.dim();
+    // Pairs of a group, and groups that `P` pairs span.
+    let pairs = HALF / S::LANES;
+    let span = P.div_ceil(pairs) * GROUP;
+    let mut group = 0;
+    while group + span <= dim {
+        let mut first = 0;
+        while first < pairs {
+            sum_pairs::<S, E, R, P>(s, args, weights, group, first);
+            first += P;
+        }
+        group += span;
+    }
+    // Where more than one group is taken at a time, some may be left.
+    while P > pairs && group + GROUP <= dim {
+        for first in 0..pairs {
+            sum_pairs::<S, E, R, 1>(s, args, weights, group, first);
+        }
+        group += GROUP;
+    }
+}
+
+/// `P` pairs of `R` rows, from pair `first` of a group on. `sums` has asserted the extents,
+/// `sum_rows` that the pairs end at or before the last whole group.
+#[inline(always)]
+fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
+    s: S,
+    args: &mut Sums<'_>,
+    weights: &[f32],
+    group: usize,
+    first: usize,
+) {
+    let pairs = HALF / S::LANES;
+    let place = |p: usize, half: usize| {
+        let pair = first + p;
+        (group + pair / pairs * GROUP, pair % pairs * S::LANES + half * HALF)
+    };
+    let (out, stride, (begin, end)) = (args.out.as_mut_ptr(), args.stride, args.range);
+    let mut sums = [[[s.splat(0.0); 2]; P]; R];
+    for r in 0..R {
+        for p in 0..P {
+            for half in 0..2 {
+                let (group, offset) = place(p, half);
+                // SAFETY: the vector lies in output row `r`, see above.
+                sums[r][p][half] = unsafe { s.load(out, r * stride + group + offset) };
+            }
+        }
+    }
+    for (token, row) in (begin..end).zip(&args.v[begin..end]) {
+        let mut values = [[s.splat(0.0); 2]; P];
+        for p in 0..P {
+            for half in 0..2 {
+                let (group, offset) = place(p, half);
+                let row = row.as_ptr();
+                // SAFETY: a whole group of a V row, see above.
+                values[p][half] = unsafe { E::load(s, row, args.layout, group, offset) };
+            }
+        }
+        for r in 0..R {
+            // SAFETY: `token < TILE`, and there are `R * TILE` weights.
+            let weight = s.splat(unsafe { *weights.get_unchecked(r * TILE + token) });
+            for p in 0..P {
+                for half in 0..2 {
+                    sums[r][p][half] = s.fma(weight, values[p][half], sums[r][p][half]);
+                }
+            }
+        }
+    }
+    for r in 0..R {
+        for p in 0..P {
+            for half in 0..2 {
+                let (group, offset) = place(p, half);
+                // SAFETY: as for the loads.
+                unsafe { s.store(out, r * stride + group + offset, sums[r][p][half]) };
+            }
+        }
+    }
+}
