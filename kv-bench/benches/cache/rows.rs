@@ -13,7 +13,7 @@ fn append(criterion: &mut Criterion) {
     let sizes: &[(u32, u32)] = if is_smoke() { &[(2, 3)] } else { &[(64, 1), (1, 1024)] };
     let mut group = criterion.benchmark_group("append");
     for (&(batch, new), order) in each_order(sizes) {
-        for &format in KvFormat::PLAIN {
+        for format in formats(order) {
             let shape = Shape { format, order, ..Shape::llama(batch, 100) };
             let total = batch * new;
             group.throughput(Throughput::Bytes(shape.token_bytes() * u64::from(total)));
@@ -35,7 +35,7 @@ fn gather(criterion: &mut Criterion) {
     let sizes: &[(u32, u32)] = if is_smoke() { &[(1, 40)] } else { &[(1, 4096)] };
     let mut group = criterion.benchmark_group("gather");
     for (&(batch, context), order) in each_order(sizes) {
-        for &format in KvFormat::PLAIN {
+        for format in formats(order) {
             let shape = Shape { format, order, ..Shape::llama(batch, context) };
             // Keys alone: half of a token.
             group.throughput(Throughput::Bytes(shape.token_bytes() / 2 * u64::from(context)));
@@ -56,4 +56,12 @@ fn gather(criterion: &mut Criterion) {
 
 fn each_order(sizes: &[(u32, u32)]) -> impl Iterator<Item = (&(u32, u32), BlockOrder)> {
     sizes.iter().flat_map(|size| [BlockOrder::Hnd, BlockOrder::Nhd].map(|order| (size, order)))
+}
+
+/// Both block orders of what is copied, one of what is encoded row by row.
+fn formats(order: BlockOrder) -> Vec<KvFormat> {
+    match order {
+        BlockOrder::Nhd => KvFormat::PLAIN.to_vec(),
+        _ => KvFormat::PLAIN.iter().copied().chain(super::compared().skip(1)).collect(),
+    }
 }
