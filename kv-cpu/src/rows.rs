@@ -7,6 +7,7 @@ use std::marker::PhantomData;
 
 use kv_core::calibration::{HeadConstants, PlaneConstants};
 use kv_core::{DeviceError, KvFormat, PlaneLayout, PlaneView, QkvFormat, TokenRows};
+use kv_quant::block;
 
 use crate::access::{Locked, Span};
 use crate::buffer::CpuBuffer;
@@ -210,7 +211,7 @@ impl<'a> PlaneRows<'a> {
             RowLayout::of(format, layout.head_dim())
                 .ok_or_else(|| unsupported(operation, format!("stored format {format}")))
         };
-        let (codes, sinks) = (rows(layout.format())?, rows(layout.sink_format())?);
+        let (codes, sinks) = (rows(layout.format())?, rows(layout.wide_format())?);
         let constants = constants.map(|span| {
             // SAFETY: the span is live memory that nobody writes while the gates are held, by
             // condition 1.
@@ -230,8 +231,8 @@ impl<'a> PlaneRows<'a> {
         self.view.layout()
     }
     /// How the rows of tokens lie, or those of sinks.
-    pub(crate) fn rows(&self, is_sink: bool) -> &RowLayout {
-        if is_sink { &self.sinks } else { &self.codes }
+    pub(crate) fn rows(&self, is_wide: bool) -> &RowLayout {
+        if is_wide { &self.sinks } else { &self.codes }
     }
     /// Constants of a kv head, where the plane has some.
     pub(crate) fn head_constants(&self, head: u32) -> Option<HeadConstants<'a>> {
@@ -250,12 +251,26 @@ impl<'a> PlaneRows<'a> {
         plain.filter(|_| !layout.transforms())
     }
     /// What the decoded rows of a kv head are multiplied with, those of sinks or the others.
-    pub(crate) fn scale(&self, head: u32, is_sink: bool) -> RowScale<'static> {
-        if self.rows(is_sink).has_scale() {
+    pub(crate) fn scale(&self, head: u32, is_wide: bool) -> RowScale<'static> {
+        if self.rows(is_wide).has_scale() {
             return RowScale::Stored;
         }
-        let constants = self.head_constants(head).filter(|_| !is_sink);
+        let constants = self.head_constants(head).filter(|_| !is_wide);
         RowScale::Given(constants.map_or(1.0, |constants| constants.scale))
+    }
+
+    /// The mean of kv head `head` that is off the codes of a block, in f16; empty outside the plane.
+    pub(crate) fn mean(&self, block: u32, head: u32) -> &'a [u8] {
+        let layout = self.view.layout();
+        let bytes = offset(KvFormat::F16.row_bytes(layout.head_dim()));
+        self.get(block, layout.mean_begin(head), bytes)
+    }
+    /// The same, decoded; zero outside the plane.
+    pub(crate) fn read_mean(&self, block: u32, head: u32, values: &mut [f32]) {
+        match self.mean(block, head) {
+            [] => values.fill(0.0),
+            mean => block::decode_wide(mean, values),
+        }
     }
 
     /// Where a block's bytes `begin..begin + len` lie; `None` outside the plane.

@@ -1,4 +1,6 @@
 //! The scatter of new K and V rows into their slots.
+mod tail;
+
 use kv_core::DeviceError;
 use kv_core::plan::{PlannedSequence, WriteArgs, WritePlan};
 use kv_quant::{row, transform};
@@ -56,8 +58,20 @@ pub(crate) fn write_kv(
     let work = token_work(&k_plane)
         .saturating_add(token_work(&v_plane))
         .saturating_mul(u64::from(plan.total_new()));
-    let units = tokens.div_ceil(TOKENS_PER_UNIT);
     let side_by_side = work >= BYTES_SIDE_BY_SIDE;
+    if k_plane.layout().slot_map().has_tail() {
+        let heads = to_usize(k_plane.layout().num_kv_heads().max(1));
+        let units = plan.sequences().len().saturating_mul(heads);
+        cpu.threads.run(units, side_by_side, &mut workspace.scratch, |scratch, unit| {
+            let entry = unit.checked_div(heads).unwrap_or(0);
+            let head = unit.checked_rem(heads).and_then(|head| u32::try_from(head).ok());
+            let at = (entry, head.unwrap_or(0));
+            tail::write(cpu, plan, at, (&k, &k_plane), scratch);
+            tail::write(cpu, plan, at, (&v, &v_plane), scratch);
+        });
+        return Ok(());
+    }
+    let units = tokens.div_ceil(TOKENS_PER_UNIT);
     cpu.threads.run(units, side_by_side, &mut workspace.scratch, |scratch, unit| {
         let begin = unit.saturating_mul(TOKENS_PER_UNIT);
         let end = begin.saturating_add(TOKENS_PER_UNIT).min(tokens);
@@ -110,20 +124,20 @@ fn write_token(
     let heads = layout.num_kv_heads();
     let Some(element) = plane.as_they_came() else {
         for head in 0..heads {
-            let row_bytes = plane.rows(found.is_sink).bytes();
+            let row_bytes = plane.rows(found.is_wide).bytes();
             // SAFETY: the plane is locked for writing; slots of a plan are distinct, each is
             // written by one unit, and a unit writes its heads one after another.
             let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
             let values = scratch.row(to_usize(layout.head_dim()));
             let source = RowLayout::plain(rows.element(), values.len());
             cpu.kernels.decode(&source, rows.get(at, head, 1), values);
-            encode_row(cpu, plane, (head, found.is_sink), values, to);
+            encode_row(cpu, plane, (head, found.is_wide), values, to);
         }
         return;
     };
     // A head at a time, or all of them where they lie together.
     let together = match layout.order() {
-        kv_core::BlockOrder::Nhd if !found.is_sink => heads,
+        kv_core::BlockOrder::Nhd if !found.is_wide => heads,
         _ => 1,
     };
     let row_bytes = crate::num::offset(layout.row_bytes()).saturating_mul(to_usize(together));
@@ -141,7 +155,7 @@ fn write_token(
 fn encode_row(
     cpu: &Cpu,
     plane: &PlaneRows<'_>,
-    (head, is_sink): (u32, bool),
+    (head, is_wide): (u32, bool),
     values: &mut [f32],
     to: &mut [u8],
 ) {
@@ -154,7 +168,7 @@ fn encode_row(
     let format = plane.layout().format();
     match Element::of_format(format) {
         Some(element) => cpu.kernels.encode(element, values, to),
-        None if is_sink => {
+        None if is_wide => {
             for value in &mut *values {
                 *value = value.clamp(-SINK_MAX, SINK_MAX);
             }
