@@ -166,15 +166,15 @@ fn options<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(6);
     for format in quantised() {
         for transform in [Transform::Off, Transform::On] {
-            for (paged, key_mean) in [(true, KeyMean::PerBlock), (false, KeyMean::Calibrated)] {
+            for key_mean in MEANS {
                 let v = rng.pick(&[format, KvFormat::Bf16, KvFormat::L4(ScaleGroup::Row)]);
                 let spec = spec(format, key_mean, rng.pick(&ORDERS)).formats(format, v);
                 let spec = spec.transform(transform).sinks(rng.below(4));
-                let spec = if paged { spec.paged(16, 20) } else { spec.contiguous(3, 14) };
+                let spec = spec.paged(rng.pick(&[8, 11, 16]), 20);
                 let mut lab = lab(backend, spec, LARGE_MEANS, 6)?;
                 let how = How { group: 3, ..How::random(&mut rng) };
                 super::talk(&mut lab, &how)
-                    .at(format!("{format} and {v}, {transform:?}, {key_mean:?}, paged: {paged}"))?;
+                    .at(format!("{format} and {v}, {transform:?}, {key_mean:?}"))?;
             }
         }
     }
