@@ -3,7 +3,7 @@ mod tail;
 
 use kv_core::DeviceError;
 use kv_core::plan::{PlannedSequence, WriteArgs, WritePlan};
-use kv_quant::{row, transform};
+use kv_quant::{block, row, transform};
 
 use crate::access::Access;
 use crate::attend::Scratch;
@@ -21,8 +21,6 @@ const TOKENS_PER_UNIT: usize = 16;
 const BYTES_SIDE_BY_SIDE: u64 = 1 << 19;
 /// Bytes that are copied in the time that a value takes to be encoded.
 const ENCODED_VALUE_BYTES: u64 = 128;
-/// Rows of sinks saturate at the largest f16, so that a row stays finite.
-const SINK_MAX: f32 = 65504.0;
 
 pub(crate) fn write_kv(
     cpu: &Cpu,
@@ -168,12 +166,7 @@ fn encode_row(
     let format = plane.layout().format();
     match Element::of_format(format) {
         Some(element) => cpu.kernels.encode(element, values, to),
-        None if is_wide => {
-            for value in &mut *values {
-                *value = value.clamp(-SINK_MAX, SINK_MAX);
-            }
-            cpu.kernels.encode(Element::F16, values, to);
-        }
+        None if is_wide => block::encode_wide(values, to),
         None => {
             let inv_scale = plane.head_constants(head).map_or(1.0, |head| head.inv_scale);
             row::encode_row(format, inv_scale, values, to);
