@@ -82,7 +82,7 @@ impl Report {
         Ok(Self {
             model: session.model_name.clone(),
             backend: args.backend.to_string(),
-            format: args.format.to_string(),
+            format: args.format.formats(),
             layout: variant.layout.to_string(),
             cached: !variant.forget,
             stats: Figures {
