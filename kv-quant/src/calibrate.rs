@@ -1,1 +1,176 @@
-//! To be written.
+//! The constants of a model, from rows that it computed.
+//!
+//! A [`Calibrator`] is shown K, V and Q of some tokens, layer by layer, and makes the
+//! [`Calibration`] that quantised storage needs. A few hundred tokens of ordinary text do; a cache
+//! may as well show it the first blocks of its first sequence and freeze what comes out.
+//!
+//! | constant | per | from |
+//! |---|---|---|
+//! | `k.mean` | channel | the mean of K |
+//! | `k.balance` | channel | `sqrt(rms(k - mean) / rms q)`, q over all heads that share the kv head |
+//! | `amax` | kv head | the largest magnitude of K and of V |
+//! | `amax_transformed` | kv head | the same after [`store`](crate::transform::store) with the constants above |
+//!
+//! It decides nothing about formats, and knows no model: who calls it runs one.
+mod error;
+mod layer;
+#[cfg(test)]
+mod tests;
+
+use kv_core::{Calibration, LayerId};
+
+pub use error::{CalibrateError, Tensor};
+pub use layer::BALANCE_MAX;
+
+use layer::{Layer, Rows};
+
+/// Tokens that [`Calibrator::finish`] asks for, those skipped not counted.
+///
+/// The mean of `n` independent tokens misses the true one by `1 / n` of the centred energy, so 16
+/// cost at most 6 % where centring gains a factor. Neighbouring tokens are not independent: a few
+/// hundred are better.
+pub const MIN_TOKENS: u32 = 16;
+
+/// Positions at the start of a sequence that do not count unless told otherwise: as many as caches
+/// usually keep in 16 bits.
+pub const SKIPPED_BY_DEFAULT: u32 = 4;
+
+/// Heads and channels of one layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the three numbers")]
+pub struct LayerShape {
+    /// Heads of K and V.
+    pub num_kv_heads: u32,
+    /// Channels of K and Q.
+    pub head_dim_k: u32,
+    /// Channels of V.
+    pub head_dim_v: u32,
+}
+
+/// Collects rows and makes a [`Calibration`] of them.
+///
+/// # Units
+/// It keeps every row of K that counts, `tokens * num_kv_heads * head_dim_k` values of four bytes a
+/// layer, because `amax_transformed` is known only after the mean and the balance are: 64 MiB for
+/// 512 tokens of a model with 32 layers of 8 heads of 128. Of V and Q it keeps sums.
+///
+/// # Examples
+/// ```
+/// use kv_quant::calibrate::Calibrator;
+///
+/// let mut calibrator = Calibrator::new(1, 1, [2, 2])?.skip_first(0);
+/// for position in 0..16 {
+///     let x = if position % 2 == 0 { 1.0 } else { -1.0 };
+///     calibrator.observe(0, position, &[8.0 + x, x], &[x, x], &[x, 4.0 * x], 1)?;
+/// }
+/// let calibration = calibrator.finish()?;
+/// assert_eq!(calibration.layers()[0].k.mean, [8.0, 0.0]);
+/// assert_eq!(calibration.layers()[0].k.balance, [2_f32.sqrt(), 0.5_f32.sqrt()]);
+/// # Ok::<(), kv_quant::calibrate::CalibrateError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Calibrator {
+    skipped: u32,
+    layers: Vec<Layer>,
+}
+
+impl Calibrator {
+    /// A calibrator for layers of one shape; `head_dims` are those of K and of V.
+    ///
+    /// # Errors
+    /// [`CalibrateError::Shape`] for zero heads or channels, or more than a plane can have.
+    pub fn new(
+        num_layers: u16,
+        num_kv_heads: u32,
+        head_dims: [u32; 2],
+    ) -> Result<Self, CalibrateError> {
+        let [head_dim_k, head_dim_v] = head_dims;
+        let shape = LayerShape { num_kv_heads, head_dim_k, head_dim_v };
+        Self::with_layers((0..num_layers).map(|_| shape))
+    }
+
+    /// A calibrator for layers of different shapes, in order. Layers past number 65535 have no
+    /// [`LayerId`] and are refused.
+    ///
+    /// # Errors
+    /// As [`Self::new`], and [`CalibrateError::TooManyLayers`].
+    pub fn with_layers(
+        shapes: impl IntoIterator<Item = LayerShape>,
+    ) -> Result<Self, CalibrateError> {
+        let mut ids = 0..=u16::MAX;
+        let layers = shapes.into_iter().map(|shape| {
+            let id = ids.next().ok_or(CalibrateError::TooManyLayers)?;
+            Layer::new(LayerId(id), shape)
+        });
+        let layers = layers.collect::<Result<_, _>>()?;
+        Ok(Self { skipped: SKIPPED_BY_DEFAULT, layers })
+    }
+
+    /// Ignores the first `tokens` positions of every sequence, in rows shown from now on.
+    ///
+    /// Keys and values of the first tokens are unlike all others and would spoil every constant.
+    /// Give the number of sinks of the cache: what it keeps in 16 bits needs no constants, and what
+    /// it does not keep so must count, or its magnitudes may be cut off.
+    #[must_use]
+    pub fn skip_first(mut self, tokens: u32) -> Self {
+        self.skipped = tokens;
+        self
+    }
+
+    /// Takes in rows of consecutive tokens of one sequence in one layer, as they are before
+    /// attention: after `RoPE`, Q not multiplied with the scale of attention.
+    ///
+    /// Sequences, chunks and layers may come in any order. No tokens are fine.
+    ///
+    /// # Shapes
+    /// | argument | axes |
+    /// |---|---|
+    /// | `k` | `[tokens, num_kv_heads, head_dim_k]` |
+    /// | `v` | `[tokens, num_kv_heads, head_dim_v]` |
+    /// | `q` | `[tokens, q_heads, head_dim_k]`; query head `h` reads kv head `h * num_kv_heads / q_heads` |
+    ///
+    /// `first_position` is the position of the first token in its sequence.
+    ///
+    /// # Errors
+    /// Before anything is taken in: [`CalibrateError::UnknownLayer`],
+    /// [`CalibrateError::QueryHeads`] when they are no multiple of the kv heads,
+    /// [`CalibrateError::Length`],
+    /// [`CalibrateError::TooManyTokens`], and [`CalibrateError::NotFinite`] with the place of the
+    /// first NaN or infinity, skipped positions included.
+    pub fn observe(
+        &mut self,
+        layer: impl Into<LayerId>,
+        first_position: u32,
+        k: &[f32],
+        v: &[f32],
+        q: &[f32],
+        q_heads: u32,
+    ) -> Result<(), CalibrateError> {
+        let id = layer.into();
+        let num_layers = self.layers.len();
+        let layer = self.layers.get_mut(usize::from(id.0));
+        let layer = layer.ok_or(CalibrateError::UnknownLayer { layer: id, num_layers })?;
+        let skipped = self.skipped.saturating_sub(first_position);
+        layer.observe(id, first_position, skipped, Rows { k, v, q, q_heads })
+    }
+
+    /// Heads and channels of every layer.
+    pub fn shapes(&self) -> impl ExactSizeIterator<Item = LayerShape> + '_ {
+        self.layers.iter().map(Layer::shape)
+    }
+
+    /// Tokens that counted so far: of the layer that has seen fewest.
+    pub fn num_tokens(&self) -> u32 {
+        self.layers.iter().map(Layer::tokens).min().unwrap_or(0)
+    }
+
+    /// The constants of what was shown so far. More may be shown afterwards.
+    ///
+    /// # Errors
+    /// [`CalibrateError::TooFewTokens`] with the first layer that saw fewer than [`MIN_TOKENS`];
+    /// [`CalibrateError::Overflow`] when rows are so large that the transform leaves `f32`.
+    pub fn finish(&self) -> Result<Calibration, CalibrateError> {
+        let layers = self.layers.iter().zip(0..).map(|(layer, id)| layer.finish(LayerId(id)));
+        Ok(Calibration::new(layers.collect::<Result<_, _>>()?))
+    }
+}

@@ -1,1 +1,164 @@
-//! To be written.
+//! Mean, balance, signs and Hadamard rotation of one row.
+//!
+//! The four operations of [`kv_core::calibration`], on the host. `R` is [`rotate`]:
+//!
+//! | function | of | computes |
+//! |---|---|---|
+//! | [`store`] | a row of K or V, before it is encoded | `R((x - mean) * into)` |
+//! | [`load`] | a row of K or V, after it was decoded | `R(x) * back + mean` |
+//! | [`query`] | a query, once a step | `R(q * back)` |
+//! | [`output`] | an attention output over stored V, once a query | `R(o) * back` |
+//!
+//! `R` is orthonormal and `into * back` is 1, so `query(q) . store(k) = q . (k - mean)`: scores
+//! lack `q . mean`, which is the same for every key of a query. A plane of V has no mean, so
+//! `output` of a weighted sum of stored rows is the weighted sum of the rows.
+//!
+//! A NaN or an infinity reaches every channel of its block of the rotation, and no other row.
+//! Magnitudes above `f32::MAX / 2^ceil(log2(head_dim))` may overflow to infinity inside a rotation.
+//!
+//! # Panics
+//! All four: when a row and the constants have different lengths.
+//!
+//! # Source
+//! `QuaRot` (Ashkboos et al. 2024) for signs and rotation; [`kv_core::calibration`] names the rest.
+use std::f32::consts::FRAC_1_SQRT_2;
+
+use kv_core::calibration::HeadConstants;
+
+/// Values that the first strides handle in registers.
+const LANES: usize = 8;
+
+/// Rotates a row: the orthonormal Walsh-Hadamard transform of every block of it.
+///
+/// The blocks are the powers of two that sum to the length, largest first ([`blocks`]). Two
+/// rotations give the row back, up to rounding.
+///
+/// # Guarantees
+/// The same bits everywhere. Within a block of `n` values, for strides `h` = 1, 2, 4, .. `n / 2`,
+/// every pair at distance `h`, `a` where `index & h` is 0 and `b`, becomes `a + b` and `a - b`;
+/// then every value is multiplied by [`norm`] once. Each step rounds once to `f32`, so an
+/// implementation may work in any order that keeps the order of strides for each value.
+///
+/// # Examples
+/// ```
+/// let mut row = [3.0, 1.0, 1.0, -1.0, 7.0];
+/// kv_quant::transform::rotate(&mut row);
+/// assert_eq!(row, [2.0, 2.0, 2.0, 0.0, 7.0]); // blocks of 4 and 1
+/// ```
+pub fn rotate(values: &mut [f32]) {
+    let mut rest = values;
+    for block in blocks(rest.len()) {
+        let Some((head, tail)) = rest.split_at_mut_checked(block) else {
+            break; // the blocks sum to the length
+        };
+        rotate_block(head);
+        rest = tail;
+    }
+}
+
+/// The powers of two that sum to `len`, largest first: 80 is 64 + 16.
+pub fn blocks(len: usize) -> impl Iterator<Item = usize> {
+    (0..usize::BITS).rev().map(|bit| 1_usize << bit).filter(move |block| len & block != 0)
+}
+
+/// What the rotation of a block of `block` values multiplies with: `1 / sqrt(block)`, rounded to
+/// nearest. `block` is a power of two.
+pub fn norm(block: usize) -> f32 {
+    let log2 = block.checked_ilog2().unwrap_or(0);
+    // Exact, so the result of an odd power is rounded as its constant is.
+    let halved = (0..log2.div_euclid(2)).fold(1.0, |scale: f32, _| scale * 0.5);
+    if log2.rem_euclid(2) == 1 { halved * FRAC_1_SQRT_2 } else { halved }
+}
+
+/// Brings a row of K or V into the form that is encoded.
+pub fn store(values: &mut [f32], constants: &HeadConstants<'_>) {
+    let HeadConstants { mean, into, .. } = *constants;
+    assert_lengths(values, mean);
+    assert_lengths(values, into);
+    for ((x, mean), into) in values.iter_mut().zip(mean).zip(into) {
+        *x = (*x - mean) * into;
+    }
+    rotate(values);
+}
+
+/// Brings a decoded row of K or V back.
+pub fn load(values: &mut [f32], constants: &HeadConstants<'_>) {
+    let HeadConstants { mean, back, .. } = *constants;
+    assert_lengths(values, mean);
+    assert_lengths(values, back);
+    rotate(values);
+    for ((x, mean), back) in values.iter_mut().zip(mean).zip(back) {
+        *x = *x * back + mean;
+    }
+}
+
+/// Brings a query into the form whose products with stored keys are scores, less `q . mean`.
+///
+/// `constants` are those of K; `q . mean` is the caller's to add, from the query as it was.
+pub fn query(values: &mut [f32], constants: &HeadConstants<'_>) {
+    assert_lengths(values, constants.back);
+    for (q, back) in values.iter_mut().zip(constants.back) {
+        *q *= back;
+    }
+    rotate(values);
+}
+
+/// Brings a weighted sum of stored rows of V back. `constants` are those of V.
+pub fn output(values: &mut [f32], constants: &HeadConstants<'_>) {
+    assert_lengths(values, constants.back);
+    rotate(values);
+    for (o, back) in values.iter_mut().zip(constants.back) {
+        *o *= back;
+    }
+}
+
+fn assert_lengths(values: &[f32], constants: &[f32]) {
+    assert!(
+        values.len() == constants.len(),
+        "a row of {} values, constants for {}",
+        values.len(),
+        constants.len()
+    );
+}
+
+/// One block, its length a power of two.
+fn rotate_block(values: &mut [f32]) {
+    let norm = norm(values.len());
+    let mut stride = if values.len() >= LANES {
+        for lanes in values.as_chunks_mut::<LANES>().0 {
+            first_strides(lanes);
+        }
+        LANES
+    } else {
+        1
+    };
+    while stride < values.len() {
+        butterflies(values, stride);
+        stride = stride.saturating_mul(2);
+    }
+    for value in values {
+        *value *= norm;
+    }
+}
+
+/// Strides 1, 2 and 4 of eight values, in registers.
+fn first_strides(lanes: &mut [f32; LANES]) {
+    for stride in [1, 2, 4] {
+        butterflies(lanes, stride);
+    }
+}
+
+#[inline]
+fn butterflies(values: &mut [f32], stride: usize) {
+    for pair in values.chunks_exact_mut(stride.saturating_mul(2)) {
+        let Some((upper, lower)) = pair.split_at_mut_checked(stride) else {
+            break; // a chunk is two strides long
+        };
+        for (a, b) in upper.iter_mut().zip(lower) {
+            (*a, *b) = (*a + *b, *a - *b);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
