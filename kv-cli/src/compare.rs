@@ -72,7 +72,7 @@ pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> 
     let report = Report {
         model: session.model_name.clone(),
         backend: args.backend.to_string(),
-        format: args.format.formats(),
+        format: args.format.to_string(),
         sequences: session.prompts.len(),
         compare,
     };

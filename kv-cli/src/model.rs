@@ -2,6 +2,8 @@
 //!
 //! Embeddings, norms and matrix products are candle's on the CPU, in f32. Everything that depends
 //! on the past goes through the cache: K and V are written to it and attention reads it.
+mod fingerprint;
+
 use std::path::Path;
 
 use anyhow::{Context, bail};

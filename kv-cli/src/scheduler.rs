@@ -166,7 +166,9 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         }
         self.stats.seconds = self.begun.elapsed().as_secs_f64();
         self.stats.blocks_total = self.cache.usage().blocks_total;
-        self.stats.cache_bytes = self.cache.spec().memory().bytes_total;
+        let memory = self.cache.spec().memory();
+        self.stats.bytes_per_token = memory.bytes_per_token;
+        self.stats.cache_bytes = memory.bytes_total;
         Ok((self.done.into_iter().flatten().collect(), self.stats))
     }
 

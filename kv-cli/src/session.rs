@@ -1,15 +1,17 @@
 //! Everything a run needs, opened once: the model, its tokenizer, the device, the prompts.
-use kv::{AnyBackend, CacheSpec, Determinism, KvCache, SpecError};
+use anyhow::Context;
+use kv::{AnyBackend, CacheSpec, Calibration, Determinism, KvCache, SpecError};
 
 use crate::args::{GenerateArgs, Paged};
 use crate::config::ModelConfig;
+use crate::constants;
 use crate::loaded::Loaded;
 use crate::model::Llama;
 use crate::num::{to_u32, to_usize};
 use crate::prompts;
 use crate::sampler::Sampler;
 use crate::scheduler::{Event, Generated, Limits, Request, Scheduler, Stats};
-use crate::stored::{Stored, blocks_of};
+use crate::stored::{Source, Stored, blocks_of};
 use crate::text::Text;
 
 /// What is the same for every run of one command.
@@ -20,6 +22,8 @@ pub(crate) struct Session {
     pub(crate) text: Text,
     pub(crate) backend: AnyBackend,
     pub(crate) prompts: Vec<Prompt>,
+    /// Constants of the stored format, where it was given some.
+    calibration: Option<Calibration>,
 }
 
 #[derive(Debug)]
@@ -70,7 +74,25 @@ impl Session {
             Ok(Prompt { text: prompt, ids })
         };
         let prompts = texts.into_iter().map(encode).collect::<anyhow::Result<_>>()?;
-        Ok(Self { model_name, model, text, backend, prompts })
+        let mut session = Self { model_name, model, text, backend, prompts, calibration: None };
+        session.calibration = session.calibrate(&args.format)?;
+        Ok(session)
+    }
+
+    /// The constants that a format comes with.
+    fn calibrate(&self, stored: &Stored) -> anyhow::Result<Option<Calibration>> {
+        let first = self.prompts.first().map_or(&[][..], |prompt| &prompt.ids);
+        Ok(match &stored.calibration {
+            Some(Source::File(path)) => Some(constants::load(path, &self.model)?),
+            Some(Source::Online) => {
+                let online = constants::online(&self.model, &self.backend, first, stored.sinks());
+                Some(online.context("calib=online")?)
+            }
+            None => {
+                stored.check_scales("calib=FILE or calib=online")?;
+                None
+            }
+        })
     }
 
     /// Sequences that can run at once.
@@ -129,7 +151,11 @@ impl Session {
         variant: Variant,
         news: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
     ) -> anyhow::Result<(Vec<Generated>, Stats)> {
-        let cache = KvCache::new(self.backend.clone(), self.spec(variant.layout, &args.format)?)?;
+        let (backend, spec) = (self.backend.clone(), self.spec(variant.layout, &args.format)?);
+        let cache = match &self.calibration {
+            Some(calibration) => KvCache::with_calibration(backend, spec, calibration.clone())?,
+            None => KvCache::new(backend, spec)?,
+        };
         let limits = Limits {
             max_batch: to_usize(args.max_batch),
             max_step_tokens: to_usize(args.max_step_tokens),

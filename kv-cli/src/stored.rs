@@ -8,7 +8,7 @@ use kv::{CacheSpec, CacheSpecBuilder, KvFormat, ScaleGroup, Scaling, Transform, 
 use crate::config::ModelConfig;
 
 /// Sinks of a format whose rows are transformed.
-const SINKS: u32 = 4;
+pub(crate) const SINKS: u32 = 4;
 
 /// The argument of `--format`: `K[/V][,V=NAME][,calib=FILE|online][,sinks=N][,transform=on|off]`.
 #[derive(Debug, Clone, PartialEq, Eq)]

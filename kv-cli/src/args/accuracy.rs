@@ -5,7 +5,7 @@ use clap::Args;
 use kv::Device;
 
 use super::{at_least_1, backend};
-use crate::stored::Stored;
+use crate::stored::{SINKS, Stored};
 
 /// Measure what stored formats cost in accuracy: each against f32, on a text the model reads.
 ///
@@ -61,7 +61,7 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "calib")]
     pub(crate) calib_text: Option<PathBuf>,
 
-    /// Tokens of --calib-text that are read
+    /// Tokens of --calib-text that are read, at most
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_1)]
     pub(crate) calib_tokens: u32,
 
@@ -116,9 +116,13 @@ pub(crate) struct CalibrateArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) text: PathBuf,
 
-    /// Tokens of the text that are read
+    /// Tokens of the text that are read, at most
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_1)]
     pub(crate) tokens: u32,
+
+    /// First tokens of a sequence that do not count, because the cache will keep them in 16 bits
+    #[arg(long, value_name = "N", default_value_t = SINKS)]
+    pub(crate) sinks: u32,
 
     /// File to write, safetensors
     #[arg(long, short, value_name = "FILE")]

@@ -6,6 +6,7 @@ mod metrics;
 mod plot;
 mod report;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Context, bail};
@@ -58,13 +59,9 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), args.backend)?;
     let ids = loaded.read_tokens(&args.text)?;
     let windows = windows(args, &ids, loaded.model.config().context)?;
-    let calibration = match (&args.calib, &args.calib_text) {
-        (Some(path), _) => Some(constants::load(path, &loaded.model)?),
-        (None, Some(path)) => Some(constants::make(&loaded, path, args.calib_tokens)?),
-        (None, None) => None,
-    };
+    let calibrations = calibrations(args, &loaded, &formats)?;
     let window = windows.first().map_or(0, |window| to_u32(window.len()));
-    let lanes = lanes(&loaded, formats, calibration.as_ref(), window)?;
+    let lanes = lanes(&loaded, formats, &calibrations, window)?;
     let lanes = evaluate(&loaded, lanes, &windows)?;
     let head_dim = loaded.model.config().head_dim;
     let lines = lanes.into_iter().filter_map(|lane| {
@@ -130,15 +127,41 @@ fn windows<'t>(args: &EvalArgs, ids: &'t [u32], context: u32) -> anyhow::Result<
     Ok(rest.chunks_exact(window.max(1)).take(windows).collect())
 }
 
+/// Constants by the number of sinks: the first tokens count where they are stored as the others
+/// are, and do not where they stay in 16 bits. A file is what it is.
+fn calibrations(
+    args: &EvalArgs,
+    loaded: &Loaded,
+    formats: &[Stored],
+) -> anyhow::Result<BTreeMap<u32, Calibration>> {
+    let sinks: BTreeSet<_> = formats.iter().map(Stored::sinks).collect();
+    if let Some(path) = &args.calib {
+        let calibration = constants::load(path, &loaded.model)?;
+        return Ok(sinks.into_iter().map(|sinks| (sinks, calibration.clone())).collect());
+    }
+    let Some(path) = &args.calib_text else {
+        return Ok(BTreeMap::new());
+    };
+    let mut ids = loaded.read_tokens(path)?;
+    ids.truncate(to_usize(args.calib_tokens));
+    let sinks: Vec<_> = sinks.into_iter().collect();
+    let calibrators = constants::observe(&loaded.model, &loaded.backend, &ids, &sinks)?;
+    let finished = calibrators
+        .iter()
+        .map(|calibrator| calibrator.finish().with_context(|| path.display().to_string()));
+    sinks.into_iter().zip(finished).map(|(sinks, made)| Ok((sinks, made?))).collect()
+}
+
 /// A cache for every format.
 fn lanes<'m>(
     loaded: &'m Loaded,
     formats: Vec<Stored>,
-    calibration: Option<&Calibration>,
+    calibrations: &BTreeMap<u32, Calibration>,
     window: u32,
 ) -> anyhow::Result<Vec<Lane<'m>>> {
     let lane = |stored: Stored| {
-        let reader = Reader::new(&loaded.model, &loaded.backend, &stored, calibration, window)
+        let constants = calibrations.get(&stored.sinks());
+        let reader = Reader::new(&loaded.model, &loaded.backend, &stored, constants, window)
             .with_context(|| stored.to_string())?;
         Ok(Lane { stored, reader, scores: Vec::new() })
     };

@@ -6,6 +6,7 @@
     clippy::panic,
     reason = "helpers of tests fail as tests do"
 )]
+mod eval;
 mod golden;
 mod models;
 mod plan;
