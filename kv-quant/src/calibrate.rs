@@ -7,11 +7,13 @@
 //! | constant | per | from |
 //! |---|---|---|
 //! | `k.mean` | channel | the mean of K |
-//! | `k.balance` | channel | `sqrt(rms(k - mean) / rms q)`, q over all heads that share the kv head |
+//! | `k.balance` | channel | `sqrt(rms(k - mean) / rms q)`, q of all heads that read the kv head |
 //! | `amax` | kv head | the largest magnitude of K and of V |
-//! | `amax_transformed` | kv head | the same after [`store`](crate::transform::store) with the constants above |
+//! | `amax_transformed` | kv head | the same of rows after [`store`] |
 //!
 //! It decides nothing about formats, and knows no model: who calls it runs one.
+//!
+//! [`store`]: crate::transform::store
 mod error;
 mod layer;
 #[cfg(test)]
@@ -127,9 +129,10 @@ impl Calibrator {
     /// |---|---|
     /// | `k` | `[tokens, num_kv_heads, head_dim_k]` |
     /// | `v` | `[tokens, num_kv_heads, head_dim_v]` |
-    /// | `q` | `[tokens, q_heads, head_dim_k]`; query head `h` reads kv head `h * num_kv_heads / q_heads` |
+    /// | `q` | `[tokens, q_heads, head_dim_k]` |
     ///
-    /// `first_position` is the position of the first token in its sequence.
+    /// Query head `h` reads kv head `h * num_kv_heads / q_heads`, rounded down. `first_position` is
+    /// the position of the first token in its sequence.
     ///
     /// # Errors
     /// Before anything is taken in: [`CalibrateError::UnknownLayer`],

@@ -1,1 +1,161 @@
-//! To be written.
+//! A calibration as a safetensors file.
+//!
+//! The tensors of layer `l`, all `F32`; a list that the [`Calibration`] lacks is absent:
+//!
+//! | tensor | shape |
+//! |---|---|
+//! | `layers.{l}.k.mean`, `layers.{l}.k.balance` | `[num_kv_heads, head_dim_k]` |
+//! | `layers.{l}.k.amax`, `layers.{l}.k.amax_transformed`, the same of `v` | `[num_kv_heads]` |
+//! | `layers.{l}.k.scales`, the same of `v` | `[1]` or `[num_kv_heads]` |
+//!
+//! The metadata, all strings as the container wants them:
+//!
+//! | key | content |
+//! |---|---|
+//! | `kv_calibration` | version of this format: `1` |
+//! | `model` | what identifies the model, chosen by who wrote the file |
+//! | `tokens` | tokens that the constants were made from |
+//! | `num_layers` | layers, each with at least one tensor |
+//! | `num_kv_heads`, `head_dim_k`, `head_dim_v` | one number, or one for every layer: `8,8,4` |
+//!
+//! Other keys are ignored, other tensors are refused. What [`read`] accepts a cache of the same
+//! shape accepts. The same calibration gives the same bytes.
+mod container;
+mod error;
+mod list;
+mod strings;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+
+use kv_core::calibration::LayerCalibration;
+use kv_core::{Calibration, LayerId, Plane};
+
+pub use error::{FileError, HeaderError};
+
+use crate::calibrate::{Calibrator, LayerShape};
+use container::Container;
+use list::Place;
+use strings::Strings;
+
+/// What a calibration was made for and from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names all that a file needs")]
+pub struct Metadata {
+    /// What identifies the model: any text that another model would not have, such as its name and
+    /// a hash of its weights. It is compared, never read.
+    pub model: String,
+    /// Tokens that the constants were made from.
+    pub tokens: u32,
+    /// Heads and channels of every layer.
+    pub layers: Vec<LayerShape>,
+}
+
+impl Metadata {
+    /// Describes what a calibrator has seen of `model`.
+    pub fn of(calibrator: &Calibrator, model: impl Into<String>) -> Self {
+        let layers = calibrator.shapes().collect();
+        Self { model: model.into(), tokens: calibrator.num_tokens(), layers }
+    }
+
+    /// Refuses a file that was made for another model.
+    ///
+    /// # Errors
+    /// [`FileError::OtherModel`], which names both.
+    pub fn check_model(&self, expected: &str) -> Result<(), FileError> {
+        if self.model == expected {
+            return Ok(());
+        }
+        Err(FileError::OtherModel { expected: expected.to_owned(), got: self.model.clone() })
+    }
+}
+
+/// The bytes of a file.
+///
+/// # Errors
+/// What [`read`] would refuse: [`FileError::NumLayers`] when the two disagree about the layers,
+/// [`FileError::MissingLayer`] for a layer without any list (or for none at all),
+/// [`FileError::LayerShape`], [`FileError::Calibration`] for a list of another length or an
+/// impossible number.
+///
+/// # Examples
+/// ```
+/// use kv_core::Calibration;
+/// use kv_core::calibration::{LayerCalibration, PlaneCalibration};
+/// use kv_quant::calibrate::LayerShape;
+/// use kv_quant::file::{self, Metadata};
+///
+/// let mut layer = LayerCalibration::default();
+/// layer.k.mean = vec![0.5, -0.5];
+/// let calibration = Calibration::new(vec![layer]);
+/// let shape = LayerShape { num_kv_heads: 1, head_dim_k: 2, head_dim_v: 2 };
+/// let metadata = Metadata { model: "tiny".to_owned(), tokens: 256, layers: vec![shape] };
+/// let bytes = file::write(&calibration, &metadata)?;
+/// assert_eq!(file::read(&bytes)?, (calibration, metadata));
+/// # Ok::<(), file::FileError>(())
+/// ```
+pub fn write(calibration: &Calibration, metadata: &Metadata) -> Result<Vec<u8>, FileError> {
+    let (expected, got) = (metadata.layers.len(), calibration.layers().len());
+    if expected != got {
+        return Err(FileError::NumLayers { expected, got });
+    }
+    if got == 0 {
+        return Err(FileError::MissingLayer { layer: LayerId(0) });
+    }
+    let mut ids = 0..=u16::MAX;
+    let mut tensors = Vec::new();
+    for (layer, shape) in calibration.layers().iter().zip(&metadata.layers) {
+        let id = ids.next().map(LayerId).ok_or(FileError::NumLayers { expected: 65536, got })?;
+        check(id, *shape, layer)?;
+        let before = tensors.len();
+        for place in Place::all(id) {
+            let values = place.list(layer);
+            if !values.is_empty() {
+                tensors.push((place.to_string(), place.shape(*shape, values.len()), values));
+            }
+        }
+        if tensors.len() == before {
+            return Err(FileError::MissingLayer { layer: id });
+        }
+    }
+    Ok(container::write(strings::write(metadata), &tensors))
+}
+
+/// Reads a file.
+///
+/// # Guarantees
+/// No bytes make it panic, and none make it reserve more than a small multiple of their own size.
+///
+/// # Errors
+/// [`FileError`], each variant its own cause. Nothing is returned of a file that is partly right.
+pub fn read(bytes: &[u8]) -> Result<(Calibration, Metadata), FileError> {
+    let container = Container::read(bytes)?;
+    let strings = Strings::read(container.strings())?;
+    let mut found = BTreeMap::<LayerId, LayerCalibration>::new();
+    for (name, tensor) in container.tensors() {
+        let unknown = || FileError::UnknownTensor { name: name.clone() };
+        let place = Place::parse(name).ok_or_else(unknown)?;
+        let shape = strings.layer(place.layer()).ok_or_else(unknown)?;
+        let values = place.values(name, shape, tensor)?;
+        *place.list_mut(found.entry(place.layer()).or_default()) = values;
+    }
+    let (mut layers, mut shapes) = (Vec::new(), Vec::new());
+    // Ends at the first layer that has nothing, so the count alone reserves nothing.
+    for (id, shape) in strings.layers() {
+        let layer = found.remove(&id).ok_or(FileError::MissingLayer { layer: id })?;
+        check(id, shape, &layer)?;
+        layers.push(layer);
+        shapes.push(shape);
+    }
+    let metadata = Metadata { model: strings.model, tokens: strings.tokens, layers: shapes };
+    Ok((Calibration::new(layers), metadata))
+}
+
+/// Checks one layer as a cache of that shape would.
+fn check(id: LayerId, shape: LayerShape, layer: &LayerCalibration) -> Result<(), FileError> {
+    let [k, v] = shape.layouts().ok_or(FileError::LayerShape { layer: id, shape })?;
+    layer.k.check(id, Plane::Key, &k)?;
+    layer.v.check(id, Plane::Value, &v)?;
+    Ok(())
+}

@@ -124,8 +124,17 @@ impl Calibration {
 }
 
 impl PlaneCalibration {
-    /// Checks every list against a plane, used or not.
-    pub(super) fn check(&self, at: At, layout: &PlaneLayout) -> Result<(), CalibrationError> {
+    /// Checks every list against the plane of a layer, used or not. Nothing is reserved for it.
+    ///
+    /// # Errors
+    /// [`CalibrationError`]: a list of the wrong shape or an impossible number.
+    pub fn check(
+        &self,
+        layer: LayerId,
+        plane: Plane,
+        layout: &PlaneLayout,
+    ) -> Result<(), CalibrationError> {
+        let at = At { layer, plane };
         let heads = to_usize(layout.num_kv_heads());
         let channels = heads.saturating_mul(to_usize(layout.head_dim()));
         if !self.scales.is_empty() && self.scales.len() != 1 {

@@ -68,7 +68,7 @@ impl PlaneConstants {
         let at = At { layer, plane };
         let absent = PlaneCalibration::default();
         let given = given.unwrap_or(&absent);
-        given.check(at, layout)?;
+        given.check(layer, plane, layout)?;
         let scales = scales(at, layout, given)?;
         if scales.is_none() && !layout.transforms() {
             return Ok(None);

@@ -48,23 +48,31 @@ struct Magnitudes {
     transformed: Vec<f32>,
 }
 
-impl Layer {
-    pub(super) fn new(layer: LayerId, shape: LayerShape) -> Result<Self, CalibrateError> {
-        let refused = || CalibrateError::Shape { layer, shape };
+impl LayerShape {
+    /// Planes of one transformed row, to fold constants for and to check them against; `None` for
+    /// what no plane can be.
+    pub(crate) fn layouts(self) -> Option<[PlaneLayout; 2]> {
+        let Self { num_kv_heads, head_dim_k, head_dim_v } = self;
         let layout = |head_dim: u32| {
-            let plane = PlaneShape {
+            num_kv_heads.checked_mul(head_dim)?;
+            let shape = PlaneShape {
                 num_blocks: 1,
                 block_size: 1,
-                num_kv_heads: shape.num_kv_heads,
+                num_kv_heads,
                 head_dim,
                 order: BlockOrder::Nhd,
                 // Any format whose rows bring their own scales.
                 format: KvFormat::Int8(Scaling::Row),
             };
-            shape.num_kv_heads.checked_mul(head_dim).ok_or_else(refused)?;
-            PlaneLayout::new(plane).map(|it| it.with_transform(true)).map_err(|_| refused())
+            Some(PlaneLayout::new(shape).ok()?.with_transform(true))
         };
-        let layouts = [layout(shape.head_dim_k)?, layout(shape.head_dim_v)?];
+        Some([layout(head_dim_k)?, layout(head_dim_v)?])
+    }
+}
+
+impl Layer {
+    pub(super) fn new(layer: LayerId, shape: LayerShape) -> Result<Self, CalibrateError> {
+        let layouts = shape.layouts().ok_or(CalibrateError::Shape { layer, shape })?;
         Ok(Self {
             shape,
             layouts,
