@@ -64,12 +64,12 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let lanes = lanes(&loaded, formats, &calibrations, window)?;
     let lanes = evaluate(&loaded, lanes, &windows)?;
     let head_dim = loaded.model.config().head_dim;
-    let lines = lanes.into_iter().filter_map(|lane| {
+    let measured = lanes.into_iter().filter_map(|lane| {
         let summary = Summary::of(&lane.scores)?;
         let bytes_per_token = lane.reader.spec().memory().bytes_per_token;
         Some((Line::new(&lane.stored, head_dim, &summary), bytes_per_token))
     });
-    let report = Report { args, loaded: &loaded, windows: &windows, lines: lines.collect() };
+    let report = Report { args, loaded: &loaded, windows: &windows, lines: measured.collect() };
     report.print()?;
     if let Some(path) = &args.plot {
         let svg = plot::draw(&report.points())?;

@@ -7,9 +7,8 @@ use tempfile::TempDir;
 
 use crate::support::{ModelDir, Output, entries, fails, json, kv, safetensors};
 
-const FIELDS: [&str; 8] = [
-    "format", "bits_per_value", "kld_mean", "kld_p99", "top1", "delta_nll", "ppl", "tokens",
-];
+const FIELDS: [&str; 8] =
+    ["format", "bits_per_value", "kld_mean", "kld_p99", "top1", "delta_nll", "ppl", "tokens"];
 
 fn data(name: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name);
