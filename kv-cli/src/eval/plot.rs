@@ -8,7 +8,7 @@ use plotters::prelude::{
 
 const SIZE: (u32, u32) = (960, 640);
 /// Of a label's letters, in pixels; SVG leaves the font to the viewer, so this is an estimate.
-const LETTER: (i32, i32) = (7, 13);
+const LETTER: (i32, i32) = (6, 13);
 /// From a point to its label, in pixels.
 const GAP: i32 = 8;
 
@@ -33,6 +33,7 @@ pub(super) fn draw(points: &[(String, f64, f64)]) -> anyhow::Result<String> {
             .map_err(|error| failed(&error))?;
         chart
             .configure_mesh()
+            .max_light_lines(4)
             .x_desc("stored bits per value, scales included")
             .y_desc("mean KL divergence, nats")
             .y_label_formatter(&|kld| format!("{kld:.0e}"))
@@ -123,7 +124,7 @@ fn place(labels: &[&str], points: &[(i32, i32)]) -> Vec<Label> {
         let steps = (0..40_i32).flat_map(|step| [step, step.saturating_neg()]);
         let candidates = steps.flat_map(|step| {
             let y = middle.saturating_add(step.saturating_mul(LETTER.1));
-            [right, left].map(|x| Label { x, y, width, is_far: step.abs() > 1 })
+            [right, left].map(|x| Label { x, y, width, is_far: step != 0 })
         });
         let is_free = |label: &Label| {
             let Label { x, y, width, .. } = *label;
