@@ -14,8 +14,8 @@
 //! model. `q . mean` is added to every score of its query, so that soft caps, sink logits and the
 //! log-sum-exp mean what they say.
 //!
-//! Removing the mean: `SageAttention` (Zhang et al. 2024), "smooth K". The balance `sqrt(rms k / rms
-//! q)` minimises the expected error of a score under white noise in K. Signs with a Hadamard
+//! Removing the mean: `SageAttention` (Zhang et al. 2024), "smooth K". The balance `sqrt(rms k /
+//! rms q)` minimises the expected error of a score under white noise in K. Signs with a Hadamard
 //! transform: `QuaRot` (Ashkboos et al. 2024).
 mod check;
 mod constants;

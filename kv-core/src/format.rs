@@ -190,15 +190,16 @@ impl KvFormat {
         self.element().is_none()
     }
 
-    /// How rows of sinks are stored among rows of this format: f16 among codes, else as the others.
+    /// How rows kept in 16 bits are stored among rows of this format: f16 among codes, else as the
+    /// others.
     #[must_use]
-    pub const fn sink_format(self) -> Self {
+    pub const fn wide_format(self) -> Self {
         if self.is_quantised() { Self::F16 } else { self }
     }
 
-    /// Slots that one row of a sink takes among rows of this format.
-    pub fn sink_slots(self, head_dim: u32) -> u32 {
-        let wide = self.sink_format().row_bytes(head_dim);
+    /// Slots that one row in 16 bits takes among rows of this format.
+    pub fn wide_slots(self, head_dim: u32) -> u32 {
+        let wide = self.wide_format().row_bytes(head_dim);
         let slots = wide.div_ceil(self.row_bytes(head_dim).max(1));
         u32::try_from(slots).unwrap_or(u32::MAX).max(1)
     }

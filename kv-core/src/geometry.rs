@@ -70,6 +70,7 @@ pub struct PlaneLayout {
     blocks_per_segment: u32,
     slot_map: SlotMap,
     transforms: bool,
+    block_means: bool,
 }
 
 /// The numbers a [`PlaneLayout`] is made from.
@@ -135,6 +136,7 @@ impl PlaneLayout {
             blocks_per_segment: num_blocks,
             slot_map: SlotMap::plain(block_size),
             transforms: false,
+            block_means: false,
         })
     }
 
@@ -145,20 +147,51 @@ impl PlaneLayout {
         self
     }
 
-    /// The same plane with the first `sinks` tokens of every sequence kept in 16 bits, each in
-    /// `sink_slots` slots (see [`SlotMap`]): as many as the wider of K and V needs.
+    /// The same plane with rows kept in 16 bits: the first `sinks` tokens of every sequence, and
+    /// the tail if asked for. Each takes `wide_slots` slots (see [`SlotMap`]): as many as the wider
+    /// of K and V needs.
     ///
     /// # Errors
     /// [`SpecError::Conflict`] when a block is too small for one such row, or the slots for it.
-    pub fn with_sinks(mut self, sinks: u32, sink_slots: u32) -> Result<Self, SpecError> {
-        let needed = self.format.sink_slots(self.head_dim);
-        if sinks > 0 && sink_slots < needed {
+    pub fn with_wide_rows(
+        mut self,
+        sinks: u32,
+        tail: bool,
+        wide_slots: u32,
+    ) -> Result<Self, SpecError> {
+        let needed = self.format.wide_slots(self.head_dim);
+        if (sinks > 0 || tail) && wide_slots < needed {
             let problem =
-                format!("{needed} slots are needed for a row in 16 bits, not {sink_slots}");
+                format!("{needed} slots are needed for a row in 16 bits, not {wide_slots}");
             return Err(SpecError::Conflict { what: "sinks", problem });
         }
-        self.slot_map = SlotMap::new(self.block_size, sinks, sink_slots)?;
+        self.slot_map = SlotMap::new(self.block_size, wide_slots, sinks, tail)?;
         Ok(self)
+    }
+
+    /// The same plane with a mean of each kv head behind the rows of every block: `head_dim` values
+    /// in f16, in the transformed domain. Rows that become codes have it taken off, and attention
+    /// adds `q . mean` once a block.
+    ///
+    /// # Errors
+    /// [`SpecError::Overflow`] when the bytes of the plane do not fit.
+    pub fn with_block_means(mut self) -> Result<Self, SpecError> {
+        let overflow = SpecError::Overflow { what: "bytes of one plane" };
+        let means = KvFormat::F16
+            .row_bytes(self.head_dim)
+            .checked_mul(u64::from(self.num_kv_heads))
+            .ok_or_else(|| overflow.clone())?;
+        if !self.block_means {
+            self.block_bytes =
+                self.block_bytes.checked_add(means).ok_or_else(|| overflow.clone())?;
+        }
+        self.block_means = true;
+        let plane = self.block_bytes.checked_mul(u64::from(self.num_blocks));
+        // A host slice is never longer than isize::MAX bytes.
+        match plane.map(isize::try_from) {
+            Some(Ok(_)) => Ok(self),
+            _ => Err(overflow),
+        }
     }
 
     /// The same plane with rows transformed before they are stored; see
@@ -193,13 +226,23 @@ impl PlaneLayout {
     pub fn format(&self) -> KvFormat {
         self.format
     }
-    /// Encoding of the rows of sinks: f16 among codes, the plane's own otherwise.
-    pub fn sink_format(&self) -> KvFormat {
-        self.format.sink_format()
+    /// Encoding of rows kept in 16 bits: f16 among codes, the plane's own otherwise.
+    pub fn wide_format(&self) -> KvFormat {
+        self.format.wide_format()
     }
-    /// Bytes of one row of a sink.
-    pub fn sink_row_bytes(&self) -> u64 {
-        self.sink_format().row_bytes(self.head_dim)
+    /// Bytes of one such row.
+    pub fn wide_row_bytes(&self) -> u64 {
+        self.wide_format().row_bytes(self.head_dim)
+    }
+    /// Whether every block has a mean of each kv head behind its rows.
+    pub fn has_block_means(&self) -> bool {
+        self.block_means
+    }
+    /// Bytes from the start of a block to the mean of kv head `head`.
+    pub fn mean_begin(&self, head: u32) -> u64 {
+        let rows = u64::from(self.block_size).saturating_mul(u64::from(self.num_kv_heads));
+        let mean = KvFormat::F16.row_bytes(self.head_dim);
+        rows.saturating_mul(self.row_bytes).saturating_add(mean.saturating_mul(u64::from(head)))
     }
     /// Where tokens lie in a sequence's blocks.
     pub fn slot_map(&self) -> &SlotMap {
@@ -272,10 +315,10 @@ impl PlaneLayout {
     }
     /// Bytes from the start of a block to a token's row of kv head `head`.
     pub fn row_begin(&self, place: Place, head: u32) -> u64 {
-        // The heads of a sink lie together in its slots, where those of a token do.
+        // The heads of a wide row lie together in its slots, where those of a token do.
         let head_stride = match self.order {
-            BlockOrder::Nhd if place.is_sink => {
-                self.row_bytes.saturating_mul(u64::from(self.slot_map.sink_slots()))
+            BlockOrder::Nhd if place.is_wide => {
+                self.row_bytes.saturating_mul(u64::from(self.slot_map.wide_slots()))
             }
             _ => self.head_stride(),
         };

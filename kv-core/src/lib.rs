@@ -63,7 +63,9 @@ pub use half::{bf16, f16};
 pub use ids::{BlockId, GroupId, LayerId, SequenceId, Slot};
 pub use plan::{AttentionOptions, Determinism, Mask};
 pub use slot_map::{Place, SlotMap};
-pub use spec::{CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, MemoryUsage, Transform};
+pub use spec::{
+    CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, MemoryUsage, Transform,
+};
 pub use storage::{KvStorage, Plane, PlaneView, StorageView};
 pub use tensor::{
     Dims, TensorData, TensorDataMut, TensorView, TensorViewMut, TokenRows, TokenTensor,

@@ -1,9 +1,13 @@
 //! Where the tokens of a sequence lie in its blocks.
 //!
-//! A token takes one slot of its blocks, but a *sink* row, kept in 16 bits among quantised ones,
-//! takes as many as its bytes need. Sinks are the first tokens of a sequence: almost every query
-//! attends to them, and their keys are unlike all others. They lie in ordinary blocks, so sharing,
-//! copy-on-write and eviction know nothing of them.
+//! A token takes one slot of its blocks, but a *wide* row, kept in 16 bits among quantised ones,
+//! takes as many as its bytes need. Two kinds of tokens are wide:
+//! - *sinks*, the first tokens of a sequence: almost every query attends to them, and their keys
+//!   are unlike all others;
+//! - the *tail*, where asked for: the tokens of the block that a sequence is filling. They become
+//!   codes when the block is full.
+//!
+//! Both lie in ordinary blocks, so sharing, copy-on-write and eviction know nothing of them.
 use crate::error::SpecError;
 
 /// From positions of tokens to slots of a sequence's blocks.
@@ -15,14 +19,19 @@ use crate::error::SpecError;
 /// token   |    0    |    1    | 2 | 3 |  | 4 | 5 | ...
 /// ```
 ///
-/// A sink that would cross the end of a block begins in the next one instead.
+/// A wide row that would cross the end of a block begins in the next one instead.
+///
+/// With a tail, a sequence's table lists the blocks of its sinks and codes, then those of its tail.
+/// How many leading tokens are codes is `coded`: whole blocks, or more after a truncation, because
+/// codes do not become 16-bit rows again; the block that was cut is filled with codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SlotMap {
     block_size: u32,
     sinks: u32,
-    sink_slots: u32,
-    /// Sinks that fit one block.
+    wide_slots: u32,
+    /// Wide rows that fit one block.
     per_block: u32,
+    tail: bool,
 }
 
 /// Where one token lies.
@@ -33,65 +42,96 @@ pub struct Place {
     pub index: u32,
     /// First slot inside the block.
     pub inside: u32,
-    /// Whether the row is a sink's, in 16 bits.
-    pub is_sink: bool,
+    /// Whether the row is kept in 16 bits among codes.
+    pub is_wide: bool,
 }
 
 impl SlotMap {
     /// A slot for every token.
     pub(crate) fn plain(block_size: u32) -> Self {
-        Self { block_size, sinks: 0, sink_slots: 1, per_block: block_size }
+        Self { block_size, sinks: 0, wide_slots: 1, per_block: block_size, tail: false }
     }
 
-    /// `sinks` tokens that take `sink_slots` slots each, then one slot a token.
+    /// `sinks` first tokens, and the tail if asked for, that take `wide_slots` slots each; one slot
+    /// for any other token.
     ///
     /// # Errors
-    /// [`SpecError::Conflict`] when a block is too small for one sink.
-    pub(crate) fn new(block_size: u32, sinks: u32, sink_slots: u32) -> Result<Self, SpecError> {
-        if sinks == 0 {
+    /// [`SpecError::Conflict`] when a block is too small for one wide row.
+    pub(crate) fn new(
+        block_size: u32,
+        wide_slots: u32,
+        sinks: u32,
+        tail: bool,
+    ) -> Result<Self, SpecError> {
+        if sinks == 0 && !tail {
             return Ok(Self::plain(block_size));
         }
-        let sink_slots = sink_slots.max(1);
-        let per_block = block_size.checked_div(sink_slots).unwrap_or(0);
+        let wide_slots = wide_slots.max(1);
+        let per_block = block_size.checked_div(wide_slots).unwrap_or(0);
         if per_block == 0 {
             let problem = format!(
-                "a row in 16 bits takes {sink_slots} slots, a block has {block_size}: \
-                 use larger blocks or no sinks"
+                "a row in 16 bits takes {wide_slots} slots, a block has {block_size}: \
+                 use larger blocks, or no sinks and no tail"
             );
             return Err(SpecError::Conflict { what: "sinks", problem });
         }
-        Ok(Self { block_size, sinks, sink_slots, per_block })
+        Ok(Self { block_size, sinks, wide_slots, per_block, tail })
     }
 
     /// Tokens at the start of a sequence that are kept in 16 bits.
     pub fn sinks(&self) -> u32 {
         self.sinks
     }
-    /// Slots of one sink.
-    pub fn sink_slots(&self) -> u32 {
-        self.sink_slots
+    /// Slots of one wide row.
+    pub fn wide_slots(&self) -> u32 {
+        self.wide_slots
+    }
+    /// Whether the block that a sequence is filling is kept in 16 bits.
+    pub fn has_tail(&self) -> bool {
+        self.tail
     }
 
-    /// Slots from the first of a sequence to behind its token `tokens - 1`; `u32::MAX` if more.
+    /// Slots from the first of a sequence to behind its token `tokens - 1`, without a tail;
+    /// `u32::MAX` if more.
     pub fn slots(&self, tokens: u32) -> u32 {
         let Some(last_sink) = tokens.min(self.sinks).checked_sub(1) else {
             return tokens;
         };
-        let place = self.sink(last_sink);
+        let place = self.wide(last_sink);
         place
             .index
             .saturating_mul(self.block_size)
             .saturating_add(place.inside)
-            .saturating_add(self.sink_slots)
+            .saturating_add(self.wide_slots)
             .saturating_add(tokens.saturating_sub(self.sinks))
     }
 
-    /// Blocks that hold `tokens` tokens.
+    /// Blocks that hold `tokens` tokens without a tail.
     pub fn blocks(&self, tokens: u32) -> u32 {
         self.slots(tokens).div_ceil(self.block_size)
     }
 
-    /// Tokens that fit `blocks` blocks.
+    /// The most blocks of one tail.
+    pub fn tail_blocks_max(&self) -> u32 {
+        if self.tail { self.block_size.div_ceil(self.per_block) } else { 0 }
+    }
+
+    /// Blocks with which a sequence grows to `tokens` tokens one by one: when a block is full, its
+    /// tail is held until it is encoded.
+    pub fn blocks_to_grow(&self, tokens: u32) -> u32 {
+        self.blocks(tokens).saturating_add(self.tail_blocks_max())
+    }
+
+    /// Blocks with which a sequence can grow to `tokens` tokens in any steps: one that fills a
+    /// block and begins the next holds two tails.
+    pub fn blocks_reserved(&self, tokens: u32) -> u32 {
+        if tokens == 0 {
+            return 0;
+        }
+        self.blocks(tokens).saturating_add(self.tail_blocks_max().saturating_mul(2))
+    }
+
+    /// Tokens that fit `blocks` blocks without a tail.
     pub fn tokens(&self, blocks: u32) -> u32 {
         let slots = blocks.saturating_mul(self.block_size);
         match slots.checked_sub(self.slots(self.sinks)) {
@@ -100,53 +140,136 @@ impl SlotMap {
         }
     }
 
-    /// Where token `position` of a sequence lies.
+    /// Where token `position` lies once it is a code, or as a sink.
     pub fn place(&self, position: u32) -> Place {
         if position < self.sinks {
-            return self.sink(position);
+            return self.wide(position);
         }
         let slot = self.slots(self.sinks).saturating_add(position.saturating_sub(self.sinks));
         // `block_size` is at least 1, by the layout's constructor.
         let index = slot.checked_div(self.block_size).unwrap_or(0);
         let inside = slot.checked_rem(self.block_size).unwrap_or(0);
-        Place { index, inside, is_sink: false }
+        Place { index, inside, is_wide: false }
     }
 
-    fn sink(&self, position: u32) -> Place {
-        // `per_block` is at least 1 where there are sinks.
-        let index = position.checked_div(self.per_block).unwrap_or(0);
-        let nth = position.checked_rem(self.per_block).unwrap_or(0);
-        Place { index, inside: nth.saturating_mul(self.sink_slots), is_sink: true }
+    /// Where token `position` of a sequence lies whose first `coded` tokens are codes.
+    pub fn place_in(&self, position: u32, coded: u32) -> Place {
+        let begin = coded.max(self.sinks);
+        if !self.tail || position < begin {
+            return self.place(position);
+        }
+        let row = self.wide(position.saturating_sub(begin));
+        Place { index: row.index.saturating_add(self.blocks(begin)), ..row }
+    }
+
+    /// First position that is in the tail of a sequence of `len` tokens whose first `coded` are
+    /// codes; `len` where nothing is.
+    pub fn tail_begin(&self, len: u32, coded: u32) -> u32 {
+        if self.tail { coded.max(self.sinks).min(len) } else { len }
+    }
+
+    /// Blocks of sinks and codes of a sequence of `len` tokens whose first `coded` are codes.
+    pub(crate) fn code_blocks(&self, len: u32, coded: u32) -> u32 {
+        self.blocks(self.tail_begin(len, coded))
+    }
+
+    /// Blocks of the tail of such a sequence.
+    pub(crate) fn tail_blocks(&self, len: u32, coded: u32) -> u32 {
+        let rows = len.saturating_sub(self.tail_begin(len, coded));
+        rows.div_ceil(self.per_block)
+    }
+
+    /// Blocks that such a sequence holds.
+    pub fn blocks_in(&self, len: u32, coded: u32) -> u32 {
+        self.code_blocks(len, coded).saturating_add(self.tail_blocks(len, coded))
+    }
+
+    /// How many leading tokens are codes when a sequence has grown to `len`.
+    pub fn coded_after(&self, coded: u32, len: u32) -> u32 {
+        if !self.tail {
+            return len;
+        }
+        let full = self.slots(len).checked_div(self.block_size).unwrap_or(0);
+        let full = self.tokens(full).min(len);
+        let index = self.place(coded).index;
+        let cut = coded > self.tokens(index).max(self.sinks);
+        // A block that holds codes already is filled with codes.
+        let rest = if cut { self.tokens(index.saturating_add(1)).min(len) } else { 0 };
+        coded.max(full).max(rest)
+    }
+
+    /// How many leading tokens are codes when a sequence is cut to `len`.
+    pub fn coded_truncated(&self, coded: u32, len: u32) -> u32 {
+        if !self.tail || coded <= len {
+            return coded.min(len);
+        }
+        let whole = self.tokens(self.place(len).index);
+        // Sinks alone leave the block free for a tail.
+        if len > whole.max(self.sinks) { len } else { whole.min(len) }
+    }
+
+    /// Slots in use of entry `index` of the table of a sequence of `len` tokens.
+    pub(crate) fn filled(&self, index: u32, len: u32, coded: u32) -> u32 {
+        let begin = self.tail_begin(len, coded);
+        let before_tail = self.blocks(begin);
+        if index < before_tail {
+            let before = index.saturating_mul(self.block_size);
+            return self.slots(begin).saturating_sub(before).min(self.block_size);
+        }
+        let before = index.saturating_sub(before_tail).saturating_mul(self.per_block);
+        let rows = len.saturating_sub(begin).saturating_sub(before).min(self.per_block);
+        rows.saturating_mul(self.wide_slots)
+    }
+
+    /// The `nth` of wide rows one after another.
+    fn wide(&self, nth: u32) -> Place {
+        // `per_block` is at least 1.
+        let index = nth.checked_div(self.per_block).unwrap_or(0);
+        let inside = nth.checked_rem(self.per_block).unwrap_or(0);
+        Place { index, inside: inside.saturating_mul(self.wide_slots), is_wide: true }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
     use super::*;
 
+    /// Block size, slots of a wide row, sinks.
+    const SHAPES: [(u32, u32, u32); 8] = [
+        (8, 3, 2),
+        (16, 4, 4),
+        (16, 6, 4),
+        (5, 2, 7),
+        (7, 7, 1),
+        (3, 1, 4),
+        (64, 4, 4),
+        (16, 4, 0),
+    ];
+
     #[test]
-    fn without_sinks_a_token_is_a_slot() {
+    fn without_wide_rows_a_token_is_a_slot() {
         let map = SlotMap::plain(4);
         assert_eq!((map.slots(9), map.blocks(9), map.tokens(3)), (9, 3, 12));
-        assert_eq!(map.place(6), Place { index: 1, inside: 2, is_sink: false });
-        assert_eq!(SlotMap::new(4, 0, 9).unwrap(), map);
+        assert_eq!(map.place(6), Place { index: 1, inside: 2, is_wide: false });
+        assert_eq!((map.coded_after(3, 9), map.coded_truncated(9, 3)), (9, 3));
+        assert_eq!((map.blocks_in(9, 9), map.blocks_to_grow(9)), (3, 3));
+        assert_eq!(SlotMap::new(4, 9, 0, false).unwrap(), map);
     }
 
     #[test]
     fn places_follow_each_other_without_overlap() {
-        for (block_size, sinks, sink_slots) in
-            [(8, 2, 3), (16, 4, 4), (16, 4, 6), (5, 7, 2), (7, 1, 7), (3, 4, 1), (64, 4, 4)]
-        {
-            let map = SlotMap::new(block_size, sinks, sink_slots).unwrap();
+        for (block_size, wide_slots, sinks) in SHAPES {
+            let map = SlotMap::new(block_size, wide_slots, sinks, false).unwrap();
             let mut end = 0;
             for position in 0..60 {
                 let place = map.place(position);
-                let wide = if position < sinks { sink_slots } else { 1 };
-                assert_eq!(place.is_sink, position < sinks);
-                assert!(place.inside + wide <= block_size, "{map:?}: a row crosses a block");
+                let slots = if position < sinks { wide_slots } else { 1 };
+                assert_eq!(place.is_wide, position < sinks);
+                assert!(place.inside + slots <= block_size, "{map:?}: a row crosses a block");
                 let begin = place.index * block_size + place.inside;
                 assert!(begin >= end, "{map:?}: token {position} overlaps the one before");
-                end = begin + wide;
+                end = begin + slots;
                 assert_eq!(map.slots(position + 1), end);
                 // As many tokens fit as blocks were asked for, and not one more.
                 let blocks = map.blocks(position + 1);
@@ -157,9 +280,68 @@ mod tests {
         }
     }
 
+    /// Every row of a sequence, which must not overlap, inside the blocks that are counted.
+    fn check_rows(map: &SlotMap, len: u32, coded: u32) {
+        let mut used = std::collections::BTreeSet::new();
+        for position in 0..len {
+            let place = map.place_in(position, coded);
+            assert_eq!(place.is_wide, position < map.sinks || position >= coded);
+            assert!(place.index < map.blocks_in(len, coded), "{map:?}: {position} of {len}");
+            let slots = if place.is_wide { map.wide_slots } else { 1 };
+            assert!(place.inside + slots <= map.block_size);
+            for slot in place.inside..place.inside + slots {
+                assert!(used.insert((place.index, slot)), "{map:?}: {position} of {len}, {coded}");
+            }
+        }
+        let filled: u32 = (0..map.blocks_in(len, coded)).map(|i| map.filled(i, len, coded)).sum();
+        // Slots that a straddling sink leaves free count as filled.
+        assert!(filled >= u32::try_from(used.len()).unwrap(), "{map:?}: {len}, {coded}");
+        assert!(map.blocks_in(len, coded) <= map.blocks_to_grow(len));
+    }
+
     #[test]
-    fn a_block_must_hold_a_sink() {
-        let refused = SlotMap::new(3, 4, 4).unwrap_err();
+    fn a_tail_is_less_than_a_block_and_becomes_codes() {
+        for (block_size, wide_slots, sinks) in SHAPES {
+            let map = SlotMap::new(block_size, wide_slots, sinks, true).unwrap();
+            let mut coded = 0;
+            for len in 1..100 {
+                coded = map.coded_after(coded, len);
+                check_rows(&map, len, coded);
+                assert_eq!(coded, map.coded_after(0, len), "one by one or at once");
+                assert!(len - map.tail_begin(len, coded) < block_size);
+                assert!(map.tail_blocks(len, coded) <= map.tail_blocks_max());
+            }
+        }
+    }
+
+    #[test]
+    fn a_cut_block_is_filled_with_codes() {
+        for (block_size, wide_slots, sinks) in SHAPES {
+            let map = SlotMap::new(block_size, wide_slots, sinks, true).unwrap();
+            for len in (1..70).step_by(7) {
+                for cut in 0..=len {
+                    let mut coded = map.coded_truncated(map.coded_after(0, len), cut);
+                    assert!(coded <= cut);
+                    check_rows(&map, cut, coded);
+                    // No row of a block that is left was a code and is now taken for a wide one.
+                    let were = map.coded_after(0, len).min(cut);
+                    assert!(coded == were || map.place(coded).inside == 0 || were <= sinks);
+                    for longer in cut + 1..cut + 2 * block_size {
+                        let after = map.coded_after(coded, longer);
+                        assert!(after >= coded && after <= longer);
+                        check_rows(&map, longer, after);
+                        coded = after;
+                    }
+                    assert_eq!(coded, map.coded_after(0, cut + 2 * block_size - 1));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_block_must_hold_a_wide_row() {
+        let refused = SlotMap::new(3, 4, 4, false).unwrap_err();
         assert!(refused.to_string().contains("takes 4 slots, a block has 3"), "{refused}");
+        assert!(SlotMap::new(3, 4, 0, true).is_err());
     }
 }

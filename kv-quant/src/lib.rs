@@ -2,12 +2,12 @@
 //!
 //! | module | owns |
 //! |---|---|
-//! | [`row`] | encode and decode of one row (one token, one kv head) in every [`KvFormat`](kv_core::KvFormat) |
+//! | [`row`] | one row (one token, one kv head) to codes and back, in every format |
 //! | [`minifloat`] | FP8 E4M3 and E5M2, E2M1, E8M0 |
 //! | [`lloyd`] | codebooks of the Lloyd-Max formats |
 //! | [`transform`] | mean, balance, signs and Hadamard rotation of a row |
 //! | [`calibrate`] | the transform's constants and scales, from observed rows |
-//! | [`file`] | a calibration as a safetensors file |
+//! | [`mod@file`] | a calibration as a safetensors file |
 //! | [`quality`] | how far decoded rows are from the originals |
 //!
 //! Everything is scalar and safe: this is what device kernels are held to.

@@ -18,18 +18,21 @@ pub struct BlockTables {
     stride: usize,
     entries: Vec<BlockId>,
     lens: Vec<u32>,
+    coded: Vec<u32>,
 }
 
 impl BlockTables {
     /// Tables for a pool of `num_blocks`, with room for `width` blocks a row before rows move.
     pub fn new(num_blocks: u32, width: u32) -> Self {
-        Self { num_blocks, stride: to_usize(width.max(1)), entries: Vec::new(), lens: Vec::new() }
+        let stride = to_usize(width.max(1));
+        Self { num_blocks, stride, entries: Vec::new(), lens: Vec::new(), coded: Vec::new() }
     }
 
     /// Makes sure that rows `0..rows` exist; new rows are empty.
     pub fn ensure_rows(&mut self, rows: usize) {
         if rows > self.lens.len() {
             self.lens.resize(rows, 0);
+            self.coded.resize(rows, 0);
             self.entries.resize(rows.saturating_mul(self.stride), BlockId(0));
         }
     }
@@ -56,6 +59,37 @@ impl BlockTables {
         let len = self.lens.get(row).copied().map_or(0, to_usize);
         let start = row.saturating_mul(self.stride);
         self.entries.get(start..start.saturating_add(len)).unwrap_or_default()
+    }
+
+    /// How many leading tokens of a row are codes, where the rest is in a tail; see
+    /// [`SlotMap`](crate::SlotMap). Says nothing without a tail.
+    pub fn coded(&self, row: u32) -> u32 {
+        self.coded.get(to_usize(row)).copied().unwrap_or(0)
+    }
+    /// Sets how many leading tokens of a row are codes; no change for an unknown row.
+    pub fn set_coded(&mut self, row: u32, tokens: u32) {
+        if let Some(coded) = self.coded.get_mut(to_usize(row)) {
+            *coded = tokens;
+        }
+    }
+
+    /// Moves the first `by` blocks from `begin` on to the end of a row; no change outside it.
+    pub fn rotate(&mut self, row: u32, begin: usize, by: usize) {
+        if let Some(range) = self.tail_mut(row, begin).filter(|range| by <= range.len()) {
+            range.rotate_left(by);
+        }
+    }
+    /// Takes [`Self::rotate`] back.
+    pub fn rotate_back(&mut self, row: u32, begin: usize, by: usize) {
+        if let Some(range) = self.tail_mut(row, begin).filter(|range| by <= range.len()) {
+            range.rotate_right(by);
+        }
+    }
+    fn tail_mut(&mut self, row: u32, begin: usize) -> Option<&mut [BlockId]> {
+        let len = self.lens.get(to_usize(row)).copied().map_or(0, to_usize);
+        let start = to_usize(row).saturating_mul(self.stride);
+        let (begin, end) = (start.saturating_add(begin), start.saturating_add(len));
+        self.entries.get_mut(begin..end)
     }
 
     /// Appends a block to a row.
@@ -192,6 +226,22 @@ mod tests {
         assert_eq!(tables.push(0, BlockId(10)), refused);
         assert!(tables.replace(0, 0, BlockId(10)).is_err());
         assert_eq!(tables.row(0).len(), 3);
+    }
+
+    #[test]
+    fn rotations_stay_inside_the_row() {
+        let mut tables = tables();
+        tables.rotate(0, 1, 1);
+        assert_eq!(tables.row(0), [BlockId(3), BlockId(4), BlockId(1)]);
+        tables.rotate_back(0, 1, 1);
+        assert_eq!(tables.row(0), [BlockId(3), BlockId(1), BlockId(4)]);
+        tables.rotate(0, 2, 2);
+        tables.rotate(0, 4, 0);
+        tables.rotate(7, 0, 0);
+        assert_eq!(tables.row(0), [BlockId(3), BlockId(1), BlockId(4)]);
+        tables.set_coded(1, 9);
+        tables.set_coded(7, 9);
+        assert_eq!((tables.coded(0), tables.coded(1), tables.coded(7)), (0, 9, 0));
     }
 
     #[test]

@@ -77,7 +77,9 @@ fn hash_layout(hash: &mut Xxh3Default, layout: &PlaneLayout) {
         order,
         u32::from(layout.transforms()),
         layout.slot_map().sinks(),
-        layout.slot_map().sink_slots(),
+        layout.slot_map().wide_slots(),
+        u32::from(layout.slot_map().has_tail()),
+        u32::from(layout.has_block_means()),
     ];
     for n in numbers {
         hash.update(&n.to_le_bytes());

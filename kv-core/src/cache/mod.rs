@@ -5,6 +5,7 @@
 mod constants;
 mod front;
 mod open;
+mod reserve;
 mod rows;
 mod sequences;
 mod step;
@@ -24,6 +25,7 @@ use crate::spec::{CacheSpec, table_width};
 use crate::storage::KvStorage;
 use open::OpenStep;
 use sequences::Sequences;
+pub use sequences::StartOptions;
 pub use step::{Step, StepInput};
 pub use usage::Usage;
 
@@ -67,27 +69,9 @@ struct Group<Buf> {
     storage: KvStorage<Buf>,
 }
 
-/// How a sequence starts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct StartOptions {
-    /// Tokens whose blocks are taken at once and stay with the sequence for life.
-    pub reserve: u32,
-}
-
-impl StartOptions {
-    /// Takes the blocks of `tokens` tokens at once, so that no step up to there can run out of
-    /// blocks.
-    #[must_use]
-    pub fn reserve(mut self, tokens: u32) -> Self {
-        self.reserve = tokens;
-        self
-    }
-}
-
 impl<B: Backend> KvCache<B> {
-    /// Reserves all memory of `spec` on `backend`; layers on demand get theirs later. Transforms have
-    /// no mean and no balance.
+    /// Reserves all memory of `spec` on `backend`; layers on demand get theirs later. Transforms
+    /// have no mean and no balance.
     ///
     /// # Errors
     /// [`CacheError::Calibration`] when a format needs a given scale; [`CacheError::Device`]:
@@ -200,7 +184,7 @@ impl<B: Backend> KvCache<B> {
         }
         self.check_new(sequence)?;
         for (group, id) in self.groups.iter().zip(0..) {
-            let needed = slot_map(group).blocks(options.reserve);
+            let needed = slot_map(group).blocks_reserved(options.reserve);
             let free = group.pool.num_free();
             if needed > free {
                 let group = GroupId(id);
@@ -213,7 +197,7 @@ impl<B: Backend> KvCache<B> {
             state.reserved = options.reserve;
         }
         for group in &mut self.groups {
-            for _ in 0..slot_map(group).blocks(options.reserve) {
+            for _ in 0..slot_map(group).blocks_reserved(options.reserve) {
                 let block = group.pool.allocate();
                 push_held(&mut group.tables, row, block);
             }
@@ -233,7 +217,9 @@ impl<B: Backend> KvCache<B> {
         self.check_new(child)?;
         let row = self.insert(child, len)?;
         for group in &mut self.groups {
-            for index in 0..to_usize(slot_map(group).blocks(len)) {
+            let coded = group.tables.coded(parent_row);
+            group.tables.set_coded(row, coded);
+            for index in 0..to_usize(slot_map(group).blocks_in(len, coded)) {
                 let block = group.tables.row(parent_row).get(index).copied();
                 if let Some(block) = block {
                     group.pool.retain(block);
@@ -256,11 +242,11 @@ impl<B: Backend> KvCache<B> {
             let (asked, len) = (len, state.len);
             return Err(PlanError::SequenceTooShort { sequence, len, asked }.into());
         }
-        let keep = len.max(state.reserved);
+        let reserved = state.reserved;
         if let Some(state) = self.sequences.at_mut(row) {
             state.len = len;
         }
-        self.drop_blocks(row, keep);
+        self.drop_blocks(row, len, reserved);
         Ok(self.wipe()?)
     }
 
@@ -270,7 +256,7 @@ impl<B: Backend> KvCache<B> {
     /// [`PlanError::UnknownSequence`]; a device failure of the wipe as for [`Self::truncate`].
     pub fn release(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
         let row = self.sequences.row(sequence)?;
-        self.drop_blocks(row, 0);
+        self.drop_blocks(row, 0, 0);
         self.sequences.remove(sequence);
         Ok(self.wipe()?)
     }
@@ -283,7 +269,7 @@ impl<B: Backend> KvCache<B> {
         let ids: Vec<_> = self.sequences.ids().collect();
         for id in ids {
             let row = self.sequences.row(id)?;
-            self.drop_blocks(row, 0);
+            self.drop_blocks(row, 0, 0);
             self.sequences.remove(id);
         }
         Ok(self.wipe()?)
@@ -350,21 +336,6 @@ impl<B: Backend> KvCache<B> {
             group.tables.ensure_rows(rows);
         }
         Ok(row)
-    }
-
-    /// Lets go of a row's blocks beyond those of `keep` tokens, last first.
-    fn drop_blocks(&mut self, row: u32, keep: u32) {
-        for (index, group) in self.groups.iter_mut().enumerate() {
-            let keep = to_usize(slot_map(group).blocks(keep));
-            while group.tables.row(row).len() > keep {
-                let Some(block) = group.tables.pop(row) else {
-                    break;
-                };
-                if group.pool.release(block) && self.spec.wipe_on_release() {
-                    self.unwiped.push((index, block));
-                }
-            }
-        }
     }
 
     /// Zeroes blocks that wait for it; those left by a device failure wait for the next call, and

@@ -3,12 +3,12 @@
 //! A cache has at most one open step. [`Step`](super::Step) keeps it open for the length of a
 //! borrow; front ends whose callers come back layer by layer keep it open across calls.
 use crate::backend::{Backend, Queue};
+use crate::cache::reserve::Undo;
 use crate::cache::sequences::Sequence;
-use crate::cache::{Group, KvCache, StepInput, block_size, slot_map};
-use crate::error::{BlocksExhausted, CacheError, PlanError};
+use crate::cache::{Group, KvCache, StepInput};
+use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
-use crate::ids::{BlockId, GroupId, LayerId};
-use crate::num::{to_u32, to_usize};
+use crate::ids::{GroupId, LayerId};
 use crate::plan::{
     AttendArgs, AttentionOptions, AttentionPlan, BatchEntry, BlockCopy, CopyArgs, CopyPlan,
     PlanBuffers, PlannedSequence, SplitPolicy, WriteArgs, WritePlan,
@@ -29,20 +29,9 @@ pub(super) struct OpenStep {
     /// Whether a layer was written, by layer.
     written: Vec<bool>,
     num_written: usize,
-    undo: Vec<Undo>,
+    pub(super) undo: Vec<Undo>,
     /// Copy-on-write, by group.
-    copies: Vec<Vec<BlockCopy>>,
-}
-
-/// How to take back one change of a table, last first.
-#[derive(Debug, Clone, Copy)]
-enum Undo {
-    /// A block was appended.
-    Pushed { group: usize, row: u32 },
-    /// A shared block was exchanged for a copy.
-    Replaced { group: usize, row: u32, index: usize, old: BlockId },
-    /// A shared block lost a holder whose copy found no block.
-    Released { group: usize, block: BlockId },
+    pub(super) copies: Vec<Vec<BlockCopy>>,
 }
 
 impl OpenStep {
@@ -122,75 +111,6 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    /// Takes the blocks that the batch writes, and a private copy of each that others share.
-    fn reserve(&mut self) -> Result<(), CacheError> {
-        for index in 0..self.groups.len() {
-            let (mut taken, mut missing) = (0_u32, 0_u32);
-            let free = self.free_blocks(GroupId(u8::try_from(index).unwrap_or(u8::MAX)));
-            for entry in 0..self.open.batch.len() {
-                let Some(&entry) = self.open.batch.get(entry) else {
-                    continue;
-                };
-                let (t, m) = self.reserve_entry(index, entry);
-                (taken, missing) = (taken.saturating_add(t), missing.saturating_add(m));
-            }
-            if missing > 0 {
-                let group = GroupId(u8::try_from(index).unwrap_or(u8::MAX));
-                let needed = taken.saturating_add(missing);
-                return Err(BlocksExhausted { group, needed, free, evictable: 0 }.into());
-            }
-        }
-        Ok(())
-    }
-
-    /// Blocks taken and blocks missing for one entry in one group.
-    fn reserve_entry(&mut self, index: usize, entry: BatchEntry) -> (u32, u32) {
-        let (mut taken, mut missing) = (0_u32, 0_u32);
-        let Some(group) = self.groups.get_mut(index) else {
-            return (0, 0);
-        };
-        if entry.new_tokens == 0 {
-            return (0, 0);
-        }
-        let row = entry.row;
-        let (map, size) = (slot_map(group), block_size(group));
-        let cached = map.slots(entry.cached);
-        let first = map.place(entry.cached).index;
-        let end = map.blocks(entry.cached.saturating_add(entry.new_tokens));
-        for at in first..end {
-            let held = group.tables.row(row).get(to_usize(at)).copied();
-            if held.is_some_and(|block| group.pool.holders(block) == 1) {
-                continue;
-            }
-            let Some(new) = group.pool.allocate() else {
-                missing = missing.saturating_add(1);
-                if let Some(block) = held {
-                    group.pool.release(block);
-                    self.open.undo.push(Undo::Released { group: index, block });
-                }
-                continue;
-            };
-            taken = taken.saturating_add(1);
-            let Some(old) = held else {
-                super::push_held(&mut group.tables, row, Some(new));
-                self.open.undo.push(Undo::Pushed { group: index, row });
-                continue;
-            };
-            // Both blocks are of this group's pool, so the exchange is not refused.
-            let replaced = group.tables.replace(row, to_usize(at), new);
-            debug_assert_eq!(replaced, Ok(Some(old)), "the entry was read just before");
-            group.pool.release(old);
-            let at = to_usize(at);
-            self.open.undo.push(Undo::Replaced { group: index, row, index: at, old });
-            let before = to_u32(at).saturating_mul(size);
-            let slots = cached.saturating_sub(before).min(size);
-            if let Some(copies) = self.open.copies.get_mut(index).filter(|_| slots > 0) {
-                copies.push(BlockCopy { from: old, to: new, slots });
-            }
-        }
-        (taken, missing)
-    }
-
     fn plan_open(&mut self) -> Result<(), CacheError> {
         let workers = self.backend.capabilities().workers;
         let policy = SplitPolicy { workers, determinism: self.spec.determinism() };
@@ -267,40 +187,22 @@ impl<B: Backend> KvCache<B> {
             self.roll_back();
             return flushed;
         }
-        for entry in &self.open.batch {
-            if let Some(sequence) = self.sequences.at_mut(entry.row) {
-                sequence.len = entry.cached.saturating_add(entry.new_tokens);
+        for index in 0..self.open.batch.len() {
+            let Some(&BatchEntry { row, cached, new_tokens, .. }) = self.open.batch.get(index)
+            else {
+                continue;
+            };
+            let len = cached.saturating_add(new_tokens);
+            if let Some(sequence) = self.sequences.at_mut(row) {
+                sequence.len = len;
+            }
+            if new_tokens > 0 {
+                self.settle(row, len);
             }
         }
         self.note_peak();
         self.close();
         Ok(())
-    }
-
-    /// Takes back every change of the open step; nothing to do when none is open.
-    pub(crate) fn roll_back(&mut self) {
-        while let Some(undo) = self.open.undo.pop() {
-            let (index, freed) = match undo {
-                Undo::Pushed { group: index, row } => {
-                    let group = self.groups.get_mut(index);
-                    (index, group.and_then(|group| release_last(group, row)))
-                }
-                Undo::Replaced { group: index, row, index: at, old } => {
-                    let group = self.groups.get_mut(index);
-                    (index, group.and_then(|group| restore(group, row, at, old)))
-                }
-                Undo::Released { group: index, block } => {
-                    if let Some(group) = self.groups.get_mut(index) {
-                        group.pool.retain(block);
-                    }
-                    (index, None)
-                }
-            };
-            if let Some(block) = freed.filter(|_| self.spec.wipe_on_release()) {
-                self.unwiped.push((index, block));
-            }
-        }
-        self.close();
     }
 
     pub(crate) fn is_step_open(&self) -> bool {
@@ -346,7 +248,7 @@ impl<B: Backend> KvCache<B> {
         Err(PlanError::LayersUnwritten { layer: first.unwrap_or(LayerId(0)), others })
     }
 
-    fn close(&mut self) {
+    pub(super) fn close(&mut self) {
         self.open.is_open = false;
         self.open.undo.clear();
         self.open.copies.iter_mut().for_each(Vec::clear);
@@ -364,17 +266,4 @@ fn planes<Buf: 'static>(
     let v = group.storage.plane(index, Plane::Value);
     let (k, v) = k.zip(v).ok_or(PlanError::LayerUnallocated { layer })?;
     Ok([k, v])
-}
-
-/// Takes a row's last block off; the block when nobody holds it any more.
-fn release_last<Buf>(group: &mut Group<Buf>, row: u32) -> Option<BlockId> {
-    let block = group.tables.pop(row)?;
-    group.pool.release(block).then_some(block)
-}
-
-/// Puts a shared block back in the place of its copy; the copy when nobody holds it any more.
-fn restore<Buf>(group: &mut Group<Buf>, row: u32, at: usize, old: BlockId) -> Option<BlockId> {
-    group.pool.retain(old);
-    let copy = group.tables.replace(row, at, old).ok().flatten()?;
-    group.pool.release(copy).then_some(copy)
 }

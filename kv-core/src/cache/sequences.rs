@@ -6,6 +6,24 @@ use crate::error::PlanError;
 use crate::ids::SequenceId;
 use crate::num::{to_u32, to_usize};
 
+/// How a sequence starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct StartOptions {
+    /// Tokens whose blocks are taken at once and stay with the sequence for life.
+    pub reserve: u32,
+}
+
+impl StartOptions {
+    /// Takes the blocks of `tokens` tokens at once, so that no step up to there can run out of
+    /// blocks.
+    #[must_use]
+    pub fn reserve(mut self, tokens: u32) -> Self {
+        self.reserve = tokens;
+        self
+    }
+}
+
 /// What the cache knows of one sequence.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sequence {

@@ -19,8 +19,8 @@ pub struct Usage {
     pub blocks_used: u32,
     /// The most blocks held after any commit.
     pub blocks_peak: u32,
-    /// Slots of held blocks that hold no committed token of any sequence. The extra slots of a
-    /// sink hold it.
+    /// Slots of held blocks that hold no committed token of any sequence. The further slots of a
+    /// row in 16 bits hold it.
     pub slots_wasted: u64,
 }
 
@@ -49,8 +49,7 @@ impl<B: Backend> KvCache<B> {
         let mut filled = HashMap::new();
         for (row, state) in self.sequences.iter() {
             for (block, index) in group.tables.row(row).iter().zip(0_u32..) {
-                let before = index.saturating_mul(size);
-                let slots = map.slots(state.len).saturating_sub(before).min(size);
+                let slots = map.filled(index, state.len, group.tables.coded(row));
                 let most = filled.entry(*block).or_insert(0_u32);
                 *most = slots.max(*most);
             }

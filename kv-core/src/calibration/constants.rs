@@ -87,7 +87,9 @@ impl PlaneConstants {
         let signs = (0..layout.head_dim())
             .cycle()
             .map(|index| if layout.transforms() { sign(index) } else { 1.0 });
-        values.extend(used(&given.mean, 0.0));
+        // Blocks with means of their own take nothing else off.
+        let mean: &[f32] = if layout.has_block_means() { &[] } else { &given.mean };
+        values.extend(used(mean, 0.0));
         let balance = used(&given.balance, 1.0);
         values.extend(balance.iter().zip(signs.clone()).map(|(balance, sign)| sign / balance));
         values.extend(balance.iter().zip(signs).map(|(balance, sign)| sign * balance));

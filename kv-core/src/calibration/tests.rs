@@ -1,3 +1,4 @@
+//! What a calibration is folded into, and what is refused.
 use super::*;
 use crate::format::{KvFormat, Scaling};
 use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};

@@ -12,7 +12,8 @@ use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, To
 /// A batch of queries over cached sequences, checked against one group's tables.
 ///
 /// Guarantees a backend may index by:
-/// - every block of every table is inside the plane, and `kv_len` tokens fit each sequence's table;
+/// - every block of every table is inside the plane, and `kv_len` tokens fit each sequence's table,
+///   at [`SlotMap::place_in`](crate::SlotMap::place_in) with the sequence's `coded`;
 /// - the splits of a sequence are `splits()[split_start..][..num_splits]`, in order, and cover
 ///   `0..kv_len` exactly.
 #[derive(Debug, Clone, Copy)]

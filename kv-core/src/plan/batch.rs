@@ -4,6 +4,7 @@ use crate::error::PlanError;
 use crate::geometry::PlaneLayout;
 use crate::ids::Slot;
 use crate::num::{to_u32, to_usize};
+use crate::plan::growth::Growth;
 use crate::plan::split::{self, Determinism, KvSplit};
 use crate::plan::{AttentionPlan, WritePlan};
 
@@ -40,6 +41,15 @@ pub struct PlannedSequence {
     pub new_len: u32,
     /// Valid tokens, this step's included.
     pub kv_len: u32,
+    /// Leading tokens that are codes, or sinks, once the step is written; `kv_len` without a
+    /// [tail](crate::SlotMap).
+    pub coded: u32,
+    /// The same before the step. Tokens between the two that were there before lie in the tail and
+    /// become codes.
+    pub coded_before: u32,
+    /// Where the blocks of that tail lie in the block table while the step is open: behind all
+    /// others. Says nothing where `coded` does not grow over tokens that were there before.
+    pub sealed_index: u32,
     /// First of its splits.
     pub split_start: u32,
     /// Number of its splits: 0 only for a sequence without queries or without keys.
@@ -152,17 +162,27 @@ impl PlanBuffers {
         let kv_len = sum(entry.cached, entry.new_tokens)?;
         let table = tables.row(entry.row);
         let (map, block_size) = (layout.slot_map(), layout.block_size());
-        if to_usize(map.blocks(kv_len)) > table.len() {
+        let growth = Growth::new(map, tables.coded(entry.row), entry.cached, kv_len);
+        if to_usize(growth.blocks()) > table.len() {
             let blocks = table.len();
             return Err(PlanError::TableTooShort { index, tokens: kv_len, blocks, block_size });
         }
         let total_q = sum(self.total_q, entry.queries)?;
         let total_new = sum(self.total_new, entry.new_tokens)?;
+        // A tail that becomes codes is written to the block that it was for.
+        let mut claimed = None;
+        if growth.seals() {
+            let index = map.place_in(growth.tail_begin, growth.coded).index;
+            let block = table.get(to_usize(index)).map_or(0, |block| block.0);
+            self.claim(block)?;
+            claimed = Some(index);
+        }
         for position in entry.cached..kv_len {
-            let place = map.place(position);
+            let place = map.place_in(position, growth.coded);
             let block = table.get(to_usize(place.index)).map_or(0, |block| block.0);
-            if place.inside == 0 || position == entry.cached {
+            if claimed != Some(place.index) {
                 self.claim(block)?;
+                claimed = Some(place.index);
             }
             // `num_blocks * block_size` fits u32, by the layout's constructor.
             self.slots.push(Slot(block.saturating_mul(block_size).saturating_add(place.inside)));
@@ -174,6 +194,9 @@ impl PlanBuffers {
             new_start: self.total_new,
             new_len: entry.new_tokens,
             kv_len,
+            coded: growth.coded,
+            coded_before: growth.coded_before,
+            sealed_index: growth.code_blocks.saturating_add(growth.tail_blocks),
             split_start: 0,
             num_splits: 0,
         });

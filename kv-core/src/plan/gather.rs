@@ -18,7 +18,8 @@ pub struct GatherRange {
     pub len: u32,
 }
 
-/// Ranges of cached rows, checked against one group's tables.
+/// Ranges of cached rows, checked against one group's tables. Which rows are codes is
+/// [`BlockTables::coded`].
 #[derive(Debug, Clone, Copy)]
 pub struct GatherPlan<'p> {
     layout: PlaneLayout,
@@ -45,7 +46,8 @@ impl<'p> GatherPlan<'p> {
             let blocks = tables.row(range.row).len();
             let end = range.begin.saturating_add(range.len);
             let block_size = layout.block_size();
-            if to_usize(layout.slot_map().blocks(end)) > blocks {
+            let coded = tables.coded(range.row);
+            if to_usize(layout.slot_map().blocks_in(end, coded)) > blocks {
                 return Err(PlanError::TableTooShort { index, tokens: end, blocks, block_size });
             }
             total = total.saturating_add(u64::from(range.len));

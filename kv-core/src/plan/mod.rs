@@ -15,6 +15,7 @@ mod batch;
 mod convert;
 mod copy;
 mod gather;
+mod growth;
 mod split;
 #[cfg(test)]
 mod tests;
@@ -27,5 +28,6 @@ pub use batch::{BatchEntry, PlanBuffers, PlannedSequence};
 pub use convert::{ConvertArgs, ConvertPlan};
 pub use copy::{BlockCopy, CopyArgs, CopyPlan};
 pub use gather::{GatherArgs, GatherPlan, GatherRange};
+pub(crate) use growth::Growth;
 pub use split::{Determinism, KvSplit};
 pub use write::{WriteArgs, WritePlan};

@@ -111,6 +111,9 @@ mod tests {
             new_start,
             new_len,
             kv_len,
+            coded: kv_len,
+            coded_before: kv_len,
+            sealed_index: 0,
             split_start: 0,
             num_splits: 0,
         }

@@ -1,9 +1,11 @@
 //! What a cache is to hold, checked once.
 mod builder;
+mod group;
 #[cfg(test)]
 mod tests;
 
-pub use builder::{CacheSpecBuilder, GroupBuilder, Transform};
+pub use builder::CacheSpecBuilder;
+pub use group::{GroupBuilder, KeyMean, Transform};
 
 use crate::geometry::PlaneLayout;
 use crate::ids::{GroupId, LayerId};
@@ -126,8 +128,8 @@ impl CacheSpec {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryUsage {
-    /// Bytes of K and V of one token over all layers, scales included; a sink takes as many again
-    /// as it has slots. For layers on demand: of one layer.
+    /// Bytes of K and V of one slot over all layers, scales and means included: of one token but
+    /// for those kept in 16 bits, which take several. For layers on demand: of one layer.
     pub bytes_per_token: u64,
     /// Bytes of all planes.
     pub bytes_total: u64,
@@ -149,7 +151,7 @@ impl CacheSpec {
     /// How many sequences of `tokens` tokens fit at once when nothing is shared.
     pub fn sequences_that_fit(&self, tokens: u32) -> u32 {
         let fit = |group: &GroupSpec| {
-            let blocks = group.slot_map().blocks(tokens);
+            let blocks = group.slot_map().blocks_to_grow(tokens);
             group.num_blocks().checked_div(blocks).unwrap_or(u32::MAX)
         };
         let fit = self.groups.iter().map(fit).min().unwrap_or(0);
@@ -165,7 +167,9 @@ impl CacheSpec {
             let block = block.checked_mul(layers)?;
             total = total.checked_add(block.checked_mul(u64::from(group.num_blocks()))?)?;
             per_token = per_token.checked_add(block.checked_div(u64::from(group.block_size()))?)?;
-            tokens = tokens.min(u64::from(group.slot_map().tokens(group.num_blocks())));
+            let map = group.slot_map();
+            let blocks = group.num_blocks().saturating_sub(map.tail_blocks_max());
+            tokens = tokens.min(u64::from(map.tokens(blocks)));
         }
         // A host allocation is never larger than isize::MAX bytes.
         isize::try_from(total).ok()?;
@@ -176,5 +180,5 @@ impl CacheSpec {
 /// Entries a table row starts with: enough for any sequence up to a cap, so that rows rarely move.
 pub(crate) fn table_width(spec: &CacheSpec, group: &GroupSpec) -> u32 {
     const WIDTH_START_MAX: u32 = 1024;
-    group.slot_map().blocks(spec.max_seq_len).min(group.num_blocks()).min(WIDTH_START_MAX)
+    group.slot_map().blocks_to_grow(spec.max_seq_len).min(group.num_blocks()).min(WIDTH_START_MAX)
 }

@@ -167,7 +167,7 @@ fn copies_touch_nothing_but_their_tokens() {
             let copies = [(1, 6, 3), (0, 2, 4), (1, 3, 0)].map(|(from, to, tokens)| BlockCopy {
                 from: BlockId(from),
                 to: BlockId(to),
-                tokens,
+                slots: tokens,
             });
             let plan = CopyPlan::new(&layout, &copies).unwrap();
             let args = CopyArgs::new(&plan, storage.view()).unwrap();
@@ -179,7 +179,7 @@ fn copies_touch_nothing_but_their_tokens() {
                         + u64::from(head) * layout.head_stride()) as usize
                 };
                 for copy in copies {
-                    for (token, head) in (0..copy.tokens).flat_map(|t| [(t, 0), (t, 1)]) {
+                    for (token, head) in (0..copy.slots).flat_map(|t| [(t, 0), (t, 1)]) {
                         let from = place(copy.from.0, token, head);
                         let to = place(copy.to.0, token, head);
                         expected.copy_within(from..from + 10, to);

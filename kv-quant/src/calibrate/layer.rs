@@ -13,8 +13,9 @@ use crate::transform;
 /// usual in their head before the bound acts, and biases are gone before the balance is taken.
 pub const BALANCE_MAX: f32 = 16.0;
 
-/// Below this part of the largest in its head, an rms is the rounding of the rows.
-const DEAD: f64 = 1.0 / 1_048_576.0;
+/// Below this part of the largest in its head, a sum of squares is the rounding of the rows: 2^-20
+/// of the largest rms.
+const DEAD: f64 = 1.0 / 1_099_511_627_776.0;
 
 /// What one layer has shown.
 #[derive(Debug, Clone)]
@@ -27,8 +28,6 @@ pub(super) struct Layer {
     k: Vec<f32>,
     /// Sums of squares of Q: `[num_kv_heads, head_dim_k]`, empty before the first row.
     q_squares: Vec<f64>,
-    /// Rows in each of those sums.
-    q_rows: f64,
     v: Magnitudes,
 }
 
@@ -79,7 +78,6 @@ impl Layer {
             tokens: 0,
             k: Vec::new(),
             q_squares: Vec::new(),
-            q_rows: 0.0,
             v: Magnitudes::default(),
         })
     }
@@ -120,7 +118,6 @@ impl Layer {
                 share.chunks_exact(dim_k).for_each(|row| add_squares(sums, row, None));
             }
         }
-        self.q_rows += f64::from(tokens.saturating_sub(skipped)) * f64::from(group);
 
         let mut v = counted(v, skipped, heads.saturating_mul(dim_v)).to_vec();
         let constants = constants(layer, Plane::Value, &self.layouts, &PlaneCalibration::default());
@@ -186,9 +183,7 @@ impl Layer {
         let mut k_squares = vec![0.0; token];
         self.k.chunks_exact(token).for_each(|k| add_squares(&mut k_squares, k, Some(&mean)));
         let heads = k_squares.chunks_exact(dim_k).zip(self.q_squares.chunks_exact(dim_k));
-        let balance = heads
-            .flat_map(|(k, q)| balance(&rms(k, f64::from(tokens)), &rms(q, self.q_rows)))
-            .collect();
+        let balance = heads.flat_map(|(k, q)| balance(k, q)).collect();
         let mut k = PlaneCalibration { mean, balance, ..PlaneCalibration::default() };
 
         let mut magnitudes = Magnitudes::default();
@@ -286,23 +281,20 @@ fn add_squares(sums: &mut [f64], row: &[f32], mean: Option<&[f32]>) {
     }
 }
 
-fn rms(squares: &[f64], rows: f64) -> Vec<f64> {
-    squares.iter().map(|sum| (sum / rows).sqrt()).collect()
-}
-
-/// The balance of one head, from the rms of every channel of centred K and of Q.
+/// The balance of one head, from sums of squares of every channel of centred K and of Q.
 ///
 /// The expected squared error of a score under white noise in the stored row is proportional to
 /// `sum(q^2 s^2) * sum(k^2 / s^2)`, which `s = sqrt(rms k / rms q)` minimises (Cauchy-Schwarz). A
-/// factor common to all channels of a head changes nothing; it is chosen so that the geometric mean
-/// is 1. A channel without K or without Q says nothing and gets 1.
+/// factor common to all channels of a head changes nothing, such as the numbers of rows; it is
+/// chosen so that the geometric mean is 1. A channel without K or without Q says nothing and gets
+/// 1.
 fn balance(k: &[f64], q: &[f64]) -> Vec<f32> {
-    let floor = |rms: &[f64]| rms.iter().copied().fold(0.0, f64::max) * DEAD;
+    let floor = |sums: &[f64]| sums.iter().copied().fold(0.0, f64::max) * DEAD;
     let (floor_k, floor_q) = (floor(k), floor(q));
     let logs: Vec<Option<f64>> = k
         .iter()
         .zip(q)
-        .map(|(k, q)| (*k > floor_k && *q > floor_q).then(|| (k / q).ln() * 0.5))
+        .map(|(k, q)| (*k > floor_k && *q > floor_q).then(|| (k / q).ln() * 0.25))
         .collect();
     let (sum, live) = logs.iter().flatten().fold((0.0, 0.0), |(sum, n), log| (sum + log, n + 1.0));
     let middle = if live > 0.0 { sum / live } else { 0.0 };

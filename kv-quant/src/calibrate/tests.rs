@@ -1,5 +1,7 @@
 //! Constants against hand-made rows and a direct f64 computation, and all that is refused.
 #![expect(clippy::many_single_char_names, reason = "k, v and q have no other names")]
+mod outliers;
+
 use kv_core::calibration::PlaneCalibration;
 use kv_core::{LayerId, Plane};
 use proptest::prelude::*;

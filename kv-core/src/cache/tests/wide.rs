@@ -1,21 +1,23 @@
-//! Sequences whose first tokens take several slots, and caches with constants.
+//! Sequences with tokens that take several slots, and caches with constants.
 use super::*;
 use crate::calibration::{CalibrationError, LayerCalibration, PlaneCalibration};
-use crate::{Calibration, KvFormat, ScaleGroup, Scaling, Slot, SpecError, Transform};
+use crate::{Calibration, KeyMean, KvFormat, ScaleGroup, Scaling, Slot, SpecError, Transform};
 
 const INT8: KvFormat = KvFormat::Int8(Scaling::Row);
 const L4: KvFormat = KvFormat::L4(ScaleGroup::Row);
 
-/// Sinks of 2 slots in blocks of 2 and of 3, where the second wastes one.
-fn sinking(wipe: bool) -> KvCache<NullBackend> {
+/// Wide rows of 2 slots in blocks of 2 and of 3, where the second wastes one.
+fn wide(wipe: bool, sinks: u32, tail: bool) -> KvCache<NullBackend> {
+    let (first, second) = if tail { (24, 20) } else { (12, 8) };
     let spec = CacheSpec::builder()
         .layers(3)
         .kv_heads(1)
         .head_dim(32)
         .format(INT8)
-        .sinks(3)
-        .paged(2, 12)
-        .group([1], |group| group.paged(3, 8))
+        .sinks(sinks)
+        .tail(tail)
+        .paged(2, first)
+        .group([1], |group| group.paged(3, second))
         .wipe_on_release(wipe);
     KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
 }
@@ -27,13 +29,22 @@ proptest! {
         operations in prop::collection::vec(operation(), 1..60),
         wipe in any::<bool>(),
     ) {
-        live(&mut sinking(wipe), &operations);
+        live(&mut wide(wipe, 3, false), &operations);
+    }
+
+    #[test]
+    fn random_lives_with_tails_keep_the_books(
+        operations in prop::collection::vec(operation(), 1..60),
+        wipe in any::<bool>(),
+        sinks in 0..4_u32,
+    ) {
+        live(&mut wide(wipe, sinks, true), &operations);
     }
 }
 
 #[test]
 fn sinks_take_their_slots_and_no_more() {
-    let mut cache = sinking(false);
+    let mut cache = wide(false, 3, false);
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 5)]).unwrap();
     // 3 sinks of 2 slots and 2 tokens: 8 slots; in blocks of 3 a sink each, then 2 tokens.
@@ -47,7 +58,7 @@ fn sinks_take_their_slots_and_no_more() {
 
 #[test]
 fn a_fork_inside_the_sinks_copies_their_slots() {
-    let mut cache = sinking(false);
+    let mut cache = wide(false, 3, false);
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 4)]).unwrap();
     cache.fork(SEQ[0], SEQ[1]).unwrap();
@@ -67,7 +78,7 @@ fn the_spec_accounts_for_sinks() {
     };
     // 256 bytes in 16 bits, 66 as codes: 4 slots a sink, so 4 sinks fill a block.
     let with = spec(4);
-    assert_eq!(with.groups()[0].slot_map().sink_slots(), 4);
+    assert_eq!(with.groups()[0].slot_map().wide_slots(), 4);
     assert_eq!((with.sequences_that_fit(20), spec(0).sequences_that_fit(20)), (50, 50));
     assert_eq!((with.sequences_that_fit(21), spec(0).sequences_that_fit(21)), (33, 50));
     assert_eq!((with.max_seq_len(), spec(0).max_seq_len()), (1588, 1600));
@@ -82,6 +93,116 @@ fn the_spec_accounts_for_sinks() {
     // Rows of 16 bits have no use for them.
     let plain = CacheSpec::builder().layers(1).kv_heads(1).head_dim(128).sinks(4).paged(1, 9);
     assert_eq!(plain.build().unwrap().groups()[0].slot_map().sinks(), 0);
+}
+
+/// Blocks of 4 in which a wide row takes 2 slots: a tail of 2 blocks.
+fn tailed(num_blocks: u32) -> KvCache<NullBackend> {
+    let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).format(INT8).tail(true);
+    let spec = spec.key_mean(KeyMean::PerBlock).paged(4, num_blocks).build().unwrap();
+    KvCache::new(NullBackend::new(), spec).unwrap()
+}
+
+fn table(cache: &KvCache<NullBackend>) -> Vec<u32> {
+    cache.block_table(SEQ[0], GroupId(0)).unwrap().iter().map(|block| block.0).collect()
+}
+
+#[test]
+fn a_full_block_lets_its_tail_go_at_the_commit() {
+    let mut cache = tailed(8);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 3)]).unwrap();
+    let tail = table(&cache);
+    assert_eq!(tail.len(), 2);
+    let mut step = cache.begin_step(&[StepInput::count(SEQ[0], 3)]).unwrap();
+    let during = table(step.cache());
+    assert_eq!(during.len(), 4, "a full block, the new tail, the old tail");
+    assert_eq!(during[2..], tail);
+    let sequence = step.sequences()[0];
+    assert_eq!((sequence.coded_before, sequence.coded, sequence.sealed_index), (0, 4, 2));
+    let slots = step.write_plan(GroupId(0)).unwrap().slots().to_vec();
+    let slot = |block: u32, inside| Slot(block * 4 + inside);
+    assert_eq!(slots, [slot(during[0], 3), slot(during[1], 0), slot(during[1], 2)]);
+    write_all(&mut step).unwrap();
+    step.commit().unwrap();
+    assert_eq!(table(&cache), during[..2]);
+    assert_eq!(cache.usage().blocks_used, 2);
+}
+
+#[test]
+fn a_step_that_never_happened_leaves_the_tail() {
+    let mut cache = tailed(8);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 7)]).unwrap();
+    let before = table(&cache);
+    cache.begin_step(&[StepInput::count(SEQ[0], 6)]).unwrap().roll_back();
+    assert_eq!(table(&cache), before);
+    start(&mut cache, SEQ[1]);
+    append(&mut cache, &[(SEQ[1], 8)]).unwrap();
+    let out_of_blocks = cache.begin_step(&[StepInput::count(SEQ[0], 12)]).unwrap_err();
+    assert!(matches!(out_of_blocks, CacheError::Exhausted(_)), "{out_of_blocks}");
+    assert_eq!(table(&cache), before);
+}
+
+#[test]
+fn a_cut_into_codes_goes_on_with_codes() {
+    let mut cache = tailed(8);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 9)]).unwrap();
+    cache.truncate(SEQ[0], 6).unwrap();
+    assert_eq!(table(&cache).len(), 2);
+    let step = cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap();
+    assert_eq!((step.sequences()[0].coded_before, step.sequences()[0].coded), (6, 7));
+    drop(step);
+    // At a block's start there is nothing to keep.
+    cache.truncate(SEQ[0], 4).unwrap();
+    let step = cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap();
+    assert_eq!((step.sequences()[0].coded_before, step.sequences()[0].coded), (4, 4));
+}
+
+#[test]
+fn forks_share_a_tail_until_one_writes() {
+    let mut cache = tailed(12);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 7)]).unwrap();
+    cache.fork(SEQ[0], SEQ[1]).unwrap();
+    assert_eq!(cache.usage().blocks_used, 3);
+    // The child fills the block: it reads the shared tail and writes none of it.
+    append(&mut cache, &[(SEQ[1], 1)]).unwrap();
+    assert_eq!(cache.usage().blocks_used, 4);
+    assert_eq!((cache.seq_len(SEQ[0]), cache.seq_len(SEQ[1])), (Some(7), Some(8)));
+}
+
+#[test]
+fn a_reserve_serves_every_step_with_a_tail() {
+    let mut cache = tailed(11);
+    cache.start(SEQ[0], &[], StartOptions::default().reserve(24)).unwrap();
+    assert_eq!(cache.usage().blocks_used, 10);
+    start(&mut cache, SEQ[1]);
+    append(&mut cache, &[(SEQ[1], 1)]).unwrap();
+    for n in [1, 6, 4, 5, 7, 1] {
+        append(&mut cache, &[(SEQ[0], n)]).unwrap();
+        assert_eq!(table(&cache).len(), 10);
+    }
+}
+
+#[test]
+fn a_tail_needs_blocks() {
+    let spec = |builder: crate::CacheSpecBuilder| builder.layers(1).kv_heads(1).head_dim(32);
+    let refuse = |builder: crate::CacheSpecBuilder, what: &str| {
+        let refused = spec(builder).format(INT8).build().unwrap_err();
+        let named = matches!(&refused, SpecError::Conflict { what: found, .. } if *found == what);
+        assert!(named, "{refused}");
+    };
+    refuse(CacheSpec::builder().tail(true).contiguous(2, 16), "tail");
+    refuse(CacheSpec::builder().tail(true).paged(4, 2), "tail");
+    refuse(CacheSpec::builder().key_mean(KeyMean::PerBlock).paged(4, 9), "key_mean");
+    let means = CacheSpec::builder().tail(true).key_mean(KeyMean::PerBlock).paged(4, 9);
+    let means = spec(means).format(INT8).build().unwrap();
+    let [k, v] = means.groups()[0].layouts();
+    assert_eq!((k.block_bytes(), v.block_bytes()), (4 * 34 + 64, 4 * 34));
+    assert_eq!((k.mean_begin(0), k.has_block_means(), v.has_block_means()), (136, true, false));
+    // A sequence of 28 tokens has 7 blocks, and 2 of a tail while it grows.
+    assert_eq!((means.max_seq_len(), means.sequences_that_fit(28)), (28, 1));
 }
 
 fn spec(format: KvFormat) -> CacheSpec {

@@ -1,0 +1,57 @@
+//! How a step changes the blocks of one sequence in one group.
+use crate::slot_map::SlotMap;
+
+/// Blocks and codes of a sequence before and after it grows.
+///
+/// With a tail, a step may fill the block that the tail is for. The blocks of the tail then move
+/// behind all others for the length of the step, where a backend reads them to make codes of them,
+/// and go back to the pool when the step is committed:
+///
+/// ```text
+/// before   | codes | tail |
+/// during   | codes, more than before | new tail | old tail |
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Growth {
+    /// Leading tokens that are codes, before and after.
+    pub(crate) coded_before: u32,
+    pub(crate) coded: u32,
+    /// First token of the tail before; the length before where there was none.
+    pub(crate) tail_begin: u32,
+    /// Blocks of codes and sinks before.
+    pub(crate) code_blocks_before: u32,
+    /// Blocks of the tail before.
+    pub(crate) tail_blocks_before: u32,
+    /// Blocks of codes and sinks after.
+    pub(crate) code_blocks: u32,
+    /// Blocks of the tail after.
+    pub(crate) tail_blocks: u32,
+}
+
+impl Growth {
+    /// From `cached` tokens, of which the tables say that `coded` are codes, to `kv_len`.
+    pub(crate) fn new(map: &SlotMap, coded: u32, cached: u32, kv_len: u32) -> Self {
+        let coded_before = if map.has_tail() { coded.min(cached) } else { cached };
+        let coded = map.coded_after(coded_before, kv_len);
+        Self {
+            coded_before,
+            coded,
+            tail_begin: map.tail_begin(cached, coded_before),
+            code_blocks_before: map.code_blocks(cached, coded_before),
+            tail_blocks_before: map.tail_blocks(cached, coded_before),
+            code_blocks: map.code_blocks(kv_len, coded),
+            tail_blocks: map.tail_blocks(kv_len, coded),
+        }
+    }
+
+    /// Whether the tail there was becomes codes.
+    pub(crate) fn seals(&self) -> bool {
+        self.tail_blocks_before > 0 && self.coded > self.coded_before
+    }
+
+    /// Blocks the sequence holds while the step is open.
+    pub(crate) fn blocks(&self) -> u32 {
+        let sealed = if self.seals() { self.tail_blocks_before } else { 0 };
+        self.code_blocks.saturating_add(self.tail_blocks).saturating_add(sealed)
+    }
+}
