@@ -92,7 +92,8 @@ pub(crate) struct GenerateArgs {
 
     /// Stored format of K and V, such as l4 or int8/l4 (K/V), with options behind commas: V=NAME,
     /// calib=FILE (what `kv calibrate` wrote) or calib=online (constants from the first tokens of
-    /// the run), sinks=N (first tokens of a sequence in 16 bits), transform=on or off
+    /// the run), sinks=N (first tokens of a sequence in 16 bits), tail=on (the block that is being
+    /// filled too), transform=on or off, mean=block (each block's own mean of K)
     #[arg(long, value_name = "NAME[,..]", default_value = "f32")]
     pub(crate) format: Stored,
 

@@ -5,13 +5,12 @@ use anyhow::Context;
 use candle_core::{D, IndexOp};
 use kv::quant::calibrate::Calibrator;
 use kv::quant::file::{self, Metadata};
-use kv::{AnyBackend, Calibration, KvFormat};
+use kv::{AnyBackend, Calibration};
 
 use crate::model::{Llama, Tapped};
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::progress;
 use crate::reader::Reader;
-use crate::stored::Stored;
 
 /// Tokens that go through the model at once.
 const CHUNK: usize = 256;
@@ -45,7 +44,7 @@ pub(crate) fn observe(
 ) -> anyhow::Result<Vec<Calibrator>> {
     let mut observer = Observer::new(model, sinks)?;
     let sequence = SEQUENCE_MAX.min(to_usize(model.config().context));
-    let mut reader = reader(model, backend, to_u32(sequence.min(ids.len())))?;
+    let mut reader = Reader::f32(model, backend, to_u32(sequence.min(ids.len())))?;
     let bar = progress::tokens(to_u64(ids.len())).with_message("calibration");
     for ids in ids.chunks(sequence.max(1)) {
         reader.begin()?;
@@ -69,7 +68,7 @@ pub(crate) fn online(
 ) -> anyhow::Result<Calibration> {
     let mut observer = Observer::new(model, &[sinks])?;
     let wanted = ONLINE_TOKENS.saturating_add(sinks).min(model.config().context);
-    let mut reader = reader(model, backend, wanted)?;
+    let mut reader = Reader::f32(model, backend, wanted)?;
     reader.begin()?;
     let mut position = 0_u32;
     let mut new = prompt.iter().copied().take(to_usize(wanted)).collect::<Vec<_>>();
@@ -85,14 +84,6 @@ pub(crate) fn online(
     let mut calibrators = observer.calibrators.iter();
     let calibrator = calibrators.next().context("one was made for one number of sinks")?;
     Ok(calibrator.finish()?)
-}
-
-fn reader<'m>(
-    model: &'m Llama,
-    backend: &AnyBackend,
-    tokens_max: u32,
-) -> anyhow::Result<Reader<'m>> {
-    Reader::new(model, backend, &Stored::plain(KvFormat::F32), None, tokens_max)
 }
 
 /// Calibrators that see the same rows.

@@ -6,7 +6,7 @@ use serde::Serialize;
 use crate::args::PlanArgs;
 use crate::config::ModelConfig;
 use crate::memory::Bytes;
-use crate::stored::{Stored, blocks_of};
+use crate::stored::{Stored, bits_per_value};
 use crate::{bundled, output};
 
 #[derive(Debug, Serialize)]
@@ -29,7 +29,7 @@ struct Line {
     /// First tokens of a sequence that stay in 16 bits.
     sinks: u32,
     bytes_per_token: u64,
-    /// Of one sequence at the context, its sinks included, in whole blocks.
+    /// Of one sequence at the context, with its tokens in 16 bits, in whole blocks.
     sequence_bytes: u64,
     /// Tokens that fit the memory as one sequence, in whole blocks.
     tokens: u64,
@@ -65,22 +65,24 @@ fn line(
     context: u32,
     stored: &Stored,
 ) -> anyhow::Result<Line> {
-    let one = stored.cache(config).paged(args.block_size, 1).build()?;
-    let (block, blocks) = (one.memory(), blocks_of(&one, context));
-    let sequence_bytes =
-        block.bytes_total.checked_mul(blocks.into()).context("a sequence's bytes overflow")?;
+    let few = stored.few_blocks(config, args.block_size)?;
+    let group = few.groups().first().context("a cache has a group")?;
+    let (memory, map) = (few.memory(), group.slot_map());
+    let block = memory.bytes_total.checked_div(group.num_blocks().into()).unwrap_or(0);
+    let blocks = u64::from(map.blocks_to_grow(context));
+    let sequence_bytes = block.checked_mul(blocks).context("a sequence's bytes overflow")?;
     let within = stored.cache(config).paged_within(args.block_size, args.memory.0);
     let (tokens, sequences) = match within.build() {
         Ok(spec) => (spec.memory().tokens, spec.sequences_that_fit(context)),
-        // Not one block fits.
-        Err(SpecError::Zero { .. }) => (0, 0),
+        // Not one block fits, or not one tail.
+        Err(SpecError::Zero { .. } | SpecError::Conflict { what: "tail", .. }) => (0, 0),
         Err(error) => return Err(error.into()),
     };
     Ok(Line {
         format: stored.to_string(),
-        bits_per_value: stored.bits_per_value(config.head_dim),
-        sinks: one.groups().first().map_or(0, |group| group.slot_map().sinks()),
-        bytes_per_token: block.bytes_per_token,
+        bits_per_value: bits_per_value(&few),
+        sinks: map.sinks(),
+        bytes_per_token: memory.bytes_per_token,
         sequence_bytes,
         tokens,
         sequences,

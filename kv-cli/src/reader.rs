@@ -1,8 +1,8 @@
 //! A model that reads one text through a cache of its own.
 use candle_core::Tensor;
 use kv::{
-    AnyBackend, CacheSpec, Calibration, Determinism, KvCache, SequenceId, SpecError, StartOptions,
-    StepInput,
+    AnyBackend, CacheSpec, Calibration, Determinism, KvCache, KvFormat, SequenceId, SpecError,
+    StartOptions, StepInput,
 };
 
 use crate::model::{Llama, Tap};
@@ -10,8 +10,6 @@ use crate::stored::{Stored, blocks_of};
 
 /// The one sequence there is.
 const TEXT: SequenceId = SequenceId(0);
-/// Tokens of a block; attention does not depend on it.
-const BLOCK_SIZE: u32 = 16;
 
 /// Teacher forcing: given tokens go in, and what the model makes of each comes out.
 ///
@@ -24,20 +22,30 @@ pub(crate) struct Reader<'m> {
 }
 
 impl<'m> Reader<'m> {
-    /// Reserves a cache for texts of so many tokens.
+    /// Reserves a cache.
     pub(crate) fn new(
         model: &'m Llama,
         backend: &AnyBackend,
-        stored: &Stored,
+        spec: CacheSpec,
         calibration: Option<&Calibration>,
-        tokens_max: u32,
     ) -> anyhow::Result<Self> {
-        let (spec, backend) = (spec(model, stored, tokens_max)?, backend.clone());
+        let backend = backend.clone();
         let cache = match calibration {
             Some(calibration) => KvCache::with_calibration(backend, spec, calibration.clone())?,
             None => KvCache::new(backend, spec)?,
         };
         Ok(Self { model, cache })
+    }
+
+    /// Reserves a cache that keeps every value, for texts of so many tokens.
+    pub(crate) fn f32(
+        model: &'m Llama,
+        backend: &AnyBackend,
+        tokens_max: u32,
+    ) -> anyhow::Result<Self> {
+        // Attention over f32 does not depend on the size of a block.
+        let spec = spec(model, &Stored::plain(KvFormat::F32), 16, tokens_max)?;
+        Self::new(model, backend, spec, None)
     }
 
     /// Forgets what was read.
@@ -61,10 +69,13 @@ impl<'m> Reader<'m> {
 }
 
 /// One sequence of so many tokens, and no block more.
-fn spec(model: &Llama, stored: &Stored, tokens_max: u32) -> Result<CacheSpec, SpecError> {
-    let cache = |blocks| {
-        let cache = stored.cache(model.config()).max_sequences(1).paged(BLOCK_SIZE, blocks);
-        cache.determinism(Determinism::BatchInvariant).build()
-    };
-    cache(blocks_of(&cache(1)?, tokens_max).max(1))
+pub(crate) fn spec(
+    model: &Llama,
+    stored: &Stored,
+    block_size: u32,
+    tokens_max: u32,
+) -> Result<CacheSpec, SpecError> {
+    let blocks = blocks_of(&stored.few_blocks(model.config(), block_size)?, tokens_max).max(1);
+    let cache = stored.cache(model.config()).max_sequences(1).paged(block_size, blocks);
+    cache.determinism(Determinism::BatchInvariant).build()
 }

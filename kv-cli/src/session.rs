@@ -113,12 +113,12 @@ impl Session {
         let context = self.model.config().context;
         let longest = self.prompts.iter().map(|prompt| to_u32(prompt.ids.len())).max();
         let longest = longest.unwrap_or(0).saturating_add(args.max_new_tokens).min(context);
-        let one = Layout::Paged(Paged { block_size: BLOCK_SIZE, num_blocks: 1 });
-        let one = self.spec(one, &args.format)?;
-        let affordable = CACHE_BYTES.checked_div(one.memory().bytes_total.max(1)).unwrap_or(0);
+        let few = args.format.few_blocks(self.model.config(), BLOCK_SIZE)?;
+        let slots = CACHE_BYTES.checked_div(few.memory().bytes_per_token.max(1)).unwrap_or(0);
+        let affordable = slots.checked_div(BLOCK_SIZE.into()).unwrap_or(0);
         let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
-        let wanted = blocks_of(&one, context).saturating_mul(self.batch(args));
-        let num_blocks = wanted.min(affordable).max(blocks_of(&one, longest)).max(1);
+        let wanted = blocks_of(&few, context).saturating_mul(self.batch(args));
+        let num_blocks = wanted.min(affordable).max(blocks_of(&few, longest)).max(1);
         Ok(Layout::Paged(Paged { block_size: BLOCK_SIZE, num_blocks }))
     }
 

@@ -3,14 +3,23 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use kv::{CacheSpec, CacheSpecBuilder, KvFormat, ScaleGroup, Scaling, Transform, UnknownName};
+use kv::{
+    CacheSpec, CacheSpecBuilder, KeyMean, KvFormat, ScaleGroup, Scaling, SpecError, Transform,
+    UnknownName,
+};
 
 use crate::config::ModelConfig;
+use crate::num::to_f64;
+
+/// Blocks that hold a tail: a row in 16 bits takes at most six rows of any format, and a block holds
+/// at least half of the rows that its slots divided by those would be.
+const TAIL_FITS: u32 = 16;
 
 /// Sinks of a format whose rows are transformed.
 pub(crate) const SINKS: u32 = 4;
 
-/// The argument of `--format`: `K[/V][,V=NAME][,calib=FILE|online][,sinks=N][,transform=on|off]`.
+/// The argument of `--format`: `K[/V]`, then options behind commas: `V=NAME`, `calib=FILE|online`,
+/// `sinks=N`, `transform=on|off`, `tail=on|off`, `mean=calib|block`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Stored {
     pub(crate) k: KvFormat,
@@ -21,6 +30,11 @@ pub(crate) struct Stored {
     pub(crate) sinks: Option<u32>,
     /// Whether rows are transformed; unless given, where it suits the format.
     pub(crate) transform: Option<bool>,
+    /// Whether the block that a sequence is filling stays in 16 bits; unless given, where the mean
+    /// of a block needs it.
+    pub(crate) tail: Option<bool>,
+    /// Which mean is taken off the keys; unless given, the calibration's.
+    pub(crate) mean: Option<KeyMean>,
 }
 
 /// Where the constants of quantised storage come from.
@@ -39,7 +53,9 @@ pub(crate) enum StoredError {
     Format(#[from] UnknownName),
     #[error("{name} is given twice")]
     Twice { name: &'static str },
-    #[error("{got:?} is no option of a format, expected V=, calib=, sinks= or transform=")]
+    #[error(
+        "{got:?} is no option of a format, expected V=, calib=, sinks=, transform=, tail= or mean="
+    )]
     Option { got: String },
     #[error("{name}={got}: expected {expected}")]
     Value { name: &'static str, got: String, expected: &'static str },
@@ -60,7 +76,8 @@ pub(crate) struct NoScales {
 impl Stored {
     /// One format for K and V, the rest as suits it.
     pub(crate) fn plain(format: KvFormat) -> Self {
-        Self { k: format, v: format, calibration: None, sinks: None, transform: None }
+        let (calibration, sinks, transform, tail, mean) = (None, None, None, None, None);
+        Self { k: format, v: format, calibration, sinks, transform, tail, mean }
     }
 
     /// Settings of a cache for this model; how its memory is cut is left open.
@@ -76,6 +93,22 @@ impl Stored {
                 Some(false) => Transform::Off,
             })
             .sinks(self.sinks())
+            .tail(self.has_tail())
+            .key_mean(self.mean.unwrap_or_default())
+    }
+
+    /// A cache for this model of blocks of `block_size` tokens, one or few, to ask what they hold.
+    pub(crate) fn few_blocks(
+        &self,
+        config: &ModelConfig,
+        block_size: u32,
+    ) -> Result<CacheSpec, SpecError> {
+        let blocks = if self.has_tail() { TAIL_FITS } else { 1 };
+        self.cache(config).paged(block_size, blocks).build()
+    }
+
+    fn has_tail(&self) -> bool {
+        self.tail.unwrap_or(self.mean == Some(KeyMean::PerBlock))
     }
 
     /// First tokens of a sequence that stay in 16 bits.
@@ -86,11 +119,6 @@ impl Stored {
         };
         let suits = transforms(self.k) || transforms(self.v);
         self.sinks.unwrap_or(if suits { SINKS } else { 0 })
-    }
-
-    /// Stored bits a value, scales included; the mean of K and V.
-    pub(crate) fn bits_per_value(&self, head_dim: u32) -> f64 {
-        f64::midpoint(self.k.bits_per_value(head_dim), self.v.bits_per_value(head_dim))
     }
 
     /// Refuses formats whose scales must be given, where no calibration is; `give` says how one is
@@ -129,21 +157,50 @@ impl Stored {
                 once("sinks", &mut self.sinks, sinks)
             }
             "transform" => {
-                let transform = match value {
-                    "on" => true,
-                    "off" => false,
-                    _ => return Err(wrong("transform", "on or off")),
+                let on = on_or_off(value).ok_or_else(|| wrong("transform", "on or off"))?;
+                once("transform", &mut self.transform, on)
+            }
+            "tail" => {
+                let on = on_or_off(value).ok_or_else(|| wrong("tail", "on or off"))?;
+                once("tail", &mut self.tail, on)
+            }
+            "mean" => {
+                let mean = match value {
+                    "calib" => KeyMean::Calibrated,
+                    "block" => KeyMean::PerBlock,
+                    _ => return Err(wrong("mean", "calib or block")),
                 };
-                once("transform", &mut self.transform, transform)
+                once("mean", &mut self.mean, mean)
             }
             _ => Err(unknown()),
         }
     }
 }
 
-/// Blocks that one sequence of `tokens` tokens takes, its sinks included.
+/// Blocks that one sequence needs to grow to `tokens` tokens in steps of any size, what it keeps in
+/// 16 bits included.
 pub(crate) fn blocks_of(spec: &CacheSpec, tokens: u32) -> u32 {
-    spec.groups().iter().map(|group| group.slot_map().blocks(tokens)).max().unwrap_or(0)
+    spec.groups().iter().map(|group| group.slot_map().blocks_reserved(tokens)).max().unwrap_or(0)
+}
+
+/// Stored bits a value, with scales and means of blocks; the mean of K and V.
+pub(crate) fn bits_per_value(spec: &CacheSpec) -> f64 {
+    let Some(group) = spec.groups().first() else {
+        return 0.0;
+    };
+    let [k, v] = group.layouts().map(|plane| {
+        let rows = f64::from(plane.block_size()) * f64::from(plane.num_kv_heads());
+        to_f64(plane.block_bytes()) * 8.0 / (rows * f64::from(plane.head_dim()))
+    });
+    f64::midpoint(k, v)
+}
+
+fn on_or_off(text: &str) -> Option<bool> {
+    match text {
+        "on" => Some(true),
+        "off" => Some(false),
+        _ => None,
+    }
 }
 
 /// The nearest format whose rows bring their own scales.
@@ -193,9 +250,14 @@ impl fmt::Display for Stored {
         if let Some(sinks) = self.sinks {
             write!(f, ",sinks={sinks}")?;
         }
-        match self.transform {
-            Some(true) => f.write_str(",transform=on"),
-            Some(false) => f.write_str(",transform=off"),
+        for (name, on) in [("transform", self.transform), ("tail", self.tail)] {
+            if let Some(on) = on {
+                write!(f, ",{name}={}", if on { "on" } else { "off" })?;
+            }
+        }
+        match self.mean {
+            Some(KeyMean::PerBlock) => f.write_str(",mean=block"),
+            Some(KeyMean::Calibrated) => f.write_str(",mean=calib"),
             None => Ok(()),
         }
     }
@@ -218,6 +280,9 @@ mod tests {
             "l4,calib=a b/c.safetensors,sinks=0,transform=off",
             "fp8-e4m3/nvfp4,calib=online",
             "l3-g32,sinks=12,transform=on",
+            "l4,tail=on",
+            "l4,sinks=4,tail=off,mean=block",
+            "l4,mean=calib",
         ] {
             assert_eq!(read(text).to_string(), text);
         }
@@ -243,6 +308,9 @@ mod tests {
             ("l4,sinks=-1", "sinks=-1: expected a number of tokens"),
             ("l4,sinks=4294967296", "expected a number of tokens"),
             ("l4,transform=maybe", "transform=maybe: expected on or off"),
+            ("l4,tail=yes", "tail=yes: expected on or off"),
+            ("l4,mean=none", "mean=none: expected calib or block"),
+            ("l4,mean=block,mean=block", "mean is given twice"),
             ("l4,calib=", "expected a file, or online"),
         ] {
             let error = text.parse::<Stored>().expect_err(text).to_string();
@@ -251,8 +319,27 @@ mod tests {
     }
 
     #[test]
-    fn bits_are_the_mean_of_both_planes() {
-        assert_eq!(read("int8/l4").bits_per_value(128).to_bits(), 6.125_f64.to_bits());
-        assert_eq!(read("bf16").bits_per_value(8).to_bits(), 16.0_f64.to_bits());
+    fn bits_are_the_mean_of_both_planes_and_what_a_block_adds() {
+        let bits = |text: &str, head_dim| {
+            let stored = read(text);
+            let cache = CacheSpec::builder().layers(3).kv_heads(2).head_dim(head_dim);
+            let cache = cache.formats(stored.k, stored.v).tail(stored.has_tail());
+            let cache = cache.key_mean(stored.mean.unwrap_or_default()).paged(16, 16);
+            bits_per_value(&cache.build().expect(text))
+        };
+        for (text, head_dim, expected) in [
+            ("bf16", 8, 16.0),
+            ("l4", 128, 4.125),
+            ("int8/l4", 128, 6.125),
+            ("l4", 64, 4.25),
+            // 16 bits for each channel of K, in blocks of 16.
+            ("l4,mean=block", 64, 4.75),
+        ] {
+            assert_eq!(bits(text, head_dim).to_bits(), f64::to_bits(expected), "{text}");
+        }
+        for format in KvFormat::all() {
+            let expected = format.bits_per_value(80);
+            assert!((bits(&format.to_string(), 80) - expected).abs() < 1e-12, "{format}");
+        }
     }
 }

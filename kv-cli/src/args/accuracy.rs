@@ -78,6 +78,10 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N")]
     pub(crate) sinks: Option<u32>,
 
+    /// Tokens of a block: only mean=block and tail=on depend on it
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_1)]
+    pub(crate) block_size: u32,
+
     /// Where the caches live: cpu, wgpu:INDEX or cuda:INDEX, as far as they were built in
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: Device,

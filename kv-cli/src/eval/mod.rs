@@ -20,7 +20,7 @@ use crate::loaded::Loaded;
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::output;
 use crate::progress;
-use crate::reader::Reader;
+use crate::reader::{self, Reader};
 use crate::stored::Stored;
 use metrics::{Distribution, Score, Summary};
 use report::{Line, Report};
@@ -61,13 +61,13 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let windows = windows(args, &ids, loaded.model.config().context)?;
     let calibrations = calibrations(args, &loaded, &formats)?;
     let window = windows.first().map_or(0, |window| to_u32(window.len()));
-    let lanes = lanes(&loaded, formats, &calibrations, window)?;
+    let cut = (args.block_size, window);
+    let lanes = lanes(&loaded, formats, &calibrations, cut)?;
     let lanes = evaluate(&loaded, lanes, &windows)?;
-    let head_dim = loaded.model.config().head_dim;
     let measured = lanes.into_iter().filter_map(|lane| {
         let summary = Summary::of(&lane.scores)?;
-        let bytes_per_token = lane.reader.spec().memory().bytes_per_token;
-        Some((Line::new(&lane.stored, head_dim, &summary), bytes_per_token))
+        let spec = lane.reader.spec();
+        Some((Line::new(&lane.stored, spec, &summary), spec.memory().bytes_per_token))
     });
     let report = Report { args, loaded: &loaded, windows: &windows, lines: measured.collect() };
     report.print()?;
@@ -157,12 +157,16 @@ fn lanes<'m>(
     loaded: &'m Loaded,
     formats: Vec<Stored>,
     calibrations: &BTreeMap<u32, Calibration>,
-    window: u32,
+    (block_size, window): (u32, u32),
 ) -> anyhow::Result<Vec<Lane<'m>>> {
     let lane = |stored: Stored| {
         let constants = calibrations.get(&stored.sinks());
-        let reader = Reader::new(&loaded.model, &loaded.backend, &stored, constants, window)
-            .with_context(|| stored.to_string())?;
+        let device = &loaded.backend;
+        let spec = reader::spec(&loaded.model, &stored, block_size, window);
+        let reader = spec
+            .map_err(anyhow::Error::from)
+            .and_then(|spec| Reader::new(&loaded.model, device, spec, constants));
+        let reader = reader.with_context(|| stored.to_string())?;
         Ok(Lane { stored, reader, scores: Vec::new() })
     };
     formats.into_iter().map(lane).collect()
@@ -175,8 +179,7 @@ fn evaluate<'m>(
     windows: &[&[u32]],
 ) -> anyhow::Result<Vec<Lane<'m>>> {
     let window = windows.first().map_or(0, |window| window.len());
-    let plain = Stored::plain(KvFormat::F32);
-    let mut plain = Reader::new(&loaded.model, &loaded.backend, &plain, None, to_u32(window))?;
+    let mut plain = Reader::f32(&loaded.model, &loaded.backend, to_u32(window))?;
     let read = window.saturating_sub(1).saturating_mul(windows.len());
     let bar = progress::tokens(to_u64(read.saturating_mul(lanes.len().saturating_add(1))));
     for window in windows {

@@ -1,17 +1,18 @@
 //! What `kv eval` says at its end, for programs and for people.
+use kv::CacheSpec;
 use serde::Serialize;
 
 use super::metrics::Summary;
 use crate::args::EvalArgs;
 use crate::loaded::Loaded;
 use crate::output;
-use crate::stored::Stored;
+use crate::stored::{Stored, bits_per_value};
 
 /// One element of the list `--json` prints.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Line {
     pub(super) format: String,
-    /// Scales included; the mean of K and V.
+    /// Scales and means of blocks included; the mean of K and V.
     pub(super) bits_per_value: f64,
     /// Divergence of the next token's distribution from that of f32, in nats.
     pub(super) kld_mean: f64,
@@ -26,9 +27,9 @@ pub(super) struct Line {
 }
 
 impl Line {
-    pub(super) fn new(stored: &Stored, head_dim: u32, summary: &Summary) -> Self {
+    pub(super) fn new(stored: &Stored, spec: &CacheSpec, summary: &Summary) -> Self {
         let Summary { kld_mean, kld_p99, top1, delta_nll, ppl, tokens } = *summary;
-        let (format, bits_per_value) = (stored.to_string(), stored.bits_per_value(head_dim));
+        let (format, bits_per_value) = (stored.to_string(), bits_per_value(spec));
         Self { format, bits_per_value, kld_mean, kld_p99, top1, delta_nll, ppl, tokens }
     }
 }
@@ -72,13 +73,14 @@ impl Report<'_> {
             (None, None) => "no calibration".to_owned(),
         };
         format!(
-            "{} on {}, {} windows of {window} tokens of {} behind {}, {constants}\n\
+            "{} on {}, {} windows of {window} tokens of {} behind {}, blocks of {}, {constants}\n\
              f32: perplexity {plain:.4}; divergence from it, nats a token:\n{}",
             loaded.name,
             args.backend,
             windows.len(),
             args.text.display(),
             args.skip_tokens,
+            args.block_size,
             output::table(&self.table())
         )
     }
