@@ -1,33 +1,14 @@
 //! `kv eval` and `kv calibrate` on the bundled model.
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::support::{ModelDir, Output, entries, fails, json, kv, safetensors};
+use crate::support::{ModelDir, data, entries, eval, fails, json, kv, number, safetensors};
 
 const FIELDS: [&str; 8] =
     ["format", "bits_per_value", "kld_mean", "kld_p99", "top1", "delta_nll", "ppl", "tokens"];
-
-fn data(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name);
-    path.to_str().expect("UTF-8").to_owned()
-}
-
-/// Runs `kv eval --json` on the text of the tests: one list on one line.
-fn eval(extra: &[&str]) -> Vec<Value> {
-    let text = data("eval.txt");
-    let output = kv(&[&["eval", "--json", "--text", &text], extra].concat());
-    let Output { code, stdout, stderr } = &output;
-    assert_eq!((*code, stderr.as_str()), (0, ""), "{extra:?}");
-    assert_eq!(stdout.lines().count(), 1, "{stdout}");
-    serde_json::from_str::<Value>(stdout).expect("JSON").as_array().expect("a list").clone()
-}
-
-fn number(line: &Value, field: &str) -> f64 {
-    line[field].as_f64().unwrap_or_else(|| panic!("{field}: {line}"))
-}
 
 #[test]
 fn f32_is_no_distance_from_itself() {

@@ -10,6 +10,7 @@ mod eval;
 mod golden;
 mod models;
 mod plan;
+mod quantised;
 mod refusals;
 mod support;
 mod variants;
