@@ -6,12 +6,14 @@
 //! | [`minifloat`] | FP8 E4M3 and E5M2, E2M1, E8M0 |
 //! | [`lloyd`] | codebooks of the Lloyd-Max formats |
 //! | [`transform`] | mean, balance, signs and Hadamard rotation of a row |
+//! | [`block`] | rows in 16 bits, and the mean of a full block |
 //! | [`calibrate`] | the transform's constants and scales, from observed rows |
 //! | [`mod@file`] | a calibration as a safetensors file |
 //! | [`quality`] | how far decoded rows are from the originals |
 //!
 //! Everything is scalar and safe: this is what device kernels are held to.
 #![forbid(unsafe_code)]
+pub mod block;
 pub mod calibrate;
 pub mod file;
 pub mod lloyd;

@@ -1,1 +1,281 @@
-//! To be written.
+//! Codebooks of the Lloyd-Max formats.
+//!
+//! Owns the levels and which level a value goes to. A Lloyd-Max quantiser has the smallest mean
+//! squared error of all scalar quantisers of as many levels for one distribution, here the standard
+//! normal: a value goes to the nearest level, and a level is the mean of the values that go to it.
+//! Rows that went through signs and a Hadamard rotation are close to normal whatever they were.
+//!
+//! Levels are symmetric, so that half of them are written here: a code is a sign and the index of a
+//! magnitude. There is no level at zero.
+//!
+//! # Source
+//! S. P. Lloyd, "Least squares quantization in PCM", 1982; J. Max, "Quantizing for minimum
+//! distortion", 1960. The numbers are the fixed point of Lloyd's iteration in f64, rounded once; a
+//! test repeats it.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::as_conversions,
+    clippy::cast_precision_loss,
+    clippy::indexing_slicing,
+    reason = "tables of known length, indices masked to it"
+)]
+
+#[cfg(test)]
+mod tests;
+
+/// Magnitudes of the 8 levels of `l3`, ascending.
+pub static L3: [f32; 4] = [0.245_094_18, 0.756_005_3, 1.343_909_3, 2.151_945_6];
+
+/// Magnitudes of the 16 levels of `l4`, ascending.
+pub static L4: [f32; 8] = [
+    0.128_395_04,
+    0.388_048_3,
+    0.656_759_14,
+    0.942_340_43,
+    1.256_231_2,
+    1.618_046_4,
+    2.069_017_2,
+    2.732_589_5,
+];
+
+/// Magnitudes of the 64 levels of `l6`, ascending.
+pub static L6: [f32; 32] = [
+    0.033_409_506,
+    0.100_278_29,
+    0.167_296_9,
+    0.234_566_99,
+    0.302_192_84,
+    0.370_282_65,
+    0.438_949_67,
+    0.508_313_8,
+    0.578_503,
+    0.649_655_6,
+    0.721_921_9,
+    0.795_467_7,
+    0.870_476_6,
+    0.947_154_94,
+    1.025_736_3,
+    1.106_488_2,
+    1.189_720_2,
+    1.275_794_5,
+    1.365_141,
+    1.458_276_4,
+    1.555_831_2,
+    1.658_588_9,
+    1.767_541_9,
+    1.883_977_3,
+    2.009_611,
+    2.146_810_3,
+    2.298_981_2,
+    2.471_305,
+    2.672_273_9,
+    2.917_406_8,
+    3.240_437,
+    3.744_101_3,
+];
+
+/// Where the magnitudes of `l3` part: halfway between neighbours. A value on a threshold takes the
+/// smaller magnitude.
+pub static L3_THRESHOLDS: [f32; 3] = between(&L3);
+/// The same of `l4`.
+pub static L4_THRESHOLDS: [f32; 7] = between(&L4);
+/// The same of `l6`.
+pub static L6_THRESHOLDS: [f32; 31] = between(&L6);
+
+/// The magnitudes of `2^bits` Lloyd-Max levels of the standard normal distribution, ascending;
+/// `None` unless `bits` is 3, 4 or 6.
+pub fn magnitudes(bits: u32) -> Option<&'static [f32]> {
+    match bits {
+        3 => Some(&L3),
+        4 => Some(&L4),
+        6 => Some(&L6),
+        _ => None,
+    }
+}
+
+/// Where the [`magnitudes`] part, one fewer; a value on a threshold takes the smaller magnitude.
+pub fn thresholds(bits: u32) -> Option<&'static [f32]> {
+    match bits {
+        3 => Some(&L3_THRESHOLDS),
+        4 => Some(&L4_THRESHOLDS),
+        6 => Some(&L6_THRESHOLDS),
+        _ => None,
+    }
+}
+
+/// A codebook as the encoder uses it.
+pub(crate) trait Codebook {
+    /// Bits of a code, the sign included.
+    const BITS: u32;
+    /// The best scale of a row is near `NEAR_SCALE[0] * rms + NEAR_SCALE[1] * amax`, for a row and
+    /// for a group of 32. Fitted by least squares to the best of 61 (41) scales of 20,000 normal
+    /// rows of 128: the largest value says much about where the outer levels should lie.
+    const NEAR_SCALE: [f32; 2];
+    /// The same for a group of 32, by squared error.
+    const NEAR_GROUP_SCALE: [f32; 2];
+    /// Scales that are tried around it, as multiples of it.
+    const TRIED: &'static [f32];
+    /// Weight of the bias against the squared error where the scale is coarse; see the encoder.
+    const BIAS_WEIGHT: f32;
+
+    /// Index of the magnitude nearest to `value`, which is not negative.
+    fn index(value: f32) -> u8;
+    /// The magnitude nearest to `value`, which is not negative.
+    fn nearest(value: f32) -> f32;
+    /// The magnitude of an index, of which the bits above the code are not looked at.
+    fn magnitude(index: u8) -> f32;
+}
+
+/// `l3`.
+#[derive(Debug)]
+pub(crate) enum Book3 {}
+/// `l4`.
+#[derive(Debug)]
+pub(crate) enum Book4 {}
+/// `l6`.
+#[derive(Debug)]
+pub(crate) enum Book6 {}
+
+impl Codebook for Book3 {
+    const BITS: u32 = 3;
+    const NEAR_SCALE: [f32; 2] = [0.462, 0.190];
+    const NEAR_GROUP_SCALE: [f32; 2] = [0.057, 0.390];
+    const TRIED: &'static [f32] = &[0.9, 0.95, 1.05, 1.1];
+    const BIAS_WEIGHT: f32 = 16.0;
+
+    #[inline]
+    fn index(value: f32) -> u8 {
+        count(value, &L3_THRESHOLDS)
+    }
+    #[inline]
+    fn nearest(value: f32) -> f32 {
+        choose(value, &L3, &L3_THRESHOLDS)
+    }
+    #[inline]
+    fn magnitude(index: u8) -> f32 {
+        L3[usize::from(index & 3)]
+    }
+}
+
+impl Codebook for Book4 {
+    const BITS: u32 = 4;
+    const NEAR_SCALE: [f32; 2] = [0.086, 0.310];
+    const NEAR_GROUP_SCALE: [f32; 2] = [0.064, 0.337];
+    const TRIED: &'static [f32] = &[0.9, 0.95, 1.05, 1.1];
+    const BIAS_WEIGHT: f32 = 4.0;
+
+    #[inline]
+    fn index(value: f32) -> u8 {
+        count(value, &L4_THRESHOLDS)
+    }
+    #[inline]
+    fn nearest(value: f32) -> f32 {
+        choose(value, &L4, &L4_THRESHOLDS)
+    }
+    #[inline]
+    fn magnitude(index: u8) -> f32 {
+        L4[usize::from(index & 7)]
+    }
+}
+
+impl Codebook for Book6 {
+    const BITS: u32 = 6;
+    const NEAR_SCALE: [f32; 2] = [0.515, 0.124];
+    const NEAR_GROUP_SCALE: [f32; 2] = [0.535, 0.111];
+    const TRIED: &'static [f32] = &[0.94, 1.06];
+    const BIAS_WEIGHT: f32 = 4.0;
+
+    #[inline]
+    fn index(value: f32) -> u8 {
+        L6_CELLS.index(value)
+    }
+    #[inline]
+    fn nearest(value: f32) -> f32 {
+        Self::magnitude(Self::index(value))
+    }
+    #[inline]
+    fn magnitude(index: u8) -> f32 {
+        L6[usize::from(index & 31)]
+    }
+}
+
+/// How many thresholds lie below `value`: vector code when inlined into a loop.
+#[inline]
+fn count<const N: usize>(value: f32, thresholds: &[f32; N]) -> u8 {
+    thresholds.iter().map(|threshold| u8::from(value > *threshold)).sum()
+}
+
+/// The magnitude of that index, without a look into memory.
+#[inline]
+fn choose<const N: usize, const M: usize>(
+    value: f32,
+    magnitudes: &[f32; N],
+    thresholds: &[f32; M],
+) -> f32 {
+    let above = thresholds.iter().zip(&magnitudes[1..]);
+    above.fold(
+        magnitudes[0],
+        |chosen, (threshold, magnitude)| {
+            if value > *threshold { *magnitude } else { chosen }
+        },
+    )
+}
+
+/// The thresholds of `l6` by where they lie: cells of 1/16 around every multiple of 1/16, of which
+/// none has two thresholds.
+struct Cells {
+    /// How many thresholds lie below each cell.
+    below: [u8; Self::COUNT],
+    /// The threshold inside each cell, if any, else infinity.
+    inside: [f32; Self::COUNT],
+}
+
+static L6_CELLS: Cells = Cells::new();
+
+impl Cells {
+    const COUNT: usize = 64;
+    const PER_ONE: f32 = 16.0;
+
+    const fn new() -> Self {
+        let mut cells = Self { below: [0; Self::COUNT], inside: [f32::INFINITY; Self::COUNT] };
+        let mut cell = 0;
+        while cell < Self::COUNT {
+            let begin = (cell as f32 - 0.5) / Self::PER_ONE;
+            let end = (cell as f32 + 0.5) / Self::PER_ONE;
+            let mut at = 0;
+            while at < L6_THRESHOLDS.len() {
+                if L6_THRESHOLDS[at] < begin {
+                    cells.below[cell] += 1;
+                } else if L6_THRESHOLDS[at] <= end {
+                    assert!(cells.inside[cell].is_infinite(), "two thresholds in one cell");
+                    cells.inside[cell] = L6_THRESHOLDS[at];
+                }
+                at += 1;
+            }
+            cell += 1;
+        }
+        cells
+    }
+
+    #[inline]
+    fn index(&self, value: f32) -> u8 {
+        // In a float from 2^23 on the last bit is worth 1: adding it rounds to the nearest cell.
+        const ROUNDER: f32 = 8_388_608.0;
+        let scaled = value * Self::PER_ONE;
+        let last = (Self::COUNT - 1) as f32;
+        let scaled = if scaled < last { scaled } else { last };
+        let cell = (scaled + ROUNDER).to_bits() as usize % Self::COUNT;
+        self.below[cell] + u8::from(value > self.inside[cell])
+    }
+}
+
+const fn between<const N: usize, const M: usize>(magnitudes: &[f32; N]) -> [f32; M] {
+    assert!(M + 1 == N, "one threshold between two neighbours");
+    let mut thresholds = [0.0; M];
+    let mut at = 0;
+    while at < M {
+        thresholds[at] = f32::midpoint(magnitudes[at], magnitudes[at + 1]);
+        at += 1;
+    }
+    thresholds
+}

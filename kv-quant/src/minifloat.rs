@@ -1,1 +1,171 @@
-//! To be written.
+//! Floats of 8 and 4 bits: OCP FP8 E4M3 and E5M2, E2M1 (FP4), and the scale type E8M0.
+//!
+//! Owns the rounding. Encoders round to nearest, ties to even, and saturate, at infinities too, as
+//! CUDA's conversions with `__NV_SATFINITE` do. The sign of zero is kept. Decoders are tables, of
+//! which device kernels may copy what they need.
+//!
+//! | kind | sign, exponent, mantissa | bias | largest | smallest | infinity | NaN |
+//! |---|---|---|---|---|---|---|
+//! | E4M3 | 1, 4, 3 | 7 | 448 | 2^-9 | none | `0x7F`, `0xFF` |
+//! | E5M2 | 1, 5, 2 | 15 | 57344 | 2^-16 | `0x7C`, `0xFC` | `0x7D` to `0x7F`, with sign too |
+//! | E2M1 | 1, 2, 1 | 1 | 6 | 0.5 | none | none |
+//! | E8M0 | 0, 8, 0 | 127 | 2^127 | 2^-127 | none, nor zero | `0xFF` |
+//!
+//! # Source
+//! Open Compute Project, "OFP8 Formats for Deep Learning" 1.0 and "Microscaling Formats (MX)" 1.0.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::indexing_slicing,
+    reason = "bit fields of at most 32 bits; tables have an entry for every code"
+)]
+
+#[cfg(test)]
+mod tests;
+
+/// The value of every E4M3 code.
+pub static E4M3: [f32; 256] = table::<3, 7, 256>(Specials::LastIsNan);
+/// The value of every E5M2 code.
+pub static E5M2: [f32; 256] = table::<2, 15, 256>(Specials::Ieee);
+/// The value of every E2M1 code.
+pub static E2M1: [f32; 16] = table::<1, 1, 16>(Specials::None);
+
+/// NaN of both FP8 kinds, as encoders write it.
+const FP8_NAN: u8 = 0x7F;
+/// What E2M1 has in place of NaN: 6, as CUDA converts it.
+const E2M1_NAN: u8 = 0x7;
+
+/// The E4M3 code nearest to `value`; NaN is `0x7F`.
+#[inline]
+pub fn e4m3_encode(value: f32) -> u8 {
+    let code = magnitude::<3, 7>(value, 448.0) | sign(value, 7);
+    if value.is_nan() { FP8_NAN } else { code }
+}
+
+/// The value of an E4M3 code.
+#[inline]
+pub fn e4m3_decode(code: u8) -> f32 {
+    E4M3[usize::from(code)]
+}
+
+/// The E5M2 code nearest to `value`, never infinite; NaN is `0x7F`.
+#[inline]
+pub fn e5m2_encode(value: f32) -> u8 {
+    let code = magnitude::<2, 15>(value, 57344.0) | sign(value, 7);
+    if value.is_nan() { FP8_NAN } else { code }
+}
+
+/// The value of an E5M2 code, its infinities and NaNs included.
+#[inline]
+pub fn e5m2_decode(code: u8) -> f32 {
+    E5M2[usize::from(code)]
+}
+
+/// The E2M1 code nearest to `value`, in the low 4 bits; NaN, which has none, is `0x7`.
+#[inline]
+pub fn e2m1_encode(value: f32) -> u8 {
+    let code = magnitude::<1, 1>(value, 6.0) | sign(value, 3);
+    if value.is_nan() { E2M1_NAN } else { code }
+}
+
+/// The value of an E2M1 code; the high 4 bits are not looked at.
+#[inline]
+pub fn e2m1_decode(code: u8) -> f32 {
+    E2M1[usize::from(code & 0xF)]
+}
+
+/// The E8M0 code nearest to the magnitude of `value`, in value and not in exponent: halfway (1.5
+/// times a power of two) goes up. Zero is the smallest code, what is too large or infinite the
+/// largest; NaN is `0xFF`.
+///
+/// Libraries agree on no rounding here. This is that of PyTorch and of `ml_dtypes` for positive
+/// numbers up to 1.5 * 2^127. To choose a block's scale, the microscaling specification takes the
+/// exponent of the largest magnitude instead.
+#[inline]
+pub fn e8m0_encode(value: f32) -> u8 {
+    if value.is_nan() {
+        return 0xFF;
+    }
+    let bits = value.abs().to_bits();
+    // Below 2^-126 there is no implied one: the fraction is in units of 2^-149, 2^-127 is half of
+    // it.
+    let code = match bits >> 23 {
+        0 => u32::from(bits >= 0x60_0000),
+        exponent => exponent + (bits >> 22 & 1),
+    };
+    code.min(0xFE) as u8
+}
+
+/// The power of two of an E8M0 code.
+#[inline]
+pub fn e8m0_decode(code: u8) -> f32 {
+    match code {
+        0 => f32::from_bits(0x40_0000),
+        0xFF => f32::NAN,
+        exponent => f32::from_bits(u32::from(exponent) << 23),
+    }
+}
+
+/// The code of `|value|`, saturated at `largest`. Both ways are taken and one is chosen, so that
+/// loops over values become vector code.
+#[inline]
+fn magnitude<const MANTISSA: u32, const BIAS: u32>(value: f32, largest: f32) -> u8 {
+    let smallest_normal = f32::from_bits((127 + 1 - BIAS) << 23);
+    // A float whose last bit has the worth of the kind's smallest number: adding it rounds.
+    let rounder = f32::from_bits((127 + 23 + 1 - BIAS - MANTISSA) << 23);
+    let dropped = 23 - MANTISSA;
+    let value = value.abs();
+    let value = if value < largest { value } else { largest };
+
+    let subnormal = (value + rounder).to_bits().wrapping_sub(rounder.to_bits());
+    let bits = value.to_bits();
+    let nearest = bits + ((1 << (dropped - 1)) - 1) + (bits >> dropped & 1);
+    let normal = (nearest >> dropped).wrapping_sub((127 - BIAS) << MANTISSA);
+    (if value < smallest_normal { subnormal } else { normal }) as u8
+}
+
+#[inline]
+fn sign(value: f32, at: u32) -> u8 {
+    (value.to_bits() >> 31 << at) as u8
+}
+
+/// Which codes are no numbers.
+#[derive(Clone, Copy)]
+enum Specials {
+    /// None.
+    None,
+    /// All ones, with either sign.
+    LastIsNan,
+    /// Those with the largest exponent, as IEEE 754 has it.
+    Ieee,
+}
+
+/// Values of all codes of a kind.
+const fn table<const MANTISSA: u32, const BIAS: u32, const CODES: usize>(
+    specials: Specials,
+) -> [f32; CODES] {
+    let mut values = [0.0; CODES];
+    let half = CODES / 2;
+    let mut code = 0;
+    while code < half {
+        let exponent = code as u32 >> MANTISSA;
+        let mantissa = code as u32 & ((1 << MANTISSA) - 1);
+        let largest_exponent = exponent == (half as u32 - 1) >> MANTISSA;
+        let value = match specials {
+            Specials::LastIsNan if code == half - 1 => f32::NAN,
+            Specials::Ieee if largest_exponent && mantissa == 0 => f32::INFINITY,
+            Specials::Ieee if largest_exponent => f32::NAN,
+            // mantissa * 2^(1 - bias - MANTISSA); exact.
+            _ if exponent == 0 => {
+                mantissa as f32 * f32::from_bits((127 + 1 - BIAS - MANTISSA) << 23)
+            }
+            _ => f32::from_bits((exponent + 127 - BIAS) << 23 | mantissa << (23 - MANTISSA)),
+        };
+        values[code] = value;
+        values[code + half] = -value;
+        code += 1;
+    }
+    values
+}

@@ -205,6 +205,25 @@ fn a_tail_needs_blocks() {
     assert_eq!((means.max_seq_len(), means.sequences_that_fit(28)), (28, 1));
 }
 
+/// Tokens of sequences of 1,024 that a pool of `bytes` takes until it is full.
+fn tokens_within(bytes: u64, format: KvFormat, sinks: u32) -> u32 {
+    let spec = CacheSpec::builder().layers(4).kv_heads(8).head_dim(128).format(format);
+    let spec = spec.sinks(sinks).paged_within(16, bytes).build().unwrap();
+    assert!(spec.memory().bytes_total <= bytes);
+    let mut cache = KvCache::new(NullBackend::new(), spec).unwrap();
+    let mut fits = |id| cache.start(SequenceId(id), &[], StartOptions::default().reserve(1024));
+    let full = (0..).map_while(|id| fits(id).ok()).count();
+    1024 * u32::try_from(full).unwrap()
+}
+
+#[test]
+fn four_bits_hold_nearly_four_times_the_tokens() {
+    let bytes = 1 << 30;
+    let (l4, bf16) = (tokens_within(bytes, L4, 4), tokens_within(bytes, KvFormat::Bf16, 0));
+    let ratio = f64::from(l4) / f64::from(bf16);
+    assert!(ratio >= 3.7, "{l4} tokens in l4, {bf16} in bf16");
+}
+
 fn spec(format: KvFormat) -> CacheSpec {
     let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(format).paged(4, 4);
     spec.build().unwrap()

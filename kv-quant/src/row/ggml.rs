@@ -1,0 +1,122 @@
+//! llama.cpp's blocks of 32: `q8_0` and `q4_0`.
+//!
+//! # Source
+//! `quantize_row_q8_0_ref`, `quantize_row_q4_0_ref` and their inverses in ggml's `ggml-quants.c`,
+//! bit for bit. (llama.cpp's vectorised quantiser of `q8_0` rounds halves to even and may differ in
+//! the last bit.) Three cases are ours: a scale beyond f16 is 65504 where ggml's is infinite and
+//! its block decodes to NaN; a NaN makes its block's scale NaN where ggml overlooks it; the
+//! reciprocal of a scale so small that it is infinite counts as 0.
+#![expect(
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::indexing_slicing,
+    reason = "floats, and blocks of known size"
+)]
+
+use half::f16;
+
+use super::scale;
+
+const BLOCK: usize = 32;
+const SCALE_BYTES: usize = 2;
+const Q8_0_BYTES: usize = SCALE_BYTES + BLOCK;
+const Q4_0_BYTES: usize = SCALE_BYTES + BLOCK / 2;
+
+/// `blocks` is 0 when this begins.
+pub(super) fn encode_q8_0(values: &[f32], blocks: &mut [u8]) {
+    for_blocks::<Q8_0_BYTES>(values, blocks, |values, block| {
+        let (to, codes) = block.split_at_mut(SCALE_BYTES);
+        let Some(amax) = scale::amax(values) else {
+            scale::put(f16::NAN, to);
+            return;
+        };
+        let inverse = put_scale(amax / 127.0, to);
+        for (code, value) in codes.iter_mut().zip(values) {
+            *code = round_half_away(value * inverse);
+        }
+    });
+}
+
+/// `blocks` is 0 when this begins.
+pub(super) fn encode_q4_0(values: &[f32], blocks: &mut [u8]) {
+    for_blocks::<Q4_0_BYTES>(values, blocks, |values, block| {
+        let (to, codes) = block.split_at_mut(SCALE_BYTES);
+        let Some(amax) = scale::amax(values) else {
+            scale::put(f16::NAN, to);
+            return;
+        };
+        // The first value of the largest magnitude, with its sign, becomes -8: of the 16 codes one
+        // more is negative.
+        let extreme = values.iter().find(|value| amax > 0.0 && value.abs() >= amax);
+        let inverse = put_scale(extreme.unwrap_or(&0.0) / -8.0, to);
+        let quantise = |value: f32| (value * inverse + 8.5).clamp(0.0, 15.0) as u8;
+        let (low, high) = values.split_at(BLOCK / 2);
+        for ((code, low), high) in codes.iter_mut().zip(low).zip(high) {
+            *code = quantise(*low) | quantise(*high) << 4;
+        }
+    });
+}
+
+pub(super) fn decode_q8_0(blocks: &[u8], values: &mut [f32]) {
+    let blocks = blocks.as_chunks::<Q8_0_BYTES>().0;
+    for (values, block) in values.chunks_mut(BLOCK).zip(blocks) {
+        let scale = scale::get(block);
+        for (value, code) in values.iter_mut().zip(&block[SCALE_BYTES..]) {
+            *value = f32::from(code.cast_signed()) * scale;
+        }
+    }
+}
+
+pub(super) fn decode_q4_0(blocks: &[u8], values: &mut [f32]) {
+    let blocks = blocks.as_chunks::<Q4_0_BYTES>().0;
+    for (values, block) in values.chunks_mut(BLOCK).zip(blocks) {
+        let (scale, codes) = (scale::get(block), &block[SCALE_BYTES..]);
+        let codes = codes.iter().map(|byte| byte & 0xF).chain(codes.iter().map(|byte| byte >> 4));
+        for (value, code) in values.iter_mut().zip(codes) {
+            *value = (f32::from(code) - 8.0) * scale;
+        }
+    }
+}
+
+/// Calls `encode` for every block of values, the last one filled up with zeros.
+#[inline]
+fn for_blocks<const BYTES: usize>(
+    values: &[f32],
+    blocks: &mut [u8],
+    encode: impl Fn(&[f32; BLOCK], &mut [u8; BYTES]),
+) {
+    let (whole, rest) = values.as_chunks::<BLOCK>();
+    let blocks = blocks.as_chunks_mut::<BYTES>().0;
+    let mut last = [0.0; BLOCK];
+    last[..rest.len()].copy_from_slice(rest);
+    for (values, block) in whole.iter().chain([&last]).zip(blocks) {
+        encode(values, block);
+    }
+}
+
+/// Stores a scale and returns the number to multiply values with, which ggml takes from the scale
+/// before it is rounded.
+#[inline]
+fn put_scale(scale: f32, to: &mut [u8]) -> f32 {
+    let stored = f16::from_f32(scale);
+    let saturates = stored.is_infinite();
+    let stored = if saturates { scale::saturated(scale) } else { stored };
+    scale::put(stored, to);
+    let inverse = if saturates { stored.to_f32() } else { scale }.recip();
+    if inverse.is_finite() { inverse } else { 0.0 }
+}
+
+/// The nearest integer in -127..=127, halves away from zero, as C's `roundf`, in two's complement.
+/// `f32::round` would be a call for every value.
+#[inline]
+fn round_half_away(value: f32) -> u8 {
+    // Adding a float whose last bit is worth 1 rounds to even; halves that went down go up again.
+    const ROUNDER: f32 = 8_388_608.0;
+    let magnitude = value.abs();
+    let magnitude = if magnitude < 127.0 { magnitude } else { 127.0 };
+    let even = (magnitude + ROUNDER) - ROUNDER;
+    let rounded = if magnitude - even >= 0.5 { even + 1.0 } else { even };
+    let code = (rounded + ROUNDER).to_bits() as u8;
+    if value.is_sign_negative() { code.wrapping_neg() } else { code }
+}

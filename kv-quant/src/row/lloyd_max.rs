@@ -1,0 +1,243 @@
+//! `l6`, `l4`, `l3`: codes by search, and a scale that keeps inner products unbiased.
+//!
+//! For a scale the best codes are known: every value goes to the nearest level. So the encoder
+//! tries a few scales around the one the row's rms and largest magnitude suggest. Whatever the
+//! codes `c` of a row `x` are worth, the row is then decoded as `s c`:
+//!
+//! - With one f16 scale a row, the codes with the largest cosine between `x` and `c` are kept, and
+//!   `s = |x|^2 / <x, c>` makes `<x, s c> = |x|^2`. The scale of least squared error,
+//!   `<x, c> / |c|^2`, is smaller and shrinks every score by the share of the error (3 % in `l3`),
+//!   which attention sees as a higher temperature. The price is an error of `1 / cos^2 - 1` instead
+//!   of `1 - cos^2`.
+//! - With an E4M3 scale for 32 values there are few scales to choose from (they are 6 to 12 %
+//!   apart), so codes and scale are chosen together, by squared error plus a weight times the
+//!   square of `<x, s c> - |x|^2` summed over the row so far: what one group lost the next makes up
+//!   for.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::as_conversions,
+    clippy::cast_precision_loss,
+    clippy::indexing_slicing,
+    reason = "floats, and groups of at most 32 values"
+)]
+
+use half::f16;
+use kv_core::ScaleGroup;
+
+use super::planes::{self, GROUP};
+use super::scale;
+use crate::lloyd::Codebook;
+use crate::minifloat::{e4m3_decode, e4m3_encode};
+
+/// Larger magnitudes, infinity too, count as this: their scale saturates all the same, and no
+/// square overflows.
+const LIMIT: f32 = 1_099_511_627_776.0; // 2^40
+const E4M3_NAN: u8 = 0x7F;
+const E4M3_LARGEST: u8 = 0x7E;
+/// Neighbours of the likely E4M3 scale that are tried, on either side.
+const NEIGHBOURS: i16 = 2;
+/// What a group may make up for, as a share of its own energy: a group that saturated must not
+/// spoil the next. In ordinary rows the sum stays below 1/50.
+const MAKE_UP: f32 = 1.0 / 16.0;
+
+/// Encodes a row with one f16 scale. `codes` and `scales` are 0 when this begins.
+pub(super) fn encode<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
+    let Some(amax) = scale::amax(values) else {
+        scale::put(f16::NAN, scales);
+        return;
+    };
+    let [energy] = sums(values, |a| [a * a]);
+    if energy <= 0.0 {
+        return;
+    }
+    let (inverse, projection) = search::<B>(values, amax.min(LIMIT), energy);
+    let unbiased = energy / projection;
+    let stored = scale::saturated(unbiased);
+    let scale = stored.to_f32();
+    // Where f16 could not hold the scale (too large, or with few bits below 2^-14), other codes are
+    // nearer.
+    let exact = (scale - unbiased).abs() <= unbiased * 0.001;
+    let inverse = if exact { inverse } else { scale.recip() };
+    // A row too small for any scale is zeros.
+    if scale > 0.0 {
+        scale::put(stored, scales);
+        let bytes = codes.chunks_mut(planes::group_bytes(B::BITS));
+        for (group, bytes) in values.chunks(GROUP).zip(bytes) {
+            encode_group::<B>(group, inverse, bytes);
+        }
+    }
+}
+
+/// The reciprocal of the scale whose codes have the largest cosine with the row, and `<x, c>`.
+#[inline]
+fn search<B: Codebook>(values: &[f32], amax: f32, energy: f32) -> (f32, f32) {
+    let [of_rms, of_amax] = B::NEAR_SCALE;
+    let rms = (energy / values.len() as f32).sqrt();
+    let near = of_rms * rms + of_amax * amax;
+    let mut best = Codes::of::<B>(values, near);
+    for tried in B::TRIED {
+        best = best.or_better(Codes::of::<B>(values, near * tried));
+    }
+    // Codes say which scale fits them best, and that scale which codes: one step of that often
+    // pays.
+    best = best.or_better(Codes::of::<B>(values, best.projection / best.energy));
+    (best.inverse, best.projection)
+}
+
+/// The codes that a row takes at a scale, in sums.
+#[derive(Clone, Copy)]
+struct Codes {
+    inverse: f32,
+    /// `<x, c>`
+    projection: f32,
+    /// `|c|^2`
+    energy: f32,
+    /// The square of the cosine, up to `|x|^2`.
+    score: f32,
+}
+
+impl Codes {
+    #[inline]
+    fn of<B: Codebook>(values: &[f32], scale: f32) -> Self {
+        let inverse = scale.recip();
+        let [projection, energy] = sums(values, |a| {
+            let c = B::nearest(a * inverse);
+            [a * c, c * c]
+        });
+        Self { inverse, projection, energy, score: projection * (projection / energy) }
+    }
+
+    #[inline]
+    fn or_better(self, other: Self) -> Self {
+        if other.score > self.score { other } else { self }
+    }
+}
+
+/// Encodes a row with an E4M3 scale for every 32 values. `codes` and `scales` are 0 when this
+/// begins.
+pub(super) fn encode_groups<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
+    // <x, s c> - |x|^2 over the groups so far.
+    let mut owed = 0.0;
+    let bytes = codes.chunks_mut(planes::group_bytes(B::BITS));
+    for ((group, bytes), stored) in values.chunks(GROUP).zip(bytes).zip(scales) {
+        let Some(amax) = scale::amax(group) else {
+            *stored = E4M3_NAN;
+            continue;
+        };
+        let [energy] = sums(group, |a| [a * a]);
+        if energy <= 0.0 {
+            continue;
+        }
+        let code = group_scale::<B>(group, amax.min(LIMIT), energy, &mut owed);
+        if code > 0 {
+            *stored = code;
+            encode_group::<B>(group, e4m3_decode(code).recip(), bytes);
+        }
+    }
+}
+
+/// The code of the scale for a group, 0 where zeros are nearer than anything else.
+#[inline]
+fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f32) -> u8 {
+    let [of_rms, of_amax] = B::NEAR_GROUP_SCALE;
+    let rms = (energy / values.len() as f32).sqrt();
+    let near = i16::from(e4m3_encode(of_rms * rms + of_amax * amax));
+    let carried = owed.clamp(-energy * MAKE_UP, energy * MAKE_UP);
+    let (mut best, mut best_cost) = (0, energy);
+    *owed = carried - energy;
+    for code in near - NEIGHBOURS..=near + NEIGHBOURS {
+        let Some(code) = u8::try_from(code).ok().filter(|code| (1..=E4M3_LARGEST).contains(code))
+        else {
+            continue;
+        };
+        let scale = e4m3_decode(code);
+        let inverse = scale.recip();
+        let [error, projection] = sums(values, |a| {
+            let decoded = B::nearest(a * inverse) * scale;
+            [(a - decoded) * (a - decoded), a * decoded]
+        });
+        let owing = carried + projection - energy;
+        let cost = error + B::BIAS_WEIGHT * owing * (owing / energy);
+        if cost < best_cost {
+            (best, best_cost) = (code, cost);
+            *owed = owing;
+        }
+    }
+    best
+}
+
+/// Encodes up to 32 values with the scale of which `inverse` is the reciprocal.
+#[inline]
+fn encode_group<B: Codebook>(values: &[f32], inverse: f32, bytes: &mut [u8]) {
+    let mut codes = [0; GROUP];
+    let codes = &mut codes[..values.len()];
+    for (code, value) in codes.iter_mut().zip(values) {
+        let sign = u8::from(value.is_sign_negative()) << (B::BITS - 1);
+        *code = B::index(limited(*value) * inverse) | sign;
+    }
+    match B::BITS {
+        3 => planes::pack::<3>(codes, bytes),
+        4 => planes::pack::<4>(codes, bytes),
+        _ => planes::pack::<6>(codes, bytes),
+    }
+}
+
+/// Decodes a row.
+pub(super) fn decode<B: Codebook>(
+    group: ScaleGroup,
+    codes: &[u8],
+    scales: &[u8],
+    values: &mut [f32],
+) {
+    let of_row = scale::get(scales);
+    let groups = codes.chunks(planes::group_bytes(B::BITS));
+    for ((values, bytes), index) in values.chunks_mut(GROUP).zip(groups).zip(0_usize..) {
+        let scale = match group {
+            ScaleGroup::Row => of_row,
+            ScaleGroup::Group32 => e4m3_decode(scales[index]),
+        };
+        let mut codes = [0; GROUP];
+        let codes = &mut codes[..values.len()];
+        match B::BITS {
+            3 => planes::unpack::<3>(bytes, codes),
+            4 => planes::unpack::<4>(bytes, codes),
+            _ => planes::unpack::<6>(bytes, codes),
+        }
+        for (value, code) in values.iter_mut().zip(codes) {
+            let magnitude = B::magnitude(*code);
+            let is_negative = *code >> (B::BITS - 1) == 1;
+            *value = (if is_negative { -magnitude } else { magnitude }) * scale;
+        }
+    }
+}
+
+/// The magnitude of a value, at most [`LIMIT`].
+#[inline]
+fn limited(value: f32) -> f32 {
+    let magnitude = value.abs();
+    if magnitude < LIMIT { magnitude } else { LIMIT }
+}
+
+/// Sums `N` terms of every magnitude, in an order that is the same on every machine and that vector
+/// code can follow: eight sums side by side.
+#[inline]
+fn sums<const N: usize>(values: &[f32], terms: impl Fn(f32) -> [f32; N]) -> [f32; N] {
+    const LANES: usize = 8;
+    let mut lanes = [[0.0_f32; LANES]; N];
+    let (whole, rest) = values.as_chunks::<LANES>();
+    for chunk in whole {
+        for lane in 0..LANES {
+            let terms = terms(limited(chunk[lane]));
+            for (sum, term) in lanes.iter_mut().zip(terms) {
+                sum[lane] += term;
+            }
+        }
+    }
+    for (value, lane) in rest.iter().zip(0_usize..) {
+        let terms = terms(limited(*value));
+        for (sum, term) in lanes.iter_mut().zip(terms) {
+            sum[lane] += term;
+        }
+    }
+    lanes.map(|[a, b, c, d, e, f, g, h]| ((a + e) + (c + g)) + ((b + f) + (d + h)))
+}

@@ -1,0 +1,71 @@
+//! NVFP4: E2M1 values in pairs, an E4M3 scale for every 16, and a given f32 scale.
+//!
+//! A value is `code * (block scale * given scale)`; the product in brackets is rounded to f32
+//! first.
+//!
+//! The largest magnitude of a block is either the code for 6 or the code for 4, whichever gives the
+//! smaller squared error ("four over six"): codes are 2 apart at the top, and a scale a half larger
+//! puts what lies between 4 and 6 on finer ones. Readers of the format need not know.
+//!
+//! # Source
+//! NVIDIA, "Pretraining Large Language Models with NVFP4", 2025; Cook et al., "Four Over Six",
+//! 2025.
+
+use super::scale;
+use crate::minifloat::{e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode};
+
+const BLOCK: usize = 16;
+const E4M3_NAN: u8 = 0x7F;
+
+/// `codes` and `scales` are 0 when this begins.
+pub(super) fn encode(inv_scale: f32, values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
+    let blocks = codes.chunks_mut(BLOCK / 2);
+    for ((values, codes), stored) in values.chunks(BLOCK).zip(blocks).zip(scales) {
+        let Some(amax) = scale::amax(values) else {
+            *stored = E4M3_NAN;
+            continue;
+        };
+        *stored = block_scale(inv_scale, amax, values);
+        let scale = e4m3_decode(*stored);
+        if scale > 0.0 {
+            for (code, pair) in codes.iter_mut().zip(values.chunks(2)) {
+                let nibbles = pair.iter().map(|value| e2m1_encode(value * inv_scale / scale));
+                *code = nibbles.zip([0, 4]).fold(0, |byte, (nibble, at)| byte | nibble << at);
+            }
+        }
+    }
+}
+
+/// The code of the scale with the smaller squared error.
+fn block_scale(inv_scale: f32, amax: f32, values: &[f32]) -> u8 {
+    let over_6 = e4m3_encode(amax / 6.0 * inv_scale);
+    let over_4 = e4m3_encode(amax / 4.0 * inv_scale);
+    // Relative to the largest, so that no square overflows.
+    let unit = (amax * inv_scale).recip();
+    let error = |code: u8| {
+        let scale = e4m3_decode(code);
+        let errors = values.iter().map(|value| {
+            let value = value * inv_scale;
+            let code = if scale > 0.0 { e2m1_encode(value / scale) } else { 0 };
+            (value - e2m1_decode(code) * scale) * unit
+        });
+        errors.map(|error| error * error).sum::<f32>()
+    };
+    // Not a number where the largest is infinite or zero: then over 6.
+    let best = if error(over_4) < error(over_6) { over_4 } else { over_6 };
+    // A block that is not zero but whose scale would be takes the smallest scale, if that is
+    // nearer.
+    if best == 0 && error(1) < error(0) { 1 } else { best }
+}
+
+pub(super) fn decode(given: f32, codes: &[u8], scales: &[u8], values: &mut [f32]) {
+    let blocks = codes.chunks(BLOCK / 2);
+    for ((values, codes), stored) in values.chunks_mut(BLOCK).zip(blocks).zip(scales) {
+        let scale = e4m3_decode(*stored) * given;
+        for (pair, byte) in values.chunks_mut(2).zip(codes) {
+            for (value, nibble) in pair.iter_mut().zip([byte & 0xF, byte >> 4]) {
+                *value = e2m1_decode(nibble) * scale;
+            }
+        }
+    }
+}
