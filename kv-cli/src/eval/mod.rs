@@ -59,17 +59,23 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), args.backend)?;
     let ids = loaded.read_tokens(&args.text)?;
     let windows = windows(args, &ids, loaded.model.config().context)?;
-    let calibrations = calibrations(args, &loaded, &formats)?;
+    let constants = calibrate(args, &loaded, &formats)?;
     let window = windows.first().map_or(0, |window| to_u32(window.len()));
     let cut = (args.block_size, window);
-    let lanes = lanes(&loaded, formats, &calibrations, cut)?;
+    let lanes = lanes(&loaded, formats, &constants.by_sinks, cut)?;
     let lanes = evaluate(&loaded, lanes, &windows)?;
     let measured = lanes.into_iter().filter_map(|lane| {
         let summary = Summary::of(&lane.scores)?;
         let spec = lane.reader.spec();
         Some((Line::new(&lane.stored, spec, &summary), spec.memory().bytes_per_token))
     });
-    let report = Report { args, loaded: &loaded, windows: &windows, lines: measured.collect() };
+    let report = Report {
+        args,
+        loaded: &loaded,
+        windows: &windows,
+        constants: constants.about,
+        lines: measured.collect(),
+    };
     report.print()?;
     if let Some(path) = &args.plot {
         let svg = plot::draw(&report.points())?;
@@ -127,20 +133,24 @@ fn windows<'t>(args: &EvalArgs, ids: &'t [u32], context: u32) -> anyhow::Result<
     Ok(rest.chunks_exact(window.max(1)).take(windows).collect())
 }
 
-/// Constants by the number of sinks: the first tokens count where they are stored as the others
-/// are, and do not where they stay in 16 bits. A file is what it is.
-fn calibrations(
-    args: &EvalArgs,
-    loaded: &Loaded,
-    formats: &[Stored],
-) -> anyhow::Result<BTreeMap<u32, Calibration>> {
+/// What the formats are calibrated with.
+struct Constants {
+    /// By the number of sinks: the first tokens count where they are stored as the others are, and
+    /// do not where they stay in 16 bits. A file is what it is.
+    by_sinks: BTreeMap<u32, Calibration>,
+    /// Where they come from.
+    about: String,
+}
+
+fn calibrate(args: &EvalArgs, loaded: &Loaded, formats: &[Stored]) -> anyhow::Result<Constants> {
     let sinks: BTreeSet<_> = formats.iter().map(Stored::sinks).collect();
     if let Some(path) = &args.calib {
         let calibration = constants::load(path, &loaded.model)?;
-        return Ok(sinks.into_iter().map(|sinks| (sinks, calibration.clone())).collect());
+        let by_sinks = sinks.into_iter().map(|sinks| (sinks, calibration.clone())).collect();
+        return Ok(Constants { by_sinks, about: format!("constants from {}", path.display()) });
     }
     let Some(path) = &args.calib_text else {
-        return Ok(BTreeMap::new());
+        return Ok(Constants { by_sinks: BTreeMap::new(), about: "no calibration".to_owned() });
     };
     let mut ids = loaded.read_tokens(path)?;
     ids.truncate(to_usize(args.calib_tokens));
@@ -149,7 +159,9 @@ fn calibrations(
     let finished = calibrators
         .iter()
         .map(|calibrator| calibrator.finish().with_context(|| path.display().to_string()));
-    sinks.into_iter().zip(finished).map(|(sinks, made)| Ok((sinks, made?))).collect()
+    let by_sinks = sinks.into_iter().zip(finished).map(|(sinks, made)| Ok((sinks, made?)));
+    let about = format!("constants from {} tokens of {}", ids.len(), path.display());
+    Ok(Constants { by_sinks: by_sinks.collect::<anyhow::Result<_>>()?, about })
 }
 
 /// A cache for every format.

@@ -39,6 +39,8 @@ pub(super) struct Report<'r> {
     pub(super) args: &'r EvalArgs,
     pub(super) loaded: &'r Loaded,
     pub(super) windows: &'r [&'r [u32]],
+    /// Where the constants come from.
+    pub(super) constants: String,
     /// Each with the bytes of a token over all layers.
     pub(super) lines: Vec<(Line, u64)>,
 }
@@ -60,20 +62,14 @@ impl Report<'_> {
     }
 
     fn show(&self) -> String {
-        let Self { args, loaded, windows, lines } = self;
+        let Self { args, loaded, windows, constants, lines } = self;
         let window = windows.first().map_or(0, |window| window.len());
         // The same for every format, but for rounding in the last digits.
         let plain =
             lines.first().map_or(f64::NAN, |(line, _)| (line.ppl.ln() - line.delta_nll).exp());
-        let constants = match (&args.calib, &args.calib_text) {
-            (Some(path), _) => format!("constants from {}", path.display()),
-            (None, Some(path)) => {
-                format!("constants from {} tokens of {}", args.calib_tokens, path.display())
-            }
-            (None, None) => "no calibration".to_owned(),
-        };
+        let plural = if windows.len() == 1 { "" } else { "s" };
         format!(
-            "{} on {}, {} windows of {window} tokens of {} behind {}, blocks of {}, {constants}\n\
+            "{} on {}, {} window{plural} of {window} tokens of {} behind {}, blocks of {}, {constants}\n\
              f32: perplexity {plain:.4}; divergence from it, nats a token:\n{}",
             loaded.name,
             args.backend,

@@ -49,7 +49,7 @@ fn every_format_runs_and_fewer_bits_cost_more() {
         number(&lines[at], "kld_mean")
     };
     for line in &lines {
-        assert!(number(line, "kld_mean") > 0.0 && number(line, "kld_mean") < 0.5, "{line}");
+        assert!(number(line, "kld_mean") > 0.0 && number(line, "kld_mean") < 1.0, "{line}");
         assert!(number(line, "top1") > 0.5, "{line}");
     }
     for formats in [
@@ -59,7 +59,7 @@ fn every_format_runs_and_fewer_bits_cost_more() {
         &["fp8-e4m3-row", "fp8-e5m2-row", "q4_0"],
         &["int8", "int8-tensor", "l4"],
         &["q8_0", "q4_0"],
-        &["int8", "nvfp4", "l3"],
+        &["int8", "l4", "nvfp4", "q4_0"],
     ] {
         let klds: Vec<_> = formats.iter().map(|format| kld(format)).collect();
         assert_ascending(formats, &klds);
@@ -102,7 +102,7 @@ fn options_of_a_format_change_what_is_stored() {
             "{klds_on:?}"
         );
     }
-    assert!(klds_on[2] < klds_on[0], "more tokens in 16 bits cost less: {klds_on:?}");
+    assert!(klds_on[3] > klds_on[0] * 4.0, "the transform is worth its while: {klds_on:?}");
     let off = klds(&["l4"], &["--calib-text", &text, "--no-transform"]);
     let same = klds(&["l4,transform=off,sinks=0"], &["--calib-text", &text]);
     assert_eq!(off, same, "without a transform there are no sinks unless asked for");
