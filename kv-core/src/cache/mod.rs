@@ -5,6 +5,7 @@
 mod constants;
 mod front;
 mod open;
+mod recalibrate;
 mod reserve;
 mod rows;
 mod sequences;

@@ -1,6 +1,6 @@
-//! The life of sequences on a device that computes nothing: who holds which block, and that a
-//! refused or failed call leaves no trace.
+//! Sequences on a device that computes nothing: who holds which block, and no trace of a refusal.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
+mod constants;
 mod wide;
 
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ fn cache(block_size: u32, num_blocks: u32) -> KvCache<NullBackend> {
     KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
 }
 
-/// Two groups of different block sizes; the second is the tighter one.
+/// Two groups; the second is the tighter one.
 fn two_groups(wipe: bool) -> KvCache<NullBackend> {
     let spec = CacheSpec::builder()
         .layers(3)
@@ -35,7 +35,6 @@ fn start(cache: &mut KvCache<NullBackend>, sequence: SequenceId) {
     cache.start(sequence, &[], StartOptions::default()).unwrap();
 }
 
-/// Runs a whole step of new tokens.
 fn append(
     cache: &mut KvCache<NullBackend>,
     inputs: &[(SequenceId, u32)],
@@ -84,7 +83,7 @@ fn snapshot(cache: &KvCache<NullBackend>) -> Snapshot {
     (sequences, cache.groups.iter().map(holders).collect())
 }
 
-/// Every block's holders are the table entries that name it, and the free list is the rest.
+/// A block's holders are the table entries that name it; the free list is the rest.
 fn check_invariants(cache: &KvCache<NullBackend>) {
     let (sequences, holders) = snapshot(cache);
     for (index, group) in cache.groups.iter().enumerate() {
@@ -384,6 +383,7 @@ proptest! {
         live(&mut two_groups(wipe), &operations);
     }
 }
+
 /// Runs operations; each applies whole or changes nothing.
 fn live(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
     use Operation::{Release, Reset, Truncate};

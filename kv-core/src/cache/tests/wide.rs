@@ -1,7 +1,6 @@
-//! Sequences with tokens that take several slots, and caches with constants.
+//! Sequences with tokens that take several slots.
 use super::*;
-use crate::calibration::{CalibrationError, LayerCalibration, PlaneCalibration};
-use crate::{Calibration, KeyMean, KvFormat, ScaleGroup, Scaling, Slot, SpecError, Transform};
+use crate::{KeyMean, KvFormat, ScaleGroup, Scaling, Slot, SpecError};
 
 const INT8: KvFormat = KvFormat::Int8(Scaling::Row);
 const L4: KvFormat = KvFormat::L4(ScaleGroup::Row);
@@ -222,65 +221,4 @@ fn four_bits_hold_nearly_four_times_the_tokens() {
     let (l4, bf16) = (tokens_within(bytes, L4, 4), tokens_within(bytes, KvFormat::Bf16, 0));
     let ratio = f64::from(l4) / f64::from(bf16);
     assert!(ratio >= 3.7, "{l4} tokens in l4, {bf16} in bf16");
-}
-
-fn spec(format: KvFormat) -> CacheSpec {
-    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(format).paged(4, 4);
-    spec.build().unwrap()
-}
-
-fn calibration(mean: f32) -> Calibration {
-    let k = PlaneCalibration { scales: vec![0.5], mean: vec![mean; 4], ..Default::default() };
-    let v = PlaneCalibration { scales: vec![0.25], ..Default::default() };
-    Calibration::new(vec![LayerCalibration { k, v }; 2])
-}
-
-#[test]
-fn constants_are_checked_before_anything_is_allocated() {
-    let fp8 = KvFormat::Fp8E4m3(Scaling::Tensor);
-    let backend = std::sync::Arc::new(NullBackend::new());
-    let open = |spec, given: Option<Calibration>| match given {
-        None => KvCache::new(std::sync::Arc::clone(&backend), spec),
-        Some(given) => KvCache::with_calibration(std::sync::Arc::clone(&backend), spec, given),
-    };
-    let missing = open(spec(fp8), None).unwrap_err();
-    assert!(matches!(missing, CacheError::Calibration(CalibrationError::MissingScale { .. })));
-    let short = Calibration::new(calibration(0.0).layers()[..1].to_vec());
-    let short = open(spec(fp8), Some(short)).unwrap_err();
-    assert!(matches!(short, CacheError::Calibration(CalibrationError::Layers { .. })), "{short}");
-    let nan = open(spec(INT8), Some(calibration(f32::NAN))).unwrap_err();
-    assert!(matches!(nan, CacheError::Calibration(CalibrationError::Value { .. })), "{nan}");
-    assert_eq!(backend.control().recorded(), 0, "nothing was allocated");
-    open(spec(fp8), Some(calibration(0.0))).unwrap();
-}
-
-#[test]
-fn the_encoding_key_tells_caches_apart() {
-    let key = |spec: &CacheSpec, given: Option<Calibration>| {
-        let backend = NullBackend::new();
-        match given {
-            None => KvCache::new(backend, spec.clone()).unwrap().encoding_key(),
-            Some(given) => {
-                KvCache::with_calibration(backend, spec.clone(), given).unwrap().encoding_key()
-            }
-        }
-    };
-    let off = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(INT8).paged(4, 4);
-    let off = off.transform(Transform::Off).build().unwrap();
-    let keys = [
-        key(&spec(INT8), None),
-        key(&spec(INT8), Some(calibration(1.0))),
-        key(&spec(INT8), Some(calibration(2.0))),
-        key(&off, None),
-        key(&spec(L4), None),
-        key(&spec(KvFormat::F16), None),
-    ];
-    for (i, a) in keys.iter().enumerate() {
-        for b in &keys[..i] {
-            assert_ne!(a, b);
-        }
-    }
-    assert_eq!(key(&spec(INT8), Some(calibration(1.0))), keys[1]);
-    // What a plane does not use does not tell it apart.
-    assert_eq!(key(&off, Some(calibration(1.0))), keys[3]);
 }

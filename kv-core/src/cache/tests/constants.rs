@@ -1,0 +1,86 @@
+//! Caches with constants.
+use super::*;
+use crate::calibration::{CalibrationError, LayerCalibration, PlaneCalibration};
+use crate::{Calibration, KvFormat, ScaleGroup, Scaling, Transform};
+
+const INT8: KvFormat = KvFormat::Int8(Scaling::Row);
+const L4: KvFormat = KvFormat::L4(ScaleGroup::Row);
+
+fn spec(format: KvFormat) -> CacheSpec {
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(format).paged(4, 4);
+    spec.build().unwrap()
+}
+
+fn calibration(mean: f32) -> Calibration {
+    let k = PlaneCalibration { scales: vec![0.5], mean: vec![mean; 4], ..Default::default() };
+    let v = PlaneCalibration { scales: vec![0.25], ..Default::default() };
+    Calibration::new(vec![LayerCalibration { k, v }; 2])
+}
+
+#[test]
+fn constants_are_checked_before_anything_is_allocated() {
+    let fp8 = KvFormat::Fp8E4m3(Scaling::Tensor);
+    let backend = std::sync::Arc::new(NullBackend::new());
+    let open = |spec, given: Option<Calibration>| match given {
+        None => KvCache::new(std::sync::Arc::clone(&backend), spec),
+        Some(given) => KvCache::with_calibration(std::sync::Arc::clone(&backend), spec, given),
+    };
+    let missing = open(spec(fp8), None).unwrap_err();
+    assert!(matches!(missing, CacheError::Calibration(CalibrationError::MissingScale { .. })));
+    let short = Calibration::new(calibration(0.0).layers()[..1].to_vec());
+    let short = open(spec(fp8), Some(short)).unwrap_err();
+    assert!(matches!(short, CacheError::Calibration(CalibrationError::Layers { .. })), "{short}");
+    let nan = open(spec(INT8), Some(calibration(f32::NAN))).unwrap_err();
+    assert!(matches!(nan, CacheError::Calibration(CalibrationError::Value { .. })), "{nan}");
+    assert_eq!(backend.control().recorded(), 0, "nothing was allocated");
+    open(spec(fp8), Some(calibration(0.0))).unwrap();
+}
+
+#[test]
+fn the_encoding_key_tells_caches_apart() {
+    let key = |spec: &CacheSpec, given: Option<Calibration>| {
+        let backend = NullBackend::new();
+        match given {
+            None => KvCache::new(backend, spec.clone()).unwrap().encoding_key(),
+            Some(given) => {
+                KvCache::with_calibration(backend, spec.clone(), given).unwrap().encoding_key()
+            }
+        }
+    };
+    let off = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(INT8).paged(4, 4);
+    let off = off.transform(Transform::Off).build().unwrap();
+    let keys = [
+        key(&spec(INT8), None),
+        key(&spec(INT8), Some(calibration(1.0))),
+        key(&spec(INT8), Some(calibration(2.0))),
+        key(&off, None),
+        key(&spec(L4), None),
+        key(&spec(KvFormat::F16), None),
+    ];
+    for (i, a) in keys.iter().enumerate() {
+        for b in &keys[..i] {
+            assert_ne!(a, b);
+        }
+    }
+    assert_eq!(key(&spec(INT8), Some(calibration(1.0))), keys[1]);
+    // What a plane does not use does not tell it apart.
+    assert_eq!(key(&off, Some(calibration(1.0))), keys[3]);
+}
+
+#[test]
+fn constants_are_exchanged_whole_or_not_at_all() {
+    let mut cache = KvCache::new(NullBackend::new(), spec(INT8)).unwrap();
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 3)]).unwrap();
+    let key = cache.encoding_key();
+    let refused = cache.recalibrate(Calibration::new(Vec::new())).unwrap_err();
+    assert!(matches!(refused, CacheError::Calibration(_)), "{refused}");
+    cache.backend().control().fail_after(0);
+    let failed = cache.recalibrate(calibration(1.0)).unwrap_err();
+    assert!(matches!(failed, CacheError::Device(_)), "{failed}");
+    assert_eq!(cache.encoding_key(), key);
+    cache.recalibrate(calibration(1.0)).unwrap();
+    let made_so = KvCache::with_calibration(NullBackend::new(), spec(INT8), calibration(1.0));
+    assert_eq!(cache.encoding_key(), made_so.unwrap().encoding_key());
+    assert_eq!(cache.seq_len(SEQ[0]), Some(3));
+}

@@ -1,0 +1,223 @@
+//! What backends see of planes: layouts, and buffers that may be stored erased.
+use std::any::Any;
+
+use crate::backend::AnyBuffer;
+#[cfg(doc)]
+use crate::calibration::PlaneConstants;
+use crate::error::{DeviceError, DeviceErrorKind, PlanError};
+use crate::geometry::PlaneLayout;
+use crate::num::to_u64;
+use crate::storage::KvStorage;
+
+/// One plane: where every row lies, and the buffers that hold it.
+#[derive(Debug)]
+pub struct PlaneView<'a, Buf> {
+    pub(super) layout: PlaneLayout,
+    pub(super) segments: Handles<'a, Buf>,
+    /// None or one.
+    pub(super) constants: Handles<'a, Buf>,
+}
+
+/// Buffers of a plane. They may be stored erased, and are then cast one by one on the way out,
+/// which needs no list of its own.
+#[derive(Debug)]
+pub(super) enum Handles<'a, Buf> {
+    Direct(&'a [Buf]),
+    Erased(&'a [AnyBuffer], Erasures),
+}
+
+/// How often a buffer was erased: more than once where a backend wraps an erased one.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Erasures(u8);
+
+impl Erasures {
+    const ONE: Self = Self(1);
+
+    fn one_more(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+    fn undo<T: Any>(self, buffer: &AnyBuffer) -> Option<&T> {
+        let mut inner = buffer;
+        for _ in 1..self.0 {
+            inner = inner.downcast_ref()?;
+        }
+        inner.downcast_ref()
+    }
+}
+
+impl<Buf> Clone for PlaneView<'_, Buf> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Buf> Copy for PlaneView<'_, Buf> {}
+impl<Buf> Clone for Handles<'_, Buf> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Buf> Copy for Handles<'_, Buf> {}
+
+impl<'a, Buf> Handles<'a, Buf> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Direct(buffers) => buffers.len(),
+            Self::Erased(buffers, _) => buffers.len(),
+        }
+    }
+    fn get(&self, index: usize) -> Option<&'a Buf>
+    where
+        Buf: Any,
+    {
+        match self {
+            Self::Direct(buffers) => buffers.get(index),
+            Self::Erased(buffers, erasures) => erasures.undo(buffers.get(index)?),
+        }
+    }
+}
+
+impl<'a> Handles<'a, AnyBuffer> {
+    /// The same buffers as a backend's own; `None` when one is another backend's.
+    fn downcast<T: Any>(self) -> Option<Handles<'a, T>> {
+        let (buffers, erasures) = match self {
+            Self::Direct(buffers) => (buffers, Erasures::ONE),
+            Self::Erased(buffers, erasures) => (buffers, erasures.one_more()),
+        };
+        let own = buffers.iter().all(|buffer| erasures.undo::<T>(buffer).is_some());
+        own.then_some(Handles::Erased(buffers, erasures))
+    }
+}
+
+impl<'a, Buf: Any> PlaneView<'a, Buf> {
+    /// A plane in buffers of the caller's own, one a segment.
+    ///
+    /// # Errors
+    /// [`DeviceErrorKind::OutOfRange`] when there are fewer buffers than the layout has segments.
+    /// The buffers' sizes are compared by the backend.
+    pub fn new(layout: PlaneLayout, segments: &'a [Buf]) -> Result<Self, DeviceError> {
+        if u64::from(layout.num_segments()) > to_u64(segments.len()) {
+            return Err(DeviceError::new(DeviceErrorKind::OutOfRange, "plane").with_detail(
+                format!(
+                    "{} segments needed, {} buffers given",
+                    layout.num_segments(),
+                    segments.len()
+                ),
+            ));
+        }
+        let (segments, constants) = (Handles::Direct(segments), Handles::Direct(&[]));
+        Ok(Self { layout, segments, constants })
+    }
+    /// The same plane with its constants, laid out as [`PlaneConstants`]; needed where the layout
+    /// [has them](PlaneLayout::has_constants).
+    #[must_use]
+    pub fn with_constants(mut self, constants: &'a Buf) -> Self {
+        self.constants = Handles::Direct(std::slice::from_ref(constants));
+        self
+    }
+    /// Number of buffers.
+    pub fn num_segments(&self) -> usize {
+        self.segments.len()
+    }
+    /// Buffer of segment `index`, `None` past the last.
+    pub fn segment(&self, index: usize) -> Option<&'a Buf> {
+        self.segments.get(index)
+    }
+    /// The plane's constants: `f32` as [`PlaneConstants`] lays them out.
+    pub fn constants(&self) -> Option<&'a Buf> {
+        self.constants.get(0)
+    }
+}
+
+impl<'a> PlaneView<'a, AnyBuffer> {
+    /// The same plane in a backend's own buffers; `None` when a buffer is another backend's.
+    pub(crate) fn downcast<T: Any>(self) -> Option<PlaneView<'a, T>> {
+        let (segments, constants) = (self.segments.downcast()?, self.constants.downcast()?);
+        Some(PlaneView { layout: self.layout, segments, constants })
+    }
+}
+
+impl<Buf> PlaneView<'_, Buf> {
+    /// Where rows lie.
+    pub fn layout(&self) -> &PlaneLayout {
+        &self.layout
+    }
+    /// Refuses a plane that lacks the constants its layout asks for.
+    pub(crate) fn check_constants(&self) -> Result<(), PlanError> {
+        let missing = self.layout.has_constants() && self.constants.len() == 0;
+        if missing { Err(PlanError::ConstantsMissing) } else { Ok(()) }
+    }
+}
+
+/// Every allocated plane of a group.
+#[derive(Debug)]
+pub struct StorageView<'a, Buf>(pub(super) StorageSource<'a, Buf>);
+
+#[derive(Debug)]
+pub(super) enum StorageSource<'a, Buf> {
+    Direct(&'a KvStorage<Buf>),
+    Erased(&'a KvStorage<AnyBuffer>, Erasures),
+}
+
+impl<Buf> Clone for StorageView<'_, Buf> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Buf> Copy for StorageView<'_, Buf> {}
+impl<Buf> Clone for StorageSource<'_, Buf> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<Buf> Copy for StorageSource<'_, Buf> {}
+
+impl<'a, Buf> StorageView<'a, Buf> {
+    /// Layouts of the K and the V planes.
+    pub fn layouts(&self) -> &'a [PlaneLayout; 2] {
+        match self.0 {
+            StorageSource::Direct(storage) => storage.layouts(),
+            StorageSource::Erased(storage, _) => storage.layouts(),
+        }
+    }
+}
+
+impl<'a, Buf: Any> StorageView<'a, Buf> {
+    /// The planes, K then V, layer by layer.
+    pub fn planes(self) -> impl Iterator<Item = PlaneView<'a, Buf>> {
+        let (direct, erased) = match self.0 {
+            StorageSource::Direct(storage) => (Some(storage), None),
+            StorageSource::Erased(storage, erasures) => (None, Some((storage, erasures))),
+        };
+        let direct = direct.into_iter().flat_map(|storage| {
+            storage.layers.iter().flatten().flat_map(|layer| {
+                layer.iter().zip(storage.layouts).map(|(plane, layout)| plane.view(layout))
+            })
+        });
+        let erased = erased.into_iter().flat_map(|(storage, erasures)| {
+            storage.layers.iter().flatten().flat_map(move |layer| {
+                layer.iter().zip(storage.layouts).map(move |(plane, layout)| PlaneView {
+                    layout,
+                    segments: Handles::Erased(&plane.segments, erasures),
+                    constants: Handles::Erased(plane.constants.as_slice(), erasures),
+                })
+            })
+        });
+        direct.chain(erased)
+    }
+}
+
+impl<'a> StorageView<'a, AnyBuffer> {
+    /// The same planes in a backend's own buffers; `None` when a buffer is another backend's.
+    pub(crate) fn downcast<T: Any>(self) -> Option<StorageView<'a, T>> {
+        let (storage, erasures) = match self.0 {
+            StorageSource::Direct(storage) => (storage, Erasures::ONE),
+            StorageSource::Erased(storage, erasures) => (storage, erasures.one_more()),
+        };
+        let mut planes = storage.layers.iter().flatten().flatten();
+        let own = planes.all(|plane| {
+            let mut buffers = plane.segments.iter().chain(&plane.constants);
+            buffers.all(|buffer| erasures.undo::<T>(buffer).is_some())
+        });
+        own.then_some(StorageView(StorageSource::Erased(storage, erasures)))
+    }
+}
