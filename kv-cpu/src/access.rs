@@ -124,12 +124,13 @@ impl<'w> Access<'w> {
         }
     }
 
-    /// Enters every segment of a plane, each of which must have the size its layout says.
+    /// Enters every segment of a plane, each of which must have the size its layout says, and the
+    /// constants that its rows are read and written with, whose span is returned.
     pub(crate) fn plane(
         &mut self,
         plane: &PlaneView<'_, CpuBuffer>,
         write: bool,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<Option<Span>, DeviceError> {
         let layout = plane.layout();
         for index in 0..layout.num_segments() {
             let Some(buffer) = plane.segment(num::to_usize(index)) else {
@@ -140,7 +141,10 @@ impl<'w> Access<'w> {
             };
             self.enter(buffer, (0, layout.segment_bytes(index)), write)?;
         }
-        Ok(())
+        let constants = plane.constants().filter(|_| layout.has_constants());
+        constants
+            .map(|buffer| self.enter(buffer, (0, num::to_u64(buffer.len())), false))
+            .transpose()
     }
 
     /// Refuses overlaps with what is written, then waits for every gate.

@@ -48,7 +48,7 @@ pub(crate) fn convert(
                 let from = src.get(at, 0, heads);
                 // SAFETY: each token belongs to one unit and is written once.
                 let to = unsafe { dst.get_mut(at, 0, heads) };
-                cpu.kernels.convert((src.encoding(), from), (dst.encoding(), to));
+                cpu.kernels.convert((src.element(), from), (dst.element(), to));
             }
         });
     }

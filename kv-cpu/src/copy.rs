@@ -24,10 +24,10 @@ pub(crate) fn copy_blocks(
         copies.iter().map(|copy| copy.from.0.max(copy.to.0).saturating_add(1)).max().unwrap_or(0);
     for view in args.storage().planes() {
         let mut access = Access::new(&mut workspace.entries, OPERATION);
-        access.plane(&view, true)?;
+        let constants = access.plane(&view, true)?;
         let locked = access.lock()?;
         // SAFETY: entered for writing above.
-        let plane = unsafe { PlaneRows::new(&locked, view, blocks, None, OPERATION) }?;
+        let plane = unsafe { PlaneRows::new(&locked, view, constants, blocks, None, OPERATION) }?;
         let bytes = plane.layout().block_bytes().saturating_mul(to_u64(copies.len()));
         let side_by_side = bytes >= BYTES_SIDE_BY_SIDE;
         cpu.threads.run(copies.len(), side_by_side, &mut workspace.scratch, |_, unit| {
@@ -49,7 +49,7 @@ fn copy_block(plane: &PlaneRows<'_>, copy: &BlockCopy) {
         _ => (layout.num_kv_heads(), part),
     };
     for head in 0..runs {
-        let begin = plane.row_begin(0, head);
+        let begin = layout.head_stride().saturating_mul(u64::from(head));
         let from = plane.get(copy.from.0, begin, offset(run));
         // SAFETY: the plane is locked for writing; a copy plan writes no block twice and reads none
         // that it writes, and each copy is one unit.

@@ -1,12 +1,15 @@
 //! Cached rows read back into a plain tensor.
+use kv_core::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan, GatherRange};
-use kv_core::{BlockId, DeviceError};
+use kv_quant::transform;
 
 use crate::access::Access;
+use crate::attend::Scratch;
 use crate::backend::Cpu;
 use crate::buffer::CpuBuffer;
 use crate::encoding::unsupported;
-use crate::num::{offset, to_usize};
+use crate::kernel::RowScale;
+use crate::num::to_usize;
 use crate::rows::{PlaneRows, Room, RowAt, RowsOut};
 use crate::workspace::Workspace;
 
@@ -25,7 +28,7 @@ pub(crate) fn gather(
     let ranges = plan.ranges();
     let view = *args.plane();
     let mut access = Access::new(&mut workspace.entries, OPERATION);
-    access.plane(&view, false)?;
+    let constants = access.plane(&view, false)?;
     let span = access.output(args.out())?;
     let locked = access.lock()?;
     let room = Room {
@@ -35,7 +38,7 @@ pub(crate) fn gather(
     };
     let blocks = plan.tables().num_blocks();
     // SAFETY: entered above.
-    let plane = unsafe { PlaneRows::new(&locked, view, blocks, None, OPERATION) }?;
+    let plane = unsafe { PlaneRows::new(&locked, view, constants, blocks, None, OPERATION) }?;
     // SAFETY: entered for writing above, and `args` is not used again.
     let out = unsafe { RowsOut::new(&locked, span, *args.out().rows(), room, OPERATION) }?;
     let same_heads = out.rows().heads() == plane.layout().num_kv_heads();
@@ -46,13 +49,13 @@ pub(crate) fn gather(
     for (entry, range) in ranges.iter().enumerate() {
         let units = range.len.div_ceil(TOKENS_PER_UNIT);
         let side_by_side = range.len >= TOKENS_SIDE_BY_SIDE;
-        cpu.threads.run(to_usize(units), side_by_side, &mut workspace.scratch, |_, unit| {
+        cpu.threads.run(to_usize(units), side_by_side, &mut workspace.scratch, |scratch, unit| {
             let unit = u32::try_from(unit).unwrap_or(u32::MAX);
             let begin = unit.saturating_mul(TOKENS_PER_UNIT);
             let end = begin.saturating_add(TOKENS_PER_UNIT).min(range.len);
             for token in begin..end {
                 let at = RowAt { entry, start, token };
-                gather_token(cpu, plan, range, (&plane, &out), at);
+                gather_token(cpu, plan, range, (&plane, &out), at, scratch);
             }
         });
         start = start.saturating_add(range.len);
@@ -68,23 +71,33 @@ fn gather_token(
     range: &GatherRange,
     (plane, out): (&PlaneRows<'_>, &RowsOut<'_>),
     at: RowAt,
+    scratch: &mut Scratch,
 ) {
     let layout = plane.layout();
-    let position = range.begin.saturating_add(at.token);
-    let index = position.checked_div(layout.block_size()).unwrap_or(0);
-    let inside = position.checked_rem(layout.block_size()).unwrap_or(0);
-    let row_bytes = offset(layout.row_bytes());
+    let found = layout.slot_map().place(range.begin.saturating_add(at.token));
+    let rows = plane.rows(found.is_sink);
     for head in 0..layout.num_kv_heads() {
         // SAFETY: each token belongs to one unit, which writes its heads one after another.
         let to = unsafe { out.get_mut(at, head, 1) };
-        let block = plan.tables().row(range.row).get(to_usize(index));
-        let row = |block: &BlockId| plane.get(block.0, plane.row_begin(inside, head), row_bytes);
-        let from = block.map(row).unwrap_or_default();
+        let block = plan.tables().row(range.row).get(to_usize(found.index));
+        let begin = layout.row_begin(found, head);
+        let from = block.map(|block| plane.get(block.0, begin, rows.bytes())).unwrap_or_default();
         // Empty only where the plan belongs to another geometry; nothing else is known to be right.
         if from.is_empty() {
             to.fill(0);
+        } else if let Some(element) = plane.as_they_came() {
+            cpu.kernels.convert((element, from), (out.element(), to));
         } else {
-            cpu.kernels.convert((plane.encoding(), from), (out.encoding(), to));
+            let values = scratch.row(rows.dim());
+            let given = match plane.scale(head, found.is_sink) {
+                RowScale::Given(scale) => scale,
+                _ => 1.0,
+            };
+            cpu.kernels.decode_scaled(rows, given, from, values);
+            if let Some(constants) = plane.transform(head) {
+                transform::load(values, &constants);
+            }
+            cpu.kernels.encode(out.element(), values, to);
         }
     }
 }

@@ -5,11 +5,13 @@
 //! checks all the same, one a row. Knows nothing of what is done with a row.
 use std::marker::PhantomData;
 
-use kv_core::{DeviceError, PlaneLayout, PlaneView, QkvFormat, TokenRows};
+use kv_core::calibration::{HeadConstants, PlaneConstants};
+use kv_core::{DeviceError, KvFormat, PlaneLayout, PlaneView, QkvFormat, TokenRows};
 
 use crate::access::{Locked, Span};
 use crate::buffer::CpuBuffer;
-use crate::encoding::{Encoding, unsupported};
+use crate::encoding::{Element, RowLayout, unsupported};
+use crate::kernel::RowScale;
 use crate::num::{offset, to_u64, to_usize};
 
 /// What a plan demands of the rows of a tensor.
@@ -36,7 +38,7 @@ fn check_room(rows: &TokenRows, room: Room, operation: &'static str) -> Result<(
 pub(crate) struct RowsIn<'a> {
     bytes: &'a [u8],
     rows: TokenRows,
-    encoding: Encoding,
+    element: Element,
 }
 
 impl<'a> RowsIn<'a> {
@@ -52,22 +54,22 @@ impl<'a> RowsIn<'a> {
         operation: &'static str,
     ) -> Result<Self, DeviceError> {
         check_room(&rows, room, operation)?;
-        let encoding = Encoding::of_tensor(rows.dtype(), operation)?;
+        let element = Element::of_tensor(rows.dtype(), operation)?;
         // SAFETY: the span lies in live memory and nobody writes it while the gates are held, by
         // condition 1; overlaps with this operation's own outputs were refused when they were
         // passed.
         let bytes = unsafe { std::slice::from_raw_parts(span.base().cast_const(), span.len()) };
-        Ok(Self { bytes, rows, encoding })
+        Ok(Self { bytes, rows, element })
     }
     pub(crate) fn rows(&self) -> &TokenRows {
         &self.rows
     }
-    pub(crate) fn encoding(&self) -> Encoding {
-        self.encoding
+    pub(crate) fn element(&self) -> Element {
+        self.element
     }
     /// Heads `head..head + heads` of token `i` of an entry.
     pub(crate) fn get(&self, at: RowAt, head: u32, heads: u32) -> &'a [u8] {
-        let (begin, len) = at.bytes(&self.rows, self.encoding, head, heads);
+        let (begin, len) = at.bytes(&self.rows, self.element, head, heads);
         self.bytes.get(begin..begin.saturating_add(len)).unwrap_or_default()
     }
 }
@@ -82,9 +84,9 @@ pub(crate) struct RowAt {
 }
 
 impl RowAt {
-    fn bytes(self, rows: &TokenRows, encoding: Encoding, head: u32, heads: u32) -> (usize, usize) {
+    fn bytes(self, rows: &TokenRows, element: Element, head: u32, heads: u32) -> (usize, usize) {
         let dim = to_usize(rows.dim());
-        let size = encoding.size();
+        let size = element.size();
         let begin = rows
             .offset(self.entry, self.start, self.token)
             .saturating_add(to_usize(head).saturating_mul(dim))
@@ -99,7 +101,7 @@ impl RowAt {
 pub(crate) struct RowsOut<'a> {
     span: Span,
     rows: TokenRows,
-    encoding: Encoding,
+    element: Element,
     held: PhantomData<&'a Locked<'a>>,
 }
 
@@ -117,14 +119,14 @@ impl<'a> RowsOut<'a> {
         operation: &'static str,
     ) -> Result<Self, DeviceError> {
         check_room(&rows, room, operation)?;
-        let encoding = Encoding::of_tensor(rows.dtype(), operation)?;
-        Ok(Self { span, rows, encoding, held: PhantomData })
+        let element = Element::of_tensor(rows.dtype(), operation)?;
+        Ok(Self { span, rows, element, held: PhantomData })
     }
     pub(crate) fn rows(&self) -> &TokenRows {
         &self.rows
     }
-    pub(crate) fn encoding(&self) -> Encoding {
-        self.encoding
+    pub(crate) fn element(&self) -> Element {
+        self.element
     }
 
     /// Heads `head..head + heads` of token `i` of an entry; empty outside the tensor.
@@ -132,7 +134,7 @@ impl<'a> RowsOut<'a> {
     /// # Safety
     /// 1. No two live slices share a head of a token.
     pub(crate) unsafe fn get_mut(&self, at: RowAt, head: u32, heads: u32) -> &'a mut [u8] {
-        let (begin, len) = at.bytes(&self.rows, self.encoding, head, heads);
+        let (begin, len) = at.bytes(&self.rows, self.element, head, heads);
         match begin.checked_add(len) {
             Some(end) if end <= self.span.len() => {}
             _ => return &mut [],
@@ -174,38 +176,86 @@ impl<'a> RowsOut<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PlaneRows<'a> {
     view: PlaneView<'a, CpuBuffer>,
-    encoding: Encoding,
+    codes: RowLayout,
+    sinks: RowLayout,
+    constants: Option<&'a [f32]>,
 }
 
 impl<'a> PlaneRows<'a> {
-    /// Checks that blocks below `num_blocks`, of `block_size` tokens, exist in the plane.
+    /// Checks that the plane has the blocks below `num_blocks`, those of `planned` if given, and
+    /// its constants if it needs any.
     ///
     /// # Safety
     /// 1. All segments of `view` were entered in `locked`, for writing if [`Self::get_mut`] is
-    ///    used.
+    ///    used, and `constants` is the span of its constants there.
     pub(crate) unsafe fn new(
         _locked: &'a Locked<'_>,
         view: PlaneView<'a, CpuBuffer>,
+        constants: Option<Span>,
         num_blocks: u32,
-        block_size: Option<u32>,
+        planned: Option<&PlaneLayout>,
         operation: &'static str,
     ) -> Result<Self, DeviceError> {
         let layout = view.layout();
-        let encoding = Encoding::of_plane(layout.format(), operation)?;
-        let alike = block_size.is_none_or(|size| size == layout.block_size());
+        let alike = planned.is_none_or(|planned| {
+            planned.block_size() == layout.block_size() && planned.slot_map() == layout.slot_map()
+        });
         if layout.num_blocks() < num_blocks || !alike {
             return Err(unsupported(
                 operation,
                 "the plan was checked against another geometry than the plane's",
             ));
         }
-        Ok(Self { view, encoding })
+        let rows = |format: KvFormat| {
+            RowLayout::of(format, layout.head_dim())
+                .ok_or_else(|| unsupported(operation, format!("stored format {format}")))
+        };
+        let (codes, sinks) = (rows(layout.format())?, rows(layout.sink_format())?);
+        let constants = constants.map(|span| {
+            // SAFETY: the span is live memory that nobody writes while the gates are held, by
+            // condition 1.
+            unsafe { std::slice::from_raw_parts(span.base().cast_const(), span.len()) }
+        });
+        let constants = constants.map(bytemuck::try_cast_slice::<u8, f32>).transpose();
+        let (heads, dim) = (to_usize(layout.num_kv_heads()), to_usize(layout.head_dim()));
+        let needed = PlaneConstants::len_of(heads, dim);
+        let constants = match constants {
+            Ok(values) if !layout.has_constants() => values.and(None),
+            Ok(Some(values)) if values.len() >= needed => Some(values),
+            _ => return Err(unsupported(operation, "the plane lacks the constants it needs")),
+        };
+        Ok(Self { view, codes, sinks, constants })
     }
     pub(crate) fn layout(&self) -> &PlaneLayout {
         self.view.layout()
     }
-    pub(crate) fn encoding(&self) -> Encoding {
-        self.encoding
+    /// How the rows of tokens lie, or those of sinks.
+    pub(crate) fn rows(&self, is_sink: bool) -> &RowLayout {
+        if is_sink { &self.sinks } else { &self.codes }
+    }
+    /// Constants of a kv head, where the plane has some.
+    pub(crate) fn head_constants(&self, head: u32) -> Option<HeadConstants<'a>> {
+        let layout = self.view.layout();
+        let (heads, dim) = (to_usize(layout.num_kv_heads()), to_usize(layout.head_dim()));
+        HeadConstants::of(self.constants?, heads, dim, to_usize(head))
+    }
+    /// Constants of a kv head, where rows are transformed.
+    pub(crate) fn transform(&self, head: u32) -> Option<HeadConstants<'a>> {
+        self.head_constants(head).filter(|_| self.view.layout().transforms())
+    }
+    /// Whether rows are elements of a tensor, as they came.
+    pub(crate) fn as_they_came(&self) -> Option<Element> {
+        let layout = self.view.layout();
+        let plain = Element::of_format(layout.format());
+        plain.filter(|_| !layout.transforms())
+    }
+    /// What the decoded rows of a kv head are multiplied with, those of sinks or the others.
+    pub(crate) fn scale(&self, head: u32, is_sink: bool) -> RowScale<'static> {
+        if self.rows(is_sink).has_scale() {
+            return RowScale::Stored;
+        }
+        let constants = self.head_constants(head).filter(|_| !is_sink);
+        RowScale::Given(constants.map_or(1.0, |constants| constants.scale))
     }
 
     /// Where a block's bytes `begin..begin + len` lie; `None` outside the plane.
@@ -240,13 +290,5 @@ impl<'a> PlaneRows<'a> {
             Some(first) => unsafe { std::slice::from_raw_parts_mut(first, len) },
             None => &mut [],
         }
-    }
-
-    /// Where the row of a token and a head begins inside its block, in bytes.
-    pub(crate) fn row_begin(&self, token: u32, head: u32) -> u64 {
-        let layout = self.view.layout();
-        u64::from(token)
-            .saturating_mul(layout.token_stride())
-            .saturating_add(u64::from(head).saturating_mul(layout.head_stride()))
     }
 }

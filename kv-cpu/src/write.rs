@@ -1,10 +1,13 @@
 //! The scatter of new K and V rows into their slots.
 use kv_core::DeviceError;
 use kv_core::plan::{PlannedSequence, WriteArgs, WritePlan};
+use kv_quant::{row, transform};
 
 use crate::access::Access;
+use crate::attend::Scratch;
 use crate::backend::Cpu;
 use crate::buffer::CpuBuffer;
+use crate::encoding::{Element, RowLayout};
 use crate::num::to_usize;
 use crate::rows::{PlaneRows, Room, RowAt, RowsIn};
 use crate::workspace::Workspace;
@@ -14,6 +17,10 @@ const OPERATION: &str = "write_kv";
 const TOKENS_PER_UNIT: usize = 16;
 /// Fewer bytes than this are written faster by one thread.
 const BYTES_SIDE_BY_SIDE: u64 = 1 << 19;
+/// Bytes that are copied in the time that a value takes to be encoded.
+const ENCODED_VALUE_BYTES: u64 = 128;
+/// Rows of sinks saturate at the largest f16, so that a row stays finite.
+const SINK_MAX: f32 = 65504.0;
 
 pub(crate) fn write_kv(
     cpu: &Cpu,
@@ -23,8 +30,7 @@ pub(crate) fn write_kv(
 ) -> Result<(), DeviceError> {
     let mut access = Access::new(&mut workspace.entries, OPERATION);
     let spans = [access.input(args.k())?, access.input(args.v())?];
-    access.plane(args.k_plane(), true)?;
-    access.plane(args.v_plane(), true)?;
+    let constants = [access.plane(args.k_plane(), true)?, access.plane(args.v_plane(), true)?];
     let locked = access.lock()?;
     let room = Room {
         entries: plan.sequences().len(),
@@ -32,34 +38,32 @@ pub(crate) fn write_kv(
         total: plan.total_new(),
     };
     let blocks = plan.tables().num_blocks();
-    let block_size = Some(plan.layout().block_size());
+    let planned = Some(plan.layout());
     let [k_span, v_span] = spans;
     // SAFETY: entered above.
     let k = unsafe { RowsIn::new(&locked, k_span, *args.k().rows(), room, OPERATION) }?;
     // SAFETY: entered above.
     let v = unsafe { RowsIn::new(&locked, v_span, *args.v().rows(), room, OPERATION) }?;
+    let [k_constants, v_constants] = constants;
+    let (k_view, v_view) = (*args.k_plane(), *args.v_plane());
     // SAFETY: entered for writing above.
     let k_plane =
-        unsafe { PlaneRows::new(&locked, *args.k_plane(), blocks, block_size, OPERATION) }?;
+        unsafe { PlaneRows::new(&locked, k_view, k_constants, blocks, planned, OPERATION) }?;
     // SAFETY: entered for writing above.
     let v_plane =
-        unsafe { PlaneRows::new(&locked, *args.v_plane(), blocks, block_size, OPERATION) }?;
+        unsafe { PlaneRows::new(&locked, v_view, v_constants, blocks, planned, OPERATION) }?;
     let tokens = plan.slots().len();
-    let token_bytes = |plane: &PlaneRows<'_>| {
-        let layout = plane.layout();
-        layout.row_bytes().saturating_mul(u64::from(layout.num_kv_heads()))
-    };
-    let bytes = token_bytes(&k_plane)
-        .saturating_add(token_bytes(&v_plane))
+    let work = token_work(&k_plane)
+        .saturating_add(token_work(&v_plane))
         .saturating_mul(u64::from(plan.total_new()));
     let units = tokens.div_ceil(TOKENS_PER_UNIT);
-    let side_by_side = bytes >= BYTES_SIDE_BY_SIDE;
-    cpu.threads.run(units, side_by_side, &mut workspace.scratch, |_, unit| {
+    let side_by_side = work >= BYTES_SIDE_BY_SIDE;
+    cpu.threads.run(units, side_by_side, &mut workspace.scratch, |scratch, unit| {
         let begin = unit.saturating_mul(TOKENS_PER_UNIT);
         let end = begin.saturating_add(TOKENS_PER_UNIT).min(tokens);
         for token in begin..end {
-            write_token(cpu, plan, token, &k, &k_plane);
-            write_token(cpu, plan, token, &v, &v_plane);
+            write_token(cpu, plan, token, (&k, &k_plane), scratch);
+            write_token(cpu, plan, token, (&v, &v_plane), scratch);
         }
     });
     Ok(())
@@ -72,12 +76,22 @@ fn entry_of(sequences: &[PlannedSequence], token: usize) -> Option<(usize, &Plan
     Some((entry, sequences.get(entry)?))
 }
 
+/// What writing one token costs, as bytes that would take as long to copy.
+fn token_work(plane: &PlaneRows<'_>) -> u64 {
+    let layout = plane.layout();
+    let row = match plane.as_they_came() {
+        Some(_) => layout.row_bytes(),
+        None => u64::from(layout.head_dim()).saturating_mul(ENCODED_VALUE_BYTES),
+    };
+    row.saturating_mul(u64::from(layout.num_kv_heads()))
+}
+
 fn write_token(
     cpu: &Cpu,
     plan: &WritePlan<'_>,
     token: usize,
-    rows: &RowsIn<'_>,
-    plane: &PlaneRows<'_>,
+    (rows, plane): (&RowsIn<'_>, &PlaneRows<'_>),
+    scratch: &mut Scratch,
 ) {
     let Some(((entry, sequence), slot)) =
         entry_of(plan.sequences(), token).zip(plan.slots().get(token))
@@ -85,29 +99,70 @@ fn write_token(
         return;
     };
     let in_entry = token.saturating_sub(to_usize(sequence.new_start));
-    let at = RowAt {
-        entry,
-        start: sequence.new_start,
-        token: u32::try_from(in_entry).unwrap_or(u32::MAX),
-    };
+    let in_entry = u32::try_from(in_entry).unwrap_or(u32::MAX);
+    let at = RowAt { entry, start: sequence.new_start, token: in_entry };
     let layout = plane.layout();
-    let block_size = layout.block_size();
-    let block = slot.0.checked_div(block_size).unwrap_or(0);
-    let inside = slot.0.checked_rem(block_size).unwrap_or(0);
-    // A head at a time, or all of them where they lie together.
+    let position = sequence.kv_len.saturating_sub(sequence.new_len).saturating_add(in_entry);
+    // The plan's slots are distinct, so they say where; the map says how wide the row is.
+    let mut found = layout.slot_map().place(position);
+    found.inside = slot.0.checked_rem(layout.block_size()).unwrap_or(0);
+    let block = slot.0.checked_div(layout.block_size()).unwrap_or(0);
     let heads = layout.num_kv_heads();
+    let Some(element) = plane.as_they_came() else {
+        for head in 0..heads {
+            let row_bytes = plane.rows(found.is_sink).bytes();
+            // SAFETY: the plane is locked for writing; slots of a plan are distinct, each is
+            // written by one unit, and a unit writes its heads one after another.
+            let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
+            let values = scratch.row(to_usize(layout.head_dim()));
+            let source = RowLayout::plain(rows.element(), values.len());
+            cpu.kernels.decode(&source, rows.get(at, head, 1), values);
+            encode_row(cpu, plane, (head, found.is_sink), values, to);
+        }
+        return;
+    };
+    // A head at a time, or all of them where they lie together.
     let together = match layout.order() {
-        kv_core::BlockOrder::Nhd => heads,
+        kv_core::BlockOrder::Nhd if !found.is_sink => heads,
         _ => 1,
     };
     let row_bytes = crate::num::offset(layout.row_bytes()).saturating_mul(to_usize(together));
     let mut head = 0;
     while head < heads {
         let from = rows.get(at, head, together);
-        // SAFETY: the plane is locked for writing; slots of a plan are distinct, each is written by
-        // one unit, and a unit writes its heads one after another.
-        let to = unsafe { plane.get_mut(block, plane.row_begin(inside, head), row_bytes) };
-        cpu.kernels.convert((rows.encoding(), from), (plane.encoding(), to));
+        // SAFETY: as above.
+        let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
+        cpu.kernels.convert((rows.element(), from), (element, to));
         head = head.saturating_add(together);
+    }
+}
+
+/// Transforms and encodes one row of a plane.
+fn encode_row(
+    cpu: &Cpu,
+    plane: &PlaneRows<'_>,
+    (head, is_sink): (u32, bool),
+    values: &mut [f32],
+    to: &mut [u8],
+) {
+    if to.is_empty() {
+        return;
+    }
+    if let Some(constants) = plane.transform(head) {
+        transform::store(values, &constants);
+    }
+    let format = plane.layout().format();
+    match Element::of_format(format) {
+        Some(element) => cpu.kernels.encode(element, values, to),
+        None if is_sink => {
+            for value in &mut *values {
+                *value = value.clamp(-SINK_MAX, SINK_MAX);
+            }
+            cpu.kernels.encode(Element::F16, values, to);
+        }
+        None => {
+            let inv_scale = plane.head_constants(head).map_or(1.0, |head| head.inv_scale);
+            row::encode_row(format, inv_scale, values, to);
+        }
     }
 }

@@ -29,16 +29,27 @@ pub(crate) fn benches(criterion: &mut Criterion) {
 }
 
 fn shapes() -> Vec<(BenchmarkId, Shape)> {
-    let sizes: &[(u32, u32)] =
-        if is_smoke() { &[(2, 48)] } else { &[(1, 1024), (1, 8192), (16, 1024)] };
     let mut shapes = Vec::new();
+    let mut add = |format: KvFormat, (batch, context): (u32, u32), q_heads: u32| {
+        let name = format!("{format}/b{batch}/gqa{}", q_heads / 8);
+        let shape = Shape { q_heads, format, ..Shape::llama(batch, context) };
+        shapes.push((BenchmarkId::new(name, context), shape));
+    };
+    let (plain, all): (&[(u32, u32)], &[(u32, u32)]) = if is_smoke() {
+        (&[(2, 48)], &[(1, 48)])
+    } else {
+        (&[(1, 1024), (1, 8192), (16, 1024)], &[(1, 4096), (8, 4096)])
+    };
     for &format in KvFormat::PLAIN {
-        for &(batch, context) in sizes {
+        for &size in plain {
             for q_heads in [8, 32] {
-                let name = format!("{format}/b{batch}/gqa{}", q_heads / 8);
-                let shape = Shape { q_heads, format, ..Shape::llama(batch, context) };
-                shapes.push((BenchmarkId::new(name, context), shape));
+                add(format, size, q_heads);
             }
+        }
+    }
+    for &size in all {
+        for format in super::compared() {
+            add(format, size, 32);
         }
     }
     shapes

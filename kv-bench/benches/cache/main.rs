@@ -26,6 +26,24 @@ fn main() {
     criterion.final_summary();
 }
 
+/// A stored format of every kind, and the one they are compared with. Those with given scales
+/// decode as their relatives with row scales.
+fn compared() -> impl Iterator<Item = kv::KvFormat> {
+    let names = [
+        "bf16",
+        "fp8-e4m3-row",
+        "fp8-e5m2-row",
+        "int8",
+        "l6",
+        "l4",
+        "l4-g32",
+        "l3",
+        "q8_0",
+        "q4_0",
+    ];
+    names.into_iter().map(|name| name.parse().unwrap())
+}
+
 /// The CPU, erased as users have it.
 fn cpu() -> kv::AnyBackend {
     kv::Device::open("cpu").unwrap()

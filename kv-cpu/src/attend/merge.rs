@@ -33,7 +33,7 @@ pub(super) fn run(job: &Job<'_>, merge: &Merge, scratch: &mut Scratch, partials:
         return;
     };
     let at = RowAt { entry: merge.entry, start: sequence.q_start, token: merge.query };
-    let row = scratch.merge_row(job.heads.dim_v);
+    let row = scratch.row(job.heads.dim_v);
     for head in 0..job.q.rows().heads() {
         let first = merge.first + to_usize(head);
         let mut total = Running::EMPTY;

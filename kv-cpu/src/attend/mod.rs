@@ -9,6 +9,7 @@ mod unit;
 
 use kv_core::plan::{AttendArgs, AttentionOptions, AttentionPlan, PlannedSequence};
 use kv_core::{DeviceError, PlaneLayout};
+use kv_quant::transform;
 
 pub(crate) use merge::Merge;
 pub(crate) use unit::{Scratch, Unit};
@@ -67,8 +68,7 @@ pub(crate) fn attend(
     let Workspace { entries, units, merges, blanks, partial_rows, partial_running, scratch } =
         workspace;
     let mut access = Access::new(entries, OPERATION);
-    access.plane(args.k_plane(), false)?;
-    access.plane(args.v_plane(), false)?;
+    let constants = [access.plane(args.k_plane(), false)?, access.plane(args.v_plane(), false)?];
     let q_span = access.input(args.q())?;
     let out_span = access.output(args.out())?;
     let lse_span = args.lse().map(|lse| access.output(lse)).transpose()?;
@@ -85,11 +85,13 @@ pub(crate) fn attend(
         unsafe { RowsOut::new(&locked, span, rows, room, OPERATION) }
     });
     let blocks = plan.tables().num_blocks();
-    let size = Some(plan.layout().block_size());
+    let planned = Some(plan.layout());
+    let [k_constants, v_constants] = constants;
+    let (k_view, v_view) = (*args.k_plane(), *args.v_plane());
     // SAFETY: entered above; this operation writes no plane.
-    let k = unsafe { PlaneRows::new(&locked, *args.k_plane(), blocks, size, OPERATION) }?;
+    let k = unsafe { PlaneRows::new(&locked, k_view, k_constants, blocks, planned, OPERATION) }?;
     // SAFETY: entered above; this operation writes no plane.
-    let v = unsafe { PlaneRows::new(&locked, *args.v_plane(), blocks, size, OPERATION) }?;
+    let v = unsafe { PlaneRows::new(&locked, v_view, v_constants, blocks, planned, OPERATION) }?;
     let heads = Heads::new(q.rows().heads(), k.layout(), v.layout())?;
     let job = Job {
         cpu,
@@ -158,8 +160,8 @@ impl Job<'_> {
             .saturating_mul(to_u64(self.heads.dim_k))
     }
 
-    /// Ends one query row: joins the sink logit, divides by the sum, writes the output and the
-    /// log-sum-exp.
+    /// Ends one query row: joins the sink logit, divides by the sum, turns the mean of stored rows
+    /// of V into that of the rows themselves, writes it and the log-sum-exp.
     ///
     /// # Safety
     /// 1. No other thread finishes the same token and head.
@@ -175,7 +177,11 @@ impl Job<'_> {
             out.fill(0);
         } else {
             self.cpu.kernels.scale(row, running.weight_in(total));
-            self.cpu.kernels.encode(self.out.encoding(), row, out);
+            let kv_head = head.checked_div(self.heads.group).unwrap_or(0);
+            if let Some(constants) = self.v.transform(kv_head) {
+                transform::output(row, &constants);
+            }
+            self.cpu.kernels.encode(self.out.element(), row, out);
         }
         if let Some(lse) = &self.lse {
             // SAFETY: condition 1.

@@ -11,13 +11,15 @@ use kv_core::plan::PlannedSequence;
 
 use super::Job;
 use super::unit::Unit;
-use crate::encoding::Encoding;
-use crate::kernel::{ROWS, Running, Scores, Softmax, Sums, TILE};
+use crate::encoding::RowLayout;
+use crate::kernel::{ROWS, RowScale, Running, Scores, Softmax, Sums, TILE};
 use crate::num::to_usize;
 
 /// The state of a unit between tiles.
 pub(super) struct Tiles<'s> {
     pub(super) q: &'s [f32],
+    /// What is added to every score of a query row.
+    pub(super) bias: &'s [f32],
     pub(super) out: &'s mut [f32],
     pub(super) scores: &'s mut [f32],
     pub(super) running: &'s mut [Running],
@@ -25,12 +27,20 @@ pub(super) struct Tiles<'s> {
     pub(super) group: usize,
 }
 
+/// Rows of a tile that are stored alike.
+#[derive(Clone, Copy)]
+pub(super) struct Stored<'t> {
+    pub(super) rows: &'t [&'t [u8]],
+    pub(super) layout: &'t RowLayout,
+    pub(super) scale: RowScale<'t>,
+}
+
 /// One tile of K and V.
 pub(super) struct Tile<'t> {
     /// Positions of its tokens.
     pub(super) bounds: (u32, u32),
-    pub(super) k: (Encoding, &'t [&'t [u8]]),
-    pub(super) v: (Encoding, &'t [&'t [u8]]),
+    pub(super) k: Stored<'t>,
+    pub(super) v: Stored<'t>,
     /// What to fetch while scoring, and while summing.
     pub(super) v_ahead: &'t [&'t [u8]],
     pub(super) k_ahead: &'t [&'t [u8]],
@@ -135,25 +145,26 @@ fn score(
     range: (usize, usize),
     ahead: &[&[u8]],
 ) {
-    let (encoding, k) = tile.k;
     let stride = job.heads.stride_k;
     let mut args = Scores {
         rows,
         q: &state.q[row * stride..],
         stride,
-        dim: job.heads.dim_k,
-        k,
+        k: tile.k.rows,
+        layout: tile.k.layout,
+        scale: tile.k.scale,
         range,
         out: &mut state.scores[row * TILE..],
         ahead,
     };
-    job.cpu.kernels.scores(encoding, &mut args);
+    job.cpu.kernels.scores(&mut args);
 }
 
 fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, row: usize, range: (usize, usize)) {
     let factor = job.cpu.kernels.softmax(&mut Softmax {
         scores: &mut state.scores[row * TILE..][..TILE],
         range,
+        bias: state.bias[row],
         scale: job.options.scale(),
         cap: job.options.cap(),
         running: &mut state.running[row],
@@ -174,17 +185,17 @@ fn sum(
     range: (usize, usize),
     ahead: &[&[u8]],
 ) {
-    let (encoding, v) = tile.v;
     let stride = job.heads.stride_v;
     let mut args = Sums {
         rows,
         weights: &state.scores[row * TILE..],
-        v,
+        v: tile.v.rows,
+        layout: tile.v.layout,
+        scale: tile.v.scale,
         range,
-        dim: job.heads.dim_v,
         out: &mut state.out[row * stride..],
         stride,
         ahead,
     };
-    job.cpu.kernels.sums(encoding, &mut args);
+    job.cpu.kernels.sums(&mut args);
 }

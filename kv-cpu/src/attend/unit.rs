@@ -10,17 +10,18 @@
 use std::marker::PhantomData;
 
 use kv_core::plan::PlannedSequence;
+use kv_quant::transform;
 
 use super::merge::Merge;
-use super::tile::{Tile, Tiles, meet};
+use super::tile::{Stored, Tile, Tiles, meet};
 use super::{Blank, Heads, Job, ROWS_PER_UNIT};
-use crate::encoding::Encoding;
-use crate::kernel::{Running, TILE};
+use crate::encoding::{Element, Encoding, RowLayout};
+use crate::kernel::{RowScale, Running, TILE};
 use crate::num::{offset, to_usize};
 use crate::rows::{PlaneRows, RowAt};
 use crate::workspace::AlignedFloats;
 
-/// Query rows from which on a 16-bit tile is decoded once instead of at each use.
+/// Query rows from which on a tile is decoded once instead of at each use.
 const ROWS_STAGED: usize = 16;
 
 /// Some queries of one kv head and one part of a context.
@@ -40,6 +41,7 @@ pub(crate) struct Unit {
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     q: AlignedFloats,
+    bias: AlignedFloats,
     out: AlignedFloats,
     scores: AlignedFloats,
     k: AlignedFloats,
@@ -48,8 +50,8 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// A row for a merge.
-    pub(super) fn merge_row(&mut self, len: usize) -> &mut [f32] {
+    /// One row, for what is no unit of attention.
+    pub(crate) fn row(&mut self, len: usize) -> &mut [f32] {
         self.out.get(len)
     }
 }
@@ -177,12 +179,14 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
     let q = scratch.q.get(rows * heads.stride_k);
     let out = scratch.out.get(rows * heads.stride_v);
     out.fill(0.0);
-    load_queries(job, unit, &sequence, q);
+    let bias = scratch.bias.get(rows);
+    load_queries(job, unit, &sequence, q, bias);
     scratch.running.clear();
     scratch.running.resize(rows, Running::EMPTY);
     let staged = rows >= ROWS_STAGED;
     let mut state = Tiles {
         q,
+        bias,
         out,
         scores: scratch.scores.get(rows * TILE),
         running: &mut scratch.running,
@@ -211,10 +215,21 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
 }
 
 /// Decodes the unit's query rows: queries one after another, the heads of the group within each.
-fn load_queries(job: &Job<'_>, unit: &Unit, sequence: &PlannedSequence, q: &mut [f32]) {
-    let (heads, encoding) = (job.heads, job.q.encoding());
+/// Where rows of K are transformed, queries are too, and the mean that their keys lack becomes a
+/// bias of their scores.
+fn load_queries(
+    job: &Job<'_>,
+    unit: &Unit,
+    sequence: &PlannedSequence,
+    q: &mut [f32],
+    bias: &mut [f32],
+) {
+    let heads = job.heads;
+    let source = RowLayout::plain(job.q.element(), heads.dim_k);
+    let constants = job.k.transform(unit.kv_head);
     let group = to_usize(heads.group);
-    for (index, row) in q.chunks_exact_mut(heads.stride_k).enumerate() {
+    let rows = q.chunks_exact_mut(heads.stride_k).zip(bias);
+    for (index, (row, bias)) in rows.enumerate() {
         let at = RowAt {
             entry: unit.entry,
             start: sequence.q_start,
@@ -223,11 +238,16 @@ fn load_queries(job: &Job<'_>, unit: &Unit, sequence: &PlannedSequence, q: &mut 
         let head = unit.kv_head * heads.group + u32::try_from(index % group).unwrap_or(0);
         let (values, padding) = row.split_at_mut(heads.dim_k);
         padding.fill(0.0);
-        job.cpu.kernels.decode(encoding, job.q.get(at, head, 1), values);
+        job.cpu.kernels.decode(&source, job.q.get(at, head, 1), values);
+        *bias = 0.0;
+        if let Some(constants) = &constants {
+            *bias = values.iter().zip(constants.mean).map(|(q, mean)| q * mean).sum();
+            transform::query(values, constants);
+        }
     }
 }
 
-/// Looks up the rows of tokens `begin..end` of a sequence.
+/// Looks up the rows of tokens `begin..end` of a sequence, which are all sinks or none.
 fn find_rows<'a>(
     job: &Job<'a>,
     plane: &PlaneRows<'a>,
@@ -238,15 +258,19 @@ fn find_rows<'a>(
     let table = job.plan.tables().row(table_row);
     let layout = plane.layout();
     let block_size = layout.block_size();
-    let (bytes, stride) = (offset(layout.row_bytes()), offset(layout.token_stride()));
     let mut position = begin;
     while position < end {
-        // `block_size` is at least 1, by the layout's constructor.
-        let (index, inside) = (position / block_size, position % block_size);
-        let tokens = (block_size - inside).min(end - position);
+        let found = layout.slot_map().place(position);
+        let bytes = plane.rows(found.is_sink).bytes();
+        // Sinks are few and leave gaps; the others follow each other to the end of a block.
+        let (tokens, stride) = if found.is_sink {
+            (1, bytes)
+        } else {
+            ((block_size - found.inside).min(end - position), offset(layout.token_stride()))
+        };
         // One bounds check a block: from the first token's row to the end of the last one's.
         let reach = to_usize(tokens - 1) * stride + bytes;
-        let run = plane.get(table[to_usize(index)].0, plane.row_begin(inside, head), reach);
+        let run = plane.get(table[to_usize(found.index)].0, layout.row_begin(found, head), reach);
         let to = &mut rows[to_usize(position - begin)..][..to_usize(tokens)];
         for (row, from) in to.iter_mut().zip(run.chunks(stride)) {
             *row = &from[..bytes];
@@ -272,8 +296,13 @@ fn for_tiles(
     }
     let tile = u32::try_from(TILE).unwrap_or(1);
     let at = (sequence.row, unit.kv_head);
-    // Tiles lie at multiples of their length, so that a sum's order does not depend on the queries.
-    let next_bounds = |from: u32| (from, (from / tile * tile).saturating_add(tile).min(end));
+    let sinks = job.k.layout().slot_map().sinks();
+    // Tiles lie at multiples of their length, so that a sum's order does not depend on the queries;
+    // one ends with the sinks, because rows of a tile are stored alike.
+    let next_bounds = |from: u32| {
+        let limit = if from < sinks { end.min(sinks) } else { end };
+        (from, (from / tile * tile).saturating_add(tile).min(limit))
+    };
     let (mut some, mut others, mut v_rows): (TileRows<'_>, TileRows<'_>, TileRows<'_>) =
         ([&[]; TILE], [&[]; TILE], [&[]; TILE]);
     let (mut k_rows, mut k_next) = (&mut some, &mut others);
@@ -286,10 +315,12 @@ fn for_tiles(
         let next = (next.0.min(end), next.1);
         find_rows(job, &job.k, at, next, k_next);
         let next_len = to_usize(next.1.saturating_sub(next.0));
+        let is_sink = bounds.0 < sinks;
+        let stored = |plane: &'_ PlaneRows<'_>| plane.scale(unit.kv_head, is_sink);
         let tile = Tile {
             bounds,
-            k: (job.k.encoding(), &k_rows[..len]),
-            v: (job.v.encoding(), &v_rows[..len]),
+            k: Stored { rows: &k_rows[..len], layout: job.k.rows(is_sink), scale: stored(&job.k) },
+            v: Stored { rows: &v_rows[..len], layout: job.v.rows(is_sink), scale: stored(&job.v) },
             v_ahead: &v_rows[..len],
             k_ahead: &k_next[..next_len],
         };
@@ -314,33 +345,46 @@ fn meet_staged(
 ) {
     let heads = job.heads;
     let (mut k, mut v): (TileRows<'_>, TileRows<'_>) = ([&[]; TILE], [&[]; TILE]);
+    let layouts = [heads.dim_k, heads.dim_v].map(|dim| RowLayout::plain(Element::F32, dim));
+    let [k_layout, v_layout] = &layouts;
+    let (mut k_scales, mut v_scales) = ([1.0; TILE], [1.0; TILE]);
+    let k_memory = (k_layout, heads.stride_k, k_stage, &mut k, &mut k_scales);
+    let v_memory = (v_layout, heads.stride_v, v_stage, &mut v, &mut v_scales);
     let staged = Tile {
         bounds: tile.bounds,
-        k: stage(job, tile.k, (heads.dim_k, heads.stride_k), k_stage, &mut k),
-        v: stage(job, tile.v, (heads.dim_v, heads.stride_v), v_stage, &mut v),
+        k: stage(job, tile.k, k_memory),
+        v: stage(job, tile.v, v_memory),
         v_ahead: &[],
         k_ahead: &[],
     };
     meet(job, unit, sequence, state, &staged);
 }
 
-/// Decodes the rows of a tile, unless they are `f32` already.
-fn stage<'s, 't>(
-    job: &Job<'_>,
-    (encoding, rows): (Encoding, &'t [&'s [u8]]),
-    (dim, stride): (usize, usize),
-    memory: &'s mut [f32],
-    staged: &'t mut TileRows<'s>,
-) -> (Encoding, &'t [&'s [u8]]) {
-    if encoding == Encoding::F32 {
-        return (encoding, rows);
+/// Where a tile is staged: how its rows lie there, floats from one to the next, the floats, the
+/// rows, and their scales.
+type Stage<'s, 't> =
+    (&'t RowLayout, usize, &'s mut [f32], &'t mut TileRows<'s>, &'t mut [f32; TILE]);
+
+/// Decodes the rows of a tile, unless they are `f32` already. Scales of rows stay apart, so that
+/// results have the bits of a tile that is not staged.
+fn stage<'s: 't, 't>(job: &Job<'_>, from: Stored<'t>, to: Stage<'s, 't>) -> Stored<'t> {
+    if from.layout.encoding() == Encoding::F32 {
+        return from;
     }
-    for ((from, memory), to) in
-        rows.iter().zip(memory.chunks_exact_mut(stride)).zip(staged.iter_mut())
+    let (layout, stride, memory, staged, scales) = to;
+    for ((row, memory), to) in
+        from.rows.iter().zip(memory.chunks_exact_mut(stride)).zip(staged.iter_mut())
     {
-        let (values, _) = memory.split_at_mut(dim);
-        job.cpu.kernels.decode(encoding, from, values);
+        let (values, _) = memory.split_at_mut(layout.dim());
+        job.cpu.kernels.decode(from.layout, row, values);
         *to = bytemuck::cast_slice(values);
     }
-    (Encoding::F32, &staged[..rows.len()])
+    let scale = match from.scale {
+        RowScale::Stored => {
+            *scales = job.cpu.kernels.row_scales(from.rows, from.layout);
+            RowScale::Each(scales)
+        }
+        other => other,
+    };
+    Stored { rows: &staged[..from.rows.len()], layout, scale }
 }

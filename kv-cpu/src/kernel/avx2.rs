@@ -26,6 +26,7 @@ macro_rules! primitives {
     )*) => {
         impl Simd for Avx2 {
             type F = __m256;
+            type I = __m256i;
             const LANES: usize = 8;
             $(#[inline(always)]
             fn $name(self, $($arg: $type),*) -> $result {
@@ -81,6 +82,51 @@ macro_rules! primitives {
                 // SAFETY: condition 1 of `Simd::store`, and an `Avx2` exists only where the
                 // features do.
                 unsafe { _mm_storeu_si128(to.wrapping_add(at).cast(), bits) }
+            }
+            #[inline(always)]
+            unsafe fn load_bits(self, from: *const u32, at: usize) -> __m256i {
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
+                // do.
+                unsafe { _mm256_loadu_si256(from.wrapping_add(at).cast()) }
+            }
+            #[inline(always)]
+            unsafe fn load_bytes(self, from: *const u8, at: usize) -> __m256i {
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
+                // do.
+                let bytes = unsafe { _mm_loadl_epi64(from.wrapping_add(at).cast()) };
+                widen_bytes(self, bytes)
+            }
+            #[inline(always)]
+            unsafe fn load_of_8(self, from: *const u8, _at: usize) -> __m256i {
+                // SAFETY: condition 1 of `Simd::load_of_8`: all eight, from the first on.
+                unsafe { self.load_bytes(from, 0) }
+            }
+            #[inline(always)]
+            unsafe fn load_nibbles(self, from: *const u8, at: usize) -> __m256i {
+                // SAFETY: condition 1 of `Simd::load_nibbles`.
+                let bytes = unsafe { from.wrapping_add(at / 2).cast::<[u8; 4]>().read() };
+                spread_nibbles(self, u32::from_le_bytes(bytes))
+            }
+            #[inline(always)]
+            unsafe fn load_i8(self, from: *const i8, at: usize) -> __m256 {
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
+                // do.
+                let bytes = unsafe { _mm_loadl_epi64(from.wrapping_add(at).cast()) };
+                widen_i8(self, bytes)
+            }
+            #[inline(always)]
+            unsafe fn load_e4m3(self, from: *const u8, at: usize) -> __m256 {
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
+                // do.
+                let bytes = unsafe { _mm_loadl_epi64(from.wrapping_add(at).cast()) };
+                widen_e4m3(self, bytes)
+            }
+            #[inline(always)]
+            unsafe fn load_e5m2(self, from: *const u8, at: usize) -> __m256 {
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
+                // do.
+                let bytes = unsafe { _mm_loadl_epi64(from.wrapping_add(at).cast()) };
+                widen_e5m2(self, bytes)
             }
         }
     };
@@ -140,9 +186,62 @@ primitives! {
         unsafe { _mm256_storeu_ps(sums.as_mut_ptr(), total) };
         sums
     }
+    fn splat_bits(word: u32) -> __m256i {
+        _mm256_set1_epi32(word.cast_signed())
+    }
+    // Counts are constants where the primitives are used, and become immediates.
+    fn shl(x: __m256i, bits: u32) -> __m256i {
+        _mm256_sll_epi32(x, _mm_cvtsi32_si128(bits.cast_signed()))
+    }
+    fn shr(x: __m256i, bits: u32) -> __m256i {
+        _mm256_srl_epi32(x, _mm_cvtsi32_si128(bits.cast_signed()))
+    }
+    fn shl_each(x: __m256i, bits: __m256i) -> __m256i {
+        _mm256_sllv_epi32(x, bits)
+    }
+    fn shr_each(x: __m256i, bits: __m256i) -> __m256i {
+        _mm256_srlv_epi32(x, bits)
+    }
+    fn nibble(x: __m256i) -> __m256 {
+        _mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(15)))
+    }
+    fn flip(x: __m256, signs: __m256i) -> __m256 {
+        let signs = _mm256_and_ps(_mm256_castsi256_ps(signs), _mm256_set1_ps(-0.0));
+        _mm256_xor_ps(x, signs)
+    }
+    fn lookup4(table: &[f32; 4], code: __m256i) -> __m256 {
+        let [a, b, c, d] = *table;
+        _mm256_permutevar_ps(_mm256_setr_ps(a, b, c, d, a, b, c, d), code)
+    }
+    // A permutation sees three bits of its indices: four of them, and the other two bits choose.
+    fn lookup32(table: &[f32; 32], low: __m256i, high: __m256i) -> __m256 {
+        let part = |begin: usize| {
+            let from = table.as_ptr().wrapping_add(begin);
+            // SAFETY: `begin` is 0, 8, 16 or 24.
+            let eight = unsafe { _mm256_loadu_ps(from) };
+            _mm256_permutevar8x32_ps(eight, low)
+        };
+        let third = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(low));
+        let lower = _mm256_blendv_ps(part(0), part(8), third);
+        let upper = _mm256_blendv_ps(part(16), part(24), third);
+        _mm256_blendv_ps(lower, upper, _mm256_castsi256_ps(_mm256_slli_epi32::<31>(high)))
+    }
+    // A code shifted to the top has its sign where a float has it, and above the exponent's other
+    // bits the three bits that chose the magnitude: the table carries those, so that they cancel.
+    fn symmetric16(magnitudes: &[f32; 8], code: __m256i) -> __m256 {
+        // SAFETY: an array of eight.
+        let magnitudes = unsafe { _mm256_loadu_ps(magnitudes.as_ptr()) };
+        let indices = _mm256_slli_epi32::<28>(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        let table = _mm256_xor_ps(magnitudes, _mm256_castsi256_ps(indices));
+        let code_on_top = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(code));
+        _mm256_xor_ps(_mm256_permutevar8x32_ps(table, code), code_on_top)
+    }
+    fn splat_f16(bits: u16) -> __m256 {
+        _mm256_cvtph_ps(_mm_set1_epi16(bits.cast_signed()))
+    }
 }
 
-/// Conversions with 16-bit vectors, which the trait does not name.
+/// Conversions with shorter vectors, which the trait does not name.
 macro_rules! conversions {
     ($(fn $name:ident($arg:ident: $type:ty) -> $result:ty $body:block)*) => {$(
         #[inline(always)]
@@ -179,6 +278,29 @@ conversions! {
         let words = _mm256_blendv_epi8(rounded, quiet, nan);
         let low = _mm256_castsi256_si128(words);
         _mm_packus_epi32(low, _mm256_extracti128_si256::<1>(words))
+    }
+    fn widen_bytes(bytes: __m128i) -> __m256i {
+        _mm256_cvtepu8_epi32(bytes)
+    }
+    fn widen_i8(bytes: __m128i) -> __m256 {
+        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))
+    }
+    fn spread_nibbles(word: u32) -> __m256i {
+        let shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+        _mm256_srlv_epi32(_mm256_set1_epi32(word.cast_signed()), shifts)
+    }
+    // The upper byte of a binary16.
+    fn widen_e5m2(bytes: __m128i) -> __m256 {
+        _mm256_cvtph_ps(_mm_unpacklo_epi8(_mm_setzero_si128(), bytes))
+    }
+    // Its bits in the place of binary16's are the value times 2^-8, but for NaN: all ones is an
+    // ordinary number there.
+    fn widen_e4m3(bytes: __m128i) -> __m256 {
+        let shifted = _mm_slli_epi16::<7>(_mm_cvtepi8_epi16(bytes));
+        let bits = _mm_and_si128(shifted, _mm_set1_epi16(0xbf80_u16.cast_signed()));
+        let unsigned = _mm_and_si128(bits, _mm_set1_epi16(0x7f80));
+        let nan = _mm_cmpeq_epi16(unsigned, _mm_set1_epi16(0x3f80));
+        _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(bits, nan)), _mm256_set1_ps(256.0))
     }
 }
 

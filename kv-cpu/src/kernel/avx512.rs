@@ -18,6 +18,7 @@ macro_rules! primitives {
     ($(fn $name:ident($($arg:ident: $type:ty),*) -> $result:ty $body:block)*) => {
         impl Simd for Avx512 {
             type F = __m512;
+            type I = __m512i;
             const LANES: usize = 16;
             $(#[inline(always)]
             fn $name(self, $($arg: $type),*) -> $result {
@@ -67,6 +68,47 @@ macro_rules! primitives {
                 // SAFETY: condition 1 of `Simd::store`, and the witness.
                 unsafe { _mm256_storeu_si256(to.wrapping_add(at).cast(), bits) }
             }
+            #[inline(always)]
+            unsafe fn load_bits(self, from: *const u32, at: usize) -> __m512i {
+                // SAFETY: condition 1 of `Simd::load`, and the witness.
+                unsafe { _mm512_loadu_si512(from.wrapping_add(at).cast()) }
+            }
+            #[inline(always)]
+            unsafe fn load_bytes(self, from: *const u8, at: usize) -> __m512i {
+                // SAFETY: condition 1 of `Simd::load`, and the witness.
+                let bytes = unsafe { _mm_loadu_si128(from.wrapping_add(at).cast()) };
+                widen_bytes(self, bytes)
+            }
+            #[inline(always)]
+            unsafe fn load_of_8(self, from: *const u8, _at: usize) -> __m512i {
+                // SAFETY: condition 1 of `Simd::load_of_8`, and the witness.
+                let bytes = unsafe { _mm_loadl_epi64(from.cast()) };
+                widen_twice(self, bytes)
+            }
+            #[inline(always)]
+            unsafe fn load_nibbles(self, from: *const u8, at: usize) -> __m512i {
+                // SAFETY: condition 1 of `Simd::load_nibbles`, and the witness.
+                let bytes = unsafe { _mm_loadl_epi64(from.wrapping_add(at / 2).cast()) };
+                spread_nibbles(self, bytes)
+            }
+            #[inline(always)]
+            unsafe fn load_i8(self, from: *const i8, at: usize) -> __m512 {
+                // SAFETY: condition 1 of `Simd::load`, and the witness.
+                let bytes = unsafe { _mm_loadu_si128(from.wrapping_add(at).cast()) };
+                widen_i8(self, bytes)
+            }
+            #[inline(always)]
+            unsafe fn load_e4m3(self, from: *const u8, at: usize) -> __m512 {
+                // SAFETY: condition 1 of `Simd::load`, and the witness.
+                let bytes = unsafe { _mm_loadu_si128(from.wrapping_add(at).cast()) };
+                widen_e4m3(self, bytes)
+            }
+            #[inline(always)]
+            unsafe fn load_e5m2(self, from: *const u8, at: usize) -> __m512 {
+                // SAFETY: condition 1 of `Simd::load`, and the witness.
+                let bytes = unsafe { _mm_loadu_si128(from.wrapping_add(at).cast()) };
+                widen_e5m2(self, bytes)
+            }
         }
     };
 }
@@ -106,9 +148,58 @@ primitives! {
     fn reduce_max(v: __m512) -> f32 {
         _mm512_reduce_max_ps(v)
     }
+    fn splat_bits(word: u32) -> __m512i {
+        _mm512_set1_epi32(word.cast_signed())
+    }
+    // Counts are constants where the primitives are used, and become immediates.
+    fn shl(x: __m512i, bits: u32) -> __m512i {
+        _mm512_sll_epi32(x, _mm_cvtsi32_si128(bits.cast_signed()))
+    }
+    fn shr(x: __m512i, bits: u32) -> __m512i {
+        _mm512_srl_epi32(x, _mm_cvtsi32_si128(bits.cast_signed()))
+    }
+    fn shl_each(x: __m512i, bits: __m512i) -> __m512i {
+        _mm512_sllv_epi32(x, bits)
+    }
+    fn shr_each(x: __m512i, bits: __m512i) -> __m512i {
+        _mm512_srlv_epi32(x, bits)
+    }
+    fn nibble(x: __m512i) -> __m512 {
+        _mm512_cvtepi32_ps(_mm512_and_si512(x, _mm512_set1_epi32(15)))
+    }
+    fn flip(x: __m512, signs: __m512i) -> __m512 {
+        let signs = _mm512_and_si512(signs, _mm512_set1_epi32(i32::MIN));
+        _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(x), signs))
+    }
+    fn lookup4(table: &[f32; 4], code: __m512i) -> __m512 {
+        // SAFETY: an array of four.
+        let four = unsafe { _mm_loadu_ps(table.as_ptr()) };
+        _mm512_permutevar_ps(_mm512_broadcast_f32x4(four), code)
+    }
+    fn lookup32(table: &[f32; 32], low: __m512i, high: __m512i) -> __m512 {
+        // SAFETY: the first sixteen of 32.
+        let lower = unsafe { _mm512_loadu_ps(table.as_ptr()) };
+        // SAFETY: the other sixteen.
+        let upper = unsafe { _mm512_loadu_ps(table.as_ptr().wrapping_add(16)) };
+        let low = _mm512_and_si512(low, _mm512_set1_epi32(15));
+        // Of five bits that are looked at, the highest chooses the table.
+        let index = _mm512_or_si512(low, _mm512_slli_epi32::<4>(high));
+        _mm512_permutex2var_ps(lower, index, upper)
+    }
+    // A permutation sees four bits of its indices: sign and magnitude at once.
+    fn symmetric16(magnitudes: &[f32; 8], code: __m512i) -> __m512 {
+        // SAFETY: an array of eight.
+        let positive = unsafe { _mm256_loadu_ps(magnitudes.as_ptr()) };
+        let negative = _mm256_xor_ps(positive, _mm256_set1_ps(-0.0));
+        let both = _mm512_insertf32x8::<1>(_mm512_castps256_ps512(positive), negative);
+        _mm512_permutexvar_ps(code, both)
+    }
+    fn splat_f16(bits: u16) -> __m512 {
+        _mm512_cvtph_ps(_mm256_set1_epi16(bits.cast_signed()))
+    }
 }
 
-/// Conversions with 16-bit vectors, which the trait does not name.
+/// Conversions with shorter vectors, which the trait does not name.
 macro_rules! conversions {
     ($(fn $name:ident($arg:ident: $type:ty) -> $result:ty $body:block)*) => {$(
         #[inline(always)]
@@ -143,6 +234,35 @@ conversions! {
         let quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
         let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
         _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, quiet))
+    }
+    fn widen_bytes(bytes: __m128i) -> __m512i {
+        _mm512_cvtepu8_epi32(bytes)
+    }
+    fn widen_twice(bytes: __m128i) -> __m512i {
+        _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(bytes, bytes))
+    }
+    fn widen_i8(bytes: __m128i) -> __m512 {
+        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
+    }
+    fn spread_nibbles(bytes: __m128i) -> __m512i {
+        let words = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+        let words = _mm512_permutexvar_epi32(words, _mm512_castsi128_si512(bytes));
+        let shifts =
+            _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+        _mm512_srlv_epi32(words, shifts)
+    }
+    // The upper byte of a binary16.
+    fn widen_e5m2(bytes: __m128i) -> __m512 {
+        _mm512_cvtph_ps(_mm256_slli_epi16::<8>(_mm256_cvtepu8_epi16(bytes)))
+    }
+    // Its bits in the place of binary16's are the value times 2^-8, but for NaN: all ones is an
+    // ordinary number there.
+    fn widen_e4m3(bytes: __m128i) -> __m512 {
+        let shifted = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(bytes));
+        let bits = _mm256_and_si256(shifted, _mm256_set1_epi16(0xbf80_u16.cast_signed()));
+        let unsigned = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f80));
+        let nan = _mm256_cmpeq_epi16(unsigned, _mm256_set1_epi16(0x3f80));
+        _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(bits, nan)), _mm512_set1_ps(256.0))
     }
 }
 

@@ -1,9 +1,11 @@
 //! Sixteen lanes in plain Rust, so that the loops of a wide vector are tested on any CPU.
 #![expect(
+    clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
     clippy::cast_sign_loss,
-    reason = "tests: exponents are small integers"
+    reason = "tests: exponents and codes are small integers"
 )]
 use half::{bf16, f16};
 
@@ -19,6 +21,7 @@ fn each<const N: usize>(mut lane: impl FnMut(usize) -> f32) -> [f32; N] {
 
 impl Simd for Wide {
     type F = [f32; 16];
+    type I = [u32; 16];
     const LANES: usize = 16;
     fn splat(self, x: f32) -> [f32; 16] {
         [x; 16]
@@ -77,6 +80,60 @@ impl Simd for Wide {
         let bits = v.map(|v| bf16::from_f32(v).to_bits());
         // SAFETY: condition 1 of `Simd::store`.
         unsafe { to.wrapping_add(at).cast::<[u16; 16]>().write_unaligned(bits) }
+    }
+    fn splat_bits(self, word: u32) -> [u32; 16] {
+        [word; 16]
+    }
+    fn shl(self, x: [u32; 16], bits: u32) -> [u32; 16] {
+        x.map(|x| x << bits)
+    }
+    fn shr(self, x: [u32; 16], bits: u32) -> [u32; 16] {
+        x.map(|x| x >> bits)
+    }
+    fn shl_each(self, x: [u32; 16], bits: [u32; 16]) -> [u32; 16] {
+        std::array::from_fn(|i| x[i] << bits[i])
+    }
+    fn shr_each(self, x: [u32; 16], bits: [u32; 16]) -> [u32; 16] {
+        std::array::from_fn(|i| x[i] >> bits[i])
+    }
+    fn nibble(self, x: [u32; 16]) -> [f32; 16] {
+        x.map(|x| (x % 16) as f32)
+    }
+    fn flip(self, x: [f32; 16], signs: [u32; 16]) -> [f32; 16] {
+        each(|i| if signs[i] >> 31 == 1 { -x[i] } else { x[i] })
+    }
+    fn lookup4(self, table: &[f32; 4], code: [u32; 16]) -> [f32; 16] {
+        code.map(|code| table[code as usize % 4])
+    }
+    fn lookup32(self, table: &[f32; 32], low: [u32; 16], high: [u32; 16]) -> [f32; 16] {
+        each(|i| table[(low[i] % 16 + high[i] % 2 * 16) as usize])
+    }
+    fn symmetric16(self, magnitudes: &[f32; 8], code: [u32; 16]) -> [f32; 16] {
+        self.flip(code.map(|code| magnitudes[code as usize % 8]), code.map(|code| code << 28))
+    }
+    unsafe fn load_bits(self, from: *const u32, at: usize) -> [u32; 16] {
+        // SAFETY: condition 1 of `Simd::load`.
+        unsafe { from.wrapping_add(at).cast::<[u32; 16]>().read_unaligned() }
+    }
+    unsafe fn load_bytes(self, from: *const u8, at: usize) -> [u32; 16] {
+        // SAFETY: condition 1 of `Simd::load`.
+        let bytes = unsafe { from.wrapping_add(at).cast::<[u8; 16]>().read() };
+        bytes.map(u32::from)
+    }
+    unsafe fn load_of_8(self, from: *const u8, _at: usize) -> [u32; 16] {
+        // SAFETY: condition 1 of `Simd::load_of_8`.
+        let bytes = unsafe { from.cast::<[u8; 8]>().read() };
+        std::array::from_fn(|i| u32::from(bytes[i % 8]))
+    }
+    unsafe fn load_nibbles(self, from: *const u8, at: usize) -> [u32; 16] {
+        // SAFETY: condition 1 of `Simd::load_nibbles`.
+        let bytes = unsafe { from.wrapping_add(at / 2).cast::<[u8; 8]>().read() };
+        std::array::from_fn(|i| u32::from(bytes[i / 2]) >> (i % 2 * 4))
+    }
+    unsafe fn load_i8(self, from: *const i8, at: usize) -> [f32; 16] {
+        // SAFETY: condition 1 of `Simd::load`.
+        let bytes = unsafe { from.wrapping_add(at).cast::<[i8; 16]>().read() };
+        bytes.map(f32::from)
     }
 }
 

@@ -1,11 +1,14 @@
 //! Kernels: the inner loops, one table of them an instruction set.
 //!
-//! [`body`] holds each loop once, written in the primitives of [`simd`]; the other files here
-//! supply the primitives and instantiate the loops behind their target features. [`Kernels`] is the
-//! safe way in: arguments are slices whose bounds each kernel asserts once. Knows nothing of plans,
-//! blocks or threads.
+//! [`tile`] and [`body`] hold each loop once, [`stored`] and [`codes`] each encoding once, written
+//! in the primitives of [`simd`]; the other files here supply the primitives and instantiate the
+//! loops behind their target features. [`Kernels`] is the safe way in: arguments are slices whose
+//! bounds each kernel asserts once. Knows nothing of plans, blocks or threads.
 mod body;
+mod codes;
 mod simd;
+mod stored;
+mod tile;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -21,7 +24,9 @@ mod tests;
 
 pub(crate) use simd::LANES_MAX;
 
-use crate::encoding::Encoding;
+use kv_core::KvFormat;
+
+use crate::encoding::{Element, Encoding, RowLayout};
 use crate::isa::Isa;
 
 /// Tokens that are scored, weighed and summed together. A tile of K, one of V and what is fetched
@@ -31,6 +36,17 @@ pub(crate) const TILE: usize = 32;
 /// Query rows that share each load of a K or V vector.
 pub(crate) const ROWS: usize = 4;
 
+/// What the decoded values of a row are multiplied with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum RowScale<'a> {
+    /// The same for every row.
+    Given(f32),
+    /// The f16 behind the codes of each row.
+    Stored,
+    /// By token of the tile.
+    Each(&'a [f32; TILE]),
+}
+
 /// Dot products of a few query rows with the tokens of a tile.
 pub(crate) struct Scores<'a> {
     /// Query rows: 1, 2 or [`ROWS`].
@@ -38,9 +54,10 @@ pub(crate) struct Scores<'a> {
     /// The rows, `stride` apart, zero from `dim` to the next multiple of [`LANES_MAX`].
     pub(crate) q: &'a [f32],
     pub(crate) stride: usize,
-    pub(crate) dim: usize,
     /// Encoded K rows of the tile.
     pub(crate) k: &'a [&'a [u8]],
+    pub(crate) layout: &'a RowLayout,
+    pub(crate) scale: RowScale<'a>,
     /// Tokens of the tile to score: `begin..end`.
     pub(crate) range: (usize, usize),
     /// Scores, [`TILE`] a query row.
@@ -57,9 +74,10 @@ pub(crate) struct Sums<'a> {
     pub(crate) weights: &'a [f32],
     /// Encoded V rows of the tile.
     pub(crate) v: &'a [&'a [u8]],
+    pub(crate) layout: &'a RowLayout,
+    pub(crate) scale: RowScale<'a>,
     /// Tokens of the tile to add: `begin..end`.
     pub(crate) range: (usize, usize),
-    pub(crate) dim: usize,
     /// The rows, `stride` apart, a multiple of [`LANES_MAX`].
     pub(crate) out: &'a mut [f32],
     pub(crate) stride: usize,
@@ -84,38 +102,24 @@ pub(crate) struct Softmax<'a> {
     /// [`TILE`] scores; those of `range` become weights relative to the new maximum.
     pub(crate) scores: &'a mut [f32],
     pub(crate) range: (usize, usize),
+    /// Added to every score before it is scaled.
+    pub(crate) bias: f32,
     pub(crate) scale: f32,
     pub(crate) cap: Option<f32>,
     pub(crate) running: &'a mut Running,
 }
 
-/// One function an encoding.
-#[derive(Clone, Copy)]
-pub(crate) struct PerEncoding<T> {
-    f32: T,
-    f16: T,
-    bf16: T,
-}
-
-impl<T: Copy> PerEncoding<T> {
-    fn get(&self, encoding: Encoding) -> T {
-        match encoding {
-            Encoding::F32 => self.f32,
-            Encoding::F16 => self.f16,
-            Encoding::Bf16 => self.bf16,
-        }
-    }
-}
-
-type Decode = unsafe fn(&[u8], &mut [f32]);
+type Decode = unsafe fn(&RowLayout, &[u8], &mut [f32]);
 type Encode = unsafe fn(&[f32], &mut [u8]);
 
 /// The kernels of one instruction set. Calling one is sound only on a CPU that has the set.
 pub(crate) struct Table {
-    scores: PerEncoding<unsafe fn(&mut Scores<'_>)>,
-    sums: PerEncoding<unsafe fn(&mut Sums<'_>)>,
-    decode: PerEncoding<Decode>,
-    encode: PerEncoding<Encode>,
+    scores: [unsafe fn(&mut Scores<'_>); Encoding::COUNT],
+    sums: [unsafe fn(&mut Sums<'_>); Encoding::COUNT],
+    decode: [Decode; Encoding::COUNT],
+    /// By element type.
+    encode: [Encode; 3],
+    row_scales: unsafe fn(&[&[u8]], &RowLayout) -> [f32; TILE],
     softmax: unsafe fn(&mut Softmax<'_>) -> f32,
     combine: unsafe fn(&mut [f32], f32, &[f32], f32),
     scale: unsafe fn(&mut [f32], f32),
@@ -155,15 +159,15 @@ impl Kernels {
         Self(&emulated::TABLE)
     }
 
-    /// Scores a tile of K in `encoding`.
-    pub(crate) fn scores(self, encoding: Encoding, args: &mut Scores<'_>) {
-        let kernel = self.0.scores.get(encoding);
+    /// Scores a tile of K.
+    pub(crate) fn scores(self, args: &mut Scores<'_>) {
+        let kernel = of_encoding(&self.0.scores, args.layout.encoding());
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { kernel(args) }
     }
-    /// Adds a tile of V in `encoding`.
-    pub(crate) fn sums(self, encoding: Encoding, args: &mut Sums<'_>) {
-        let kernel = self.0.sums.get(encoding);
+    /// Adds a tile of V.
+    pub(crate) fn sums(self, args: &mut Sums<'_>) {
+        let kernel = of_encoding(&self.0.sums, args.layout.encoding());
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { kernel(args) }
     }
@@ -172,15 +176,26 @@ impl Kernels {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { (self.0.softmax)(args) }
     }
-    /// Decodes as many values as `to` has room for.
-    pub(crate) fn decode(self, encoding: Encoding, from: &[u8], to: &mut [f32]) {
-        let kernel = self.0.decode.get(encoding);
+    /// Decodes a row, short of its own scale, which is `kv_quant::row::decode_row` with a scale of
+    /// 1 to the bit.
+    pub(crate) fn decode(self, layout: &RowLayout, from: &[u8], to: &mut [f32]) {
+        let kernel = of_encoding(&self.0.decode, layout.encoding());
         // SAFETY: the CPU has the instruction set, by `Self::of`.
-        unsafe { kernel(from, to) }
+        unsafe { kernel(layout, from, to) }
+    }
+    /// The f16 scales behind the rows of a tile.
+    pub(crate) fn row_scales(self, rows: &[&[u8]], layout: &RowLayout) -> [f32; TILE] {
+        // SAFETY: the CPU has the instruction set, by `Self::of`.
+        unsafe { (self.0.row_scales)(rows, layout) }
     }
     /// Encodes all of `from`, rounded to nearest even.
-    pub(crate) fn encode(self, encoding: Encoding, from: &[f32], to: &mut [u8]) {
-        let kernel = self.0.encode.get(encoding);
+    pub(crate) fn encode(self, element: Element, from: &[f32], to: &mut [u8]) {
+        let [f32, f16, bf16] = self.0.encode;
+        let kernel = match element {
+            Element::F32 => f32,
+            Element::F16 => f16,
+            Element::Bf16 => bf16,
+        };
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { kernel(from, to) }
     }
@@ -195,40 +210,82 @@ impl Kernels {
         unsafe { (self.0.scale)(a, x) }
     }
 
-    /// Copies a run of values from one encoding to another, through `f32` where they differ.
-    pub(crate) fn convert(self, from: (Encoding, &[u8]), to: (Encoding, &mut [u8])) {
+    /// Decodes a row with its own scale, or the given one: `kv_quant::row::decode_row` to the bit.
+    pub(crate) fn decode_scaled(self, layout: &RowLayout, given: f32, from: &[u8], to: &mut [f32]) {
+        if layout.encoding() == Encoding::Nvfp4 {
+            // Its definition rounds the product of both scales first, which only sums may ignore.
+            kv_quant::row::decode_row(KvFormat::Nvfp4, given, from, to);
+            return;
+        }
+        self.decode(layout, from, to);
+        let scale = if layout.has_scale() {
+            let [scale, ..] = self.row_scales(&[from], layout);
+            scale
+        } else {
+            given
+        };
+        if scale.to_bits() != 1.0_f32.to_bits() {
+            self.scale(to, scale);
+        }
+    }
+
+    /// Copies a run of values from one element type to another, through `f32` where they differ.
+    pub(crate) fn convert(self, from: (Element, &[u8]), to: (Element, &mut [u8])) {
         const CHUNK: usize = 256;
-        let ((from_encoding, from), (to_encoding, to)) = (from, to);
-        if from_encoding == to_encoding {
+        let ((from_element, from), (to_element, to)) = (from, to);
+        if from_element == to_element {
             to.copy_from_slice(from);
             return;
         }
         let mut values = [0.0; CHUNK];
-        let from = from.chunks(CHUNK.saturating_mul(from_encoding.size()));
-        let to = to.chunks_mut(CHUNK.saturating_mul(to_encoding.size()));
+        let from = from.chunks(CHUNK.saturating_mul(from_element.size()));
+        let to = to.chunks_mut(CHUNK.saturating_mul(to_element.size()));
         for (from, to) in from.zip(to) {
-            let len = to.len().checked_div(to_encoding.size()).unwrap_or(0);
+            let len = to.len().checked_div(to_element.size()).unwrap_or(0);
             let Some(values) = values.get_mut(..len) else {
                 continue;
             };
-            self.decode(from_encoding, from, values);
-            self.encode(to_encoding, values, to);
+            self.decode(&RowLayout::plain(from_element, len), from, values);
+            self.encode(to_element, values, to);
         }
     }
 }
 
-/// Instantiates the loops of [`body`] for one vector type, behind the attributes given.
+/// The kernel of an encoding.
+fn of_encoding<K: Copy>(kernels: &[K; Encoding::COUNT], encoding: Encoding) -> K {
+    #[expect(clippy::indexing_slicing, reason = "an entry for every encoding")]
+    kernels[encoding.index()]
+}
+
+/// Instantiates the loops for one vector type, behind the attributes given.
 macro_rules! table {
     ([$(#[$attribute:meta])*] $simd:expr) => {
         /// The loops, for this instruction set.
         pub(super) static TABLE: super::Table = {
-            use super::body;
-            use super::simd::{Bf16, F16, F32};
-            use super::{PerEncoding, Scores, Softmax, Sums, Table};
-            super::table! { @encoding [$(#[$attribute])*] $simd;
-                scores_f32 sums_f32 decode_f32 encode_f32 F32;
-                scores_f16 sums_f16 decode_f16 encode_f16 F16;
-                scores_bf16 sums_bf16 decode_bf16 encode_bf16 Bf16;
+            use super::codes::{L3, L4, L6, Lloyd, Nvfp4, Q4Block, Q8Block};
+            use super::stored::{Bf16, E4m3, E5m2, F16, F32, Int8, Plain, Stored};
+            use super::{Scores, Softmax, Sums, TILE, Table, body, tile};
+            use crate::encoding::RowLayout;
+
+            $(#[$attribute])*
+            fn scores<E: Stored>(args: &mut Scores<'_>) {
+                tile::scores::<_, E>($simd, args)
+            }
+            $(#[$attribute])*
+            fn sums<E: Stored>(args: &mut Sums<'_>) {
+                tile::sums::<_, E>($simd, args)
+            }
+            $(#[$attribute])*
+            fn decode<E: Stored>(layout: &RowLayout, from: &[u8], to: &mut [f32]) {
+                body::decode::<_, E>($simd, layout, from, to)
+            }
+            $(#[$attribute])*
+            fn encode<E: Plain>(from: &[f32], to: &mut [u8]) {
+                body::encode::<_, E>($simd, from, to)
+            }
+            $(#[$attribute])*
+            fn row_scales(rows: &[&[u8]], layout: &RowLayout) -> [f32; TILE] {
+                tile::row_scales($simd, rows, layout)
             }
             $(#[$attribute])*
             fn softmax(args: &mut Softmax<'_>) -> f32 {
@@ -242,37 +299,39 @@ macro_rules! table {
             fn scale(a: &mut [f32], x: f32) {
                 body::scale($simd, a, x)
             }
+            /// A kernel for every encoding, in the order of `Encoding`.
+            macro_rules! each {
+                ($kernel:ident) => {
+                    [
+                        $kernel::<F32>,
+                        $kernel::<F16>,
+                        $kernel::<Bf16>,
+                        $kernel::<E4m3>,
+                        $kernel::<E5m2>,
+                        $kernel::<Int8>,
+                        $kernel::<Lloyd<L6, false>>,
+                        $kernel::<Lloyd<L4, false>>,
+                        $kernel::<Lloyd<L3, false>>,
+                        $kernel::<Lloyd<L6, true>>,
+                        $kernel::<Lloyd<L4, true>>,
+                        $kernel::<Lloyd<L3, true>>,
+                        $kernel::<Q8Block>,
+                        $kernel::<Q4Block>,
+                        $kernel::<Nvfp4>,
+                    ]
+                };
+            }
             Table {
-                scores: PerEncoding { f32: scores_f32, f16: scores_f16, bf16: scores_bf16 },
-                sums: PerEncoding { f32: sums_f32, f16: sums_f16, bf16: sums_bf16 },
-                decode: PerEncoding { f32: decode_f32, f16: decode_f16, bf16: decode_bf16 },
-                encode: PerEncoding { f32: encode_f32, f16: encode_f16, bf16: encode_bf16 },
+                scores: each!(scores),
+                sums: each!(sums),
+                decode: each!(decode),
+                encode: [encode::<F32>, encode::<F16>, encode::<Bf16>],
+                row_scales,
                 softmax,
                 combine,
                 scale,
             }
         };
-    };
-    (@encoding [$(#[$attribute:meta])*] $simd:expr; ) => {};
-    (@encoding [$(#[$attribute:meta])*] $simd:expr;
-        $scores:ident $sums:ident $decode:ident $encode:ident $stored:ty; $($rest:tt)*) => {
-        $(#[$attribute])*
-        fn $scores(args: &mut Scores<'_>) {
-            body::scores::<_, $stored>($simd, args)
-        }
-        $(#[$attribute])*
-        fn $sums(args: &mut Sums<'_>) {
-            body::sums::<_, $stored>($simd, args)
-        }
-        $(#[$attribute])*
-        fn $decode(from: &[u8], to: &mut [f32]) {
-            body::decode::<_, $stored>($simd, from, to)
-        }
-        $(#[$attribute])*
-        fn $encode(from: &[f32], to: &mut [u8]) {
-            body::encode::<_, $stored>($simd, from, to)
-        }
-        super::table! { @encoding [$(#[$attribute])*] $simd; $($rest)* }
     };
 }
 use table;

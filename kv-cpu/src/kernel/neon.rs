@@ -21,6 +21,7 @@ macro_rules! primitives {
     ($(fn $name:ident($($arg:ident: $type:ty),*) -> $result:ty $body:block)*) => {
         impl Simd for Neon {
             type F = float32x4_t;
+            type I = uint32x4_t;
             const LANES: usize = 4;
             $(#[inline(always)]
             fn $name(self, $($arg: $type),*) -> $result {
@@ -70,6 +71,34 @@ macro_rules! primitives {
                 // SAFETY: condition 1 of `Simd::store`, and the witness.
                 unsafe { vst1_u16(to.wrapping_add(at), bits) }
             }
+            #[inline(always)]
+            unsafe fn load_bits(self, from: *const u32, at: usize) -> uint32x4_t {
+                // SAFETY: condition 1 of `Simd::load`, and the witness.
+                unsafe { vld1q_u32(from.wrapping_add(at)) }
+            }
+            #[inline(always)]
+            unsafe fn load_bytes(self, from: *const u8, at: usize) -> uint32x4_t {
+                // SAFETY: condition 1 of `Simd::load`.
+                let bytes = unsafe { from.wrapping_add(at).cast::<[u8; 4]>().read() };
+                widen_bytes(self, u32::from_le_bytes(bytes))
+            }
+            #[inline(always)]
+            unsafe fn load_of_8(self, from: *const u8, at: usize) -> uint32x4_t {
+                // SAFETY: condition 1 of `Simd::load_of_8`: the first four or the last.
+                unsafe { self.load_bytes(from, at % 8) }
+            }
+            #[inline(always)]
+            unsafe fn load_nibbles(self, from: *const u8, at: usize) -> uint32x4_t {
+                // SAFETY: condition 1 of `Simd::load_nibbles`.
+                let bytes = unsafe { from.wrapping_add(at / 2).cast::<[u8; 2]>().read() };
+                spread_nibbles(self, u32::from(u16::from_le_bytes(bytes)))
+            }
+            #[inline(always)]
+            unsafe fn load_i8(self, from: *const i8, at: usize) -> float32x4_t {
+                // SAFETY: condition 1 of `Simd::load`.
+                let bytes = unsafe { from.wrapping_add(at).cast::<[u8; 4]>().read() };
+                widen_i8(self, u32::from_le_bytes(bytes))
+            }
         }
     };
 }
@@ -108,9 +137,67 @@ primitives! {
     fn reduce_max(v: float32x4_t) -> f32 {
         vmaxvq_f32(v)
     }
+    fn splat_bits(word: u32) -> uint32x4_t {
+        vdupq_n_u32(word)
+    }
+    // Counts are constants where the primitives are used, and become immediates; a shift to the
+    // right is one to the left by a negative count.
+    fn shl(x: uint32x4_t, bits: u32) -> uint32x4_t {
+        vshlq_u32(x, vdupq_n_s32(bits.cast_signed()))
+    }
+    fn shr(x: uint32x4_t, bits: u32) -> uint32x4_t {
+        vshlq_u32(x, vnegq_s32(vdupq_n_s32(bits.cast_signed())))
+    }
+    fn shl_each(x: uint32x4_t, bits: uint32x4_t) -> uint32x4_t {
+        vshlq_u32(x, vreinterpretq_s32_u32(bits))
+    }
+    fn shr_each(x: uint32x4_t, bits: uint32x4_t) -> uint32x4_t {
+        vshlq_u32(x, vnegq_s32(vreinterpretq_s32_u32(bits)))
+    }
+    fn nibble(x: uint32x4_t) -> float32x4_t {
+        vcvtq_f32_u32(vandq_u32(x, vdupq_n_u32(15)))
+    }
+    fn flip(x: float32x4_t, signs: uint32x4_t) -> float32x4_t {
+        let signs = vandq_u32(signs, vdupq_n_u32(1 << 31));
+        vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(x), signs))
+    }
+    fn lookup4(table: &[f32; 4], code: uint32x4_t) -> float32x4_t {
+        // SAFETY: an array of four.
+        let table = unsafe { vld1q_f32(table.as_ptr()) };
+        let bytes = byte_indices(vandq_u32(code, vdupq_n_u32(3)));
+        vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(table), bytes))
+    }
+    fn lookup32(table: &[f32; 32], low: uint32x4_t, high: uint32x4_t) -> float32x4_t {
+        // SAFETY: the first sixteen of 32.
+        let lower = unsafe { vld1q_u8_x4(table.as_ptr().cast()) };
+        // SAFETY: the other sixteen.
+        let upper = unsafe { vld1q_u8_x4(table.as_ptr().wrapping_add(16).cast()) };
+        let low = vandq_u32(low, vdupq_n_u32(15));
+        let high = vshlq_n_u32::<4>(vandq_u32(high, vdupq_n_u32(1)));
+        let bytes = byte_indices(vorrq_u32(low, high));
+        // Indices beyond its table give zero, and leave what is there in the extending form.
+        let first = vqtbl4q_u8(lower, bytes);
+        vreinterpretq_f32_u8(vqtbx4q_u8(first, upper, vsubq_u8(bytes, vdupq_n_u8(64))))
+    }
+    fn symmetric16(magnitudes: &[f32; 8], code: uint32x4_t) -> float32x4_t {
+        // SAFETY: an array of eight.
+        let table = unsafe { vld1q_u8_x2(magnitudes.as_ptr().cast()) };
+        let bytes = byte_indices(vandq_u32(code, vdupq_n_u32(7)));
+        let magnitude = vreinterpretq_u32_u8(vqtbl2q_u8(table, bytes));
+        let sign = vandq_u32(vshlq_n_u32::<28>(code), vdupq_n_u32(1 << 31));
+        vreinterpretq_f32_u32(veorq_u32(magnitude, sign))
+    }
 }
 
-/// Conversions with 16-bit vectors, which the trait does not name.
+/// Where the bytes of the float of each index lie in a table of floats.
+#[inline]
+#[target_feature(enable = "neon")]
+fn byte_indices(index: uint32x4_t) -> uint8x16_t {
+    let first = vmulq_u32(index, vdupq_n_u32(0x0404_0404));
+    vreinterpretq_u8_u32(vaddq_u32(first, vdupq_n_u32(0x0302_0100)))
+}
+
+/// Conversions with shorter vectors, which the trait does not name.
 macro_rules! conversions {
     ($(fn $name:ident($arg:ident: $type:ty) -> $result:ty $body:block)*) => {$(
         #[inline(always)]
@@ -138,6 +225,19 @@ conversions! {
         let rounded = vshrq_n_u32::<16>(vaddq_u32(bits, half));
         let quiet = vorrq_u32(upper, vdupq_n_u32(0x40));
         vmovn_u32(vbslq_u32(vceqq_f32(v, v), rounded, quiet))
+    }
+    fn widen_bytes(bytes: u32) -> uint32x4_t {
+        let bytes = vreinterpret_u8_u32(vdup_n_u32(bytes));
+        vmovl_u16(vget_low_u16(vmovl_u8(bytes)))
+    }
+    fn widen_i8(bytes: u32) -> float32x4_t {
+        let bytes = vreinterpret_s8_u32(vdup_n_u32(bytes));
+        vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))))
+    }
+    fn spread_nibbles(word: u32) -> uint32x4_t {
+        let (first, last) = (0xffff_fffc_0000_0000, 0xffff_fff4_ffff_fff8);
+        let shifts = vcombine_s32(vcreate_s32(first), vcreate_s32(last));
+        vshlq_u32(vdupq_n_u32(word), shifts)
     }
 }
 

@@ -1,11 +1,17 @@
 //! One lane: plain Rust, the path that every other is compared with.
 #![expect(
+    clippy::arithmetic_side_effects,
+    clippy::as_conversions,
+    clippy::cast_precision_loss,
+    clippy::indexing_slicing,
     clippy::inline_always,
-    reason = "kernel code: helpers must melt into the kernel they are used in"
+    reason = "kernel code: indices are masked to their tables, and helpers must melt into the \
+              kernel they are used in"
 )]
 use half::{bf16, f16};
 
 use super::simd::Simd;
+use crate::num::to_usize;
 
 /// A vector of one.
 #[derive(Debug, Clone, Copy)]
@@ -13,6 +19,7 @@ pub(crate) struct Scalar;
 
 impl Simd for Scalar {
     type F = f32;
+    type I = u32;
     const LANES: usize = 1;
     #[inline(always)]
     fn splat(self, x: f32) -> f32 {
@@ -92,6 +99,72 @@ impl Simd for Scalar {
         let bits = bf16::from_f32(v).to_bits();
         // SAFETY: condition 1 of `Simd::store`.
         unsafe { to.wrapping_add(at).write_unaligned(bits) }
+    }
+    #[inline(always)]
+    fn splat_bits(self, word: u32) -> u32 {
+        word
+    }
+    #[inline(always)]
+    fn shl(self, x: u32, bits: u32) -> u32 {
+        x << bits
+    }
+    #[inline(always)]
+    fn shr(self, x: u32, bits: u32) -> u32 {
+        x >> bits
+    }
+    #[inline(always)]
+    fn shl_each(self, x: u32, bits: u32) -> u32 {
+        x << bits
+    }
+    #[inline(always)]
+    fn shr_each(self, x: u32, bits: u32) -> u32 {
+        x >> bits
+    }
+    #[inline(always)]
+    fn nibble(self, x: u32) -> f32 {
+        (x & 15) as f32
+    }
+    #[inline(always)]
+    fn flip(self, x: f32, signs: u32) -> f32 {
+        f32::from_bits(x.to_bits() ^ (signs & 1 << 31))
+    }
+    #[inline(always)]
+    fn lookup4(self, table: &[f32; 4], code: u32) -> f32 {
+        table[to_usize(code & 3)]
+    }
+    #[inline(always)]
+    fn lookup32(self, table: &[f32; 32], low: u32, high: u32) -> f32 {
+        table[to_usize(low & 15 | (high & 1) << 4)]
+    }
+    #[inline(always)]
+    fn symmetric16(self, magnitudes: &[f32; 8], code: u32) -> f32 {
+        self.flip(magnitudes[to_usize(code & 7)], code << 28)
+    }
+    #[inline(always)]
+    unsafe fn load_bits(self, from: *const u32, at: usize) -> u32 {
+        // SAFETY: condition 1 of `Simd::load`.
+        unsafe { from.wrapping_add(at).read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn load_bytes(self, from: *const u8, at: usize) -> u32 {
+        // SAFETY: condition 1 of `Simd::load`.
+        u32::from(unsafe { from.wrapping_add(at).read() })
+    }
+    #[inline(always)]
+    unsafe fn load_of_8(self, from: *const u8, at: usize) -> u32 {
+        // SAFETY: condition 1 of `Simd::load_of_8`.
+        u32::from(unsafe { from.wrapping_add(at % 8).read() })
+    }
+    #[inline(always)]
+    unsafe fn load_nibbles(self, from: *const u8, at: usize) -> u32 {
+        // SAFETY: condition 1 of `Simd::load_nibbles`.
+        let byte = unsafe { from.wrapping_add(at / 2).read() };
+        u32::from(byte) >> (at % 2 * 4)
+    }
+    #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8, at: usize) -> f32 {
+        // SAFETY: condition 1 of `Simd::load`.
+        f32::from(unsafe { from.wrapping_add(at).read() })
     }
 }
 

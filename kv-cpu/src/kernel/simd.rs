@@ -1,4 +1,4 @@
-//! The vector primitives that kernel bodies are written in, and the element encodings they read.
+//! The vector primitives that kernel bodies and decoders are written in.
 //!
 //! A token of a type that implements [`Simd`] exists only where its instructions may run: inside
 //! functions that carry the target features, called through a table that was handed out after
@@ -8,9 +8,13 @@
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
     clippy::inline_always,
+    clippy::needless_range_loop,
     reason = "kernel code: bounds are asserted at the entry, and helpers must melt into the \
               function that carries the target features"
 )]
+use half::f16;
+use kv_quant::minifloat::E4M3;
+
 /// Widest vector of any instruction set, in `f32` lanes; scratch rows are padded to it.
 pub(crate) const LANES_MAX: usize = 16;
 
@@ -18,6 +22,8 @@ pub(crate) const LANES_MAX: usize = 16;
 pub(crate) trait Simd: Copy {
     /// A vector.
     type F: Copy;
+    /// As many unsigned integers of 32 bits.
+    type I: Copy;
     /// Values in a vector; divides [`LANES_MAX`].
     const LANES: usize;
 
@@ -104,111 +110,85 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// As [`Self::store`].
     unsafe fn store_bf16(self, to: *mut u16, at: usize, v: Self::F);
-}
 
-/// How values lie in memory, as a type.
-pub(crate) trait Stored {
-    /// Bytes of one value.
-    const SIZE: usize;
-    /// Decodes `LANES` values from element `at` on.
+    /// Every lane `word`.
+    fn splat_bits(self, word: u32) -> Self::I;
+    /// Logical shifts by fewer than 32 bits.
+    fn shl(self, x: Self::I, bits: u32) -> Self::I;
+    fn shr(self, x: Self::I, bits: u32) -> Self::I;
+    /// As above, each lane by its own number of bits.
+    fn shl_each(self, x: Self::I, bits: Self::I) -> Self::I;
+    fn shr_each(self, x: Self::I, bits: Self::I) -> Self::I;
+    /// The lowest four bits of each lane as a number.
+    fn nibble(self, x: Self::I) -> Self::F;
+    /// `x`, negated where the top bit of `signs` is set.
+    fn flip(self, x: Self::F, signs: Self::I) -> Self::F;
+    /// `table[code % 4]`.
+    fn lookup4(self, table: &[f32; 4], code: Self::I) -> Self::F;
+    /// `table[low % 16 + high % 2 * 16]`.
+    fn lookup32(self, table: &[f32; 32], low: Self::I, high: Self::I) -> Self::F;
+    /// `magnitudes[code % 8]`, negated where bit 3 of the code is set.
+    fn symmetric16(self, magnitudes: &[f32; 8], code: Self::I) -> Self::F;
+
+    /// A binary16 in every lane, given by its bits.
+    #[inline(always)]
+    fn splat_f16(self, bits: u16) -> Self::F {
+        self.splat(f16::from_bits(bits).to_f32())
+    }
+    /// As [`Self::load`], 32-bit words as they are.
     ///
     /// # Safety
-    /// 1. Elements `at..at + LANES` after `from` are readable.
-    unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F;
-    /// Encodes `LANES` values from element `at` on.
+    /// As [`Self::load`].
+    unsafe fn load_bits(self, from: *const u32, at: usize) -> Self::I;
+    /// As [`Self::load`], one unsigned byte a lane.
     ///
     /// # Safety
-    /// 1. Elements `at..at + LANES` after `to` are writable.
-    unsafe fn store<S: Simd>(s: S, to: *mut u8, at: usize, v: S::F);
-}
-
-/// Binary32.
-pub(crate) struct F32;
-/// Binary16.
-pub(crate) struct F16;
-/// bfloat16.
-pub(crate) struct Bf16;
-
-impl Stored for F32 {
-    const SIZE: usize = 4;
+    /// As [`Self::load`].
+    unsafe fn load_bytes(self, from: *const u8, at: usize) -> Self::I;
+    /// One of eight bytes a lane: lane `i` has `from[(at + i) % 8]`; `at` is a multiple of `LANES`.
+    ///
+    /// # Safety
+    /// 1. `from[0..8]` is readable.
+    unsafe fn load_of_8(self, from: *const u8, at: usize) -> Self::I;
+    /// Nibbles in the lowest four bits of each lane, whose upper bits are arbitrary: lane `i` has
+    /// value `at + i`, even ones lie in the low halves of bytes.
+    ///
+    /// # Safety
+    /// 1. The bytes of values `at..at + LANES` are readable; `at` is a multiple of `LANES`.
+    unsafe fn load_nibbles(self, from: *const u8, at: usize) -> Self::I;
+    /// As [`Self::load`], from signed bytes.
+    ///
+    /// # Safety
+    /// As [`Self::load`].
+    unsafe fn load_i8(self, from: *const i8, at: usize) -> Self::F;
+    /// As [`Self::load`], from FP8 E4M3.
+    ///
+    /// # Safety
+    /// As [`Self::load`].
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F {
-        // SAFETY: condition 1 is passed on.
-        unsafe { s.load(from.cast(), at) }
+    unsafe fn load_e4m3(self, from: *const u8, at: usize) -> Self::F {
+        let mut values = [0.0; LANES_MAX];
+        for i in 0..Self::LANES {
+            // SAFETY: `i < LANES`, by the condition of `load`.
+            let code = unsafe { from.wrapping_add(at + i).read() };
+            values[i] = E4M3[usize::from(code)];
+        }
+        // SAFETY: an array of `LANES_MAX`.
+        unsafe { self.load(values.as_ptr(), 0) }
     }
+    /// As [`Self::load`], from FP8 E5M2, the upper byte of a binary16.
+    ///
+    /// # Safety
+    /// As [`Self::load`].
     #[inline(always)]
-    unsafe fn store<S: Simd>(s: S, to: *mut u8, at: usize, v: S::F) {
-        // SAFETY: condition 1 is passed on.
-        unsafe { s.store(to.cast(), at, v) }
+    unsafe fn load_e5m2(self, from: *const u8, at: usize) -> Self::F {
+        let mut values = [0_u16; LANES_MAX];
+        for i in 0..Self::LANES {
+            // SAFETY: `i < LANES`, by the condition of `load`.
+            let code = unsafe { from.wrapping_add(at + i).read() };
+            values[i] = u16::from(code) << 8;
+        }
+        // SAFETY: an array of `LANES_MAX`.
+        unsafe { self.load_f16(values.as_ptr(), 0) }
     }
-}
-
-impl Stored for F16 {
-    const SIZE: usize = 2;
-    #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F {
-        // SAFETY: condition 1 is passed on.
-        unsafe { s.load_f16(from.cast(), at) }
-    }
-    #[inline(always)]
-    unsafe fn store<S: Simd>(s: S, to: *mut u8, at: usize, v: S::F) {
-        // SAFETY: condition 1 is passed on.
-        unsafe { s.store_f16(to.cast(), at, v) }
-    }
-}
-
-impl Stored for Bf16 {
-    const SIZE: usize = 2;
-    #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F {
-        // SAFETY: condition 1 is passed on.
-        unsafe { s.load_bf16(from.cast(), at) }
-    }
-    #[inline(always)]
-    unsafe fn store<S: Simd>(s: S, to: *mut u8, at: usize, v: S::F) {
-        // SAFETY: condition 1 is passed on.
-        unsafe { s.store_bf16(to.cast(), at, v) }
-    }
-}
-
-/// Decodes the first `n < LANES` values from element `at` on; the other lanes are zero and the
-/// bytes behind the values are not read.
-///
-/// # Safety
-/// 1. Elements `at..at + n` after `from` are readable.
-#[inline(always)]
-pub(crate) unsafe fn load_tail<S: Simd, E: Stored>(
-    s: S,
-    from: *const u8,
-    at: usize,
-    n: usize,
-) -> S::F {
-    let mut padded = [0_u8; LANES_MAX * 4];
-    let n = n.min(LANES_MAX);
-    let from = from.wrapping_add(at * E::SIZE);
-    // SAFETY: `n * SIZE` bytes are readable by condition 1 and fit the array, which is new.
-    unsafe { std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), n * E::SIZE) };
-    // SAFETY: the array holds `LANES_MAX` elements of the widest kind.
-    unsafe { E::load(s, padded.as_ptr(), 0) }
-}
-
-/// Encodes the first `n < LANES` lanes from element `at` on and touches no byte behind them.
-///
-/// # Safety
-/// 1. Elements `at..at + n` after `to` are writable.
-#[inline(always)]
-pub(crate) unsafe fn store_tail<S: Simd, E: Stored>(
-    s: S,
-    to: *mut u8,
-    at: usize,
-    n: usize,
-    v: S::F,
-) {
-    let mut padded = [0_u8; LANES_MAX * 4];
-    let n = n.min(LANES_MAX);
-    let to = to.wrapping_add(at * E::SIZE);
-    // SAFETY: the array holds `LANES_MAX` elements of the widest kind.
-    unsafe { E::store(s, padded.as_mut_ptr(), 0, v) };
-    // SAFETY: `n * SIZE` bytes are writable by condition 1, and the array is new.
-    unsafe { std::ptr::copy_nonoverlapping(padded.as_ptr(), to, n * E::SIZE) };
 }

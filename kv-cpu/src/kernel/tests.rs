@@ -12,21 +12,23 @@ use half::{bf16, f16};
 use super::*;
 use crate::tests::Random;
 
-const ENCODINGS: [Encoding; 3] = [Encoding::F32, Encoding::F16, Encoding::Bf16];
+mod formats;
+
+const ELEMENTS: [Element; 3] = [Element::F32, Element::F16, Element::Bf16];
 
 fn all() -> Vec<(String, Kernels)> {
     let real = Isa::available().map(|isa| (isa.to_string(), Kernels::of(isa).unwrap()));
     real.chain([("emulated".to_owned(), Kernels::emulated())]).collect()
 }
 
-fn encoded(encoding: Encoding, values: &[f32]) -> Vec<u8> {
-    match encoding {
-        Encoding::F32 => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
-        Encoding::F16 => {
+fn encoded(element: Element, values: &[f32]) -> Vec<u8> {
+    match element {
+        Element::F32 => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
+        Element::F16 => {
             let bits = values.iter().map(|x| f16::from_f32(*x).to_bits());
             bits.flat_map(u16::to_ne_bytes).collect()
         }
-        Encoding::Bf16 => {
+        Element::Bf16 => {
             let bits = values.iter().map(|x| bf16::from_f32(*x).to_bits());
             bits.flat_map(u16::to_ne_bytes).collect()
         }
@@ -69,15 +71,15 @@ fn awkward(random: &mut Random) -> Vec<f32> {
 fn encoding_rounds_to_nearest_even_and_decodes_back() {
     let values = awkward(&mut Random::new(1));
     for (name, kernels) in all() {
-        for encoding in ENCODINGS {
-            let expected = encoded(encoding, &values);
+        for element in ELEMENTS {
+            let expected = encoded(element, &values);
             let mut bytes = vec![0xab; expected.len() + 3];
-            kernels.encode(encoding, &values, &mut bytes[..expected.len()]);
-            assert_eq!(bytes[..expected.len()], expected, "{name} {encoding:?}");
-            assert_eq!(bytes[expected.len()..], [0xab; 3], "{name} {encoding:?}");
+            kernels.encode(element, &values, &mut bytes[..expected.len()]);
+            assert_eq!(bytes[..expected.len()], expected, "{name} {element:?}");
+            assert_eq!(bytes[expected.len()..], [0xab; 3], "{name} {element:?}");
             let mut back = vec![0.0; values.len()];
-            kernels.decode(encoding, &expected, &mut back);
-            assert_eq!(encoded(encoding, &back), expected, "{name} {encoding:?}");
+            kernels.decode(&RowLayout::plain(element, back.len()), &expected, &mut back);
+            assert_eq!(encoded(element, &back), expected, "{name} {element:?}");
         }
     }
 }
@@ -87,12 +89,12 @@ fn nan_stays_nan_in_every_encoding() {
     let values = [0x7f80_0001, 0xffff_ffff, 0x7fc0_0000, 0x7fff_8000].map(f32::from_bits);
     let values: Vec<_> = values.iter().copied().cycle().take(23).collect();
     for (name, kernels) in all() {
-        for encoding in ENCODINGS {
-            let mut bytes = vec![0; values.len() * encoding.size()];
-            kernels.encode(encoding, &values, &mut bytes);
+        for element in ELEMENTS {
+            let mut bytes = vec![0; values.len() * element.size()];
+            kernels.encode(element, &values, &mut bytes);
             let mut back = vec![0.0; values.len()];
-            kernels.decode(encoding, &bytes, &mut back);
-            assert!(back.iter().all(|x| x.is_nan()), "{name} {encoding:?}");
+            kernels.decode(&RowLayout::plain(element, back.len()), &bytes, &mut back);
+            assert!(back.iter().all(|x| x.is_nan()), "{name} {element:?}");
         }
     }
 }
@@ -109,6 +111,7 @@ fn exponentials_are_exact_to_two_ulp() {
             let factor = kernels.softmax(&mut Softmax {
                 scores: &mut scores,
                 range: (0, TILE),
+                bias: 0.0,
                 scale: 1.0,
                 cap: None,
                 running: &mut running,
@@ -135,6 +138,7 @@ fn softmax_keeps_to_its_range_and_passes_nan_on() {
             let mut args = Softmax {
                 scores: &mut scores,
                 range,
+                bias: 0.0,
                 scale: 2.0,
                 cap: None,
                 running: &mut running,
@@ -150,6 +154,7 @@ fn softmax_keeps_to_its_range_and_passes_nan_on() {
         kernels.softmax(&mut Softmax {
             scores: &mut scores,
             range: (4, 9),
+            bias: 0.0,
             scale: 1.0,
             cap: None,
             running: &mut running,
@@ -160,6 +165,7 @@ fn softmax_keeps_to_its_range_and_passes_nan_on() {
         kernels.softmax(&mut Softmax {
             scores: &mut scores,
             range: (0, 9),
+            bias: 0.0,
             scale: 1.0,
             cap: None,
             running: &mut running,
@@ -168,85 +174,27 @@ fn softmax_keeps_to_its_range_and_passes_nan_on() {
     }
 }
 
-/// Sums have the same bits for any number of rows at a time, and are near those of `f64`.
 #[test]
-fn scores_and_sums_of_all_row_counts_agree() {
-    let mut random = Random::new(3);
-    for dim in [1_usize, 7, 8, 15, 16, 17, 40, 64, 80, 96, 100, 128, 192] {
-        for encoding in ENCODINGS {
-            let stride = dim.next_multiple_of(LANES_MAX);
-            let q: Vec<_> = (0..ROWS * stride)
-                .map(|i| if i % stride < dim { random.unit() } else { 0.0 })
-                .collect();
-            let rows: Vec<Vec<f32>> = (0..TILE).map(|_| random.units(dim)).collect();
-            // Poison right behind each row's values.
-            let bytes: Vec<_> =
-                rows.iter().map(|row| [encoded(encoding, row), vec![0xff; 64]].concat()).collect();
-            let k: Vec<&[u8]> = bytes.iter().map(|b| &b[..dim * encoding.size()]).collect();
-            for (name, kernels) in all() {
-                check_tile(&name, kernels, encoding, (&q, dim, stride), &k);
-            }
-        }
-    }
-}
-
-fn check_tile(
-    name: &str,
-    kernels: Kernels,
-    encoding: Encoding,
-    (q, dim, stride): (&[f32], usize, usize),
-    k: &[&[u8]],
-) {
-    let range = (3, TILE - 4);
-    let run = |rows: usize| {
-        let mut scores = vec![f32::NAN; ROWS * TILE];
-        let mut out = vec![0.25; ROWS * stride];
-        for first in (0..ROWS).step_by(rows) {
-            let mut args = Scores {
-                rows,
-                q: &q[first * stride..],
-                stride,
-                dim,
-                k,
-                range,
-                out: &mut scores[first * TILE..],
-                ahead: k,
+fn a_bias_is_part_of_the_score() {
+    for (name, kernels) in all() {
+        for cap in [None, Some(2.0)] {
+            let weigh = |scores: &mut [f32], bias| {
+                let mut running = Running::EMPTY;
+                kernels.softmax(&mut Softmax {
+                    scores,
+                    range: (1, 3),
+                    bias,
+                    scale: 0.5,
+                    cap,
+                    running: &mut running,
+                });
+                (running.max, running.sum)
             };
-            kernels.scores(encoding, &mut args);
-            let mut args = Sums {
-                rows,
-                weights: &scores[first * TILE..],
-                v: k,
-                range,
-                dim,
-                out: &mut out[first * stride..],
-                stride,
-                ahead: &[],
-            };
-            kernels.sums(encoding, &mut args);
+            let (mut plain, mut biased) = ([0.0; TILE], [0.0; TILE]);
+            (plain[1], plain[2], biased[1], biased[2]) = (3.0, 5.5, 1.0, 3.5);
+            assert_eq!(weigh(&mut plain, 0.0), weigh(&mut biased, 2.0), "{name}");
+            assert_eq!(plain[1..3], biased[1..3], "{name}");
         }
-        (scores, out)
-    };
-    let (scores, out) = run(1);
-    for rows in [2, ROWS] {
-        let (again, out_again) = run(rows);
-        let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        assert_eq!(bits(&again), bits(&scores), "{name} {encoding:?} {dim} {rows}");
-        assert_eq!(bits(&out_again), bits(&out), "{name} {encoding:?} {dim} {rows}");
-    }
-    let mut key = vec![0.0; dim];
-    let mut expected_out = vec![0.25_f64; dim];
-    for token in range.0..range.1 {
-        Kernels::of(Isa::Scalar).unwrap().decode(encoding, k[token], &mut key);
-        let exact: f64 = q.iter().zip(&key).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
-        let error = (f64::from(scores[token]) - exact).abs();
-        assert!(error < 1e-5 * (dim as f64).sqrt(), "{name} {encoding:?} {dim}");
-        for (out, key) in expected_out.iter_mut().zip(&key) {
-            *out += f64::from(scores[token]) * f64::from(*key);
-        }
-    }
-    for (a, b) in out.iter().zip(&expected_out) {
-        assert!((f64::from(*a) - b).abs() < 1e-3, "{name} {encoding:?} {dim}: {a} {b}");
     }
 }
 

@@ -1,0 +1,185 @@
+//! How rows are read: one type an encoding.
+//!
+//! [`Stored`] is what the loops of [`super::body`] ask of an encoding. Here are the encodings with
+//! a code of its own bytes for every value; [`super::codes`] has those that pack values in groups.
+//! A scale of the whole row is applied by the loops, to scores and weights instead of values.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::inline_always,
+    reason = "kernel code: bounds are asserted at the entry, and helpers must melt into the \
+              function that carries the target features"
+)]
+use super::simd::{LANES_MAX, Simd};
+use crate::encoding::RowLayout;
+
+/// Values of a group of the packed encodings; loops walk rows in such steps.
+pub(crate) const GROUP: usize = 32;
+
+/// The values of a row that fill no vector, and zeros behind them.
+pub(crate) type Rest = [f32; GROUP];
+
+/// How a row lies in memory, as a type. The `layout`s given are those of rows of this encoding.
+pub(crate) trait Stored {
+    /// Vectors are loaded from whole runs of so many values: 1 or [`GROUP`].
+    const RUN: usize;
+
+    /// Decodes `LANES` values from value `group + offset` on. `group` is a multiple of [`GROUP`],
+    /// `offset` is below it and a multiple of `LANES`; the split lets a decoder know at compile
+    /// time where in a group it is.
+    ///
+    /// # Safety
+    /// 1. The bytes of the row are readable.
+    /// 2. The vector ends at or before value [`whole`] of the row.
+    unsafe fn load<S: Simd>(
+        s: S,
+        row: *const u8,
+        layout: &RowLayout,
+        group: usize,
+        offset: usize,
+    ) -> S::F;
+
+    /// Decodes values `begin..dim`, fewer than [`GROUP`].
+    ///
+    /// # Safety
+    /// 1. The bytes of the row are readable.
+    /// 2. `begin` is a multiple of `LANES`, and of [`GROUP`] if [`Self::RUN`] is.
+    unsafe fn rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout, begin: usize) -> Rest;
+}
+
+/// Value at which the vectors of a row end and its rest begins.
+#[inline(always)]
+pub(crate) fn whole<S: Simd, E: Stored>(dim: usize) -> usize {
+    let step = if E::RUN == 1 { S::LANES } else { E::RUN };
+    dim / step * step
+}
+
+/// An encoding with `SIZE` bytes for every value.
+pub(crate) trait Valuewise {
+    const SIZE: usize;
+    /// Decodes `LANES` values from value `at` on.
+    ///
+    /// # Safety
+    /// 1. Values `at..at + LANES` after `from` are readable.
+    unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F;
+}
+
+/// One that values can be encoded in as well.
+pub(crate) trait Plain: Valuewise {
+    /// Encodes `LANES` values from value `at` on.
+    ///
+    /// # Safety
+    /// 1. Values `at..at + LANES` after `to` are writable.
+    unsafe fn store<S: Simd>(s: S, to: *mut u8, at: usize, v: S::F);
+}
+
+impl<E: Valuewise> Stored for E {
+    const RUN: usize = 1;
+
+    #[inline(always)]
+    unsafe fn load<S: Simd>(
+        s: S,
+        row: *const u8,
+        _: &RowLayout,
+        group: usize,
+        offset: usize,
+    ) -> S::F {
+        // SAFETY: inside the row, by conditions 1 and 2.
+        unsafe { <E as Valuewise>::load(s, row, group + offset) }
+    }
+
+    #[inline(always)]
+    unsafe fn rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout, begin: usize) -> Rest {
+        let mut rest = [0.0; GROUP];
+        let n = layout.dim() - begin;
+        // SAFETY: the last `n` values of the row, fewer than a vector's by condition 2.
+        let v = unsafe { load_part::<S, E>(s, row, begin, n) };
+        // SAFETY: the array holds `LANES_MAX` values and more.
+        unsafe { s.store(rest.as_mut_ptr(), 0, v) };
+        rest
+    }
+}
+
+/// Binary32.
+pub(crate) struct F32;
+/// Binary16.
+pub(crate) struct F16;
+/// bfloat16.
+pub(crate) struct Bf16;
+/// FP8 E4M3.
+pub(crate) struct E4m3;
+/// FP8 E5M2.
+pub(crate) struct E5m2;
+/// Signed bytes.
+pub(crate) struct Int8;
+
+/// The impls of an encoding whose vectors have a primitive to load them, and perhaps to store them.
+macro_rules! valuewise {
+    ($($encoding:ident, $size:literal, $load:ident $(, $store:ident)?;)*) => {$(
+        impl Valuewise for $encoding {
+            const SIZE: usize = $size;
+            #[inline(always)]
+            unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F {
+                // SAFETY: condition 1 is passed on.
+                unsafe { s.$load(from.cast(), at) }
+            }
+        }
+        $(impl Plain for $encoding {
+            #[inline(always)]
+            unsafe fn store<S: Simd>(s: S, to: *mut u8, at: usize, v: S::F) {
+                // SAFETY: condition 1 is passed on.
+                unsafe { s.$store(to.cast(), at, v) }
+            }
+        })?
+    )*};
+}
+
+valuewise! {
+    F32, 4, load, store;
+    F16, 2, load_f16, store_f16;
+    Bf16, 2, load_bf16, store_bf16;
+    E4m3, 1, load_e4m3;
+    E5m2, 1, load_e5m2;
+    Int8, 1, load_i8;
+}
+
+/// Decodes the first `n < LANES` values from value `at` on; the other lanes are those of zero bytes
+/// and the bytes behind the values are not read.
+///
+/// # Safety
+/// 1. Values `at..at + n` after `from` are readable.
+#[inline(always)]
+pub(crate) unsafe fn load_part<S: Simd, E: Valuewise>(
+    s: S,
+    from: *const u8,
+    at: usize,
+    n: usize,
+) -> S::F {
+    let mut padded = [0_u8; LANES_MAX * 4];
+    let n = n.min(LANES_MAX);
+    let from = from.wrapping_add(at * E::SIZE);
+    // SAFETY: `n * SIZE` bytes are readable by condition 1 and fit the array, which is new.
+    unsafe { std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), n * E::SIZE) };
+    // SAFETY: the array holds `LANES_MAX` values of the widest kind.
+    unsafe { <E as Valuewise>::load(s, padded.as_ptr(), 0) }
+}
+
+/// Encodes the first `n < LANES` lanes from value `at` on and touches no byte behind them.
+///
+/// # Safety
+/// 1. Values `at..at + n` after `to` are writable.
+#[inline(always)]
+pub(crate) unsafe fn store_part<S: Simd, E: Plain>(
+    s: S,
+    to: *mut u8,
+    at: usize,
+    n: usize,
+    v: S::F,
+) {
+    let mut padded = [0_u8; LANES_MAX * 4];
+    let n = n.min(LANES_MAX);
+    let to = to.wrapping_add(at * E::SIZE);
+    // SAFETY: the array holds `LANES_MAX` values of the widest kind.
+    unsafe { E::store(s, padded.as_mut_ptr(), 0, v) };
+    // SAFETY: `n * SIZE` bytes are writable by condition 1, and the array is new.
+    unsafe { std::ptr::copy_nonoverlapping(padded.as_ptr(), to, n * E::SIZE) };
+}

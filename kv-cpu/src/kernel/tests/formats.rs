@@ -1,0 +1,210 @@
+//! Rows of every stored format: decoded as the definition says, scored and summed.
+use kv_core::{KvFormat, ScaleGroup, Scaling};
+
+use super::*;
+use crate::encoding::RowLayout;
+
+fn layout(format: KvFormat, dim: usize) -> RowLayout {
+    RowLayout::of(format, dim as u32).unwrap()
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    // Every NaN is alike: which one comes out of an operation is nobody's promise.
+    values.iter().map(|x| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() }).collect()
+}
+
+/// Bytes that may be a row: all codes, group scales of any kind, a row scale of a common size.
+fn random_row(random: &mut Random, layout: &RowLayout) -> Vec<u8> {
+    let mut row: Vec<u8> = (0..layout.bytes()).map(|_| random.bits() as u8).collect();
+    if layout.has_scale() {
+        let scale = f16::from_f32(random.unit().abs() + 0.01).to_le_bytes();
+        row[layout.scales()..][..2].copy_from_slice(&scale);
+    }
+    row
+}
+
+fn given(format: KvFormat) -> f32 {
+    if format.given_scales().is_some() { 0.37 } else { 1.0 }
+}
+
+#[test]
+fn rows_decode_to_the_bits_of_the_definition() {
+    let mut random = Random::new(7);
+    for format in KvFormat::all() {
+        for dim in 1..=130 {
+            let layout = layout(format, dim);
+            let row = random_row(&mut random, &layout);
+            let mut expected = vec![0.0; dim];
+            kv_quant::row::decode_row(format, given(format), &row, &mut expected);
+            for (name, kernels) in all() {
+                // Right behind the row, memory ends: a tool that watches reads would see more.
+                let row = row.clone().into_boxed_slice();
+                let mut values = vec![f32::NAN; dim];
+                kernels.decode_scaled(&layout, given(format), &row, &mut values);
+                assert_eq!(bits(&values), bits(&expected), "{name} {format} {dim}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_code_of_a_byte_decodes() {
+    let codes: Vec<u8> = (0..=255).collect();
+    for scaling in [Scaling::Tensor, Scaling::Head] {
+        let formats = [KvFormat::Fp8E4m3, KvFormat::Fp8E5m2, KvFormat::Int8];
+        for format in formats.map(|of| of(scaling)) {
+            let mut expected = vec![0.0; 256];
+            kv_quant::row::decode_row(format, 1.0, &codes, &mut expected);
+            for (name, kernels) in all() {
+                let mut values = vec![0.0; 256];
+                kernels.decode(&layout(format, 256), &codes, &mut values);
+                assert_eq!(bits(&values), bits(&expected), "{name} {format}");
+            }
+        }
+    }
+}
+
+/// A tile of rows and what they decode to.
+struct Tiled {
+    layout: RowLayout,
+    bytes: Vec<Vec<u8>>,
+    values: Vec<Vec<f32>>,
+    given: f32,
+}
+
+impl Tiled {
+    fn new(random: &mut Random, format: KvFormat, dim: usize) -> Self {
+        let layout = layout(format, dim);
+        let (mut bytes, mut values) = (Vec::new(), Vec::new());
+        for _ in 0..TILE {
+            let mut row = vec![0; layout.bytes()];
+            let given = given(format);
+            kv_quant::row::encode_row(format, given.recip(), &random.units(dim), &mut row);
+            let mut decoded = vec![0.0; dim];
+            kv_quant::row::decode_row(format, given, &row, &mut decoded);
+            bytes.push(row);
+            values.push(decoded);
+        }
+        Self { layout, bytes, values, given: given(format) }
+    }
+    fn scale(&self) -> RowScale<'static> {
+        if self.layout.has_scale() { RowScale::Stored } else { RowScale::Given(self.given) }
+    }
+}
+
+/// Sums have the same bits for any number of rows at a time and whether they are staged or not, and
+/// are near those of `f64`.
+#[test]
+fn scores_and_sums_of_all_row_counts_agree() {
+    let mut random = Random::new(3);
+    for dim in [1_usize, 7, 8, 15, 16, 17, 31, 32, 33, 40, 48, 64, 80, 96, 100, 128, 192, 256] {
+        for format in KvFormat::all() {
+            let tile = Tiled::new(&mut random, format, dim);
+            let stride = dim.next_multiple_of(LANES_MAX);
+            let q: Vec<_> = (0..ROWS * stride)
+                .map(|i| if i % stride < dim { random.unit() } else { 0.0 })
+                .collect();
+            for (name, kernels) in all() {
+                check_tile(&format!("{name} {format} {dim}"), kernels, &tile, (&q, stride));
+            }
+        }
+    }
+}
+
+/// Scores the tokens of a range and adds them with the scores as weights, `rows` at a time.
+fn scores_and_sums(
+    kernels: Kernels,
+    (q, stride): (&[f32], usize),
+    (k, layout, scale): (&[&[u8]], &RowLayout, RowScale<'_>),
+    (rows, range): (usize, (usize, usize)),
+) -> [Vec<f32>; 2] {
+    let mut scores = vec![f32::NAN; ROWS * TILE];
+    let mut out = vec![0.25; ROWS * stride];
+    for first in (0..ROWS).step_by(rows) {
+        kernels.scores(&mut Scores {
+            rows,
+            q: &q[first * stride..],
+            stride,
+            k,
+            layout,
+            scale,
+            range,
+            out: &mut scores[first * TILE..],
+            ahead: k,
+        });
+        kernels.sums(&mut Sums {
+            rows,
+            weights: &scores[first * TILE..],
+            v: k,
+            layout,
+            scale,
+            range,
+            out: &mut out[first * stride..],
+            stride,
+            ahead: &[],
+        });
+    }
+    [scores, out]
+}
+
+fn check_tile(name: &str, kernels: Kernels, tile: &Tiled, (q, stride): (&[f32], usize)) {
+    let (dim, layout) = (tile.layout.dim(), &tile.layout);
+    let k: Vec<&[u8]> = tile.bytes.iter().map(Vec::as_slice).collect();
+    let range = (3, TILE - 4);
+    let stored = (k.as_slice(), layout, tile.scale());
+    let [scores, out] = scores_and_sums(kernels, (q, stride), stored, (1, range));
+    for rows in [2, ROWS] {
+        let again = scores_and_sums(kernels, (q, stride), stored, (rows, range));
+        assert_eq!(bits(&again[0]), bits(&scores), "{name} {rows}");
+        assert_eq!(bits(&again[1]), bits(&out), "{name} {rows}");
+    }
+    let staged: Vec<Vec<u8>> = k.iter().map(|row| staged(kernels, layout, row)).collect();
+    let staged: Vec<&[u8]> = staged.iter().map(Vec::as_slice).collect();
+    let scales =
+        if layout.has_scale() { kernels.row_scales(&k, layout) } else { [tile.given; TILE] };
+    let plain = RowLayout::plain(Element::F32, dim);
+    let again = (staged.as_slice(), &plain, RowScale::Each(&scales));
+    let again = scores_and_sums(kernels, (q, stride), again, (ROWS, range));
+    assert_eq!(bits(&again[0]), bits(&scores), "{name} staged");
+    assert_eq!(bits(&again[1]), bits(&out), "{name} staged");
+
+    let mut expected_out = vec![0.25_f64; dim];
+    let tokens = scores.iter().zip(&tile.values).take(range.1).skip(range.0);
+    for (score, key) in tokens {
+        let exact: f64 = q.iter().zip(key).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+        let error = (f64::from(*score) - exact).abs();
+        assert!(error < 2e-5 * (dim as f64).sqrt(), "{name}: {score} {exact}");
+        for (out, key) in expected_out.iter_mut().zip(key) {
+            *out += f64::from(*score) * f64::from(*key);
+        }
+    }
+    for (a, b) in out.iter().zip(&expected_out) {
+        assert!((f64::from(*a) - b).abs() < 1e-3 * (1.0 + b.abs()), "{name}: {a} {b}");
+    }
+}
+
+fn staged(kernels: Kernels, layout: &RowLayout, row: &[u8]) -> Vec<u8> {
+    let mut values = vec![0.0; layout.dim()];
+    kernels.decode(layout, row, &mut values);
+    values.iter().flat_map(|x| x.to_ne_bytes()).collect()
+}
+
+#[test]
+fn every_format_has_a_kernel_of_its_own() {
+    let mut seen = Vec::new();
+    for format in KvFormat::all() {
+        let layout = layout(format, 64);
+        let scaled = matches!(
+            format,
+            KvFormat::L6(ScaleGroup::Row)
+                | KvFormat::L4(ScaleGroup::Row)
+                | KvFormat::L3(ScaleGroup::Row)
+        ) || format.to_string().ends_with("-row")
+            || format.to_string() == "int8";
+        assert_eq!(layout.has_scale(), scaled, "{format}");
+        seen.push(layout.encoding().index());
+    }
+    seen.sort_unstable();
+    seen.dedup();
+    assert_eq!(seen, (0..Encoding::COUNT).collect::<Vec<_>>());
+}
