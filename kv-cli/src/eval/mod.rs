@@ -45,9 +45,17 @@ struct TextTooShort {
     window: usize,
 }
 
+/// What one measurement is of.
+struct Format {
+    /// As it was asked for.
+    label: String,
+    /// With the options of the whole run.
+    stored: Stored,
+}
+
 /// One format on its way through the text.
 struct Lane<'m> {
-    stored: Stored,
+    label: String,
     reader: Reader<'m>,
     scores: Vec<Score>,
 }
@@ -67,7 +75,7 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let measured = lanes.into_iter().filter_map(|lane| {
         let summary = Summary::of(&lane.scores)?;
         let spec = lane.reader.spec();
-        Some((Line::new(&lane.stored, spec, &summary), spec.memory().bytes_per_token))
+        Some((Line::new(lane.label, spec, &summary), spec.memory().bytes_per_token))
     });
     let report = Report {
         args,
@@ -93,16 +101,17 @@ fn check_plot(path: Option<&Path>) -> anyhow::Result<()> {
 }
 
 /// What is measured, each with the sinks and the transform that it was asked for.
-fn formats(args: &EvalArgs, has_calibration: bool) -> anyhow::Result<Vec<Stored>> {
+fn formats(args: &EvalArgs, has_calibration: bool) -> anyhow::Result<Vec<Format>> {
     let mut formats = args.format.clone();
     if formats.is_empty() {
         let all = KvFormat::all().filter(|format| *format != KvFormat::F32);
         let can = all.filter(|format| has_calibration || format.given_scales().is_none());
         formats = can.map(Stored::plain).collect();
     }
-    for stored in &mut formats {
+    let format = |mut stored: Stored| {
+        let label = stored.to_string();
         if stored.calibration.is_some() {
-            bail!("{stored}: one calibration serves all formats, give --calib or --calib-text");
+            bail!("{label}: one calibration serves all formats, give --calib or --calib-text");
         }
         if !has_calibration {
             stored.check_scales("--calib-text FILE or --calib FILE")?;
@@ -111,8 +120,9 @@ fn formats(args: &EvalArgs, has_calibration: bool) -> anyhow::Result<Vec<Stored>
             stored.transform = stored.transform.or(Some(false));
         }
         stored.sinks = stored.sinks.or(args.sinks);
-    }
-    Ok(formats)
+        Ok(Format { label, stored })
+    };
+    formats.into_iter().map(format).collect()
 }
 
 /// The parts of the text that are read.
@@ -142,8 +152,8 @@ struct Constants {
     about: String,
 }
 
-fn calibrate(args: &EvalArgs, loaded: &Loaded, formats: &[Stored]) -> anyhow::Result<Constants> {
-    let sinks: BTreeSet<_> = formats.iter().map(Stored::sinks).collect();
+fn calibrate(args: &EvalArgs, loaded: &Loaded, formats: &[Format]) -> anyhow::Result<Constants> {
+    let sinks: BTreeSet<_> = formats.iter().map(|format| format.stored.sinks()).collect();
     if let Some(path) = &args.calib {
         let calibration = constants::load(path, &loaded.model)?;
         let by_sinks = sinks.into_iter().map(|sinks| (sinks, calibration.clone())).collect();
@@ -167,19 +177,19 @@ fn calibrate(args: &EvalArgs, loaded: &Loaded, formats: &[Stored]) -> anyhow::Re
 /// A cache for every format.
 fn lanes<'m>(
     loaded: &'m Loaded,
-    formats: Vec<Stored>,
+    formats: Vec<Format>,
     calibrations: &BTreeMap<u32, Calibration>,
     (block_size, window): (u32, u32),
 ) -> anyhow::Result<Vec<Lane<'m>>> {
-    let lane = |stored: Stored| {
+    let lane = |Format { label, stored }: Format| {
         let constants = calibrations.get(&stored.sinks());
         let device = &loaded.backend;
         let spec = reader::spec(&loaded.model, &stored, block_size, window);
         let reader = spec
             .map_err(anyhow::Error::from)
             .and_then(|spec| Reader::new(&loaded.model, device, spec, constants));
-        let reader = reader.with_context(|| stored.to_string())?;
-        Ok(Lane { stored, reader, scores: Vec::new() })
+        let reader = reader.with_context(|| label.clone())?;
+        Ok(Lane { label, reader, scores: Vec::new() })
     };
     formats.into_iter().map(lane).collect()
 }
@@ -208,7 +218,7 @@ fn evaluate<'m>(
             for lane in &mut lanes {
                 let got = logits(loaded, &mut lane.reader, chunk)?;
                 let scores = compare(&expected, &got, next);
-                lane.scores.extend(scores.with_context(|| lane.stored.to_string())?);
+                lane.scores.extend(scores.with_context(|| lane.label.clone())?);
                 bar.inc(to_u64(chunk.len()));
             }
         }

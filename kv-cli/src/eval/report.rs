@@ -6,7 +6,7 @@ use super::metrics::Summary;
 use crate::args::EvalArgs;
 use crate::loaded::Loaded;
 use crate::output;
-use crate::stored::{Stored, bits_per_value};
+use crate::stored::bits_per_value;
 
 /// One element of the list `--json` prints.
 #[derive(Debug, Clone, Serialize)]
@@ -27,9 +27,9 @@ pub(super) struct Line {
 }
 
 impl Line {
-    pub(super) fn new(stored: &Stored, spec: &CacheSpec, summary: &Summary) -> Self {
+    pub(super) fn new(format: String, spec: &CacheSpec, summary: &Summary) -> Self {
         let Summary { kld_mean, kld_p99, top1, delta_nll, ppl, tokens } = *summary;
-        let (format, bits_per_value) = (stored.to_string(), bits_per_value(spec));
+        let bits_per_value = bits_per_value(spec);
         Self { format, bits_per_value, kld_mean, kld_p99, top1, delta_nll, ppl, tokens }
     }
 }
