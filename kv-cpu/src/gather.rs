@@ -75,7 +75,7 @@ fn gather_token(
 ) {
     let layout = plane.layout();
     let found = layout.slot_map().place(range.begin.saturating_add(at.token));
-    let rows = plane.rows(found.is_sink);
+    let rows = plane.rows(found.is_wide);
     for head in 0..layout.num_kv_heads() {
         // SAFETY: each token belongs to one unit, which writes its heads one after another.
         let to = unsafe { out.get_mut(at, head, 1) };
@@ -89,7 +89,7 @@ fn gather_token(
             cpu.kernels.convert((element, from), (out.element(), to));
         } else {
             let values = scratch.row(rows.dim());
-            let given = match plane.scale(head, found.is_sink) {
+            let given = match plane.scale(head, found.is_wide) {
                 RowScale::Given(scale) => scale,
                 _ => 1.0,
             };

@@ -177,7 +177,7 @@ impl<'a> RowsOut<'a> {
 pub(crate) struct PlaneRows<'a> {
     view: PlaneView<'a, CpuBuffer>,
     codes: RowLayout,
-    sinks: RowLayout,
+    wide: RowLayout,
     constants: Option<&'a [f32]>,
 }
 
@@ -206,11 +206,14 @@ impl<'a> PlaneRows<'a> {
                 "the plan was checked against another geometry than the plane's",
             ));
         }
+        if layout.slot_map().has_tail() || layout.has_block_means() {
+            return Err(unsupported(operation, "a tail in 16 bits, means of blocks"));
+        }
         let rows = |format: KvFormat| {
             RowLayout::of(format, layout.head_dim())
                 .ok_or_else(|| unsupported(operation, format!("stored format {format}")))
         };
-        let (codes, sinks) = (rows(layout.format())?, rows(layout.sink_format())?);
+        let (codes, wide) = (rows(layout.format())?, rows(layout.wide_format())?);
         let constants = constants.map(|span| {
             // SAFETY: the span is live memory that nobody writes while the gates are held, by
             // condition 1.
@@ -224,14 +227,14 @@ impl<'a> PlaneRows<'a> {
             Ok(Some(values)) if values.len() >= needed => Some(values),
             _ => return Err(unsupported(operation, "the plane lacks the constants it needs")),
         };
-        Ok(Self { view, codes, sinks, constants })
+        Ok(Self { view, codes, wide, constants })
     }
     pub(crate) fn layout(&self) -> &PlaneLayout {
         self.view.layout()
     }
-    /// How the rows of tokens lie, or those of sinks.
-    pub(crate) fn rows(&self, is_sink: bool) -> &RowLayout {
-        if is_sink { &self.sinks } else { &self.codes }
+    /// How rows lie: those kept in 16 bits, or the others.
+    pub(crate) fn rows(&self, is_wide: bool) -> &RowLayout {
+        if is_wide { &self.wide } else { &self.codes }
     }
     /// Constants of a kv head, where the plane has some.
     pub(crate) fn head_constants(&self, head: u32) -> Option<HeadConstants<'a>> {
@@ -249,12 +252,12 @@ impl<'a> PlaneRows<'a> {
         let plain = Element::of_format(layout.format());
         plain.filter(|_| !layout.transforms())
     }
-    /// What the decoded rows of a kv head are multiplied with, those of sinks or the others.
-    pub(crate) fn scale(&self, head: u32, is_sink: bool) -> RowScale<'static> {
-        if self.rows(is_sink).has_scale() {
+    /// What the decoded rows of a kv head are multiplied with, those kept in 16 bits or the others.
+    pub(crate) fn scale(&self, head: u32, is_wide: bool) -> RowScale<'static> {
+        if self.rows(is_wide).has_scale() {
             return RowScale::Stored;
         }
-        let constants = self.head_constants(head).filter(|_| !is_sink);
+        let constants = self.head_constants(head).filter(|_| !is_wide);
         RowScale::Given(constants.map_or(1.0, |constants| constants.scale))
     }
 

@@ -1,7 +1,7 @@
 //! The scatter of new K and V rows into their slots.
 use kv_core::DeviceError;
 use kv_core::plan::{PlannedSequence, WriteArgs, WritePlan};
-use kv_quant::{row, transform};
+use kv_quant::{block, row, transform};
 
 use crate::access::Access;
 use crate::attend::Scratch;
@@ -19,8 +19,6 @@ const TOKENS_PER_UNIT: usize = 16;
 const BYTES_SIDE_BY_SIDE: u64 = 1 << 19;
 /// Bytes that are copied in the time that a value takes to be encoded.
 const ENCODED_VALUE_BYTES: u64 = 128;
-/// Rows of sinks saturate at the largest f16, so that a row stays finite.
-const SINK_MAX: f32 = 65504.0;
 
 pub(crate) fn write_kv(
     cpu: &Cpu,
@@ -110,20 +108,20 @@ fn write_token(
     let heads = layout.num_kv_heads();
     let Some(element) = plane.as_they_came() else {
         for head in 0..heads {
-            let row_bytes = plane.rows(found.is_sink).bytes();
+            let row_bytes = plane.rows(found.is_wide).bytes();
             // SAFETY: the plane is locked for writing; slots of a plan are distinct, each is
             // written by one unit, and a unit writes its heads one after another.
             let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
             let values = scratch.row(to_usize(layout.head_dim()));
             let source = RowLayout::plain(rows.element(), values.len());
             cpu.kernels.decode(&source, rows.get(at, head, 1), values);
-            encode_row(cpu, plane, (head, found.is_sink), values, to);
+            encode_row(cpu, plane, (head, found.is_wide), values, to);
         }
         return;
     };
     // A head at a time, or all of them where they lie together.
     let together = match layout.order() {
-        kv_core::BlockOrder::Nhd if !found.is_sink => heads,
+        kv_core::BlockOrder::Nhd if !found.is_wide => heads,
         _ => 1,
     };
     let row_bytes = crate::num::offset(layout.row_bytes()).saturating_mul(to_usize(together));
@@ -141,7 +139,7 @@ fn write_token(
 fn encode_row(
     cpu: &Cpu,
     plane: &PlaneRows<'_>,
-    (head, is_sink): (u32, bool),
+    (head, is_wide): (u32, bool),
     values: &mut [f32],
     to: &mut [u8],
 ) {
@@ -154,12 +152,7 @@ fn encode_row(
     let format = plane.layout().format();
     match Element::of_format(format) {
         Some(element) => cpu.kernels.encode(element, values, to),
-        None if is_sink => {
-            for value in &mut *values {
-                *value = value.clamp(-SINK_MAX, SINK_MAX);
-            }
-            cpu.kernels.encode(Element::F16, values, to);
-        }
+        None if is_wide => block::encode_wide(values, to),
         None => {
             let inv_scale = plane.head_constants(head).map_or(1.0, |head| head.inv_scale);
             row::encode_row(format, inv_scale, values, to);

@@ -261,9 +261,9 @@ fn find_rows<'a>(
     let mut position = begin;
     while position < end {
         let found = layout.slot_map().place(position);
-        let bytes = plane.rows(found.is_sink).bytes();
+        let bytes = plane.rows(found.is_wide).bytes();
         // Sinks are few and leave gaps; the others follow each other to the end of a block.
-        let (tokens, stride) = if found.is_sink {
+        let (tokens, stride) = if found.is_wide {
             (1, bytes)
         } else {
             ((block_size - found.inside).min(end - position), offset(layout.token_stride()))
@@ -315,12 +315,12 @@ fn for_tiles(
         let next = (next.0.min(end), next.1);
         find_rows(job, &job.k, at, next, k_next);
         let next_len = to_usize(next.1.saturating_sub(next.0));
-        let is_sink = bounds.0 < sinks;
-        let stored = |plane: &'_ PlaneRows<'_>| plane.scale(unit.kv_head, is_sink);
+        let is_wide = bounds.0 < sinks;
+        let stored = |plane: &'_ PlaneRows<'_>| plane.scale(unit.kv_head, is_wide);
         let tile = Tile {
             bounds,
-            k: Stored { rows: &k_rows[..len], layout: job.k.rows(is_sink), scale: stored(&job.k) },
-            v: Stored { rows: &v_rows[..len], layout: job.v.rows(is_sink), scale: stored(&job.v) },
+            k: Stored { rows: &k_rows[..len], layout: job.k.rows(is_wide), scale: stored(&job.k) },
+            v: Stored { rows: &v_rows[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
             v_ahead: &v_rows[..len],
             k_ahead: &k_next[..next_len],
         };

@@ -12,6 +12,7 @@
 mod attend;
 mod errors;
 mod moves;
+mod stored;
 mod world;
 
 use kv_core::{DType, KvFormat};
@@ -43,6 +44,11 @@ impl Random {
     /// Between -1 and 1.
     pub(crate) fn unit(&mut self) -> f32 {
         (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+    /// Half of the time one of the formats that are stored as they come.
+    fn format(&mut self) -> KvFormat {
+        let all: Vec<_> = KvFormat::all().collect();
+        if self.below(2) == 0 { self.pick(&FORMATS) } else { self.pick(&all) }
     }
     pub(crate) fn units(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.unit()).collect()

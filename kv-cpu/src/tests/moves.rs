@@ -10,7 +10,7 @@ use kv_core::{
 };
 
 use super::world::{Case, Rows, World, from_bytes, round, to_bytes};
-use super::{DTYPES, FORMATS, Random, backends};
+use super::{DTYPES, Random, backends};
 
 const QKV: [QkvFormat; 3] = [QkvFormat::Thd, QkvFormat::Bshd, QkvFormat::Sbhd];
 
@@ -44,7 +44,9 @@ fn world_case(random: &mut Random) -> Case {
         dims: [random.pick(&[8, 17, 40]), random.pick(&[8, 17, 40])],
         block_size: random.pick(&[1, 4, 16, 1024]),
         order: random.pick(&[BlockOrder::Nhd, BlockOrder::Hnd]),
-        formats: [0, 1].map(|_| random.pick(&FORMATS)),
+        formats: [0, 1].map(|_| random.format()),
+        transforms: [0, 1].map(|_| random.below(2) == 0),
+        sinks: random.pick(&[0, 0, 1, 4, 40]),
         dtype: random.pick(&DTYPES),
         qkv: random.pick(&QKV),
         padding: [1, 2],

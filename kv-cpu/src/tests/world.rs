@@ -4,11 +4,11 @@ use kv_core::backend::{Backend, Queue, Readback};
 use kv_core::block::BlockTables;
 use kv_core::plan::{AttendArgs, BatchEntry, PlanBuffers, PlannedSequence, WriteArgs};
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, DType, Determinism, KvFormat, PlaneLayout, PlaneShape,
-    PlaneView, QkvFormat, TensorView, TensorViewMut,
+    AttentionOptions, BlockId, BlockOrder, DType, Determinism, KvFormat, PlaneLayout, PlaneView,
+    QkvFormat, TensorView, TensorViewMut,
 };
 
-use super::Random;
+use super::{Random, stored};
 use crate::{CpuBackend, CpuBuffer};
 
 /// What a test varies.
@@ -22,6 +22,9 @@ pub(super) struct Case {
     pub(super) block_size: u32,
     pub(super) order: BlockOrder,
     pub(super) formats: [KvFormat; 2],
+    /// Whether K and V are transformed, and tokens kept in 16 bits among codes.
+    pub(super) transforms: [bool; 2],
+    pub(super) sinks: u32,
     pub(super) dtype: DType,
     pub(super) qkv: QkvFormat,
     /// Batch entries and tokens of padding.
@@ -135,7 +138,10 @@ pub(super) struct World {
     pub(super) layouts: [PlaneLayout; 2],
     pub(super) tables: BlockTables,
     pub(super) segments: [Vec<CpuBuffer>; 2],
-    /// Rounded K and V: sequence, then token, head, dim.
+    pub(super) constants: [Option<CpuBuffer>; 2],
+    /// K and V as they are written: sequence, then token, head, dim.
+    inputs: [Vec<Vec<f32>>; 2],
+    /// K and V as a reader must see them.
     pub(super) values: [Vec<Vec<f32>>; 2],
 }
 
@@ -143,20 +149,9 @@ impl World {
     pub(super) fn new(backend: &CpuBackend, case: Case) -> Self {
         let mut random = Random::new(case.seed);
         let lens: Vec<_> = case.batch.iter().map(|e| e.cached + e.new_tokens).collect();
-        let needed: u32 = lens.iter().map(|n| n.div_ceil(case.block_size)).sum();
-        let num_blocks = needed + 3;
-        let shape = |which: usize| PlaneShape {
-            num_blocks,
-            block_size: case.block_size,
-            num_kv_heads: case.kv_heads,
-            head_dim: case.dims[which],
-            order: case.order,
-            format: case.formats[which],
-        };
-        let layouts = [0, 1].map(|which| {
-            let layout = PlaneLayout::new(shape(which)).unwrap();
-            layout.with_segments_of(case.blocks_per_segment)
-        });
+        let layouts = stored::layouts(&case, &lens);
+        let num_blocks = layouts[0].num_blocks();
+        let constants = [0, 1].map(|which| stored::constants(&mut random, which, &layouts[which]));
         let mut queue = backend.queue().unwrap();
         let segments = layouts.map(|layout| {
             (0..layout.num_segments())
@@ -174,24 +169,30 @@ impl World {
         let mut tables = BlockTables::new(num_blocks, 1);
         tables.ensure_rows(lens.len());
         for (entry, len) in case.batch.iter().zip(&lens) {
-            for _ in 0..len.div_ceil(case.block_size) {
+            for _ in 0..layouts[0].slot_map().blocks(*len) {
                 let block = free.remove(random.below(free.len() as u32) as usize);
                 tables.push(entry.row, BlockId(block)).unwrap();
             }
         }
-        let values = [0, 1].map(|_| Vec::new());
-        let mut world = Self { case, layouts, tables, segments, values };
-        world.values = [0, 1].map(|which| {
-            let (format, dim) = (world.case.formats[which], world.case.dims[which]);
-            let row = (world.case.kv_heads * dim) as usize;
-            lens.iter()
-                .map(|len| {
-                    let values = random.units(*len as usize * row).into_iter();
-                    let rounded = values.map(|x| round(world.case.dtype, x));
-                    rounded.map(|x| round(format.element().unwrap(), x)).collect()
-                })
-                .collect()
+        let row = |which: usize| (case.kv_heads * case.dims[which]) as usize;
+        let inputs: [Vec<Vec<f32>>; 2] = [0, 1].map(|which| {
+            let mut rows = |len: &u32| random.units(*len as usize * row(which)).into_iter();
+            lens.iter().map(|len| rows(len).map(|x| round(case.dtype, x)).collect()).collect()
         });
+        let values = [0, 1].map(|which| {
+            let mut values = inputs[which].clone();
+            for tokens in &mut values {
+                for (token, position) in tokens.chunks_mut(row(which)).zip(0..) {
+                    for (head, row) in token.chunks_mut(case.dims[which] as usize).enumerate() {
+                        let constants = constants[which].as_ref();
+                        stored::round_trip(&layouts[which], constants, (head, position), row);
+                    }
+                }
+            }
+            values
+        });
+        let constants = constants.map(|constants| Some(stored::upload(backend, &constants?)));
+        let world = Self { case, layouts, tables, segments, constants, inputs, values };
         let all: Vec<_> = world.case.batch.clone();
         let before = |e: &BatchEntry| BatchEntry { cached: 0, new_tokens: e.cached, ..*e };
         world.write(backend, &all.iter().map(before).collect::<Vec<_>>());
@@ -200,7 +201,11 @@ impl World {
     }
 
     pub(super) fn plane(&self, which: usize) -> PlaneView<'_, CpuBuffer> {
-        PlaneView::new(self.layouts[which], &self.segments[which]).unwrap()
+        let plane = PlaneView::new(self.layouts[which], &self.segments[which]).unwrap();
+        match &self.constants[which] {
+            Some(constants) => plane.with_constants(constants),
+            None => plane,
+        }
     }
 
     /// Writes the new tokens of a batch; padding is NaN.
@@ -218,7 +223,7 @@ impl World {
             for (index, sequence) in plan.sequences().iter().enumerate() {
                 for token in 0..sequence.new_len {
                     let position = (sequence.kv_len - sequence.new_len + token) as usize;
-                    let from = &self.values[which][index][position * row..][..row];
+                    let from = &self.inputs[which][index][position * row..][..row];
                     values[rows.at(index, sequence.new_start, token)..][..row]
                         .copy_from_slice(from);
                 }
@@ -291,10 +296,12 @@ impl World {
                 }
             }
         }
+        // A rotation and its inverse round more often than a product.
+        let least = if case.transforms == [false; 2] { 1e-5 } else { 4e-5 };
         let tolerance = |x: f64, dtype| match dtype {
-            DType::F16 => 1e-5 + x.abs() / 1024.0,
-            DType::Bf16 => 1e-5 + x.abs() / 128.0,
-            _ => 1e-5 * (1.0 + x.abs()),
+            DType::F16 => least + x.abs() / 1024.0,
+            DType::Bf16 => least + x.abs() / 128.0,
+            _ => least * (1.0 + x.abs()),
         };
         let check = |what: &str, got: &[f32], expected: &[f64], dtype| {
             for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
