@@ -94,7 +94,7 @@ fn a_file_of_constants_does_what_the_text_does() {
 #[test]
 fn options_of_a_format_change_what_is_stored() {
     let text = data("calibration.txt");
-    let formats = ["l4", "l4,sinks=0", "l4,sinks=32", "l4,transform=off", "l4,tail=on"];
+    let formats = ["l4", "l4,sinks=0", "l4,sinks=32", "l4,transform=off"];
     let klds_on = klds(&formats, &["--calib-text", &text]);
     for (index, kld) in klds_on.iter().enumerate() {
         assert!(
