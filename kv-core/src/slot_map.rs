@@ -9,6 +9,7 @@
 //!
 //! Both lie in ordinary blocks, so sharing, copy-on-write and eviction know nothing of them.
 use crate::error::SpecError;
+use crate::plan::PlannedSequence;
 
 /// From positions of tokens to slots of a sequence's blocks.
 ///
@@ -160,6 +161,13 @@ impl SlotMap {
         }
         let row = self.wide(position.saturating_sub(begin));
         Place { index: row.index.saturating_add(self.blocks(begin)), ..row }
+    }
+
+    /// Where token `position` of the tail that a sequence had before an open step lies in it, once
+    /// the step has made codes of the tail.
+    pub fn place_sealed(&self, position: u32, sequence: &PlannedSequence) -> Place {
+        let row = self.wide(position.saturating_sub(sequence.coded_before.max(self.sinks)));
+        Place { index: row.index.saturating_add(sequence.sealed_index), ..row }
     }
 
     /// First position that is in the tail of a sequence of `len` tokens whose first `coded` are

@@ -58,4 +58,14 @@ fn copy_block(plane: &PlaneRows<'_>, copy: &BlockCopy) {
             to.copy_from_slice(from);
         }
     }
+    if layout.has_block_means() && slots < layout.block_size() {
+        let begin = layout.mean_begin(0);
+        let bytes = offset(layout.block_bytes().saturating_sub(begin));
+        let from = plane.get(copy.from.0, begin, bytes);
+        // SAFETY: as above.
+        let to = unsafe { plane.get_mut(copy.to.0, begin, bytes) };
+        if from.len() == to.len() {
+            to.copy_from_slice(from);
+        }
+    }
 }

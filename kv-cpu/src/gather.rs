@@ -74,7 +74,9 @@ fn gather_token(
     scratch: &mut Scratch,
 ) {
     let layout = plane.layout();
-    let found = layout.slot_map().place(range.begin.saturating_add(at.token));
+    let found = layout
+        .slot_map()
+        .place_in(range.begin.saturating_add(at.token), plan.tables().coded(range.row));
     let rows = plane.rows(found.is_wide);
     for head in 0..layout.num_kv_heads() {
         // SAFETY: each token belongs to one unit, which writes its heads one after another.
@@ -88,16 +90,33 @@ fn gather_token(
         } else if let Some(element) = plane.as_they_came() {
             cpu.kernels.convert((element, from), (out.element(), to));
         } else {
-            let values = scratch.row(rows.dim());
+            let (values, mean) = scratch.rows(rows.dim());
             let given = match plane.scale(head, found.is_wide) {
                 RowScale::Given(scale) => scale,
                 _ => 1.0,
             };
             cpu.kernels.decode_scaled(rows, given, from, values);
+            if layout.has_block_means() && !found.is_wide {
+                let block = block.map_or(u32::MAX, |block| block.0);
+                add_mean(plane, (block, head), values, mean);
+            }
             if let Some(constants) = plane.transform(head) {
                 transform::load(values, &constants);
             }
             cpu.kernels.encode(out.element(), values, to);
         }
+    }
+}
+
+/// Puts the mean of a block back onto one of its rows.
+fn add_mean(
+    plane: &PlaneRows<'_>,
+    (block, head): (u32, u32),
+    values: &mut [f32],
+    mean: &mut [f32],
+) {
+    plane.read_mean(block, head, mean);
+    for (value, mean) in values.iter_mut().zip(mean) {
+        *value += *mean;
     }
 }

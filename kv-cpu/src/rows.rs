@@ -7,6 +7,7 @@ use std::marker::PhantomData;
 
 use kv_core::calibration::{HeadConstants, PlaneConstants};
 use kv_core::{DeviceError, KvFormat, PlaneLayout, PlaneView, QkvFormat, TokenRows};
+use kv_quant::block;
 
 use crate::access::{Locked, Span};
 use crate::buffer::CpuBuffer;
@@ -206,9 +207,6 @@ impl<'a> PlaneRows<'a> {
                 "the plan was checked against another geometry than the plane's",
             ));
         }
-        if layout.slot_map().has_tail() || layout.has_block_means() {
-            return Err(unsupported(operation, "a tail in 16 bits, means of blocks"));
-        }
         let rows = |format: KvFormat| {
             RowLayout::of(format, layout.head_dim())
                 .ok_or_else(|| unsupported(operation, format!("stored format {format}")))
@@ -259,6 +257,20 @@ impl<'a> PlaneRows<'a> {
         }
         let constants = self.head_constants(head).filter(|_| !is_wide);
         RowScale::Given(constants.map_or(1.0, |constants| constants.scale))
+    }
+
+    /// The mean of kv head `head` that is off the codes of a block, in f16; empty outside the plane.
+    pub(crate) fn mean(&self, block: u32, head: u32) -> &'a [u8] {
+        let layout = self.view.layout();
+        let bytes = offset(KvFormat::F16.row_bytes(layout.head_dim()));
+        self.get(block, layout.mean_begin(head), bytes)
+    }
+    /// The same, decoded; zero outside the plane.
+    pub(crate) fn read_mean(&self, block: u32, head: u32, values: &mut [f32]) {
+        match self.mean(block, head) {
+            [] => values.fill(0.0),
+            mean => block::decode_wide(mean, values),
+        }
     }
 
     /// Where a block's bytes `begin..begin + len` lie; `None` outside the plane.

@@ -1,4 +1,6 @@
 //! The scatter of new K and V rows into their slots.
+mod tail;
+
 use kv_core::DeviceError;
 use kv_core::plan::{PlannedSequence, WriteArgs, WritePlan};
 use kv_quant::{block, row, transform};
@@ -54,8 +56,20 @@ pub(crate) fn write_kv(
     let work = token_work(&k_plane)
         .saturating_add(token_work(&v_plane))
         .saturating_mul(u64::from(plan.total_new()));
-    let units = tokens.div_ceil(TOKENS_PER_UNIT);
     let side_by_side = work >= BYTES_SIDE_BY_SIDE;
+    if k_plane.layout().slot_map().has_tail() {
+        let heads = to_usize(k_plane.layout().num_kv_heads().max(1));
+        let units = plan.sequences().len().saturating_mul(heads);
+        cpu.threads.run(units, side_by_side, &mut workspace.scratch, |scratch, unit| {
+            let entry = unit.checked_div(heads).unwrap_or(0);
+            let head = unit.checked_rem(heads).and_then(|head| u32::try_from(head).ok());
+            let at = (entry, head.unwrap_or(0));
+            tail::write(cpu, plan, at, (&k, &k_plane), scratch);
+            tail::write(cpu, plan, at, (&v, &v_plane), scratch);
+        });
+        return Ok(());
+    }
+    let units = tokens.div_ceil(TOKENS_PER_UNIT);
     cpu.threads.run(units, side_by_side, &mut workspace.scratch, |scratch, unit| {
         let begin = unit.saturating_mul(TOKENS_PER_UNIT);
         let end = begin.saturating_add(TOKENS_PER_UNIT).min(tokens);

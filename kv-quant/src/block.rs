@@ -76,6 +76,13 @@ impl BlockMean {
         }
     }
 
+    /// Takes up a mean that a block stores.
+    pub fn restore(&mut self, mean: &[f32]) -> &[f32] {
+        self.sums.clear();
+        self.sums.extend_from_slice(mean);
+        &self.sums
+    }
+
     /// The mean, as blocks store it: each value an f16. Zero where no row counted.
     pub fn finish(&mut self) -> &[f32] {
         let factor = f32::from(self.rows.max(1)).recip();
@@ -122,6 +129,7 @@ mod tests {
         mean.reset(1);
         mean.add(&[f32::NAN]);
         assert_eq!(mean.finish(), [0.0]);
+        assert_eq!(mean.restore(&[0.5, 2.0]), [0.5, 2.0]);
     }
 
     #[test]

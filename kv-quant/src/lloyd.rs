@@ -15,6 +15,7 @@
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
+    clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
     clippy::indexing_slicing,
     reason = "tables of known length, indices masked to it"
@@ -141,7 +142,7 @@ impl Codebook for Book3 {
     const NEAR_SCALE: [f32; 2] = [0.462, 0.190];
     const NEAR_GROUP_SCALE: [f32; 2] = [0.057, 0.390];
     const TRIED: &'static [f32] = &[0.9, 0.95, 1.05, 1.1];
-    const BIAS_WEIGHT: f32 = 16.0;
+    const BIAS_WEIGHT: f32 = 24.0;
 
     #[inline]
     fn index(value: f32) -> u8 {
@@ -202,23 +203,25 @@ impl Codebook for Book6 {
 /// How many thresholds lie below `value`: vector code when inlined into a loop.
 #[inline]
 fn count<const N: usize>(value: f32, thresholds: &[f32; N]) -> u8 {
-    thresholds.iter().map(|threshold| u8::from(value > *threshold)).sum()
+    let below = thresholds.iter().map(|threshold| u32::from(value > *threshold));
+    below.sum::<u32>() as u8
 }
 
-/// The magnitude of that index, without a look into memory.
+/// The magnitude of that index, without a look into memory. Bits of floats are summed, as integers:
+/// of each threshold below `value` what the next magnitude has more than the one before.
 #[inline]
 fn choose<const N: usize, const M: usize>(
     value: f32,
     magnitudes: &[f32; N],
     thresholds: &[f32; M],
 ) -> f32 {
-    let above = thresholds.iter().zip(&magnitudes[1..]);
-    above.fold(
-        magnitudes[0],
-        |chosen, (threshold, magnitude)| {
-            if value > *threshold { *magnitude } else { chosen }
-        },
-    )
+    let mut bits = magnitudes[0].to_bits();
+    for (threshold, pair) in thresholds.iter().zip(magnitudes.array_windows::<2>()) {
+        let [lower, upper] = pair.map(f32::to_bits);
+        // A mask, where a choice would tempt the compiler into branches.
+        bits += u32::from(value > *threshold).wrapping_neg() & (upper - lower);
+    }
+    f32::from_bits(bits)
 }
 
 /// The thresholds of `l6` by where they lie: cells of 1/16 around every multiple of 1/16, of which

@@ -76,6 +76,20 @@ pub fn e2m1_decode(code: u8) -> f32 {
     E2M1[usize::from(code & 0xF)]
 }
 
+/// The value of the E2M1 code nearest to `value`, without a table: vector code in a loop.
+#[inline]
+pub(crate) fn e2m1_round(value: f32) -> f32 {
+    // Below 1 numbers are 1/2 apart, as floats from 2^22 on; above, 1 bit of mantissa is kept.
+    const ROUNDER: f32 = 4_194_304.0;
+    const DROPPED: u32 = 22;
+    let magnitude = value.abs();
+    let magnitude = if magnitude < 6.0 { magnitude } else { 6.0 };
+    let bits = magnitude.to_bits();
+    let kept = (bits + (1 << (DROPPED - 1)) - 1 + (bits >> DROPPED & 1)) >> DROPPED << DROPPED;
+    let subnormal = (magnitude + ROUNDER) - ROUNDER;
+    (if magnitude < 1.0 { subnormal } else { f32::from_bits(kept) }).copysign(value)
+}
+
 /// The E8M0 code nearest to the magnitude of `value`, in value and not in exponent: halfway (1.5
 /// times a power of two) goes up. Zero is the smallest code, what is too large or infinite the
 /// largest; NaN is `0xFF`.

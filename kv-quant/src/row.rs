@@ -22,6 +22,23 @@
 //! | all zeros | zeros | zeros |
 //!
 //! A row never changes what another row decodes to. Bytes that hold nothing are 0.
+//!
+//! ```
+//! use kv_core::KvFormat;
+//! use kv_quant::row::{decode_row, encode_row};
+//!
+//! let format: KvFormat = "int8".parse()?;
+//! let values = [254.0, -2.0, 100.0];
+//! let mut row = [0; 6];
+//! assert_eq!(format.row_bytes(3), 6);
+//! encode_row(format, 1.0, &values, &mut row); // its rows bring a scale: 1.0 is not looked at
+//! assert_eq!(row, [127, 0xFF, 50, 0, 0x00, 0x40]);
+//!
+//! let mut decoded = [0.0; 3];
+//! decode_row(format, 1.0, &row, &mut decoded);
+//! assert_eq!(decoded, values);
+//! # Ok::<(), kv_core::error::UnknownName>(())
+//! ```
 #![expect(
     clippy::indexing_slicing,
     reason = "slices are cut by the format's sizes, against which the row's length is asserted"
@@ -33,6 +50,7 @@ mod nvfp4;
 mod planes;
 mod scale;
 mod scaled;
+mod sums;
 #[cfg(test)]
 mod tests;
 

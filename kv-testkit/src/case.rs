@@ -103,6 +103,11 @@ impl From<PlanError> for CaseError {
         Self::Cache(error.into())
     }
 }
+impl From<kv_core::CalibrationError> for CaseError {
+    fn from(error: kv_core::CalibrationError) -> Self {
+        Self::Cache(error.into())
+    }
+}
 impl From<SpecError> for CaseError {
     fn from(error: SpecError) -> Self {
         Self::Cache(error.into())

@@ -1,28 +1,67 @@
 //! The naive cache: a map from sequence to rows.
 use std::collections::BTreeMap;
 
-use kv_core::SequenceId;
+use kv_core::{SequenceId, SlotMap};
+
+use crate::oracle::{Stored, Tail};
 
 /// What one sequence has cached, by layer: K rows one after another, and V rows.
 pub type Rows = Vec<[Vec<f32>; 2]>;
 
-/// A cache without blocks, formats or a device.
+/// A cache without blocks or a device.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Model {
     /// Values of one token, K and V, by layer.
     widths: Vec<[usize; 2]>,
     sequences: BTreeMap<SequenceId, Rows>,
+    /// Slots of the layers whose rows wait in 16 bits, and those rows.
+    maps: Vec<Option<SlotMap>>,
+    tails: BTreeMap<SequenceId, Vec<Option<Tail>>>,
 }
 
 impl Model {
     /// An empty cache of layers with these numbers of values a token.
     pub fn new(widths: Vec<[usize; 2]>) -> Self {
-        Self { widths, sequences: BTreeMap::new() }
+        let maps = vec![None; widths.len()];
+        Self { widths, sequences: BTreeMap::new(), maps, tails: BTreeMap::new() }
+    }
+    /// The same, where rows of some layers wait in 16 bits.
+    #[must_use]
+    pub fn with_tails(mut self, maps: Vec<Option<SlotMap>>) -> Self {
+        self.maps = maps;
+        self
     }
     /// Begins a sequence.
     pub fn start(&mut self, sequence: SequenceId) {
         let empty = vec![[Vec::new(), Vec::new()]; self.widths.len()];
         self.sequences.insert(sequence, empty);
+        let tails = self.maps.iter().map(|map| map.map(Tail::new)).collect();
+        self.tails.insert(sequence, tails);
+    }
+    /// Appends rows to one layer where they wait in 16 bits; `None` where they do not. Rows cached
+    /// before that become codes are replaced. Returns what is kept of the new ones.
+    pub fn grow(
+        &mut self,
+        sequence: SequenceId,
+        layer: usize,
+        stored: &[Stored; 2],
+        rows: &[Vec<f32>; 2],
+    ) -> Option<[Vec<f32>; 2]> {
+        let len = self.len(sequence)?;
+        let tail = self.tails.get_mut(&sequence)?.get_mut(layer)?.as_mut()?;
+        let (first, kept) = tail.grow(stored, rows);
+        let mut new = kept.clone();
+        for (plane, (kept, new)) in kept.iter().zip(&mut new).enumerate() {
+            let old = (len - first) as usize * self.widths[layer][plane];
+            self.replace(sequence, (layer, plane), first, &kept[..old]);
+            new.drain(..old);
+        }
+        Some(new)
+    }
+    /// Leading tokens of a sequence that are codes in the layer; all where nothing waits.
+    pub fn coded(&self, sequence: SequenceId, layer: usize) -> u32 {
+        let tail = self.tails.get(&sequence).and_then(|tails| tails[layer].as_ref());
+        tail.map_or_else(|| self.len(sequence).unwrap_or(0), Tail::coded)
     }
     /// Appends the rows of a step, as they are stored.
     pub fn append(&mut self, sequence: SequenceId, rows: &Rows) {
@@ -32,14 +71,26 @@ impl Model {
             }
         }
     }
+    /// Replaces rows of one plane of one layer, from token `first` on.
+    pub fn replace(&mut self, sequence: SequenceId, at: (usize, usize), first: u32, rows: &[f32]) {
+        let (layer, plane) = at;
+        if let Some(cached) = self.sequences.get_mut(&sequence) {
+            let begin = first as usize * self.widths[layer][plane];
+            cached[layer][plane][begin..begin + rows.len()].copy_from_slice(rows);
+        }
+    }
     /// Begins `child` with everything `parent` has.
     pub fn fork(&mut self, parent: SequenceId, child: SequenceId) {
         let rows = self.sequences.get(&parent).cloned().unwrap_or_default();
         self.sequences.insert(child, rows);
+        let tails = self.tails.get(&parent).cloned().unwrap_or_default();
+        self.tails.insert(child, tails);
     }
     /// Takes tokens back.
     pub fn truncate(&mut self, sequence: SequenceId, len: u32) {
         let widths = &self.widths;
+        let tails = self.tails.get_mut(&sequence).into_iter().flatten();
+        tails.flatten().for_each(|tail| tail.truncate(len));
         if let Some(rows) = self.sequences.get_mut(&sequence) {
             for (rows, widths) in rows.iter_mut().zip(widths) {
                 for (rows, width) in rows.iter_mut().zip(widths) {
@@ -51,10 +102,12 @@ impl Model {
     /// Ends a sequence.
     pub fn release(&mut self, sequence: SequenceId) {
         self.sequences.remove(&sequence);
+        self.tails.remove(&sequence);
     }
     /// Ends all.
     pub fn reset(&mut self) {
         self.sequences.clear();
+        self.tails.clear();
     }
     /// Tokens of a sequence.
     pub fn len(&self, sequence: SequenceId) -> Option<u32> {
@@ -74,9 +127,10 @@ impl Model {
     pub fn sequences(&self) -> Vec<SequenceId> {
         self.sequences.keys().copied().collect()
     }
-    /// Blocks of `block_size` tokens that all sequences need when none is shared.
-    pub fn blocks_unshared(&self, block_size: u32) -> u64 {
-        let blocks = |id: &SequenceId| self.len(*id).unwrap_or(0).div_ceil(block_size);
+    /// Blocks that all sequences need in the group of the first layer when none is shared.
+    pub fn blocks_unshared(&self, map: &SlotMap) -> u64 {
+        let blocks =
+            |id: &SequenceId| map.blocks_in(self.len(*id).unwrap_or(0), self.coded(*id, 0));
         self.sequences.keys().map(|id| u64::from(blocks(id))).sum()
     }
 }
@@ -97,7 +151,8 @@ mod tests {
         assert_eq!(model.layer(a, 0), [vec![1.0, 2.0, 3.0, 4.0], vec![5.0, 6.0]]);
         assert_eq!(model.layer(b, 0), [vec![1.0, 2.0, 7.0, 8.0], vec![5.0, 9.0]]);
         assert_eq!((model.len(a), model.len(b)), (Some(2), Some(2)));
-        assert_eq!(model.blocks_unshared(1), 4);
+        model.replace(b, (0, 0), 1, &[6.0, 5.0]);
+        assert_eq!(model.layer(b, 0)[0], [1.0, 2.0, 6.0, 5.0]);
         model.release(a);
         assert_eq!(model.len(a), None);
     }

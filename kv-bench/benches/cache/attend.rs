@@ -28,6 +28,9 @@ pub(crate) fn benches(criterion: &mut Criterion) {
     }
 }
 
+/// Batches and contexts.
+type Sizes = &'static [(u32, u32)];
+
 fn shapes() -> Vec<(BenchmarkId, Shape)> {
     let mut shapes = Vec::new();
     let mut add = |format: KvFormat, (batch, context): (u32, u32), q_heads: u32| {
@@ -35,7 +38,7 @@ fn shapes() -> Vec<(BenchmarkId, Shape)> {
         let shape = Shape { q_heads, format, ..Shape::llama(batch, context) };
         shapes.push((BenchmarkId::new(name, context), shape));
     };
-    let (plain, all): (&[(u32, u32)], &[(u32, u32)]) = if is_smoke() {
+    let (plain, all): (Sizes, Sizes) = if is_smoke() {
         (&[(2, 48)], &[(1, 48)])
     } else {
         (&[(1, 1024), (1, 8192), (16, 1024)], &[(1, 4096), (8, 4096)])

@@ -11,7 +11,7 @@ use kv_core::plan::PlannedSequence;
 
 use super::Job;
 use super::unit::Unit;
-use crate::encoding::RowLayout;
+use crate::encoding::{Element, RowLayout};
 use crate::kernel::{ROWS, RowScale, Running, Scores, Softmax, Sums, TILE};
 use crate::num::to_usize;
 
@@ -41,6 +41,8 @@ pub(super) struct Tile<'t> {
     pub(super) bounds: (u32, u32),
     pub(super) k: Stored<'t>,
     pub(super) v: Stored<'t>,
+    /// The mean of the block that is off its keys, in f16.
+    pub(super) k_mean: Option<&'t [u8]>,
     /// What to fetch while scoring, and while summing.
     pub(super) v_ahead: &'t [&'t [u8]],
     pub(super) k_ahead: &'t [&'t [u8]],
@@ -96,6 +98,7 @@ fn meet_rows(
     // What the first rows fetch ahead serves all.
     let (v_ahead, k_ahead): (&[_], &[_]) =
         if first == 0 { (tile.v_ahead, tile.k_ahead) } else { (&[], &[]) };
+    let means = score_mean(job, state, tile, (first, count));
     if common.0 < common.1 {
         score(job, state, tile, (first, count), common, v_ahead);
     }
@@ -107,7 +110,7 @@ fn meet_rows(
             }
         }
         if range.0 < range.1 {
-            weigh(job, state, first + i, *range);
+            weigh(job, state, (first + i, means[i]), *range);
         }
     }
     for (i, range) in ranges.iter().enumerate() {
@@ -160,11 +163,40 @@ fn score(
     job.cpu.kernels.scores(&mut args);
 }
 
-fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, row: usize, range: (usize, usize)) {
+/// Products of query rows with the mean that is off the keys of a tile; 0 where none is.
+fn score_mean(
+    job: &Job<'_>,
+    state: &Tiles<'_>,
+    tile: &Tile<'_>,
+    (row, rows): (usize, usize),
+) -> [f32; ROWS] {
+    let mut means = [0.0; ROWS];
+    if let Some(mean) = tile.k_mean {
+        let stride = job.heads.stride_k;
+        let mut out = [0.0; ROWS * TILE];
+        job.cpu.kernels.scores(&mut Scores {
+            rows,
+            q: &state.q[row * stride..],
+            stride,
+            k: &[mean],
+            layout: &RowLayout::plain(Element::F16, job.heads.dim_k),
+            scale: RowScale::Given(1.0),
+            range: (0, 1),
+            out: &mut out,
+            ahead: &[],
+        });
+        for (to, from) in means.iter_mut().zip(out.chunks(TILE)) {
+            *to = from[0];
+        }
+    }
+    means
+}
+
+fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, mean): (usize, f32), range: (usize, usize)) {
     let factor = job.cpu.kernels.softmax(&mut Softmax {
         scores: &mut state.scores[row * TILE..][..TILE],
         range,
-        bias: state.bias[row],
+        bias: state.bias[row] + mean,
         scale: job.options.scale(),
         cap: job.options.cap(),
         running: &mut state.running[row],

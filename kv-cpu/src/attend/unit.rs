@@ -10,6 +10,8 @@
 use std::marker::PhantomData;
 
 use kv_core::plan::PlannedSequence;
+use kv_core::{PlaneLayout, SlotMap};
+use kv_quant::block::BlockMean;
 use kv_quant::transform;
 
 use super::merge::Merge;
@@ -47,12 +49,21 @@ pub(crate) struct Scratch {
     k: AlignedFloats,
     v: AlignedFloats,
     running: Vec<Running>,
+    mean: BlockMean,
 }
 
 impl Scratch {
     /// One row, for what is no unit of attention.
     pub(crate) fn row(&mut self, len: usize) -> &mut [f32] {
         self.out.get(len)
+    }
+    /// Two rows.
+    pub(crate) fn rows(&mut self, len: usize) -> (&mut [f32], &mut [f32]) {
+        (self.out.get(len), self.k.get(len))
+    }
+    /// One row, and the mean of a block.
+    pub(crate) fn row_and_mean(&mut self, len: usize) -> (&mut [f32], &mut BlockMean) {
+        (self.out.get(len), &mut self.mean)
     }
 }
 
@@ -247,22 +258,22 @@ fn load_queries(
     }
 }
 
-/// Looks up the rows of tokens `begin..end` of a sequence, which are all sinks or none.
+/// Looks up the rows of tokens `begin..end` of a sequence, which are all wide or none.
 fn find_rows<'a>(
     job: &Job<'a>,
     plane: &PlaneRows<'a>,
-    (table_row, head): (u32, u32),
+    (sequence, head): (&PlannedSequence, u32),
     (begin, end): (u32, u32),
     rows: &mut TileRows<'a>,
 ) {
-    let table = job.plan.tables().row(table_row);
+    let table = job.plan.tables().row(sequence.row);
     let layout = plane.layout();
     let block_size = layout.block_size();
     let mut position = begin;
     while position < end {
-        let found = layout.slot_map().place(position);
+        let found = layout.slot_map().place_in(position, sequence.coded);
         let bytes = plane.rows(found.is_wide).bytes();
-        // Sinks are few and leave gaps; the others follow each other to the end of a block.
+        // Wide rows are few and leave gaps; the others follow each other to the end of a block.
         let (tokens, stride) = if found.is_wide {
             (1, bytes)
         } else {
@@ -276,6 +287,51 @@ fn find_rows<'a>(
             *row = &from[..bytes];
         }
         position += tokens;
+    }
+}
+
+/// Which rows of a sequence are stored alike, and may share a tile: sinks, codes, the tail; codes
+/// of one block where blocks have means.
+struct Alike<'a> {
+    map: &'a SlotMap,
+    sequence: &'a PlannedSequence,
+    /// First position of the tail.
+    tail: u32,
+    by_block: bool,
+}
+
+impl<'a> Alike<'a> {
+    fn new(layout: &'a PlaneLayout, sequence: &'a PlannedSequence) -> Self {
+        let map = layout.slot_map();
+        let tail = map.tail_begin(sequence.kv_len, sequence.coded);
+        Self { map, sequence, tail, by_block: layout.has_block_means() }
+    }
+
+    fn is_wide(&self, position: u32) -> bool {
+        position < self.map.sinks() || position >= self.tail
+    }
+
+    /// One past the last row that is stored like that of `position`.
+    fn end(&self, position: u32) -> u32 {
+        if position < self.map.sinks() {
+            self.map.sinks()
+        } else if position >= self.tail {
+            u32::MAX
+        } else if self.by_block {
+            self.tail.min(self.map.tokens(self.map.place(position).index.saturating_add(1)))
+        } else {
+            self.tail
+        }
+    }
+
+    /// The mean that is off the row of `position`, as stored.
+    fn mean<'k>(&self, job: &Job<'k>, position: u32, head: u32) -> Option<&'k [u8]> {
+        if !self.by_block || self.is_wide(position) {
+            return None;
+        }
+        let index = to_usize(self.map.place(position).index);
+        let block = job.plan.tables().row(self.sequence.row)[index];
+        Some(job.k.mean(block.0, head))
     }
 }
 
@@ -295,12 +351,11 @@ fn for_tiles(
         return;
     }
     let tile = u32::try_from(TILE).unwrap_or(1);
-    let at = (sequence.row, unit.kv_head);
-    let sinks = job.k.layout().slot_map().sinks();
-    // Tiles lie at multiples of their length, so that a sum's order does not depend on the queries;
-    // one ends with the sinks, because rows of a tile are stored alike.
+    let at = (sequence, unit.kv_head);
+    let alike = Alike::new(job.k.layout(), sequence);
+    // Tiles lie at multiples of their length, so that a sum's order does not depend on the queries.
     let next_bounds = |from: u32| {
-        let limit = if from < sinks { end.min(sinks) } else { end };
+        let limit = alike.end(from).min(end);
         (from, (from / tile * tile).saturating_add(tile).min(limit))
     };
     let (mut some, mut others, mut v_rows): (TileRows<'_>, TileRows<'_>, TileRows<'_>) =
@@ -315,12 +370,13 @@ fn for_tiles(
         let next = (next.0.min(end), next.1);
         find_rows(job, &job.k, at, next, k_next);
         let next_len = to_usize(next.1.saturating_sub(next.0));
-        let is_wide = bounds.0 < sinks;
+        let is_wide = alike.is_wide(bounds.0);
         let stored = |plane: &'_ PlaneRows<'_>| plane.scale(unit.kv_head, is_wide);
         let tile = Tile {
             bounds,
             k: Stored { rows: &k_rows[..len], layout: job.k.rows(is_wide), scale: stored(&job.k) },
             v: Stored { rows: &v_rows[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
+            k_mean: alike.mean(job, bounds.0, unit.kv_head),
             v_ahead: &v_rows[..len],
             k_ahead: &k_next[..next_len],
         };
@@ -354,6 +410,7 @@ fn meet_staged(
         bounds: tile.bounds,
         k: stage(job, tile.k, k_memory),
         v: stage(job, tile.v, v_memory),
+        k_mean: tile.k_mean,
         v_ahead: &[],
         k_ahead: &[],
     };

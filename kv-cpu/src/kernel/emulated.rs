@@ -1,4 +1,5 @@
-//! Sixteen lanes in plain Rust, so that the loops of a wide vector are tested on any CPU.
+//! Sixteen lanes in plain Rust, so that the loops of a wide vector are tested on any CPU. Calls stay
+//! calls: inlined, they take longer to compile than all instruction sets together.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
@@ -23,113 +24,144 @@ impl Simd for Wide {
     type F = [f32; 16];
     type I = [u32; 16];
     const LANES: usize = 16;
+    #[inline(never)]
     fn splat(self, x: f32) -> [f32; 16] {
         [x; 16]
     }
+    #[inline(never)]
     fn add(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         each(|i| a[i] + b[i])
     }
+    #[inline(never)]
     fn mul(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         each(|i| a[i] * b[i])
     }
+    #[inline(never)]
     fn fma(self, a: [f32; 16], b: [f32; 16], c: [f32; 16]) -> [f32; 16] {
         each(|i| a[i].mul_add(b[i], c[i]))
     }
+    #[inline(never)]
     fn max(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         each(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
+    #[inline(never)]
     fn round(self, x: [f32; 16]) -> [f32; 16] {
         x.map(f32::round_ties_even)
     }
+    #[inline(never)]
     fn pow2(self, n: [f32; 16]) -> [f32; 16] {
         n.map(|n| f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23))
     }
+    #[inline(never)]
     fn zero_below(self, x: [f32; 16], limit: f32, value: [f32; 16]) -> [f32; 16] {
         each(|i| if x[i] < limit { 0.0 } else { value[i] })
     }
+    #[inline(never)]
     fn reduce_add(self, v: [f32; 16]) -> f32 {
         v.iter().sum()
     }
+    #[inline(never)]
     fn reduce_max(self, v: [f32; 16]) -> f32 {
         v.into_iter().reduce(|a, b| if a > b { a } else { b }).unwrap()
     }
+    #[inline(never)]
     unsafe fn load(self, from: *const f32, at: usize) -> [f32; 16] {
         // SAFETY: condition 1 of `Simd::load`.
         unsafe { from.wrapping_add(at).cast::<[f32; 16]>().read_unaligned() }
     }
+    #[inline(never)]
     unsafe fn store(self, to: *mut f32, at: usize, v: [f32; 16]) {
         // SAFETY: condition 1 of `Simd::store`.
         unsafe { to.wrapping_add(at).cast::<[f32; 16]>().write_unaligned(v) }
     }
+    #[inline(never)]
     unsafe fn load_f16(self, from: *const u16, at: usize) -> [f32; 16] {
         // SAFETY: condition 1 of `Simd::load`.
         let bits = unsafe { from.wrapping_add(at).cast::<[u16; 16]>().read_unaligned() };
         bits.map(|bits| f16::from_bits(bits).to_f32())
     }
+    #[inline(never)]
     unsafe fn load_bf16(self, from: *const u16, at: usize) -> [f32; 16] {
         // SAFETY: condition 1 of `Simd::load`.
         let bits = unsafe { from.wrapping_add(at).cast::<[u16; 16]>().read_unaligned() };
         bits.map(|bits| bf16::from_bits(bits).to_f32())
     }
+    #[inline(never)]
     unsafe fn store_f16(self, to: *mut u16, at: usize, v: [f32; 16]) {
         let bits = v.map(|v| f16::from_f32(v).to_bits());
         // SAFETY: condition 1 of `Simd::store`.
         unsafe { to.wrapping_add(at).cast::<[u16; 16]>().write_unaligned(bits) }
     }
+    #[inline(never)]
     unsafe fn store_bf16(self, to: *mut u16, at: usize, v: [f32; 16]) {
         let bits = v.map(|v| bf16::from_f32(v).to_bits());
         // SAFETY: condition 1 of `Simd::store`.
         unsafe { to.wrapping_add(at).cast::<[u16; 16]>().write_unaligned(bits) }
     }
+    #[inline(never)]
     fn splat_bits(self, word: u32) -> [u32; 16] {
         [word; 16]
     }
+    #[inline(never)]
     fn shl(self, x: [u32; 16], bits: u32) -> [u32; 16] {
         x.map(|x| x << bits)
     }
+    #[inline(never)]
     fn shr(self, x: [u32; 16], bits: u32) -> [u32; 16] {
         x.map(|x| x >> bits)
     }
+    #[inline(never)]
     fn shl_each(self, x: [u32; 16], bits: [u32; 16]) -> [u32; 16] {
         std::array::from_fn(|i| x[i] << bits[i])
     }
+    #[inline(never)]
     fn shr_each(self, x: [u32; 16], bits: [u32; 16]) -> [u32; 16] {
         std::array::from_fn(|i| x[i] >> bits[i])
     }
+    #[inline(never)]
     fn nibble(self, x: [u32; 16]) -> [f32; 16] {
         x.map(|x| (x % 16) as f32)
     }
+    #[inline(never)]
     fn flip(self, x: [f32; 16], signs: [u32; 16]) -> [f32; 16] {
         each(|i| if signs[i] >> 31 == 1 { -x[i] } else { x[i] })
     }
+    #[inline(never)]
     fn lookup4(self, table: &[f32; 4], code: [u32; 16]) -> [f32; 16] {
         code.map(|code| table[code as usize % 4])
     }
+    #[inline(never)]
     fn lookup32(self, table: &[f32; 32], low: [u32; 16], high: [u32; 16]) -> [f32; 16] {
         each(|i| table[(low[i] % 16 + high[i] % 2 * 16) as usize])
     }
+    #[inline(never)]
     fn symmetric16(self, magnitudes: &[f32; 8], code: [u32; 16]) -> [f32; 16] {
         self.flip(code.map(|code| magnitudes[code as usize % 8]), code.map(|code| code << 28))
     }
+    #[inline(never)]
     unsafe fn load_bits(self, from: *const u32, at: usize) -> [u32; 16] {
         // SAFETY: condition 1 of `Simd::load`.
         unsafe { from.wrapping_add(at).cast::<[u32; 16]>().read_unaligned() }
     }
+    #[inline(never)]
     unsafe fn load_bytes(self, from: *const u8, at: usize) -> [u32; 16] {
         // SAFETY: condition 1 of `Simd::load`.
         let bytes = unsafe { from.wrapping_add(at).cast::<[u8; 16]>().read() };
         bytes.map(u32::from)
     }
+    #[inline(never)]
     unsafe fn load_of_8(self, from: *const u8, _at: usize) -> [u32; 16] {
         // SAFETY: condition 1 of `Simd::load_of_8`.
         let bytes = unsafe { from.cast::<[u8; 8]>().read() };
         std::array::from_fn(|i| u32::from(bytes[i % 8]))
     }
+    #[inline(never)]
     unsafe fn load_nibbles(self, from: *const u8, at: usize) -> [u32; 16] {
         // SAFETY: condition 1 of `Simd::load_nibbles`.
         let bytes = unsafe { from.wrapping_add(at / 2).cast::<[u8; 8]>().read() };
         std::array::from_fn(|i| u32::from(bytes[i / 2]) >> (i % 2 * 4))
     }
+    #[inline(never)]
     unsafe fn load_i8(self, from: *const i8, at: usize) -> [f32; 16] {
         // SAFETY: condition 1 of `Simd::load`.
         let bytes = unsafe { from.wrapping_add(at).cast::<[i8; 16]>().read() };

@@ -16,8 +16,10 @@
     reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
               that carries the target features"
 )]
+use std::mem::MaybeUninit;
+
 use super::simd::{LANES_MAX, Simd};
-use super::stored::{GROUP, Stored, whole};
+use super::stored::{GROUP, Rest, Stored, whole};
 use super::{ROWS, RowScale, Scores, Sums, TILE};
 use crate::encoding::RowLayout;
 
@@ -99,6 +101,29 @@ fn multiply<S: Simd>(s: S, from: *const f32, factors: &[f32; TILE], to: *mut f32
     }
 }
 
+/// Rests of the rows of a tile.
+type Rests = [MaybeUninit<Rest>; TILE];
+
+/// The values of the tokens of a range that fill no vector, decoded once for all query rows;
+/// written where a row has any.
+#[inline(always)]
+fn rests<S: Simd, E: Stored>(
+    s: S,
+    rows: &[&[u8]],
+    (begin, end): (usize, usize),
+    layout: &RowLayout,
+) -> Rests {
+    let mut rests = [const { MaybeUninit::uninit() }; TILE];
+    let whole = whole::<S, E>(layout.dim());
+    if whole < layout.dim() {
+        for (row, rest) in rows[begin..end].iter().zip(&mut rests[begin..end]) {
+            // SAFETY: a row of the layout, as callers have asserted, and where its rest begins.
+            rest.write(unsafe { E::rest(s, row.as_ptr(), layout, whole) });
+        }
+    }
+    rests
+}
+
 /// Dot products of `args.rows` query rows with the tokens of a range.
 #[inline(always)]
 pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
@@ -110,10 +135,11 @@ pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
             && args.out.len() >= args.rows * TILE,
         "query and score rows lie inside their slices"
     );
+    let rests = rests::<S, E>(s, args.k, args.range, args.layout);
     match args.rows {
-        ROWS => score_rows::<S, E, ROWS, 2>(s, args),
-        2 => score_rows::<S, E, 2, 4>(s, args),
-        1 => score_rows::<S, E, 1, 8>(s, args),
+        ROWS => score_rows::<S, E, ROWS, 2>(s, args, &rests),
+        2 => score_rows::<S, E, 2, 4>(s, args, &rests),
+        1 => score_rows::<S, E, 1, 8>(s, args, &rests),
         _ => unreachable!("kernels take 1, 2 or 4 rows"),
     }
     if let Some(factors) = factors(s, args.k, args.range, args.layout, args.scale) {
@@ -125,12 +151,16 @@ pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
 
 /// `R` rows, `T` tokens at a time: eight sums side by side hide the latency of an addition.
 #[inline(always)]
-fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(s: S, args: &mut Scores<'_>) {
+fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
+    s: S,
+    args: &mut Scores<'_>,
+    rests: &Rests,
+) {
     let (mut token, end) = args.range;
     while token + T <= end {
-        let mut k = [std::ptr::null(); T];
+        let mut k = [(std::ptr::null(), std::ptr::null()); T];
         for j in 0..T {
-            k[j] = args.k[token + j].as_ptr();
+            k[j] = (args.k[token + j].as_ptr(), rests[token + j].as_ptr().cast());
             if let Some(row) = args.ahead.get(token + j) {
                 fetch(s, row);
             }
@@ -154,7 +184,7 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(s: S, args: &m
         if let Some(row) = args.ahead.get(token) {
             fetch(s, row);
         }
-        let k = [args.k[token].as_ptr()];
+        let k = [(args.k[token].as_ptr(), rests[token].as_ptr().cast())];
         let dots = dot::<S, E, R, 1>(s, args.q, args.stride, k, args.layout);
         for r in 0..R {
             args.out[r * TILE + token] = s.reduce_add(dots[r][0]);
@@ -164,13 +194,14 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(s: S, args: &m
 }
 
 /// `R * T` dot products, one vector of partial sums each. `scores` has asserted that `R` rows of
-/// `q` hold the values of a row and zeros up to a whole vector, and that each of `k` is a row.
+/// `q` hold the values of a row and zeros up to a whole vector, and that each of `k` is a row, and
+/// has decoded its rest if it has one.
 #[inline(always)]
 fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
     s: S,
     q: &[f32],
     stride: usize,
-    k: [*const u8; T],
+    k: [(*const u8, *const f32); T],
     layout: &RowLayout,
 ) -> [[S::F; T]; R] {
     let q = q.as_ptr();
@@ -185,7 +216,7 @@ fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
                 for half in 0..2 {
                     let offset = offset + half * HALF;
                     // SAFETY: a whole group of a K row, whose length `scores` has asserted.
-                    keys[j][half] = unsafe { E::load(s, k[j], layout, group, offset) };
+                    keys[j][half] = unsafe { E::load(s, k[j].0, layout, group, offset) };
                 }
             }
             for r in 0..R {
@@ -207,7 +238,7 @@ fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
     while d < whole {
         for j in 0..T {
             // SAFETY: a vector of a K row, `d + LANES <= whole`.
-            let key = unsafe { E::load(s, k[j], layout, group, d - group) };
+            let key = unsafe { E::load(s, k[j].0, layout, group, d - group) };
             for r in 0..R {
                 // SAFETY: values of query row `r` below `dim <= stride`.
                 let query = unsafe { s.load(q, r * stride + d) };
@@ -216,23 +247,19 @@ fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
         }
         d += S::LANES;
     }
-    if whole < dim {
+    while d < dim {
         for j in 0..T {
-            // SAFETY: a K row, and `whole` is where its rest begins.
-            let rest = unsafe { E::rest(s, k[j], layout, whole) };
-            let mut d = whole;
-            while d < dim {
-                // SAFETY: `d - whole` is a multiple of `LANES` below `GROUP`, which it divides.
-                let key = unsafe { s.load(rest.as_ptr(), d - whole) };
-                for r in 0..R {
-                    // SAFETY: rows are padded to `LANES_MAX`, a multiple of `LANES`, so the vector
-                    // that holds the last values ends inside the row.
-                    let query = unsafe { s.load(q, r * stride + d) };
-                    sums[r][j] = s.fma(query, key, sums[r][j]);
-                }
-                d += S::LANES;
+            // SAFETY: the rest is written, see above, and has `GROUP` values; `d - whole` is a
+            // multiple of `LANES` below that.
+            let key = unsafe { s.load(k[j].1, d - whole) };
+            for r in 0..R {
+                // SAFETY: rows are padded to `LANES_MAX`, a multiple of `LANES`, so the vector that
+                // holds the last values ends inside the row.
+                let query = unsafe { s.load(q, r * stride + d) };
+                sums[r][j] = s.fma(query, key, sums[r][j]);
             }
         }
+        d += S::LANES;
     }
     sums
 }
@@ -263,9 +290,39 @@ pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>) {
         1 => sum_rows::<S, E, 1, 4>(s, args, weights),
         _ => unreachable!("kernels take 1, 2 or 4 rows"),
     }
+    let dim = args.layout.dim();
+    let (group, whole) = (dim / GROUP * GROUP, whole::<S, E>(dim));
+    if group == dim {
+        return;
+    }
+    let rests = rests::<S, E>(s, args.v, args.range, args.layout);
+    let (begin, end) = args.range;
+    for token in begin..end {
+        let mut d = group;
+        while d < dim {
+            let value = if d < whole {
+                // SAFETY: a vector of a V row, `d + LANES <= whole`.
+                unsafe { E::load(s, args.v[token].as_ptr(), args.layout, group, d - group) }
+            } else {
+                // SAFETY: the rest is written, since there is one; `d - whole` is a multiple of
+                // `LANES` below `GROUP`.
+                unsafe { s.load(rests[token].as_ptr().cast(), d - whole) }
+            };
+            for r in 0..args.rows {
+                let out = args.out.as_mut_ptr();
+                // SAFETY: output rows are padded to `LANES_MAX`, by the assertion above.
+                let sum = unsafe { s.load(out, r * args.stride + d) };
+                let sum = s.fma(s.splat(weights[r * TILE + token]), value, sum);
+                // SAFETY: as above.
+                unsafe { s.store(out, r * args.stride + d, sum) };
+            }
+            d += S::LANES;
+        }
+    }
 }
 
-/// `R` rows, `P` pairs of vectors of them at a time, which stay in registers for all tokens.
+/// The whole groups of `R` rows, `P` pairs of vectors at a time, which stay in registers for all
+/// tokens.
 #[inline(always)]
 fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     s: S,
@@ -293,39 +350,6 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
             sum_pairs::<S, E, R, 1>(s, args, weights, group, first);
         }
         group += GROUP;
-    }
-    let whole = whole::<S, E>(dim);
-    let (begin, end) = args.range;
-    let (out, stride) = (args.out.as_mut_ptr(), args.stride);
-    if group < dim {
-        for token in begin..end {
-            let row = args.v[token].as_ptr();
-            let rest = if whole < dim {
-                // SAFETY: a V row, whose length `sums` has asserted, and where its rest begins.
-                unsafe { E::rest(s, row, args.layout, whole) }
-            } else {
-                [0.0; GROUP]
-            };
-            let mut d = group;
-            while d < dim {
-                let value = if d < whole {
-                    // SAFETY: a vector of a V row, `d + LANES <= whole`.
-                    unsafe { E::load(s, row, args.layout, group, d - group) }
-                } else {
-                    // SAFETY: `d - whole` is a multiple of `LANES` below `GROUP`.
-                    unsafe { s.load(rest.as_ptr(), d - whole) }
-                };
-                for r in 0..R {
-                    let weight = s.splat(weights[r * TILE + token]);
-                    // SAFETY: output rows are padded to `LANES_MAX`, by the assertion in `sums`.
-                    let sum = unsafe { s.load(out, r * stride + d) };
-                    let sum = s.fma(weight, value, sum);
-                    // SAFETY: as above.
-                    unsafe { s.store(out, r * stride + d, sum) };
-                }
-                d += S::LANES;
-            }
-        }
     }
 }
 

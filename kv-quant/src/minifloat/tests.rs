@@ -89,6 +89,10 @@ fn any_number_goes_to_the_nearest_code() {
             let expected = nearest(value.min(bound), decode, last);
             assert_eq!(encode(value), expected, "{name} {value:e}");
         }
+        for value in [value, -value] {
+            let expected = e2m1_decode(e2m1_encode(value));
+            assert_eq!(e2m1_round(value).to_bits(), expected.to_bits(), "{value:e}");
+        }
     }
 }
 

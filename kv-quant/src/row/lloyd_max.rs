@@ -18,7 +18,7 @@
     clippy::as_conversions,
     clippy::cast_precision_loss,
     clippy::indexing_slicing,
-    reason = "floats, and groups of at most 32 values"
+    reason = "groups of at most 32 values, a scale for each"
 )]
 
 use half::f16;
@@ -26,6 +26,7 @@ use kv_core::ScaleGroup;
 
 use super::planes::{self, GROUP};
 use super::scale;
+use super::sums::sums;
 use crate::lloyd::Codebook;
 use crate::minifloat::{e4m3_decode, e4m3_encode};
 
@@ -46,7 +47,7 @@ pub(super) fn encode<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut
         scale::put(f16::NAN, scales);
         return;
     };
-    let [energy] = sums(values, |a| [a * a]);
+    let [energy] = sums(values, values, |x, _| [limited(x) * limited(x)]);
     if energy <= 0.0 {
         return;
     }
@@ -100,10 +101,7 @@ impl Codes {
     #[inline]
     fn of<B: Codebook>(values: &[f32], scale: f32) -> Self {
         let inverse = scale.recip();
-        let [projection, energy] = sums(values, |a| {
-            let c = B::nearest(a * inverse);
-            [a * c, c * c]
-        });
+        let [projection, energy] = pair_sums::<B>(values, inverse, |a, c| [a * c, c * c]);
         Self { inverse, projection, energy, score: projection * (projection / energy) }
     }
 
@@ -124,7 +122,7 @@ pub(super) fn encode_groups<B: Codebook>(values: &[f32], codes: &mut [u8], scale
             *stored = E4M3_NAN;
             continue;
         };
-        let [energy] = sums(group, |a| [a * a]);
+        let [energy] = sums(group, group, |x, _| [limited(x) * limited(x)]);
         if energy <= 0.0 {
             continue;
         }
@@ -143,7 +141,7 @@ fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f
     let rms = (energy / values.len() as f32).sqrt();
     let near = i16::from(e4m3_encode(of_rms * rms + of_amax * amax));
     let carried = owed.clamp(-energy * MAKE_UP, energy * MAKE_UP);
-    let (mut best, mut best_cost) = (0, energy);
+    let (mut best, mut best_cost) = (0, f32::INFINITY);
     *owed = carried - energy;
     for code in near - NEIGHBOURS..=near + NEIGHBOURS {
         let Some(code) = u8::try_from(code).ok().filter(|code| (1..=E4M3_LARGEST).contains(code))
@@ -152,13 +150,14 @@ fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f
         };
         let scale = e4m3_decode(code);
         let inverse = scale.recip();
-        let [error, projection] = sums(values, |a| {
-            let decoded = B::nearest(a * inverse) * scale;
+        let [error, projection] = pair_sums::<B>(values, inverse, |a, c| {
+            let decoded = c * scale;
             [(a - decoded) * (a - decoded), a * decoded]
         });
         let owing = carried + projection - energy;
         let cost = error + B::BIAS_WEIGHT * owing * (owing / energy);
-        if cost < best_cost {
+        // Of scales that are all too small the last, which is the largest.
+        if error <= energy && cost <= best_cost {
             (best, best_cost) = (code, cost);
             *owed = owing;
         }
@@ -169,6 +168,16 @@ fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f
 /// Encodes up to 32 values with the scale of which `inverse` is the reciprocal.
 #[inline]
 fn encode_group<B: Codebook>(values: &[f32], inverse: f32, bytes: &mut [u8]) {
+    // A whole group has a length that the compiler knows.
+    match values.as_array::<GROUP>() {
+        Some(whole) => encode_some::<B>(whole, inverse, bytes),
+        None => encode_some::<B>(values, inverse, bytes),
+    }
+}
+
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "so that whole groups are compiled apart")]
+fn encode_some<B: Codebook>(values: &[f32], inverse: f32, bytes: &mut [u8]) {
     let mut codes = [0; GROUP];
     let codes = &mut codes[..values.len()];
     for (code, value) in codes.iter_mut().zip(values) {
@@ -196,18 +205,27 @@ pub(super) fn decode<B: Codebook>(
             ScaleGroup::Row => of_row,
             ScaleGroup::Group32 => e4m3_decode(scales[index]),
         };
-        let mut codes = [0; GROUP];
-        let codes = &mut codes[..values.len()];
-        match B::BITS {
-            3 => planes::unpack::<3>(bytes, codes),
-            4 => planes::unpack::<4>(bytes, codes),
-            _ => planes::unpack::<6>(bytes, codes),
+        match values.as_mut_array::<GROUP>() {
+            Some(whole) => decode_some::<B>(bytes, scale, whole),
+            None => decode_some::<B>(bytes, scale, values),
         }
-        for (value, code) in values.iter_mut().zip(codes) {
-            let magnitude = B::magnitude(*code);
-            let is_negative = *code >> (B::BITS - 1) == 1;
-            *value = (if is_negative { -magnitude } else { magnitude }) * scale;
-        }
+    }
+}
+
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "so that whole groups are compiled apart")]
+fn decode_some<B: Codebook>(bytes: &[u8], scale: f32, values: &mut [f32]) {
+    let mut codes = [0; GROUP];
+    let codes = &mut codes[..values.len()];
+    match B::BITS {
+        3 => planes::unpack::<3>(bytes, codes),
+        4 => planes::unpack::<4>(bytes, codes),
+        _ => planes::unpack::<6>(bytes, codes),
+    }
+    for (value, code) in values.iter_mut().zip(codes) {
+        let magnitude = B::magnitude(*code);
+        let is_negative = *code >> (B::BITS - 1) == 1;
+        *value = (if is_negative { -magnitude } else { magnitude }) * scale;
     }
 }
 
@@ -218,26 +236,23 @@ fn limited(value: f32) -> f32 {
     if magnitude < LIMIT { magnitude } else { LIMIT }
 }
 
-/// Sums `N` terms of every magnitude, in an order that is the same on every machine and that vector
-/// code can follow: eight sums side by side.
+/// Sums terms of every magnitude and the level it takes.
 #[inline]
-fn sums<const N: usize>(values: &[f32], terms: impl Fn(f32) -> [f32; N]) -> [f32; N] {
-    const LANES: usize = 8;
-    let mut lanes = [[0.0_f32; LANES]; N];
-    let (whole, rest) = values.as_chunks::<LANES>();
-    for chunk in whole {
-        for lane in 0..LANES {
-            let terms = terms(limited(chunk[lane]));
-            for (sum, term) in lanes.iter_mut().zip(terms) {
-                sum[lane] += term;
-            }
+fn pair_sums<B: Codebook>(
+    values: &[f32],
+    inverse: f32,
+    terms: impl Fn(f32, f32) -> [f32; 2],
+) -> [f32; 2] {
+    let mut totals = [0.0; 2];
+    for group in values.chunks(GROUP) {
+        // Two simple loops become better vector code than one that does both.
+        let mut levels = [0.0; GROUP];
+        let levels = &mut levels[..group.len()];
+        for (level, value) in levels.iter_mut().zip(group) {
+            *level = B::nearest(limited(*value) * inverse);
         }
+        let part = sums(group, levels, |value, level| terms(limited(value), level));
+        totals = [totals[0] + part[0], totals[1] + part[1]];
     }
-    for (value, lane) in rest.iter().zip(0_usize..) {
-        let terms = terms(limited(*value));
-        for (sum, term) in lanes.iter_mut().zip(terms) {
-            sum[lane] += term;
-        }
-    }
-    lanes.map(|[a, b, c, d, e, f, g, h]| ((a + e) + (c + g)) + ((b + f) + (d + h)))
+    totals
 }

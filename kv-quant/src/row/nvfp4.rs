@@ -12,7 +12,8 @@
 //! 2025.
 
 use super::scale;
-use crate::minifloat::{e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode};
+use super::sums::sums;
+use crate::minifloat::{e2m1_decode, e2m1_encode, e2m1_round, e4m3_decode, e4m3_encode};
 
 const BLOCK: usize = 16;
 const E4M3_NAN: u8 = 0x7F;
@@ -28,9 +29,12 @@ pub(super) fn encode(inv_scale: f32, values: &[f32], codes: &mut [u8], scales: &
         *stored = block_scale(inv_scale, amax, values);
         let scale = e4m3_decode(*stored);
         if scale > 0.0 {
-            for (code, pair) in codes.iter_mut().zip(values.chunks(2)) {
-                let nibbles = pair.iter().map(|value| e2m1_encode(value * inv_scale / scale));
-                *code = nibbles.zip([0, 4]).fold(0, |byte, (nibble, at)| byte | nibble << at);
+            let mut nibbles = [0; BLOCK];
+            for (nibble, value) in nibbles.iter_mut().zip(values) {
+                *nibble = e2m1_encode(value * inv_scale / scale);
+            }
+            for (code, [low, high]) in codes.iter_mut().zip(nibbles.as_chunks().0) {
+                *code = low | high << 4;
             }
         }
     }
@@ -44,12 +48,13 @@ fn block_scale(inv_scale: f32, amax: f32, values: &[f32]) -> u8 {
     let unit = (amax * inv_scale).recip();
     let error = |code: u8| {
         let scale = e4m3_decode(code);
-        let errors = values.iter().map(|value| {
+        let [error] = sums(values, values, |value, _| {
             let value = value * inv_scale;
-            let code = if scale > 0.0 { e2m1_encode(value / scale) } else { 0 };
-            (value - e2m1_decode(code) * scale) * unit
+            let decoded = if scale > 0.0 { e2m1_round(value / scale) * scale } else { 0.0 };
+            let error = (value - decoded) * unit;
+            [error * error]
         });
-        errors.map(|error| error * error).sum::<f32>()
+        error
     };
     // Not a number where the largest is infinite or zero: then over 6.
     let best = if error(over_4) < error(over_6) { over_4 } else { over_6 };

@@ -7,7 +7,9 @@
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
-    reason = "n is at most 32, and groups have the bytes that code_bytes says"
+    clippy::inline_always,
+    reason = "n is at most 32, and groups have the bytes that code_bytes says; inlined, so that \
+              the lengths of whole groups are constants"
 )]
 
 /// Codes packed together.
@@ -23,7 +25,7 @@ pub(super) const fn group_bytes(bits: u32) -> usize {
 }
 
 /// Packs a group of codes of `BITS` (3, 4 or 6) bits into bytes that are 0.
-#[inline]
+#[inline(always)]
 pub(super) fn pack<const BITS: u32>(codes: &[u8], bytes: &mut [u8]) {
     match BITS {
         3 => {
@@ -41,7 +43,7 @@ pub(super) fn pack<const BITS: u32>(codes: &[u8], bytes: &mut [u8]) {
 }
 
 /// Unpacks a group of codes of `BITS` (3, 4 or 6) bits into bytes that are 0.
-#[inline]
+#[inline(always)]
 pub(super) fn unpack<const BITS: u32>(bytes: &[u8], codes: &mut [u8]) {
     match BITS {
         3 => {
@@ -59,24 +61,26 @@ pub(super) fn unpack<const BITS: u32>(bytes: &[u8], codes: &mut [u8]) {
 }
 
 /// Packs `W` bits of every code, from bit `from` on.
-#[inline]
+#[inline(always)]
 fn pack_plane<const W: usize>(codes: &[u8], from: u32, bytes: &mut [u8]) {
     let mask = (1_u8 << W) - 1;
     let m = codes.len().div_ceil(8 / W);
-    for (codes, at) in codes.chunks(m).zip((0..8).step_by(W)) {
+    for j in 0..8 / W {
+        let codes = codes.get(j * m..).unwrap_or_default();
         for (byte, code) in bytes[..m].iter_mut().zip(codes) {
-            *byte |= (code >> from & mask) << at;
+            *byte |= (code >> from & mask) << (j * W);
         }
     }
 }
 
-#[inline]
+#[inline(always)]
 fn unpack_plane<const W: usize>(bytes: &[u8], codes: &mut [u8], to: u32) {
     let mask = (1_u8 << W) - 1;
     let m = codes.len().div_ceil(8 / W);
-    for (codes, at) in codes.chunks_mut(m).zip((0..8).step_by(W)) {
+    for j in 0..8 / W {
+        let codes = codes.get_mut(j * m..).unwrap_or_default();
         for (code, byte) in codes.iter_mut().zip(&bytes[..m]) {
-            *code |= (byte >> at & mask) << to;
+            *code |= (byte >> (j * W) & mask) << to;
         }
     }
 }

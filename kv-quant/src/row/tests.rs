@@ -1,1 +1,88 @@
-//! Tests.
+//! Rows of every format: bytes by hand, bounds, bad input, targets.
+#![expect(clippy::arithmetic_side_effects, reason = "small numbers, and overflow checks are on")]
+mod bounds;
+mod bytes;
+mod ggml;
+mod special;
+mod targets;
+
+use kv_core::KvFormat;
+
+use super::{decode_row, encode_row};
+
+/// Head dims that leave groups and bytes half full, and ordinary ones.
+const HEAD_DIMS: [usize; 10] = [1, 5, 16, 31, 32, 33, 80, 96, 100, 128];
+
+fn format(name: &str) -> KvFormat {
+    name.parse().unwrap()
+}
+
+fn encode(format: KvFormat, scale: f32, values: &[f32]) -> Vec<u8> {
+    let head_dim = u32::try_from(values.len()).unwrap();
+    // Not zero: what the encoder leaves out would show.
+    let mut row = vec![0xA5; usize::try_from(format.row_bytes(head_dim)).unwrap()];
+    encode_row(format, scale.recip(), values, &mut row);
+    row
+}
+
+fn decode(format: KvFormat, scale: f32, row: &[u8], head_dim: usize) -> Vec<f32> {
+    let mut values = vec![f32::NAN; head_dim];
+    decode_row(format, scale, row, &mut values);
+    values
+}
+
+/// Encoded and decoded again.
+fn round(format: KvFormat, scale: f32, values: &[f32]) -> Vec<f32> {
+    decode(format, scale, &encode(format, scale, values), values.len())
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+fn amax(values: &[f32]) -> f32 {
+    values.iter().fold(0.0, |amax, value| amax.max(value.abs()))
+}
+
+fn dot(left: &[f32], right: &[f32]) -> f64 {
+    left.iter().zip(right).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+}
+
+/// Whether a row brings its own scales.
+fn is_self_scaled(format: KvFormat) -> bool {
+    format.is_quantised() && format.given_scales().is_none()
+}
+
+/// The standard normal distribution, seeded: `SplitMix64` and the method of Box and Muller.
+struct Normal(u64);
+
+impl Normal {
+    fn uniform(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        let high = u32::try_from((z ^ (z >> 31)) >> 32).unwrap();
+        (f64::from(high) + 0.5) / 4_294_967_296.0
+    }
+    #[expect(clippy::cast_possible_truncation, clippy::as_conversions, reason = "rounding")]
+    fn next(&mut self) -> f32 {
+        let radius = (-2.0 * self.uniform().ln()).sqrt();
+        (radius * (std::f64::consts::TAU * self.uniform()).cos()) as f32
+    }
+    fn row(&mut self, head_dim: usize) -> Vec<f32> {
+        (0..head_dim).map(|_| self.next()).collect()
+    }
+}
+
+#[test]
+#[should_panic(expected = "bytes of a row of 5 values in int8")]
+fn a_row_of_another_length_is_a_bug_of_the_caller() {
+    encode_row(format("int8"), 1.0, &[0.0; 5], &mut [0; 7]);
+}
+
+#[test]
+#[should_panic(expected = "bytes of a row of 4 values in bf16")]
+fn so_it_is_when_decoded() {
+    decode_row(format("bf16"), 1.0, &[0; 6], &mut [0.0; 4]);
+}

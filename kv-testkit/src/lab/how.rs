@@ -2,6 +2,7 @@
 use kv_core::{AttentionOptions, DType, QkvFormat};
 
 use crate::device::Place;
+use crate::lab::LayerShape;
 use crate::oracle::Attention;
 use crate::rng::Rng;
 use crate::tokens::Room;
@@ -110,12 +111,14 @@ impl How {
     }
 
     /// The oracle for a layer of this shape.
-    pub(crate) fn oracle(&self, heads: usize, dims: [usize; 2], sinks: &[f32]) -> Attention {
+    pub(crate) fn oracle(&self, shape: &LayerShape, sinks: &[f32]) -> Attention {
+        let (heads, dims) = (shape.heads, shape.dims);
         Attention {
             causal: self.causal,
             window_left: self.window_left,
             soft_cap: self.soft_cap,
             sinks: self.sinks.then(|| sinks.to_vec()),
+            turn: shape.turn(),
             ..Attention::causal(heads * self.group, heads, dims[0], dims[1])
         }
     }

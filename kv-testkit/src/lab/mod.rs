@@ -2,17 +2,19 @@
 //!
 //! Every pool is filled with NaN before use, so that each comparison also proves that no stale slot
 //! reaches a result.
+pub(crate) mod agree;
 mod how;
 mod step;
 
 use kv_core::{
-    CacheSpec, DType, KvCache, KvFormat, LayerId, Plane, QkvFormat, SequenceId, StartOptions,
-    StepInput, Usage,
+    CacheError, CacheSpec, Calibration, DType, KvCache, KvFormat, LayerId, Plane, QkvFormat,
+    Scaling, SequenceId, SlotMap, StartOptions, StepInput, Usage,
 };
 
 use crate::case::{At, CaseError, ensure, same};
 use crate::device::{Device, Place, Staged};
-use crate::model::Model;
+use crate::model::{Model, Rows};
+use crate::oracle::{Stored, Turn};
 use crate::rng::Rng;
 use crate::tokens::{Room, TokenLayout};
 pub(crate) use how::{DTYPES, FORMATS, options};
@@ -21,14 +23,14 @@ pub use step::{Brings, Outputs};
 pub(crate) use step::{calibrate, dense, join, judge_layer, judge_values};
 
 /// What one layer stores.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct LayerShape {
     /// Heads of K and V.
     pub heads: usize,
     /// Values of one row of K and of V.
     pub dims: [usize; 2],
-    /// Stored formats of K and V.
-    pub formats: [KvFormat; 2],
+    /// What K and V keep of a row.
+    pub stored: [Stored; 2],
 }
 
 impl LayerShape {
@@ -36,9 +38,10 @@ impl LayerShape {
     pub fn width(&self, plane: usize) -> usize {
         self.heads * self.dims[plane]
     }
-    /// Element type that holds a stored value exactly.
-    pub fn element(&self, plane: usize) -> DType {
-        self.formats[plane].element().unwrap_or(DType::F32)
+    /// The transform of its rows.
+    pub fn turn(&self) -> Turn {
+        let [k, v] = self.stored.each_ref().map(|plane| plane.turned().cloned());
+        Turn { k, v }
     }
 }
 
@@ -62,17 +65,25 @@ pub(crate) fn seq(id: u64) -> SequenceId {
 }
 
 /// Shapes of all layers of a geometry.
-pub(crate) fn layer_shapes(spec: &CacheSpec) -> Vec<LayerShape> {
+fn layer_shapes(
+    spec: &CacheSpec,
+    calibration: Option<&Calibration>,
+) -> Result<Vec<LayerShape>, CaseError> {
     let shape = |layer| {
-        let (group, _) = spec.locate(LayerId(layer))?;
-        let [k, v] = spec.groups()[usize::from(group.0)].layouts();
-        Some(LayerShape {
+        let layer = LayerId(layer);
+        let (group, _) = spec.locate(layer).ok_or("a layer of no group")?;
+        let layouts = *spec.groups()[usize::from(group.0)].layouts();
+        let plane = |plane, index: usize| {
+            Stored::new(layer, plane, layouts[index], calibration).map_err(CacheError::from)
+        };
+        let [k, v] = layouts;
+        Ok(LayerShape {
             heads: k.num_kv_heads() as usize,
             dims: [k.head_dim() as usize, v.head_dim() as usize],
-            formats: [k.format(), v.format()],
+            stored: [plane(Plane::Key, 0)?, plane(Plane::Value, 1)?],
         })
     };
-    (0..spec.num_layers()).filter_map(shape).collect()
+    (0..spec.num_layers()).map(shape).collect()
 }
 
 impl<B: Device> Lab<B> {
@@ -81,12 +92,39 @@ impl<B: Device> Lab<B> {
     /// # Errors
     /// Whatever the cache answers.
     pub fn new(backend: &B, spec: CacheSpec, seed: u64) -> Result<Self, CaseError> {
-        let layers = layer_shapes(&spec);
+        Self::open(backend, spec, None, seed)
+    }
+
+    /// The same with the constants of a model.
+    ///
+    /// # Errors
+    /// Whatever the cache answers.
+    pub fn calibrated(
+        backend: &B,
+        spec: CacheSpec,
+        calibration: Calibration,
+        seed: u64,
+    ) -> Result<Self, CaseError> {
+        Self::open(backend, spec, Some(calibration), seed)
+    }
+
+    fn open(
+        backend: &B,
+        spec: CacheSpec,
+        calibration: Option<Calibration>,
+        seed: u64,
+    ) -> Result<Self, CaseError> {
+        let layers = layer_shapes(&spec, calibration.as_ref())?;
         let widths = layers.iter().map(|l| [l.width(0), l.width(1)]).collect();
+        let cache = match calibration {
+            None => KvCache::new(backend.clone(), spec)?,
+            Some(given) => KvCache::with_calibration(backend.clone(), spec, given)?,
+        };
+        let maps = layers.iter().map(|layer| layer.stored[0].tail()).collect();
         let mut lab = Self {
             backend: backend.clone(),
-            cache: KvCache::new(backend.clone(), spec)?,
-            model: Model::new(widths),
+            cache,
+            model: Model::new(widths).with_tails(maps),
             rng: Rng::new(seed),
             layers,
         };
@@ -104,8 +142,7 @@ impl<B: Device> Lab<B> {
         for id in 0.. {
             let groups = self.cache.spec().groups().iter().zip(0..);
             let room = groups.map(|(group, id)| {
-                let free = self.cache.free_blocks(kv_core::GroupId(id));
-                free * group.block_size()
+                fits(group.slot_map(), self.cache.free_blocks(kv_core::GroupId(id)))
             });
             let len = room.min().unwrap_or(0).min(max_len);
             if len == 0 || self.cache.num_sequences() as u32 >= self.cache.spec().max_sequences() {
@@ -120,10 +157,10 @@ impl<B: Device> Lab<B> {
     fn write_nan(&mut self, sequence: SequenceId, len: usize) -> Result<(), CaseError> {
         let mut staged = Vec::new();
         for layer in self.layers.clone() {
-            for dim in layer.dims {
+            for (dim, stored) in layer.dims.into_iter().zip(&layer.stored) {
                 let layout =
                     TokenLayout::new(QkvFormat::Thd, &[len], [layer.heads, dim], Room::default());
-                let tensor = layout.pack(DType::F32, &[], f32::NAN);
+                let tensor = layout.pack(DType::F32, &[], poison(stored.format()));
                 let queue = self.cache.queue_mut();
                 staged.push(Staged::new(&self.backend, queue, (layout, tensor), Place::Host)?);
             }
@@ -205,9 +242,8 @@ impl<B: Device> Lab<B> {
             for (index, plane) in [Plane::Key, Plane::Value].into_iter().enumerate() {
                 let rows = self.gather(layer, plane, &ids, QkvFormat::Thd)?;
                 for (id, got) in ids.iter().zip(rows) {
-                    let expected = &self.model.layer(*id, layer)[index];
-                    let width = self.layers[layer].width(index);
-                    check_rows(&got, expected, width)
+                    let kept = &self.model.layer(*id, layer)[index];
+                    agree::reads(&self.layers[layer].stored[index], kept, &got, DType::F32)
                         .at(format!("cached {plane:?} of layer {layer}, sequence {id}"))?;
                 }
             }
@@ -215,7 +251,36 @@ impl<B: Device> Lab<B> {
         Ok(())
     }
 
-    /// Rows of some sequences as they are stored.
+    /// Takes over what the device keeps of new rows, after a look at whether it may.
+    ///
+    /// # Errors
+    /// Rows that are none of those the definition of the format allows.
+    fn adopt(
+        &mut self,
+        model: &mut Model,
+        new: &[(SequenceId, u32, u32)],
+        rows: &[Rows],
+    ) -> Result<(), CaseError> {
+        for layer in 0..self.layers.len() {
+            for (index, plane) in [Plane::Key, Plane::Value].into_iter().enumerate() {
+                let stored = self.layers[layer].stored[index].clone();
+                // Rows that waited may be codes of several steps: they are compared, not adopted.
+                if !stored.format().is_quantised() || stored.tail().is_some() {
+                    continue;
+                }
+                let got = self.gather_ranges(layer, plane, new, QkvFormat::Thd)?;
+                for (((id, first, _), rows), got) in new.iter().zip(rows).zip(got) {
+                    let kept = agree::adopted(&stored, *first, &rows[layer][index], &got).at(
+                        format!("new {plane:?} of layer {layer}, sequence {id}, from {first}"),
+                    )?;
+                    model.replace(*id, (layer, index), *first, &kept);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Rows of some sequences as a gather returns them.
     ///
     /// # Errors
     /// The cache's refusal, or padding that is not zero.
@@ -226,25 +291,51 @@ impl<B: Device> Lab<B> {
         ids: &[SequenceId],
         format: QkvFormat,
     ) -> Result<Vec<Vec<f32>>, CaseError> {
-        let lens: Vec<_> = ids.iter().map(|id| self.cache.seq_len(*id).unwrap_or(0)).collect();
-        let ranges: Vec<_> = ids.iter().zip(&lens).map(|(id, len)| (*id, 0, *len)).collect();
-        let lens: Vec<_> = lens.into_iter().map(|len| len as usize).collect();
-        let shape = self.layers[layer];
+        let range = |id: &SequenceId| (*id, 0, self.cache.seq_len(*id).unwrap_or(0));
+        let ranges: Vec<_> = ids.iter().map(range).collect();
+        self.gather_ranges(layer, plane, &ranges, format)
+    }
+
+    fn gather_ranges(
+        &mut self,
+        layer: usize,
+        plane: Plane,
+        ranges: &[(SequenceId, u32, u32)],
+        format: QkvFormat,
+    ) -> Result<Vec<Vec<f32>>, CaseError> {
+        let lens: Vec<_> = ranges.iter().map(|range| range.2 as usize).collect();
+        let shape = &self.layers[layer];
         let dim = shape.dims[usize::from(plane == Plane::Value)];
         let layout = TokenLayout::new(format, &lens, [shape.heads, dim], Room::default());
         let queue = self.cache.queue_mut();
         let mut out = Staged::output(&self.backend, queue, (layout, DType::F32), Place::Device)?;
-        self.cache.gather(layer as u16, plane, &ranges, out.view_mut(), format)?;
+        self.cache.gather(layer as u16, plane, ranges, out.view_mut(), format)?;
         let capabilities = self.backend.capabilities().clone();
         let tensor = out.read(&capabilities, self.cache.queue_mut())?;
         Ok(layout.unpack("gathered rows", tensor, &lens, 0.0)?)
     }
 }
 
-/// Compares rows bit by bit, zeros of either sign alike.
+/// The longest sequence that can be written to so many blocks at once.
+fn fits(map: &SlotMap, blocks: u32) -> u32 {
+    let held = |len: &u32| map.blocks_in(*len, map.coded_after(0, *len)) <= blocks;
+    (0..=map.tokens(blocks)).rev().find(held).unwrap_or(0)
+}
+
+/// What a stale slot is filled with: NaN, or the largest code where there is none.
+fn poison(format: KvFormat) -> f32 {
+    match format {
+        KvFormat::Int8(Scaling::Tensor | Scaling::Head) => 1e30,
+        _ => f32::NAN,
+    }
+}
+
+/// Compares rows bit by bit, zeros of either sign and NaNs alike.
 pub(crate) fn check_rows(got: &[f32], expected: &[f32], width: usize) -> Result<(), CaseError> {
     same("values", got.len(), expected.len())?;
-    match got.iter().zip(expected).position(|(got, expected)| got != expected) {
+    let other =
+        |(got, expected): (&f32, &f32)| got != expected && !(got.is_nan() && expected.is_nan());
+    match got.iter().zip(expected).position(other) {
         None => Ok(()),
         Some(i) => Err(CaseError::Broken(format!(
             "position {}, value {}: expected {}, got {}",

@@ -4,10 +4,10 @@ use kv_core::{DType, QkvFormat, SequenceId, StepInput};
 use crate::case::{At, CaseError, same};
 use crate::device::{Device, Staged};
 use crate::lab::how::{Finish, How, options};
-use crate::lab::{Lab, LayerShape, seq};
+use crate::lab::{Lab, seq};
 use crate::model::{Model, Rows};
 use crate::oracle::round::round_f32;
-use crate::oracle::{Attended, Attention};
+use crate::oracle::{Attended, Attention, Stored};
 use crate::tokens::{Room, TokenLayout};
 use crate::tolerance::Reference;
 
@@ -74,11 +74,20 @@ impl<B: Device> Lab<B> {
     /// K and V of new tokens, by entry.
     pub fn random_rows(&mut self, lens: &[usize], how: &How) -> Vec<Rows> {
         let layers = self.layers().to_vec();
-        let mut values = |n| -> Vec<f32> {
-            self.rng.normals(n).into_iter().map(|x| round_f32(how.kv_dtype, x)).collect()
+        let mut values = |len: usize, stored: &Stored| -> Vec<f32> {
+            let mut rows = self.rng.normals(len * stored.width());
+            // Rows are such as the constants were made from.
+            for (row, index) in rows.chunks_mut(stored.dim()).zip(0..) {
+                if let Some(head) = stored.head(index) {
+                    for ((x, back), mean) in row.iter_mut().zip(head.back).zip(head.mean) {
+                        *x = *x * back.abs() + mean;
+                    }
+                }
+            }
+            rows.into_iter().map(|x| round_f32(how.kv_dtype, x)).collect()
         };
         let mut entry = |len: usize| -> Rows {
-            layers.iter().map(|l| [0, 1].map(|plane| values(len * l.width(plane)))).collect()
+            layers.iter().map(|l| l.stored.each_ref().map(|stored| values(len, stored))).collect()
         };
         lens.iter().map(|len| entry(*len)).collect()
     }
@@ -100,9 +109,7 @@ impl<B: Device> Lab<B> {
         }
         let list: Vec<_> = inputs.iter().map(|(id, brings)| brings.input(seq(*id))).collect();
         let mut after = self.model.clone();
-        for ((id, _), rows) in inputs.iter().zip(rows) {
-            after.append(seq(*id), &stored(self.layers(), rows));
-        }
+        let new = self.append(&mut after, inputs.iter().map(|(id, _)| *id), rows);
         let mut step = self.cache.begin_step(&list)?;
         let expected = positions(inputs, &after);
         same("positions", step.positions().to_vec(), expected).at(place())?;
@@ -127,11 +134,37 @@ impl<B: Device> Lab<B> {
             Finish::Commit => step.commit().at(place())?,
             Finish::Drop => step.roll_back(),
         }
+        if how.finish == Finish::Commit {
+            self.adopt(&mut after, &new, rows).at(place())?;
+        }
         let outputs = self.judge(work, inputs, &after, how).at(place())?;
         if how.finish == Finish::Commit {
             self.model = after;
         }
         Ok(outputs)
+    }
+
+    /// Appends to a model what its planes keep of new rows; says where they begin and how many they
+    /// are.
+    fn append(
+        &self,
+        model: &mut Model,
+        ids: impl Iterator<Item = u64>,
+        rows: &[Rows],
+    ) -> Vec<(SequenceId, u32, u32)> {
+        let mut new = Vec::new();
+        for (id, rows) in ids.map(seq).zip(rows) {
+            let first = model.len(id).unwrap_or(0);
+            let mut kept = Vec::new();
+            for ((shape, rows), layer) in self.layers().iter().zip(rows).zip(0..) {
+                let stored = &shape.stored;
+                let plain = || [0, 1].map(|plane| stored[plane].kept(first, &rows[plane]));
+                kept.push(model.grow(id, layer, stored, rows).unwrap_or_else(plain));
+            }
+            model.append(id, &kept);
+            new.push((id, first, model.len(id).unwrap_or(first) - first));
+        }
+        new
     }
 
     fn stage(
@@ -141,7 +174,7 @@ impl<B: Device> Lab<B> {
         rows: &[Rows],
         how: &How,
     ) -> Result<LayerWork<B::Buffer>, CaseError> {
-        let shape = self.layers()[layer];
+        let shape = self.layers()[layer].clone();
         let new: Vec<_> = inputs.iter().map(|(_, brings)| brings.counts().0).collect();
         let queries: Vec<_> = inputs.iter().map(|(_, brings)| brings.counts().1).collect();
         let q_heads = shape.heads * how.group;
@@ -171,7 +204,7 @@ impl<B: Device> Lab<B> {
         };
         let out = output(shape.dims[1], how.q_dtype)?;
         let lse = if how.lse { Some(output(1, DType::F32)?) } else { None };
-        let oracle = how.oracle(shape.heads, shape.dims, &sinks);
+        let oracle = how.oracle(&shape, &sinks);
         Ok(LayerWork { kv, q, out, lse, q_rows, oracle })
     }
 
@@ -208,18 +241,6 @@ impl<B: Device> Lab<B> {
         }
         Ok(outputs)
     }
-}
-
-/// Rows as a cache of these layers stores them.
-fn stored(layers: &[LayerShape], rows: &Rows) -> Rows {
-    let round = |layer: &LayerShape, plane: usize, rows: &[f32]| {
-        rows.iter().map(|x| round_f32(layer.element(plane), *x)).collect()
-    };
-    layers
-        .iter()
-        .zip(rows)
-        .map(|(layer, [k, v])| [round(layer, 0, k), round(layer, 1, v)])
-        .collect()
 }
 
 /// Where queries stand: the last ones of each sequence, at 0 while there are more queries than
@@ -343,10 +364,10 @@ impl<B: Device> Lab<B> {
             step.write(layer, kv[0].view(), kv[1].view(), QkvFormat::Thd)?;
         }
         step.commit()?;
-        for ((id, _), rows) in inputs.iter().zip(rows) {
-            let rows = stored(self.layers(), rows);
-            self.model.append(seq(*id), &rows);
-        }
+        let mut after = self.model.clone();
+        let new = self.append(&mut after, inputs.iter().map(|(id, _)| *id), rows);
+        self.adopt(&mut after, &new, rows)?;
+        self.model = after;
         Ok(())
     }
 

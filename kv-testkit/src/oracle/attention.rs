@@ -4,6 +4,8 @@
 //! that tolerances are derived from.
 use std::ops::{Add, Div, Mul};
 
+use super::turn::{Query, Turn};
+
 /// f64 for the reference, f32 for the plain computation.
 pub trait Real:
     Copy + PartialOrd + Add<Output = Self> + Mul<Output = Self> + Div<Output = Self>
@@ -14,6 +16,8 @@ pub trait Real:
     fn of(x: f32) -> Self;
     /// Converts a result.
     fn value(self) -> f64;
+    /// Square root of a count.
+    fn root(n: usize) -> Self;
     /// Natural exponential.
     #[must_use]
     fn exp(self) -> Self;
@@ -33,6 +37,9 @@ impl Real for f32 {
     fn value(self) -> f64 {
         f64::from(self)
     }
+    fn root(n: usize) -> Self {
+        (n as Self).sqrt()
+    }
     fn exp(self) -> Self {
         self.exp()
     }
@@ -51,6 +58,9 @@ impl Real for f64 {
     }
     fn value(self) -> f64 {
         self
+    }
+    fn root(n: usize) -> Self {
+        (n as Self).sqrt()
     }
     fn exp(self) -> Self {
         self.exp()
@@ -84,6 +94,9 @@ pub struct Attention {
     pub soft_cap: Option<f32>,
     /// An extra logit for every query head, without a value.
     pub sinks: Option<Vec<f32>>,
+    /// The transform that the rows of K and V are stored after, if any; queries and outputs are
+    /// not, so they are turned and turned back.
+    pub turn: Turn,
 }
 
 /// Result of one sequence: `[nq, q_heads, dv]` and `[nq, q_heads]`.
@@ -131,6 +144,7 @@ impl Attention {
             window_left: None,
             soft_cap: None,
             sinks: None,
+            turn: Turn::default(),
         }
     }
 
@@ -169,8 +183,9 @@ impl Attention {
                     seen.iter().map(|&j| &k[row(0, j, dk)..row(dk, j, dk)]).collect();
                 let v_rows: Vec<_> =
                     seen.iter().map(|&j| &v[row(0, j, dv)..row(dv, j, dv)]).collect();
+                let query = self.turn.query::<R>(q_row, kv_head);
                 let scores: Vec<R> =
-                    k_rows.iter().map(|k_row| self.score(q_row, k_row, order)).collect();
+                    k_rows.iter().map(|k_row| self.score(&query, k_row, order)).collect();
                 let (weights, lse) = self.softmax(&scores, head);
                 let mut sum = vec![R::of(0.0); dv];
                 for (v_row, &weight) in v_rows.iter().zip(&weights) {
@@ -178,56 +193,64 @@ impl Attention {
                         sum[d] = sum[d] + weight * R::of(v_row[d]);
                     }
                 }
-                let out: Vec<_> = sum.into_iter().map(R::value).collect();
+                let mut magnitude = Vec::new();
                 if R::EXACT {
-                    self.magnitudes(&mut result, q_row, [&k_rows, &v_rows], &weights, (&out, lse));
+                    let rows = [k_rows.as_slice(), &v_rows];
+                    let lse_magnitude;
+                    (magnitude, lse_magnitude) =
+                        self.magnitudes(&query, rows, &weights, (&sum, lse));
+                    result.lse_magnitude.push(lse_magnitude);
                 }
-                result.out.extend(out);
+                self.turn.output(&mut sum, &mut magnitude, kv_head);
+                result.out.extend(sum.into_iter().map(R::value));
+                result.magnitude.extend(magnitude);
                 result.lse.push(lse);
             }
         }
         result
     }
 
-    /// First-order error analysis of one row: a score is off in proportion to the absolute terms of
-    /// its dot product, an output by the weights' change times the distance of each value.
+    /// First-order error analysis of one row, before it is turned back: a score is off in
+    /// proportion to the absolute terms of its dot product and to what turning the query rounded,
+    /// an output by the weights' change times the distance of each value.
     fn magnitudes<R: Real>(
         &self,
-        result: &mut Attended,
-        q_row: &[f32],
+        query: &Query<R>,
         [k_rows, v_rows]: [&[&[f32]]; 2],
         weights: &[R],
-        (out, lse): (&[f64], f64),
-    ) {
+        (out, lse): (&[R], f64),
+    ) -> (Vec<f64>, f64) {
         let scale = f64::from(self.scale).abs();
         let terms = |k_row: &&[f32]| {
-            let dot = q_row.iter().zip(*k_row).map(|(a, b)| f64::from(a * b).abs());
-            dot.sum::<f64>() * scale
+            let query = query.turned.iter().zip(&query.sizes).zip(*k_row);
+            let dot = query.map(|((q, size), k)| (q.value().abs() + size) * f64::from(k.abs()));
+            dot.sum::<f64>()
         };
-        let sizes: Vec<f64> = k_rows.iter().map(terms).collect();
+        let sizes: Vec<f64> =
+            k_rows.iter().map(|k_row| (terms(k_row) + query.bias_size) * scale).collect();
         let parts = || weights.iter().map(|weight| weight.value()).zip(v_rows).zip(&sizes);
-        for (d, out) in out.iter().enumerate() {
+        let of_out = |(d, out): (usize, &R)| {
             let term = |((weight, v_row), size): ((f64, &&[f32]), &f64)| {
                 let value = f64::from(v_row[d]);
-                weight * (value.abs() + (value - out).abs() * size)
+                weight * (value.abs() + (value - out.value()).abs() * size)
             };
-            result.magnitude.push(parts().map(term).sum());
-        }
+            parts().map(term).sum()
+        };
         let spread: f64 = parts().map(|((weight, _), size)| weight * size).sum();
-        result.lse_magnitude.push(if lse.is_finite() { 1.0 + lse.abs() + spread } else { 0.0 });
+        let lse_magnitude = if lse.is_finite() { 1.0 + lse.abs() + spread } else { 0.0 };
+        (out.iter().enumerate().map(of_out).collect(), lse_magnitude)
     }
 
-    fn score<R: Real>(&self, q_row: &[f32], k_row: &[f32], order: Order) -> R {
+    fn score<R: Real>(&self, query: &Query<R>, k_row: &[f32], order: Order) -> R {
+        let scale_first = order == Order::ScaleFirst;
+        let first = |x: R| if scale_first { x * R::of(self.scale) } else { x };
         let mut dot = R::of(0.0);
-        for n in 0..q_row.len() {
-            let d = if order == Order::Backward { q_row.len() - 1 - n } else { n };
-            let mut a = R::of(q_row[d]);
-            if order == Order::ScaleFirst {
-                a = a * R::of(self.scale);
-            }
-            dot = dot + a * R::of(k_row[d]);
+        for n in 0..k_row.len() {
+            let d = if order == Order::Backward { k_row.len() - 1 - n } else { n };
+            dot = dot + first(query.turned[d]) * R::of(k_row[d]);
         }
-        let scaled = if order == Order::ScaleFirst { dot } else { dot * R::of(self.scale) };
+        let dot = dot + first(query.bias);
+        let scaled = if scale_first { dot } else { dot * R::of(self.scale) };
         match self.soft_cap {
             Some(cap) => R::of(cap) * (scaled / R::of(cap)).tanh(),
             None => scaled,

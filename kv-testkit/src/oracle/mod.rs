@@ -1,8 +1,15 @@
 //! What is right, in f64 and in the most obvious way.
 pub mod attention;
+pub mod gaussian;
 pub mod rope;
 pub mod round;
+pub mod stored;
+pub mod tail;
+pub mod turn;
 
 pub use attention::{Attended, Attention, Order, Real};
 pub use rope::Rope;
 pub use round::{round, ulp};
+pub use stored::Stored;
+pub use tail::Tail;
+pub use turn::Turn;

@@ -4,8 +4,7 @@ use kv_core::{CacheError, DType, KvFormat, PlanError, Plane, QkvFormat, Sequence
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, refused};
 use crate::device::{Device, Place, Staged};
-use crate::lab::{DTYPES, FORMATS, Lab, check_rows, seq};
-use crate::oracle::round::round_f32;
+use crate::lab::{DTYPES, FORMATS, Lab, agree, seq};
 use crate::tokens::{Room, TokenLayout};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
@@ -20,14 +19,15 @@ type Range = (SequenceId, u32, u32);
 
 /// Where and as what rows are read.
 #[derive(Debug, Clone, Copy)]
-struct Form {
-    format: QkvFormat,
-    dtype: DType,
-    room: Room,
-    place: Place,
+pub(super) struct Form {
+    pub(super) format: QkvFormat,
+    pub(super) dtype: DType,
+    pub(super) room: Room,
+    pub(super) place: Place,
 }
 
-fn check<B: Device>(
+/// Reads ranges of K and V of a layer and compares them with the model.
+pub(super) fn check<B: Device>(
     lab: &mut Lab<B>,
     layer: usize,
     ranges: &[Range],
@@ -37,7 +37,7 @@ fn check<B: Device>(
     let lens: Vec<_> = ranges.iter().map(|range| range.2 as usize).collect();
     let capabilities = kv_core::Backend::capabilities(&lab.backend).clone();
     for (index, plane) in [Plane::Key, Plane::Value].into_iter().enumerate() {
-        let shape = lab.layers()[layer];
+        let shape = lab.layers()[layer].clone();
         let layout = TokenLayout::new(format, &lens, [shape.heads, shape.dims[index]], room);
         let (backend, queue) = (lab.backend.clone(), lab.cache.queue_mut());
         let mut out = Staged::output(&backend, queue, (layout, dtype), place)?;
@@ -48,8 +48,7 @@ fn check<B: Device>(
         for ((id, begin, len), got) in ranges.iter().zip(rows) {
             let all = &lab.model.layer(*id, layer)[index];
             let part = &all[*begin as usize * width..][..*len as usize * width];
-            let expected: Vec<_> = part.iter().map(|x| round_f32(dtype, *x)).collect();
-            check_rows(&got, &expected, width)
+            agree::reads(&shape.stored[index], part, &got, dtype)
                 .at(format!("{plane:?}, rows {begin}..+{len} of {id}, {form:?}"))?;
         }
     }

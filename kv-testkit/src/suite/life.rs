@@ -23,7 +23,10 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 }
 
 /// Every byte of every plane of a group.
-fn bytes<B: Device>(cache: &mut KvCache<B>, group: GroupId) -> Result<Vec<Vec<u8>>, CaseError> {
+pub(super) fn bytes<B: Device>(
+    cache: &mut KvCache<B>,
+    group: GroupId,
+) -> Result<Vec<Vec<u8>>, CaseError> {
     let storage = cache.storage(group).ok_or("a group without storage")?;
     let mut list = Vec::new();
     for plane in storage.view().planes() {

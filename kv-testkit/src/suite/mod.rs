@@ -10,6 +10,7 @@ mod failure;
 mod front;
 mod gather;
 mod life;
+mod quant;
 mod queue;
 mod random;
 mod segments;
@@ -40,6 +41,7 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         life::cases(),
         failure::cases(),
         front::cases(),
+        quant::cases(),
         random::cases(),
     ];
     areas.into_iter().flatten().collect()

@@ -193,18 +193,23 @@ fn brings(bring: Bring) -> Brings {
 
 /// A step that must succeed, or one that must be refused and change nothing.
 fn step<B: Device>(lab: &mut Lab<B>, inputs: &[(u64, Brings)], how: &How) -> Result<(), CaseError> {
-    let size = lab.cache.spec().groups()[0].block_size();
+    let map = *lab.cache.spec().groups()[0].slot_map();
     let total = u64::from(lab.cache.spec().groups()[0].num_blocks());
     let max_len = lab.cache.spec().max_seq_len();
     let new = |brings: &Brings| if let Brings::Tokens(n) = brings { *n } else { 0 };
     let len = |id: u64| lab.model.len(seq(id)).unwrap_or(0);
     let too_long = inputs.iter().any(|(id, brings)| len(*id) + new(brings) > max_len);
     let growth = |(id, brings): &(u64, Brings)| {
-        let after = (len(*id) + new(brings)).div_ceil(size);
-        u64::from(after - len(*id).div_ceil(size))
+        let coded = lab.model.coded(seq(*id), 0);
+        let after = map.coded_after(coded, len(*id) + new(brings));
+        let held = map.blocks_in(len(*id), coded);
+        // While the step is open, a tail that becomes codes is held beside them.
+        let tail = held - map.blocks(map.tail_begin(len(*id), coded));
+        let open = map.blocks_in(len(*id) + new(brings), after);
+        u64::from((open + if after > coded { tail } else { 0 }).saturating_sub(held))
     };
     // Without sharing, every sequence has its own blocks: with it, never more are needed.
-    let most = lab.model.blocks_unshared(size) + inputs.iter().map(growth).sum::<u64>();
+    let most = lab.model.blocks_unshared(&map) + inputs.iter().map(growth).sum::<u64>();
     let least = inputs.iter().map(growth).sum::<u64>();
     let free = lab.cache.free_blocks(GroupId(0));
     let before = lab.state();

@@ -14,6 +14,7 @@ use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, Staged, limited};
 use crate::lab::{Brings, How, Lab, check_rows, dense, judge_layer, options};
+use crate::oracle::Attention;
 use crate::rng::Rng;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
@@ -138,7 +139,7 @@ fn drive<B: Device>(backend: &B, layouts: &[PlaneLayout; 2]) -> Result<(), CaseE
     let (write, attend) = buffers.plan(&layouts[0], &tables, &batch, 4, Determinism::Fast)?;
     let args = WriteArgs::new(&write, k.view(), v.view(), QkvFormat::Thd, planes[0], planes[1])?;
     queue.write_kv(&write, args)?;
-    let oracle = How::default().oracle(2, [8, 6], &[]);
+    let oracle = Attention::causal(4, 2, 8, 6);
     let chosen = options(&oracle, QkvFormat::Thd);
     let args = AttendArgs::new(&attend, queries.view(), out.view_mut(), None, planes, chosen)?;
     queue.attend(&attend, args)?;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::{Found, Job, Kind, te_convert, te_errors, te_quirks, te_rope, te_trace};
+use super::{Found, Job, Kind, quant, te_convert, te_errors, te_quirks, te_rope, te_trace};
 
 /// Deeper folders are taken for a loop of links.
 const DEPTH_MAX: usize = 16;
@@ -77,20 +77,33 @@ fn skip(root: &Path, path: &Path, why: &str) -> Vec<Found> {
     vec![Found::Skipped { name: name(root, path), why: why.to_owned() }]
 }
 
-/// CSV files carry no schema and are known by name.
+/// CSV files carry no schema; their header says what they are.
 fn csv(root: &Path, path: &Path, title: &str) -> Result<Vec<Found>, String> {
-    let decode = title.ends_with("_decode.csv");
-    let encode = title.starts_with("f32_to_") && title.ends_with("_encode.csv");
-    if decode || encode {
-        return Ok(skip(root, path, "not yet: quant"));
-    }
-    Err("a CSV file of an unknown name".to_owned())
+    let bytes = fs::read(path).map_err(|error| error.to_string())?;
+    Ok(trials(root, path, quant::read_csv(title, &bytes)?))
+}
+
+/// The trials that one file holds.
+fn trials(root: &Path, path: &Path, list: Vec<quant::Trial>) -> Vec<Found> {
+    let one = |(part, content): quant::Trial| {
+        let below =
+            |text: &str| part.as_ref().map_or(String::new(), |part| format!("{text}{part}"));
+        let name = format!("{}{}", name(root, path), below("/"));
+        let file = format!("{}{}", path.display(), below(", "));
+        match content {
+            quant::Content::Run(quant) => {
+                Found::Vector { name, job: Arc::new(Job { file, kind: Kind::Quant(quant) }) }
+            }
+            quant::Content::Skip(why) => Found::Skipped { name, why },
+            quant::Content::Bad(why) => Found::Bad { name, why: format!("{file}: {why}") },
+        }
+    };
+    list.into_iter().map(one).collect()
 }
 
 fn pending(schema: &str) -> Option<&'static str> {
     match schema {
         "vllm-scenario/1" | "vllm-fuzz/1" => Some("not yet: vllm"),
-        _ if schema.starts_with("quant-") && schema.ends_with("/1") => Some("not yet: quant"),
         _ => None,
     }
 }
@@ -102,6 +115,9 @@ fn json(root: &Path, path: &Path) -> Result<Vec<Found>, String> {
     let schema = value.get("schema").and_then(Value::as_str).unwrap_or_default().to_owned();
     if let Some(why) = pending(&schema) {
         return Ok(skip(root, path, why));
+    }
+    if let Some(list) = quant::read_json(&schema, path, &value) {
+        return Ok(trials(root, path, list?));
     }
     let file = name(root, path);
     let whole = |kind| {

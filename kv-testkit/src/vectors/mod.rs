@@ -4,6 +4,7 @@
 //! lying file is a failed trial that names the file.
 mod attention;
 mod files;
+mod quant;
 pub(crate) mod te;
 mod te_convert;
 mod te_errors;
@@ -41,6 +42,8 @@ enum Kind {
     TeConvert(te_convert::ConvertCase),
     /// `attention-case/1`, read when it runs.
     Attention(PathBuf),
+    /// `quant-...`, and CSV files of codes.
+    Quant(quant::Quant),
 }
 
 /// What one file, or one case of it, amounts to.
@@ -53,7 +56,7 @@ pub(crate) enum Found {
         /// The work.
         job: Arc<Job>,
     },
-    /// Something whose time has not come.
+    /// Something whose time has not come, or that is none of ours.
     Skipped {
         /// Path below the directory.
         name: String,
@@ -88,6 +91,7 @@ pub(crate) fn run<B: Device>(backend: &B, job: &Job) -> CaseResult {
         Kind::TeRope(case) => te_rope::run(backend, case),
         Kind::TeConvert(case) => te_convert::run(backend, case),
         Kind::Attention(path) => attention::run(backend, path),
+        Kind::Quant(quant) => quant::run(backend, quant),
     };
     result.at(&job.file)
 }

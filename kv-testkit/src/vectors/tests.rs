@@ -81,10 +81,7 @@ fn unknown_files_are_failures_and_pending_ones_are_skipped() {
     }
     let folder = Folder::new("pending");
     folder
-        .with("quant/meta.json", r#"{"schema": "quant-meta/1"}"#)
-        .with("quant/k.f16", "xx")
-        .with("quant/e4m3fn_decode.csv", "")
-        .with("quant/f32_to_fp8_encode.csv", "")
+        .with("ggml.json", GGML)
         .with("vllm/a.json", r#"{"schema": "vllm-scenario/1"}"#)
         .with("vllm/b.json", r#"{"schema": "vllm-fuzz/1"}"#);
     let found = find(&folder.0);
@@ -93,9 +90,98 @@ fn unknown_files_are_failures_and_pending_ones_are_skipped() {
         _ => None,
     };
     let reasons: Vec<_> = found.iter().filter_map(skipped).collect();
-    assert_eq!(reasons.len(), 5, "{found:?}");
-    assert!(reasons[..3].iter().all(|why| why == "not yet: quant"));
-    assert!(reasons[3..].iter().all(|why| why == "not yet: vllm"));
+    assert_eq!(reasons.len(), 3, "{found:?}");
+    assert_eq!(reasons[0], "not a stored format here");
+    assert!(reasons[1..].iter().all(|why| why == "not yet: vllm"));
+}
+
+/// A file of blocks that are none of ours.
+const GGML: &str = r#"{"schema": "quant-ggml-blocks/1", "rows": [{"name": "x", "x_f32_bits": "",
+    "formats": {}}], "meta": {"block_bytes": {"q4_1": 20}, "block_elems": {"q4_1": 32}}}"#;
+
+/// Files of the quant schemas that do not hold what they say, each with a word of the complaint.
+#[test]
+fn lies_about_codes_are_found() {
+    let text = |name: &str| String::from_utf8(testdata(&format!("quant/{name}"))).unwrap();
+    let e4m3 = text("e4m3fn_decode.csv");
+    let ue4m3 = text("ue4m3_decode.csv");
+    let fp8 = text("f32_to_fp8_encode.csv");
+    let cut = |text: &str, lines: usize| text.lines().take(lines).collect::<Vec<_>>().join("\n");
+    let bad_files = [
+        ("e4m3fn_decode.csv", cut(&e4m3, 256), "255 codes"),
+        ("e4m3fn_decode.csv", e4m3.replace("0x01,", "0x02,"), "ascending"),
+        ("e4m3fn_decode.csv", e4m3.replace("0x3b000000", "0x3b000001"), "has the bits"),
+        ("e4m3fn_decode.csv", e4m3.replace("subnormal", "inf"), "of class"),
+        ("e4m3fn_decode.csv", e4m3.replace(",value", ",value,more"), "fields"),
+        ("e4m3fn_decode.csv", e4m3.replace("class", "klass"), "columns unknown"),
+        ("e3m4_decode.csv", e4m3.clone(), "unknown kind"),
+        ("e4m3fn_decode.csv", cut(&e4m3, 1), "without rows"),
+        ("ue4m3_decode.csv", ue4m3.replace("0x02,0.00390625,", "0x02,0.0039,"), "in ggml"),
+        ("f32_to_fp8_encode.csv", fp8.replace("e5m2_torch", "e5m2_jax"), "unknown column e5m2_jax"),
+        ("f32_to_fp8_encode.csv", fp8.replace("e5m2_torch", "e4m3_torch"), "appears twice"),
+        ("f32_to_fp8_encode.csv", fp8.replace(",0x7e", ",0x7"), "no hexadecimal number"),
+        ("f32_to_fp8_encode.csv", fp8.replace("0x7e", "0x+7"), "no hexadecimal number"),
+        ("a.csv", "f32_bits,category\n0x00000000,zero\n".to_owned(), "no column of a convention"),
+        ("a.csv", "x,y\n1,2\n".to_owned(), "unknown header"),
+        ("a.csv", String::new(), "without rows"),
+    ];
+    let folder = Folder::new("codes");
+    for (name, content, complaint) in bad_files {
+        folder.with(name, content);
+        let found = find(&folder.0);
+        let why = bad(&found);
+        assert!(why.len() == 1 && why[0].contains(complaint), "{name}, {complaint}: {found:?}");
+        assert!(why[0].contains(name), "{why:?} does not name {name}");
+        fs::remove_file(folder.0.join(name)).unwrap();
+    }
+    // What only running finds: a code that is not ours.
+    let lies = [
+        ("e5m2_decode.csv", e4m3),
+        ("f32_to_fp8_encode.csv", fp8.replace(",0x7e", ",0x7d")),
+        ("lloyd.json", text("lloyd_max_gaussian.json").replace("0.79788456", "0.79798456")),
+        ("tables.json", text("decode_tables.json").replace("0.015625,", "0.015626,")),
+        ("ggml.json", text("ggml_blocks.json").replace("1325000ff2", "1325000ff3")),
+    ];
+    for (name, content) in lies {
+        folder.with(name, content);
+        assert!(run_all(&folder) > 0, "{name} passed");
+        fs::remove_file(folder.0.join(name)).unwrap();
+    }
+}
+
+/// A recording whose description does not fit its numbers.
+#[test]
+fn lies_about_a_recording_are_found() {
+    let meta = String::from_utf8(testdata("quant/real_kv/meta.json")).unwrap();
+    let files = ["smollm2_135m_k.f16", "smollm2_135m_v.f16", "smollm2_135m_q_every8.f16"];
+    let lies: [(&str, &str); 7] = [
+        ("256,", "128,"),
+        ("64\n", "32\n"),
+        ("\"k_shape\"", "\"k\""),
+        ("q_every8_shape", "q_every7_shape"),
+        ("q_every8_shape", "q_every0_shape"),
+        ("256,", "16777216,"),
+        ("256,", "-1,"),
+    ];
+    for (from, to) in lies {
+        let folder = Folder::new("recording");
+        assert!(meta.contains(from), "{from:?} is not in {meta}");
+        folder.with("meta.json", meta.replacen(from, to, 1));
+        for file in files {
+            folder.with(file, testdata(&format!("quant/real_kv/{file}")));
+        }
+        assert!(run_all(&folder) > 0, "{from} for {to} passed");
+    }
+    let folder = Folder::new("recording");
+    folder.with("meta.json", &meta);
+    assert_eq!(run_all(&folder), 1, "numbers are missing");
+    for file in files {
+        folder.with(file, testdata(&format!("quant/real_kv/{file}")));
+    }
+    folder.with(files[1], &testdata("quant/real_kv/smollm2_135m_v.f16")[..100]);
+    assert_eq!(run_all(&folder), 1, "numbers are cut off");
+    folder.with("other_v.f16", "");
+    assert_eq!(run_all(&folder), 1, "there are two files of V");
 }
 
 #[test]
@@ -134,7 +220,16 @@ fn run_all(folder: &Folder) -> usize {
 #[test]
 fn truncated_files_fail_and_never_panic() {
     let mut rng = Rng::new(3);
-    let files = ["te/page_reuse.json", "te/quirks.json", "attention/attention_1011.safetensors"];
+    let files = [
+        "te/page_reuse.json",
+        "te/quirks.json",
+        "attention/attention_1011.safetensors",
+        "quant/decode_tables.json",
+        "quant/ggml_blocks.json",
+        "quant/lloyd_max_gaussian.json",
+        "quant/ue4m3_decode.csv",
+        "quant/e2m1_decode.csv",
+    ];
     for (index, file) in files.into_iter().enumerate() {
         let bytes = testdata(file);
         let name = Path::new(file).file_name().unwrap().to_str().unwrap();
@@ -158,6 +253,12 @@ fn lying_files_never_panic() {
         "te/rope.json",
         "te/convert.json",
         "attention/attention_1011.safetensors",
+        "quant/decode_tables.json",
+        "quant/ggml_blocks.json",
+        "quant/lloyd_max_gaussian.json",
+        "quant/e8m0_decode.csv",
+        "quant/f32_to_e2m1_e8m0_encode.csv",
+        "quant/real_kv/meta.json",
     ];
     for (index, file) in files.into_iter().enumerate() {
         let original = testdata(file);

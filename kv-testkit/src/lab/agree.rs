@@ -1,0 +1,126 @@
+//! When rows of a device agree with the host's definition of a format.
+//!
+//! On one and the same arithmetic they are equal, and on the CPU they are. Another device rounds
+//! the transform in other places, and that is all it may do differently:
+//!
+//! - a value read back through the transform may be off by its roundings;
+//! - a row may be encoded as the definition encodes one that lies within rounding error of what was
+//!   written, so a value near a decision threshold, or a scale near a midpoint, may fall to the
+//!   other side.
+//!
+//! The second is tried with one row alone: each value that came out elsewhere is moved towards what
+//! came out, by as much as rounding can. What the device kept is then what the model goes on with.
+use kv_core::DType;
+use kv_core::calibration::HeadConstants;
+
+use super::check_rows;
+use crate::case::CaseError;
+use crate::oracle::Stored;
+use crate::oracle::round::{round_f32, ulp};
+
+/// Fails unless `got`, read in `dtype`, is what `kept` reads as.
+pub(crate) fn reads(
+    stored: &Stored,
+    kept: &[f32],
+    got: &[f32],
+    dtype: DType,
+) -> Result<(), CaseError> {
+    let expected: Vec<_> = stored.read(kept).into_iter().map(|x| round_f32(dtype, x)).collect();
+    let exactly = check_rows(got, &expected, stored.width());
+    if exactly.is_ok() || stored.turned().is_none() || got.len() != expected.len() {
+        return exactly;
+    }
+    let rows = got.chunks(stored.dim()).zip(expected.chunks(stored.dim()));
+    for ((got, expected), (kept, index)) in rows.zip(kept.chunks(stored.dim()).zip(0..)) {
+        let limits = stored.head(index).map(|head| read_limits(&head, kept));
+        let near = |i: usize| {
+            let limit = limits.as_ref().map_or(0.0, |limits| limits[i]);
+            // Before it is rounded to the type it is read in.
+            let limit = match dtype {
+                DType::F32 => limit,
+                _ => limit + ulp(dtype, f64::from(expected[i])) as f32,
+            };
+            same(got[i], expected[i], limit)
+        };
+        if !(0..got.len()).all(near) {
+            return exactly;
+        }
+    }
+    Ok(())
+}
+
+/// What a device kept of rows whose read-back is `got`.
+///
+/// # Errors
+/// A row that is not what the definition keeps of any row within rounding error.
+pub(super) fn adopted(
+    stored: &Stored,
+    first: u32,
+    rows: &[f32],
+    got: &[f32],
+) -> Result<Vec<f32>, CaseError> {
+    let mut kept = stored.kept(first, rows);
+    let exactly = reads(stored, &kept, got, DType::F32);
+    if exactly.is_ok() || got.len() != kept.len() {
+        return exactly.map(|()| kept);
+    }
+    let theirs = stored.transformed(got);
+    let mut moved = stored.transformed(rows);
+    let dim = stored.dim();
+    for ((kept, index), theirs) in kept.chunks_mut(dim).zip(0..).zip(theirs.chunks(dim)) {
+        let written = &rows[index * dim..][..dim];
+        let row = &mut moved[index * dim..][..dim];
+        let head = stored.head(index);
+        let limits = write_limits(head.as_ref(), written, row);
+        for (((x, kept), theirs), limit) in row.iter_mut().zip(&*kept).zip(theirs).zip(&limits) {
+            if !same(*theirs, *kept, *limit) {
+                *x += limit * (theirs - kept).signum();
+            }
+        }
+        stored.keep(first, index, row);
+        if !row.iter().zip(&*kept).all(|(new, old)| same(*new, *old, 0.0)) {
+            kept.copy_from_slice(row);
+        }
+    }
+    // The first complaint is about what was written, not about what was tried.
+    reads(stored, &kept, got, DType::F32).and(Ok(kept)).map_err(|_| match exactly {
+        Err(error) => error,
+        Ok(()) => CaseError::from("rows agree and disagree"),
+    })
+}
+
+fn same(a: f32, b: f32, limit: f32) -> bool {
+    a == b || (a.is_nan() && b.is_nan()) || (a - b).abs() <= limit
+}
+
+/// Roundings of a value on its way through a rotation, by two computations.
+fn roundings(dim: usize) -> f32 {
+    f32::EPSILON * ((dim as f32).log2() + 3.0)
+}
+
+/// What the terms of each rotated value sum to, at most.
+fn terms(row: impl Iterator<Item = f32>, dim: usize) -> f32 {
+    row.map(f32::abs).sum::<f32>() / (dim as f32).sqrt()
+}
+
+fn read_limits(head: &HeadConstants<'_>, kept: &[f32]) -> Vec<f32> {
+    // The smallest block of a rotation has the fewest terms and the largest share of each.
+    let most = terms(kept.iter().copied(), block_min(kept.len()));
+    let limit =
+        |(back, mean): (&f32, &f32)| roundings(kept.len()) * (most * back.abs() + mean.abs());
+    head.back.iter().zip(head.mean).map(limit).collect()
+}
+
+fn write_limits(head: Option<&HeadConstants<'_>>, written: &[f32], row: &[f32]) -> Vec<f32> {
+    let turned = head.map_or(0.0, |head| {
+        let all = written.iter().zip(head.mean).zip(head.into);
+        let most = all.map(|((x, mean), into)| (x.abs() + mean.abs()) * into);
+        terms(most, block_min(row.len())) * roundings(row.len())
+    });
+    // A scale's reciprocal, the product, and the scale itself.
+    row.iter().map(|x| turned + 4.0 * f32::EPSILON * x.abs()).collect()
+}
+
+fn block_min(dim: usize) -> usize {
+    1 << dim.trailing_zeros()
+}

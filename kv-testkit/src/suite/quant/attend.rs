@@ -1,0 +1,200 @@
+//! Attention over quantised rows.
+use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat, Plane, ScaleGroup, Scaling, Transform};
+
+use super::{LARGE_MEANS, Likeness, NEUTRAL, lab, quantised, talk};
+use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
+use crate::device::{Device, limited};
+use crate::lab::{Brings, How, seq};
+use crate::rng::Rng;
+use crate::suite::{ORDERS, case};
+
+pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+    vec![
+        case("quant/head_dim_64", |b| matrix(b, 64)),
+        case("quant/head_dim_80", |b| matrix(b, 80)),
+        case("quant/head_dim_128", |b| matrix(b, 128)),
+        case("quant/head_dim_256", |b| matrix(b, 256)),
+        case("quant/odd_head_dims", odd_dims),
+        case("quant/k_and_v_of_different_formats", pairs),
+        case("quant/formats_by_layer", by_layer),
+        case("quant/transform_on_and_off", transforms),
+        case("quant/large_means_with_cap_and_sink_logits", large_means),
+        case("quant/first_tokens_in_16_bits", sinks),
+        case("quant/long_context_is_split", long),
+        case("quant/segments", segments),
+    ]
+}
+
+const L4: KvFormat = KvFormat::L4(ScaleGroup::Row);
+
+/// Every format, contiguous and paged, MHA, GQA and MQA.
+fn matrix<B: Device>(backend: &B, dim: u32) -> CaseResult {
+    let mut rng = Rng::new(dim.into());
+    for format in KvFormat::all() {
+        for (heads, group) in [(2, 1), (2, 3), (1, 4)] {
+            for paged in [false, true] {
+                let spec = CacheSpec::builder().layers(1).kv_heads(heads).head_dim(dim);
+                let spec = spec.format(format).block_order(rng.pick(&ORDERS));
+                let spec = if paged { spec.paged(8, 6).sinks(1) } else { spec.contiguous(2, 12) };
+                let how = How { group, finish: How::default().finish, ..How::random(&mut rng) };
+                let mut lab = lab(backend, spec, NEUTRAL, 1)?;
+                talk(&mut lab, &How { group, ..how })
+                    .at(format!("{format}, {heads} kv heads, paged: {paged}"))?;
+            }
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Rows that end inside a group of codes, a byte, or a block of the rotation.
+fn odd_dims<B: Device>(backend: &B) -> CaseResult {
+    for format in quantised() {
+        for (k, v) in [(1, 2), (5, 3), (31, 33), (96, 100), (17, 130)] {
+            let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(k, v).format(format);
+            // The first formats with few values a row are wider in 16 bits than a block.
+            let mut lab = lab(backend, spec.paged(16, 4).sinks(1), NEUTRAL, 2)?;
+            talk(&mut lab, &How::default()).at(format!("{format}, dims {k} and {v}"))?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn pairs<B: Device>(backend: &B) -> CaseResult {
+    let mut rng = Rng::new(3);
+    for k in KvFormat::all() {
+        for v in KvFormat::all().filter(|v| *v != k) {
+            let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dims(32, 48).formats(k, v);
+            let spec = spec.block_order(rng.pick(&ORDERS)).sinks(rng.below(3)).paged(9, 6);
+            let mut lab = lab(backend, spec, NEUTRAL, 3)?;
+            talk(&mut lab, &How::random(&mut rng)).at(format!("K {k}, V {v}"))?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Layers of several groups, each with formats of its own.
+fn by_layer<B: Device>(backend: &B) -> CaseResult {
+    let spec = CacheSpec::builder()
+        .layers(6)
+        .kv_heads(2)
+        .head_dim(40)
+        .format(KvFormat::Int8(Scaling::Row))
+        .sinks(2)
+        .paged(4, 8)
+        .group([0, 5], |group| group.format(KvFormat::Bf16).paged(3, 8))
+        .group([2], |group| group.formats(L4, KvFormat::Q8_0).paged(8, 5))
+        .group([4], |group| {
+            group
+                .format(KvFormat::Fp8E4m3(Scaling::Head))
+                .transform(Transform::On)
+                .contiguous(2, 12)
+        });
+    let mut lab = lab(backend, spec, LARGE_MEANS, 4)?;
+    for shuffled in [false, true] {
+        talk(&mut lab, &How { shuffled, ..How::default() })?;
+    }
+    Ok(Outcome::Holds)
+}
+
+fn transforms<B: Device>(backend: &B) -> CaseResult {
+    let mut rng = Rng::new(5);
+    for format in quantised() {
+        for transform in [Transform::Auto, Transform::Off, Transform::On] {
+            for like in [NEUTRAL, Likeness { mean: 3.0, balance: 1.0 }] {
+                let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(48, 32);
+                let spec = spec.formats(format, format).transform(transform).paged(8, 6);
+                let mut lab = lab(backend, spec, like, 5)?;
+                talk(&mut lab, &How::random(&mut rng))
+                    .at(format!("{format}, {transform:?}, {like:?}"))?;
+            }
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Where scores are capped, or compete with the logit of a sink, or their log-sum-exp is asked for,
+/// the mean that was taken from K must be in them again.
+fn large_means<B: Device>(backend: &B) -> CaseResult {
+    let base = How { lse: true, ..How::default() };
+    let hows = [
+        base.clone(),
+        How { soft_cap: Some(3.0), ..base.clone() },
+        How { sinks: true, ..base.clone() },
+        How { sinks: true, soft_cap: Some(20.0), spread: 0.25, ..base.clone() },
+        How { window_left: Some(2), sinks: true, group: 3, ..base.clone() },
+        How { causal: false, soft_cap: Some(0.5), ..base },
+    ];
+    for format in
+        [L4, KvFormat::Int8(Scaling::Row), KvFormat::Fp8E5m2(Scaling::Tensor), KvFormat::Q4_0]
+    {
+        for how in &hows {
+            let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(64).format(format);
+            let spec = spec.transform(Transform::On).sinks(2).paged(8, 6);
+            let mut lab = lab(backend, spec, LARGE_MEANS, 6)?;
+            talk(&mut lab, how).at(format!("{format}"))?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Sinks of several slots in blocks that end behind, at and inside them.
+fn sinks<B: Device>(backend: &B) -> CaseResult {
+    let mut rng = Rng::new(7);
+    for format in quantised() {
+        let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(64, 24);
+        let spec = spec.formats(format, rng.pick(&[L4, format, KvFormat::F32, KvFormat::Q8_0]));
+        let wide = slots(&spec.clone().sinks(1).paged(64, 1))?;
+        let sizes = [wide, wide + 1, 2 * wide, 3 * wide - 1, 5 * wide];
+        for (size, sinks) in sizes.into_iter().zip([1, 4, 3, 4, 20]) {
+            let spec = spec.clone().block_order(rng.pick(&ORDERS)).sinks(sinks);
+            let blocks = 16 * wide.div_ceil(size) + 40_u32.div_ceil(size) + 6;
+            let mut lab = lab(backend, spec.clone().paged(size, blocks), LARGE_MEANS, 7)?;
+            talk(&mut lab, &How::random(&mut rng))
+                .at(format!("{format}, {sinks} sinks of {wide} slots, blocks of {size}"))?;
+            let mut lab = self::lab(backend, spec.contiguous(2, 12), NEUTRAL, 7)?;
+            talk(&mut lab, &How::random(&mut rng))
+                .at(format!("{format}, {sinks} sinks, contiguous"))?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Slots of a sink.
+fn slots(spec: &CacheSpecBuilder) -> Result<u32, CaseError> {
+    Ok(spec.clone().build()?.groups()[0].slot_map().wide_slots())
+}
+
+/// Enough keys that workers share a sequence and merge.
+fn long<B: Device>(backend: &B) -> CaseResult {
+    for format in quantised() {
+        let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).format(format);
+        let mut lab = lab(backend, spec.sinks(4).paged(16, 48), LARGE_MEANS, 8)?;
+        lab.fill(1, 600)?;
+        for how in [How::default(), How { sinks: true, window_left: Some(300), ..How::default() }] {
+            lab.step(&[(1, Brings::Tokens(1))], &how).at(format!("{format}"))?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Planes of several buffers.
+fn segments<B: Device>(backend: &B) -> CaseResult {
+    for format in [L4, KvFormat::Nvfp4, KvFormat::Fp8E4m3(Scaling::Row)] {
+        let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(64, 32).format(format);
+        let spec = spec.sinks(2).paged(8, 12);
+        let block = spec.clone().build()?.groups()[0].layouts()[0].block_bytes();
+        let device = limited(backend, |c| c.with_binding_bytes_max(5 * block));
+        let mut lab = lab(&device, spec, NEUTRAL, 9)?;
+        let storage = lab.cache.storage(kv_core::GroupId(0));
+        let plane = storage.and_then(|storage| storage.plane(0, Plane::Key));
+        ensure(plane.is_some_and(|plane| plane.num_segments() == 3), || {
+            "the plane is not in 3 segments".to_owned()
+        })?;
+        talk(&mut lab, &How::default()).at(format!("{format}"))?;
+        lab.fill(3, 20)?;
+        lab.fork(3, 4)?;
+        lab.step(&[(4, Brings::Tokens(3)), (3, Brings::Tokens(1))], &How::default())?;
+        lab.check().at(format!("{format}, sequence {}", seq(4)))?;
+    }
+    Ok(Outcome::Holds)
+}

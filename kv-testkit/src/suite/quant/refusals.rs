@@ -1,0 +1,170 @@
+//! Constants and geometries that cannot be meant.
+use kv_core::calibration::{LayerCalibration, PlaneCalibration};
+use kv_core::{
+    CacheError, CacheSpec, CacheSpecBuilder, Calibration, CalibrationError, KvCache, KvFormat,
+    LayerId, Plane, ScaleGroup, Scaling, SpecError,
+};
+
+use crate::case::{Case, CaseError, CaseResult, Outcome, refused};
+use crate::device::Device;
+use crate::suite::case;
+
+pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+    vec![
+        case("quant/refuses_missing_scales", missing),
+        case("quant/refuses_impossible_numbers", numbers),
+        case("quant/refuses_another_models_calibration", another),
+        case("quant/refuses_blocks_too_small_for_a_sink", too_small),
+    ]
+}
+
+fn spec(format: KvFormat) -> CacheSpecBuilder {
+    CacheSpec::builder().layers(2).kv_heads(2).head_dim(8).format(format).paged(8, 4)
+}
+
+/// Constants that fit, but for what `spoil` does to the second layer's K.
+fn given(spoil: impl FnOnce(&mut PlaneCalibration)) -> Calibration {
+    let plane = PlaneCalibration { scales: vec![0.5], ..Default::default() };
+    let mut layer = LayerCalibration { k: plane.clone(), v: plane };
+    let first = layer.clone();
+    spoil(&mut layer.k);
+    Calibration::new(vec![first, layer])
+}
+
+fn open<B: Device>(
+    backend: &B,
+    format: KvFormat,
+    calibration: Calibration,
+) -> Result<KvCache<B>, CaseError> {
+    Ok(KvCache::with_calibration(backend.clone(), spec(format).build()?, calibration)?)
+}
+
+/// Tells a refusal of constants by what it says.
+fn about(fits: impl Fn(&CalibrationError) -> bool) -> impl Fn(&CacheError) -> bool {
+    move |error| matches!(error, CacheError::Calibration(error) if fits(error))
+}
+
+fn fails<B: Device>(
+    what: &str,
+    made: Result<KvCache<B>, CaseError>,
+    fits: impl Fn(&CacheError) -> bool,
+) -> Result<(), CaseError> {
+    match made {
+        Err(CaseError::Cache(error)) => refused(what, Err::<(), _>(error), fits),
+        Err(other) => Err(other),
+        Ok(_) => refused(what, Ok::<(), CacheError>(()), fits),
+    }
+}
+
+const TENSOR: KvFormat = KvFormat::Fp8E4m3(Scaling::Tensor);
+
+fn missing<B: Device>(backend: &B) -> CaseResult {
+    for format in KvFormat::all() {
+        let made = KvCache::new(backend.clone(), spec(format).build()?);
+        if format.given_scales().is_none() {
+            made?;
+            continue;
+        }
+        let first = |e: &CalibrationError| {
+            let (layer, plane) = (LayerId(0), Plane::Key);
+            *e == CalibrationError::MissingScale { layer, plane, format }
+        };
+        refused(format!("{format} without constants"), made, about(first))?;
+        let spoilt = given(|k| k.scales.clear());
+        let second = |e: &CalibrationError| {
+            matches!(e, CalibrationError::MissingScale { layer: LayerId(1), .. })
+        };
+        if format.given_scales() == Some(Scaling::Tensor) {
+            let made = open(backend, format, spoilt);
+            fails("a layer without a scale", made, about(second))?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn numbers<B: Device>(backend: &B) -> CaseResult {
+    let value = |which: &'static str| {
+        about(move |e| {
+            matches!(e, CalibrationError::Value { what, layer, .. }
+            if *what == which && layer.0 == 1)
+        })
+    };
+    // The reciprocal of the last is infinite.
+    for bad in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e-40] {
+        let made = open(backend, TENSOR, given(|k| k.scales = vec![bad]));
+        fails(&format!("a scale of {bad}"), made, value("scales"))?;
+        let made = open(
+            backend,
+            KvFormat::L4(ScaleGroup::Row),
+            given(|k| {
+                k.balance = vec![1.0; 16];
+                k.balance[9] = bad;
+            }),
+        );
+        fails(&format!("a balance of {bad}"), made, value("balance"))?;
+    }
+    for bad in [-1.0, f32::NAN, f32::INFINITY] {
+        let made = open(backend, TENSOR, given(|k| k.amax = vec![1.0, bad]));
+        fails(&format!("a largest magnitude of {bad}"), made, value("amax"))?;
+    }
+    for bad in [f32::NAN, f32::NEG_INFINITY] {
+        let made = open(backend, KvFormat::Int8(Scaling::Row), given(|k| k.mean = vec![bad; 16]));
+        fails(&format!("a mean of {bad}"), made, value("mean"))?;
+    }
+    open(backend, TENSOR, given(|k| k.amax = vec![0.0, 3.0]))?;
+    Ok(Outcome::Holds)
+}
+
+/// What makes constants those of another model.
+type Spoil = fn(&mut PlaneCalibration);
+
+fn another<B: Device>(backend: &B) -> CaseResult {
+    let layers = |e: &CalibrationError| matches!(e, CalibrationError::Layers { expected: 2, .. });
+    for count in [0, 1, 3] {
+        let all = Calibration::new(vec![given(|_| ()).layers()[0].clone(); count]);
+        fails(&format!("{count} layers"), open(backend, TENSOR, all), about(layers))?;
+    }
+    let lists: [(&str, Spoil); 6] = [
+        ("scales", |k| k.scales = vec![1.0; 3]),
+        ("amax", |k| k.amax = vec![1.0; 3]),
+        ("amax_transformed", |k| k.amax_transformed = vec![1.0]),
+        ("mean", |k| k.mean = vec![0.0; 8]),
+        ("mean", |k| k.mean = vec![0.0; 17]),
+        ("balance", |k| k.balance = vec![1.0; 32]),
+    ];
+    for (list, spoil) in lists {
+        let shape = about(move |e| {
+            matches!(e, CalibrationError::Shape { what, layer, plane, .. }
+                if *what == list && layer.0 == 1 && *plane == Plane::Key)
+        });
+        for format in [TENSOR, KvFormat::L4(ScaleGroup::Row)] {
+            fails(list, open(backend, format, given(spoil)), &shape)?;
+        }
+    }
+    // A scale for every head is none for the tensor, and one for the tensor none for every head.
+    let shape = about(|e| matches!(e, CalibrationError::Shape { what: "scales", .. }));
+    let by_head = given(|k| k.scales = vec![1.0; 2]);
+    fails("scales of heads", open(backend, TENSOR, by_head), &shape)?;
+    let head = KvFormat::Int8(Scaling::Head);
+    fails("a scale of the tensor", open(backend, head, given(|_| ())), &shape)?;
+    let mut with_mean = given(|_| ()).layers().to_vec();
+    with_mean[0].v.mean = vec![0.0; 16];
+    let values = about(|e| matches!(e, CalibrationError::NotForValues { what: "mean", .. }));
+    fails("a mean of V", open(backend, TENSOR, Calibration::new(with_mean)), values)?;
+    Ok(Outcome::Holds)
+}
+
+fn too_small<B: Device>(_backend: &B) -> CaseResult {
+    for format in KvFormat::all().filter(|format| format.is_quantised()) {
+        let wide = CacheSpec::builder().layers(1).kv_heads(1).head_dim(64).format(format).sinks(1);
+        let slots = wide.clone().paged(64, 1).build()?.groups()[0].slot_map().wide_slots();
+        wide.clone().paged(slots, 1).build()?;
+        if let Some(few) = slots.checked_sub(1).filter(|few| *few > 0) {
+            let conflict = |error: &CacheError| {
+                matches!(error, CacheError::Spec(SpecError::Conflict { what: "sinks", .. }))
+            };
+            refused(format!("{format} in blocks of {few}"), wide.paged(few, 1).build(), conflict)?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
