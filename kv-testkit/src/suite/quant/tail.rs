@@ -169,8 +169,8 @@ fn options<B: Device>(backend: &B) -> CaseResult {
             for key_mean in MEANS {
                 let v = rng.pick(&[format, KvFormat::Bf16, KvFormat::L4(ScaleGroup::Row)]);
                 let spec = spec(format, key_mean, rng.pick(&ORDERS)).formats(format, v);
-                let spec = spec.transform(transform).sinks(rng.below(4));
-                let spec = spec.paged(rng.pick(&[8, 11, 16]), 20);
+                let spec = spec.transform(transform).sinks(rng.pick(&[0, 1, 4, 7]));
+                let spec = spec.paged(rng.pick(&[8, 11, 16]), 30);
                 let mut lab = lab(backend, spec, LARGE_MEANS, 6)?;
                 let how = How { group: 3, ..How::random(&mut rng) };
                 super::talk(&mut lab, &how)
