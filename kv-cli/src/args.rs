@@ -1,12 +1,16 @@
 //! The command line: every name and number is parsed into its type here, once.
+mod accuracy;
+
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
-use kv::{Device, KvFormat};
+use kv::Device;
 
+pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
 use crate::memory::Bytes;
+use crate::stored::Stored;
 
-/// Generate text with a KV cache, and plan its memory.
+/// Generate text with a KV cache, plan its memory, measure what its formats cost.
 #[derive(Debug, Parser)]
 #[command(name = "kv", version, arg_required_else_help = true, max_term_width = 100)]
 pub(crate) struct Cli {
@@ -18,6 +22,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     Generate(GenerateArgs),
     Plan(PlanArgs),
+    Eval(EvalArgs),
+    Calibrate(CalibrateArgs),
 }
 
 /// Continue prompts with a Llama-family model, all of them in one continuous batch.
@@ -32,6 +38,7 @@ pub(crate) enum Command {
   kv generate --prompt 'Once upon a time'
   kv generate --prompts prompts.txt --max-batch 16 --paged 16,256 --json
   kv generate --compare --max-new-tokens 256
+  kv generate --format l4,calib=calib.safetensors
   kv generate --model smollm2.gguf --tokenizer tokenizer.json --temperature 0.8 --seed 7"
 )]
 #[expect(clippy::struct_excessive_bools, reason = "one flag of the command line each")]
@@ -83,9 +90,12 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: Device,
 
-    /// Stored format of K and V: f32, f16 or bf16
-    #[arg(long, value_name = "NAME", default_value_t = KvFormat::F32)]
-    pub(crate) format: KvFormat,
+    /// Stored format of K and V, such as l4 or int8/l4 (K/V), with options behind commas: V=NAME,
+    /// calib=FILE (what `kv calibrate` wrote) or calib=online (constants from the first tokens of
+    /// the run), sinks=N (first tokens of a sequence in 16 bits), tail=on (the block that is being
+    /// filled too), transform=on or off, mean=block (each block's own mean of K)
+    #[arg(long, value_name = "NAME[,..]", default_value = "f32")]
+    pub(crate) format: Stored,
 
     /// One block as long as the model's context for each sequence of the batch
     #[arg(long, conflicts_with = "paged")]
@@ -122,16 +132,17 @@ pub(crate) struct GenerateArgs {
     allow_negative_numbers = true,
     after_help = "Examples:
   kv plan --model models/stories260K
-  kv plan --model path/to/llama --memory 80GB --context 32768 --format f16 --json"
+  kv plan --model path/to/llama --memory 80GB --context 32768 --format l4 --format int8/l4 --json"
 )]
 pub(crate) struct PlanArgs {
     /// Directory with a config.json; the bundled stories260K unless given
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
 
-    /// Stored format of K and V, may be repeated; all unless given
-    #[arg(long, value_name = "NAME")]
-    pub(crate) format: Vec<KvFormat>,
+    /// Stored format of K and V, such as l4, int8/l4 (K/V) or l4,sinks=0; may be repeated; all
+    /// formats unless given
+    #[arg(long, value_name = "NAME[,..]")]
+    pub(crate) format: Vec<Stored>,
 
     /// Memory for the cache: a number of bytes, or with KB, MB, GB, TB (powers of 1000) or KiB,
     /// MiB, GiB, TiB (powers of 1024)

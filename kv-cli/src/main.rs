@@ -1,4 +1,4 @@
-//! The program `kv`: generate text with a KV cache, and plan its memory.
+//! The program `kv`: generate text with a KV cache, plan its memory, measure what its formats cost.
 //!
 //! Results go to standard output, one line for an error to standard error. Exit codes: 0 done, 1
 //! failed, 2 wrong usage.
@@ -6,22 +6,29 @@
 
 mod args;
 mod bundled;
+mod calibrate;
 mod compare;
 mod config;
+mod constants;
+mod eval;
 mod failure;
 mod generate;
 mod gguf;
+mod loaded;
 mod memory;
 mod model;
 mod num;
 mod output;
 mod plan;
+mod progress;
 mod prompts;
+mod reader;
 mod report;
 mod rope;
 mod sampler;
 mod scheduler;
 mod session;
+mod stored;
 mod text;
 mod threads;
 mod weights;
@@ -45,7 +52,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
-    if matches!(cli.command, Command::Generate(_)) {
+    if !matches!(cli.command, Command::Plan(_)) {
         threads::settle();
     }
     // Inside the pool that candle and the CPU backend work on: a step of a small model has a
@@ -65,6 +72,8 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
         Command::Generate(args) => generate::run(args),
         Command::Plan(args) => plan::run(args),
+        Command::Eval(args) => eval::run(args),
+        Command::Calibrate(args) => calibrate::run(args),
     }
 }
 

@@ -2,12 +2,16 @@
 //!
 //! Embeddings, norms and matrix products are candle's on the CPU, in f32. Everything that depends
 //! on the past goes through the cache: K and V are written to it and attention reads it.
+mod fingerprint;
+
 use std::path::Path;
 
 use anyhow::{Context, bail};
 use candle_core::{CpuStorage, Device, Module, Storage, Tensor};
 use candle_nn::Linear;
-use kv::{AttentionOptions, Backend, QkvFormat, SequenceId, Step, TensorView, TensorViewMut};
+use kv::{
+    AttentionOptions, Backend, QkvFormat, SequenceId, Step, StepInput, TensorView, TensorViewMut,
+};
 
 use crate::config::ModelConfig;
 use crate::gguf;
@@ -31,12 +35,39 @@ pub(crate) struct Batch {
     pub(crate) chunks: Vec<Chunk>,
 }
 
+impl Batch {
+    /// The batch as the cache wants it.
+    pub(crate) fn inputs(&self) -> Vec<StepInput<'_>> {
+        let mut rest = self.tokens.as_slice();
+        let mut inputs = Vec::with_capacity(self.chunks.len());
+        for chunk in &self.chunks {
+            let (tokens, behind) = rest.split_at(to_usize(chunk.tokens).min(rest.len()));
+            inputs.push(StepInput::tokens(chunk.sequence, tokens));
+            rest = behind;
+        }
+        inputs
+    }
+}
+
 /// What turns tokens into logits; the scheduler's tests bring their own.
 pub(crate) trait Model<B: Backend> {
     /// Writes K and V of every layer and answers with logits, one row for each chunk that wants
     /// them.
     fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> anyhow::Result<Vec<Vec<f32>>>;
 }
+
+/// What one layer hands to attention for the tokens of a step: `[tokens, heads, head_dim]`, Q and K
+/// after their rotary embedding.
+#[derive(Debug)]
+pub(crate) struct Tapped<'a> {
+    pub(crate) layer: u16,
+    pub(crate) q: &'a [f32],
+    pub(crate) k: &'a [f32],
+    pub(crate) v: &'a [f32],
+}
+
+/// Sees every layer's rows on their way.
+pub(crate) type Tap<'t> = dyn FnMut(&Tapped<'_>) -> anyhow::Result<()> + 't;
 
 /// Weights in memory.
 #[derive(Debug)]
@@ -151,55 +182,7 @@ struct Scratch {
 
 impl<B: Backend> Model<B> for Llama {
     fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> anyhow::Result<Vec<Vec<f32>>> {
-        let mut scratch = Scratch::default();
-        self.rope.fill(step.positions(), &mut scratch.rotation);
-        let ids = Tensor::from_slice(&batch.tokens, batch.tokens.len(), &Device::Cpu)?;
-        let mut x = self.embedding.index_select(&ids, 0)?;
-        for (index, layer) in (0..).zip(&self.layers) {
-            let h = self.rms_norm(&x, &layer.attention_norm)?;
-            x = x.add(&self.attention(step, index, layer, &h, &mut scratch)?)?;
-            let h = self.rms_norm(&x, &layer.mlp_norm)?;
-            x = x.add(&layer.mlp(&h)?)?;
-        }
-        self.logits(&x, batch)
-    }
-}
-
-impl Llama {
-    fn attention<B: Backend>(
-        &self,
-        step: &mut Step<'_, B>,
-        index: u16,
-        layer: &Layer,
-        h: &Tensor,
-        scratch: &mut Scratch,
-    ) -> anyhow::Result<Tensor> {
-        let ModelConfig { heads, kv_heads, head_dim, .. } = self.config;
-        let tokens = to_u32(h.dim(0)?);
-        let (q, k, v) = (layer.q.forward(h)?, layer.k.forward(h)?, layer.v.forward(h)?);
-        let Scratch { rotation, q: q_turned, k: k_turned } = scratch;
-        with_values(&q, |q| self.rope.rotate(rotation, q, to_usize(heads), q_turned))?;
-        with_values(&k, |k| self.rope.rotate(rotation, k, to_usize(kv_heads), k_turned))?;
-        with_values(&v, |v| {
-            let dims = [tokens, kv_heads, head_dim];
-            let k = TensorView::host::<f32>(k_turned, &dims);
-            step.write(index, k, TensorView::host::<f32>(v, &dims), QkvFormat::Thd)
-        })??;
-        let scale = to_f32(1.0 / f64::from(head_dim).sqrt());
-        let mut options = AttentionOptions::causal(scale);
-        if let Some(window) = self.config.window_left {
-            options = options.window_left(window);
-        }
-        let dims = [tokens, heads, head_dim];
-        let mut out = vec![0.0_f32; q_turned.len()];
-        let q = TensorView::host::<f32>(q_turned, &dims);
-        step.attend(index, q, TensorViewMut::host(&mut out, &dims), &options)?;
-        let out = Tensor::from_vec(out, q_dims(h, heads, head_dim)?, &Device::Cpu)?;
-        Ok(layer.out.forward(&out)?)
-    }
-
-    /// Logits of the rows that are wanted, and of no others.
-    fn logits(&self, x: &Tensor, batch: &Batch) -> anyhow::Result<Vec<Vec<f32>>> {
+        let hidden = self.hidden(step, &batch.tokens, &mut |_| Ok(()))?;
         let mut end = 0_u32;
         let mut rows = Vec::new();
         for chunk in &batch.chunks {
@@ -212,8 +195,70 @@ impl Llama {
             return Ok(Vec::new());
         }
         let rows = Tensor::from_slice(&rows, rows.len(), &Device::Cpu)?;
-        let x = self.rms_norm(&x.index_select(&rows, 0)?, &self.norm)?;
-        Ok(self.head.forward(&x)?.to_vec2()?)
+        Ok(self.logits(&hidden.index_select(&rows, 0)?)?.to_vec2()?)
+    }
+}
+
+impl Llama {
+    /// Runs all layers over the tokens of a step; a row of `[tokens, hidden]` for each of them.
+    ///
+    /// `tap` sees what every layer hands to attention.
+    pub(crate) fn hidden<B: Backend>(
+        &self,
+        step: &mut Step<'_, B>,
+        tokens: &[u32],
+        tap: &mut Tap<'_>,
+    ) -> anyhow::Result<Tensor> {
+        let mut scratch = Scratch::default();
+        self.rope.fill(step.positions(), &mut scratch.rotation);
+        let ids = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu)?;
+        let mut x = self.embedding.index_select(&ids, 0)?;
+        for (layer, index) in self.layers.iter().zip(0..) {
+            let h = self.rms_norm(&x, &layer.attention_norm)?;
+            x = x.add(&self.attention(step, index, layer, &h, &mut scratch, tap)?)?;
+            let h = self.rms_norm(&x, &layer.mlp_norm)?;
+            x = x.add(&layer.mlp(&h)?)?;
+        }
+        Ok(x)
+    }
+
+    /// Logits of rows that [`Self::hidden`] gave: `[rows, vocab]`.
+    pub(crate) fn logits(&self, hidden: &Tensor) -> candle_core::Result<Tensor> {
+        self.head.forward(&self.rms_norm(hidden, &self.norm)?)
+    }
+
+    fn attention<B: Backend>(
+        &self,
+        step: &mut Step<'_, B>,
+        index: u16,
+        layer: &Layer,
+        h: &Tensor,
+        scratch: &mut Scratch,
+        tap: &mut Tap<'_>,
+    ) -> anyhow::Result<Tensor> {
+        let ModelConfig { heads, kv_heads, head_dim, .. } = self.config;
+        let tokens = to_u32(h.dim(0)?);
+        let (q, k, v) = (layer.q.forward(h)?, layer.k.forward(h)?, layer.v.forward(h)?);
+        let Scratch { rotation, q: q_turned, k: k_turned } = scratch;
+        with_values(&q, |q| self.rope.rotate(rotation, q, to_usize(heads), q_turned))?;
+        with_values(&k, |k| self.rope.rotate(rotation, k, to_usize(kv_heads), k_turned))?;
+        with_values(&v, |v| {
+            let dims = [tokens, kv_heads, head_dim];
+            let k = TensorView::host::<f32>(k_turned, &dims);
+            step.write(index, k, TensorView::host::<f32>(v, &dims), QkvFormat::Thd)?;
+            tap(&Tapped { layer: index, q: q_turned, k: k_turned, v })
+        })??;
+        let scale = to_f32(1.0 / f64::from(head_dim).sqrt());
+        let mut options = AttentionOptions::causal(scale);
+        if let Some(window) = self.config.window_left {
+            options = options.window_left(window);
+        }
+        let dims = [tokens, heads, head_dim];
+        let mut out = vec![0.0_f32; q_turned.len()];
+        let q = TensorView::host::<f32>(q_turned, &dims);
+        step.attend(index, q, TensorViewMut::host(&mut out, &dims), &options)?;
+        let out = Tensor::from_vec(out, q_dims(h, heads, head_dim)?, &Device::Cpu)?;
+        Ok(layer.out.forward(&out)?)
     }
 }
 

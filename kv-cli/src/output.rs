@@ -1,7 +1,9 @@
 //! Standard output. A reader that went away ends the program quietly; any other failure is
 //! reported.
 use std::io::{self, Write};
+use std::path::Path;
 
+use anyhow::bail;
 use serde::Serialize;
 
 /// The reader of standard output has closed it: nothing is left to do.
@@ -25,6 +27,15 @@ fn check(error: io::Error) -> anyhow::Error {
         return OutputClosed.into();
     }
     anyhow::Error::new(error).context("standard output")
+}
+
+/// Refuses a file in a folder that is not there, before the work whose result it is to hold.
+pub(crate) fn check_writable(path: &Path) -> anyhow::Result<()> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    if path.is_dir() || parent.is_some_and(|parent| !parent.is_dir()) {
+        bail!("{}: not a file in a folder that exists", path.display());
+    }
+    Ok(())
 }
 
 /// Rows of cells as a table, the first column to the left and the others to the right.

@@ -1,11 +1,12 @@
 //! `kv plan`: what a model's cache takes, without a weight being read.
 use anyhow::Context;
-use kv::{CacheSpec, KvFormat, SpecError};
+use kv::{KvFormat, SpecError};
 use serde::Serialize;
 
 use crate::args::PlanArgs;
 use crate::config::ModelConfig;
 use crate::memory::Bytes;
+use crate::stored::{Stored, bits_per_value};
 use crate::{bundled, output};
 
 #[derive(Debug, Serialize)]
@@ -23,10 +24,14 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct Line {
     format: String,
+    /// Stored bits a value, scales included; the mean of K and V.
+    bits_per_value: f64,
+    /// First tokens of a sequence that stay in 16 bits.
+    sinks: u32,
     bytes_per_token: u64,
-    /// Of one sequence at the context, in whole blocks.
+    /// Of one sequence at the context, with its tokens in 16 bits, in whole blocks.
     sequence_bytes: u64,
-    /// Tokens that fit the memory, in whole blocks.
+    /// Tokens that fit the memory as one sequence, in whole blocks.
     tokens: u64,
     sequences: u32,
 }
@@ -35,8 +40,9 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let dir = bundled::model_or_bundled(args.model.as_deref())?;
     let config = ModelConfig::read(&dir)?;
     let context = args.context.unwrap_or(config.context);
-    let given = if args.format.is_empty() { KvFormat::PLAIN } else { &args.format };
-    let line = |format: &KvFormat| line(&config, args, context, *format);
+    let all: Vec<_> = KvFormat::all().map(Stored::plain).collect();
+    let given = if args.format.is_empty() { &all } else { &args.format };
+    let line = |stored: &Stored| line(&config, args, context, stored);
     let report = Report {
         model: dir.display().to_string(),
         layers: config.layers,
@@ -57,39 +63,42 @@ fn line(
     config: &ModelConfig,
     args: &PlanArgs,
     context: u32,
-    format: KvFormat,
+    stored: &Stored,
 ) -> anyhow::Result<Line> {
-    let model = || {
-        let builder = CacheSpec::builder().layers(config.layers).kv_heads(config.kv_heads);
-        builder.head_dim(config.head_dim).format(format)
-    };
-    let block = model().paged(args.block_size, 1).build()?.memory();
-    let blocks = u64::from(context.div_ceil(args.block_size));
-    let sequence_bytes =
-        block.bytes_total.checked_mul(blocks).context("a sequence's bytes overflow")?;
-    let (tokens, sequences) = match model().paged_within(args.block_size, args.memory.0).build() {
-        Ok(spec) => {
-            // A sequence is as long as it is asked for, whatever the model was trained on.
-            let blocks = spec.groups().iter().map(kv::GroupSpec::num_blocks).min().unwrap_or(0);
-            let sequences = blocks.checked_div(context.div_ceil(args.block_size)).unwrap_or(0);
-            (spec.memory().tokens, sequences)
-        }
-        // Not one block fits.
-        Err(SpecError::Zero { .. }) => (0, 0),
+    let few = stored.few_blocks(config, args.block_size)?;
+    let group = few.groups().first().context("a cache has a group")?;
+    let (memory, map) = (few.memory(), group.slot_map());
+    let block = memory.bytes_total.checked_div(group.num_blocks().into()).unwrap_or(0);
+    let blocks = u64::from(map.blocks_to_grow(context));
+    let sequence_bytes = block.checked_mul(blocks).context("a sequence's bytes overflow")?;
+    let within = stored.cache(config).paged_within(args.block_size, args.memory.0);
+    let (tokens, sequences) = match within.build() {
+        Ok(spec) => (spec.memory().tokens, spec.sequences_that_fit(context)),
+        // Not one block fits, or not one tail.
+        Err(SpecError::Zero { .. } | SpecError::Conflict { what: "tail", .. }) => (0, 0),
         Err(error) => return Err(error.into()),
     };
-    let format = format.to_string();
-    let bytes_per_token = block.bytes_per_token;
-    Ok(Line { format, bytes_per_token, sequence_bytes, tokens, sequences })
+    Ok(Line {
+        format: stored.to_string(),
+        bits_per_value: bits_per_value(&few),
+        sinks: map.sinks(),
+        bytes_per_token: memory.bytes_per_token,
+        sequence_bytes,
+        tokens,
+        sequences,
+    })
 }
 
 fn show(report: &Report) -> String {
     let Report { model, layers, kv_heads, head_dim, context, block_size, .. } = report;
-    let heading = ["format", "bytes/token", "a sequence", "tokens", "sequences"];
+    let heading =
+        ["format", "bits/value", "sinks", "bytes/token", "a sequence", "tokens", "sequences"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     rows.extend(report.formats.iter().map(|line| {
         vec![
             line.format.clone(),
+            format!("{:.3}", line.bits_per_value),
+            line.sinks.to_string(),
             line.bytes_per_token.to_string(),
             Bytes(line.sequence_bytes).to_string(),
             line.tokens.to_string(),

@@ -43,6 +43,7 @@ struct Figures {
     prompt_tokens: usize,
     generated_tokens: usize,
     reused_tokens: usize,
+    bytes_per_token: u64,
     cache_bytes: u64,
     peak_bytes: u64,
     blocks_total: u32,
@@ -94,6 +95,7 @@ impl Report {
                 prompt_tokens: stats.prompt_tokens,
                 generated_tokens: stats.generated_tokens,
                 reused_tokens: sequences.iter().map(|sequence| sequence.reused_tokens).sum(),
+                bytes_per_token: stats.bytes_per_token,
                 cache_bytes: stats.cache_bytes,
                 peak_bytes: stats.peak_bytes(),
                 blocks_total: stats.blocks_total,
@@ -120,7 +122,7 @@ impl Report {
         format!(
             "{} tokens in {:.2} s: {:.1} tokens/s (prefill {:.0}, decode {:.1})\n\
              time to first token {first}\n\
-             cache {} of {} on {}, {}{mode}\n\
+             cache {} of {} on {}, {} bytes a token, {}{mode}\n\
              {} of {} blocks used at the peak ({}), {:.1} % of held slots wasted\n\
              {} tokens reused, {} preemptions\n",
             s.generated_tokens,
@@ -131,6 +133,7 @@ impl Report {
             Bytes(s.cache_bytes),
             self.format,
             self.backend,
+            s.bytes_per_token,
             self.layout,
             s.blocks_peak,
             s.blocks_total,

@@ -83,6 +83,11 @@ impl Rope {
         }
     }
 
+    /// Radians per position, by pair.
+    pub(crate) fn frequencies(&self) -> &[f64] {
+        &self.frequencies
+    }
+
     /// Pairs of a row that turn.
     pub(crate) fn num_pairs(&self) -> usize {
         self.frequencies.len()

@@ -12,13 +12,12 @@ mod tests;
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use kv::{
-    Backend, BlocksExhausted, CacheError, GroupId, KvCache, SequenceId, StartOptions, StepInput,
-};
+use kv::{Backend, BlocksExhausted, CacheError, GroupId, KvCache, SequenceId, StartOptions};
 
 use crate::model::{Batch, Chunk, Model};
 use crate::num::{to_u32, to_usize};
 use crate::sampler::Sampler;
+use crate::stored::blocks_of;
 pub(crate) use stats::Stats;
 
 /// One prompt to go on from.
@@ -167,7 +166,9 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         }
         self.stats.seconds = self.begun.elapsed().as_secs_f64();
         self.stats.blocks_total = self.cache.usage().blocks_total;
-        self.stats.cache_bytes = self.cache.spec().memory().bytes_total;
+        let memory = self.cache.spec().memory();
+        self.stats.bytes_per_token = memory.bytes_per_token;
+        self.stats.cache_bytes = memory.bytes_total;
         Ok((self.done.into_iter().flatten().collect(), self.stats))
     }
 
@@ -189,7 +190,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         };
         // The last token is never brought to a step.
         let cached_max = to_u32(tokens_max.saturating_sub(1));
-        let needed = cached_max.div_ceil(self.block_size());
+        let needed = blocks_of(self.cache.spec(), cached_max);
         let available = self.num_blocks();
         if needed > available || cached_max > self.cache.spec().max_seq_len() {
             return Err(ScheduleError::DoesNotFit { index, tokens: cached_max, needed, available });
@@ -219,7 +220,8 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
     /// Blocks a sequence still has to take for all tokens it has now.
     fn blocks_to_take(&self, sequence: &Sequence) -> u32 {
         let held = self.cache.block_table(sequence.id, GroupId(0)).map_or(0, <[_]>::len);
-        to_u32(sequence.tokens.len()).div_ceil(self.block_size()).saturating_sub(to_u32(held))
+        let needed = blocks_of(self.cache.spec(), to_u32(sequence.tokens.len()));
+        needed.saturating_sub(to_u32(held))
     }
 
     /// Starts waiting sequences while the blocks for everything that already runs are left.
@@ -293,7 +295,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
 
     fn try_step(&mut self) -> anyhow::Result<Result<Vec<Vec<f32>>, BlocksExhausted>> {
         let begun = Instant::now();
-        let mut step = match self.cache.begin_step(&inputs(&self.batch)) {
+        let mut step = match self.cache.begin_step(&self.batch.inputs()) {
             Ok(step) => step,
             Err(CacheError::Exhausted(exhausted)) => return Ok(Err(exhausted)),
             Err(error) => return Err(error.into()),
@@ -386,16 +388,4 @@ impl Sequence {
         let first_token_ms = self.first_token_ms;
         (self.index, Generated { tokens, finish, reused, first_token_ms })
     }
-}
-
-/// The batch as the cache wants it.
-fn inputs(batch: &Batch) -> Vec<StepInput<'_>> {
-    let mut rest = batch.tokens.as_slice();
-    let mut inputs = Vec::with_capacity(batch.chunks.len());
-    for chunk in &batch.chunks {
-        let (tokens, behind) = rest.split_at(to_usize(chunk.tokens).min(rest.len()));
-        inputs.push(StepInput::tokens(chunk.sequence, tokens));
-        rest = behind;
-    }
-    inputs
 }

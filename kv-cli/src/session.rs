@@ -1,15 +1,18 @@
 //! Everything a run needs, opened once: the model, its tokenizer, the device, the prompts.
-use kv::{AnyBackend, CacheSpec, Determinism, KvCache, KvFormat, SpecError};
+use anyhow::Context;
+use kv::{AnyBackend, CacheSpec, Calibration, Determinism, KvCache, SpecError};
 
 use crate::args::{GenerateArgs, Paged};
-use crate::bundled;
 use crate::config::ModelConfig;
+use crate::constants;
+use crate::loaded::Loaded;
 use crate::model::Llama;
 use crate::num::{to_u32, to_usize};
 use crate::prompts;
 use crate::sampler::Sampler;
 use crate::scheduler::{Event, Generated, Limits, Request, Scheduler, Stats};
-use crate::text::{Text, tokenizer_path};
+use crate::stored::{Source, Stored, blocks_of};
+use crate::text::Text;
 
 /// What is the same for every run of one command.
 #[derive(Debug)]
@@ -19,6 +22,8 @@ pub(crate) struct Session {
     pub(crate) text: Text,
     pub(crate) backend: AnyBackend,
     pub(crate) prompts: Vec<Prompt>,
+    /// Constants of the stored format, where it was given some.
+    calibration: Option<Calibration>,
 }
 
 #[derive(Debug)]
@@ -61,18 +66,33 @@ const CACHE_BYTES: u64 = 1 << 30;
 impl Session {
     pub(crate) fn open(args: &GenerateArgs) -> anyhow::Result<Self> {
         let texts = prompts::collect(&args.prompt, args.prompts.as_deref())?;
-        let path = bundled::model_or_bundled(args.model.as_deref())?;
-        let backend = args.backend.connect()?;
-        let text = Text::read(&tokenizer_path(&path, args.tokenizer.as_deref())?)?;
-        let model = Llama::read(&path)?;
+        let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), args.backend)?;
+        let Loaded { name: model_name, model, text, backend } = loaded;
         let ModelConfig { vocab, bos, .. } = *model.config();
         let encode = |prompt: String| {
             let ids = text.encode(&prompt, vocab, bos)?;
             Ok(Prompt { text: prompt, ids })
         };
         let prompts = texts.into_iter().map(encode).collect::<anyhow::Result<_>>()?;
-        let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
-        Ok(Self { model_name: name.into_owned(), model, text, backend, prompts })
+        let mut session = Self { model_name, model, text, backend, prompts, calibration: None };
+        session.calibration = session.calibrate(&args.format)?;
+        Ok(session)
+    }
+
+    /// The constants that a format comes with.
+    fn calibrate(&self, stored: &Stored) -> anyhow::Result<Option<Calibration>> {
+        let first = self.prompts.first().map_or(&[][..], |prompt| &prompt.ids);
+        Ok(match &stored.calibration {
+            Some(Source::File(path)) => Some(constants::load(path, &self.model)?),
+            Some(Source::Online) => {
+                let online = constants::online(&self.model, &self.backend, first, stored.sinks());
+                Some(online.context("calib=online")?)
+            }
+            None => {
+                stored.check_scales("calib=FILE or calib=online")?;
+                None
+            }
+        })
     }
 
     /// Sequences that can run at once.
@@ -93,22 +113,19 @@ impl Session {
         let context = self.model.config().context;
         let longest = self.prompts.iter().map(|prompt| to_u32(prompt.ids.len())).max();
         let longest = longest.unwrap_or(0).saturating_add(args.max_new_tokens).min(context);
-        let one = Layout::Paged(Paged { block_size: BLOCK_SIZE, num_blocks: 1 });
-        let block = self.spec(one, args.format)?.memory().bytes_total.max(1);
-        let affordable = CACHE_BYTES.checked_div(block).unwrap_or(0);
+        let few = args.format.few_blocks(self.model.config(), BLOCK_SIZE)?;
+        let slots = CACHE_BYTES.checked_div(few.memory().bytes_per_token.max(1)).unwrap_or(0);
+        let affordable = slots.checked_div(BLOCK_SIZE.into()).unwrap_or(0);
         let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
-        let wanted = context.div_ceil(BLOCK_SIZE).saturating_mul(self.batch(args));
-        let num_blocks = wanted.min(affordable).max(longest.div_ceil(BLOCK_SIZE)).max(1);
+        let wanted = blocks_of(&few, context).saturating_mul(self.batch(args));
+        let num_blocks = wanted.min(affordable).max(blocks_of(&few, longest)).max(1);
         Ok(Layout::Paged(Paged { block_size: BLOCK_SIZE, num_blocks }))
     }
 
-    fn spec(&self, layout: Layout, format: KvFormat) -> Result<CacheSpec, SpecError> {
+    fn spec(&self, layout: Layout, stored: &Stored) -> Result<CacheSpec, SpecError> {
         let config = self.model.config();
-        let builder = CacheSpec::builder()
-            .layers(config.layers)
-            .kv_heads(config.kv_heads)
-            .head_dim(config.head_dim)
-            .format(format)
+        let builder = stored
+            .cache(config)
             .max_seq_len(config.context)
             // What a sequence says must not depend on its neighbours.
             .determinism(Determinism::BatchInvariant);
@@ -134,7 +151,11 @@ impl Session {
         variant: Variant,
         news: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
     ) -> anyhow::Result<(Vec<Generated>, Stats)> {
-        let cache = KvCache::new(self.backend.clone(), self.spec(variant.layout, args.format)?)?;
+        let (backend, spec) = (self.backend.clone(), self.spec(variant.layout, &args.format)?);
+        let cache = match &self.calibration {
+            Some(calibration) => KvCache::with_calibration(backend, spec, calibration.clone())?,
+            None => KvCache::new(backend, spec)?,
+        };
         let limits = Limits {
             max_batch: to_usize(args.max_batch),
             max_step_tokens: to_usize(args.max_step_tokens),

@@ -9,6 +9,7 @@ use std::path::Path;
 use anyhow::{Context, bail};
 use candle_core::safetensors::{Load, SliceSafetensors};
 use candle_core::{DType, Device, Tensor};
+use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
 use crate::num::to_usize;
@@ -67,6 +68,7 @@ impl Weights {
     }
 
     fn read_bytes(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
+        check_length(bytes)?;
         let file = SliceSafetensors::new(bytes)?;
         for (name, view) in file.tensors() {
             let is_float = DType::try_from(view.dtype())
@@ -105,5 +107,44 @@ impl Weights {
             return Err(WeightError::Shape { name, got: tensor.dims().to_vec(), expected });
         }
         Ok(tensor)
+    }
+}
+
+/// Refuses a file that is not as long as its header says.
+///
+/// safetensors 0.8.0 compares the two with an addition that overflows on a hostile header.
+fn check_length(bytes: &[u8]) -> anyhow::Result<()> {
+    let (prefix, rest) = bytes.split_first_chunk::<8>().context("no header")?;
+    let length = usize::try_from(u64::from_le_bytes(*prefix)).ok();
+    let parts = length.and_then(|length| rest.split_at_checked(length));
+    let (header, data) = parts.context("the header is longer than the file")?;
+    let header: Metadata = serde_json::from_slice(header).context("header")?;
+    let (expected, got) = (header.data_len(), data.len());
+    if expected != got {
+        bail!("the header says {expected} bytes of tensors, the file has {got}");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_overflow_are_refused() {
+        const MOST: u64 = (1 << 61) - 1;
+        let tensor = |i: u64| {
+            let (begin, end) = (MOST * i, MOST * (i + 1));
+            format!(r#""t{i}":{{"dtype":"U8","shape":[{MOST}],"data_offsets":[{begin},{end}]}}"#)
+        };
+        let tensors: Vec<_> = (0..8).map(tensor).collect();
+        let header = format!("{{{}}}", tensors.join(","));
+        let mut file = u64::try_from(header.len()).unwrap().to_le_bytes().to_vec();
+        file.extend(header.bytes());
+        let refused = Weights::default().read_bytes(&file).unwrap_err();
+        assert!(refused.to_string().contains("bytes of tensors, the file has 0"), "{refused}");
+        for cut in 0..file.len() {
+            assert!(Weights::default().read_bytes(file.get(..cut).unwrap()).is_err());
+        }
     }
 }

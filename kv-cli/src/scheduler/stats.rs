@@ -18,6 +18,8 @@ pub(crate) struct Stats {
     decode_tokens: usize,
     decode_seconds: f64,
     pub(crate) preemptions: usize,
+    /// K and V of one token over all layers; sinks take more.
+    pub(crate) bytes_per_token: u64,
     pub(crate) cache_bytes: u64,
     pub(crate) blocks_total: u32,
     /// The most blocks held after any step.

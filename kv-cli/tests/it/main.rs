@@ -6,9 +6,11 @@
     clippy::panic,
     reason = "helpers of tests fail as tests do"
 )]
+mod eval;
 mod golden;
 mod models;
 mod plan;
+mod quantised;
 mod refusals;
 mod support;
 mod variants;

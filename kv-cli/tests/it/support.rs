@@ -50,6 +50,27 @@ pub(crate) fn fails(args: &[&str], code: i32, words: &str) {
     assert!(!stderr.contains("::"), "{args:?}: a backtrace is no message: {stderr}");
 }
 
+/// A text of the tests.
+pub(crate) fn data(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name);
+    path.to_str().expect("UTF-8").to_owned()
+}
+
+/// Runs `kv eval --json` on the text of the tests: one list on one line.
+pub(crate) fn eval(extra: &[&str]) -> Vec<Value> {
+    let text = data("eval.txt");
+    let output = kv(&[&["eval", "--json", "--text", &text], extra].concat());
+    let Output { code, stdout, stderr } = &output;
+    assert_eq!((*code, stderr.as_str()), (0, ""), "{extra:?}");
+    assert_eq!(stdout.lines().count(), 1, "{stdout}");
+    serde_json::from_str::<Value>(stdout).expect("JSON").as_array().expect("a list").clone()
+}
+
+/// A field that is a number.
+pub(crate) fn number(line: &Value, field: &str) -> f64 {
+    line[field].as_f64().unwrap_or_else(|| panic!("{field}: {line}"))
+}
+
 pub(crate) fn tokens(value: &Value) -> Vec<u64> {
     let ids = value.as_array().expect("a list of tokens");
     ids.iter().map(|id| id.as_u64().expect("a token")).collect()

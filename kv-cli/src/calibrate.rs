@@ -1,0 +1,74 @@
+//! `kv calibrate`: the constants of quantised storage as a file.
+use std::fs;
+use std::path::Path;
+
+use anyhow::Context;
+use serde::Serialize;
+
+use crate::args::CalibrateArgs;
+use crate::loaded::Loaded;
+use crate::num::to_usize;
+use crate::{constants, output};
+
+/// The object `--json` prints.
+#[derive(Debug, Serialize)]
+struct Report {
+    file: String,
+    model: String,
+    /// What ties the file to the model.
+    fingerprint: String,
+    /// Tokens that count: those of the text without the sinks.
+    tokens: u32,
+    layers: u16,
+    kv_heads: u32,
+    head_dim: u32,
+    bytes: usize,
+}
+
+pub(crate) fn run(args: &CalibrateArgs) -> anyhow::Result<()> {
+    output::check_writable(&args.output)?;
+    let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), args.backend)?;
+    let mut ids = loaded.read_tokens(&args.text)?;
+    ids.truncate(to_usize(args.tokens));
+    let Loaded { name, model, backend, .. } = &loaded;
+    let calibrators = constants::observe(model, backend, &ids, &[args.sinks])?;
+    let calibrator = calibrators.first().context("one was made for one number of sinks")?;
+    let describe = || args.text.display().to_string();
+    let bytes = constants::file(calibrator, model).with_context(describe)?;
+    write(&args.output, &bytes).with_context(|| args.output.display().to_string())?;
+    let config = model.config();
+    let report = Report {
+        file: args.output.display().to_string(),
+        model: name.clone(),
+        fingerprint: model.fingerprint()?,
+        tokens: calibrator.num_tokens(),
+        layers: config.layers,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        bytes: bytes.len(),
+    };
+    if args.json {
+        return output::json(&report);
+    }
+    output::text(&format!(
+        "{}: constants of {} layers, {} kv heads of {}, from {} tokens of {} read by {name}\n",
+        report.file,
+        report.layers,
+        report.kv_heads,
+        report.head_dim,
+        report.tokens,
+        args.text.display(),
+    ))
+}
+
+/// Whole or not at all: a file that was there stays until the new one is complete.
+fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let mut partial = path.as_os_str().to_owned();
+    partial.push(".partial");
+    let written = fs::write(&partial, bytes).and_then(|()| fs::rename(&partial, path));
+    if written.is_err() {
+        // It may not even be there.
+        let _ = fs::remove_file(&partial);
+    }
+    written
+}

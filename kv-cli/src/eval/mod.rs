@@ -1,0 +1,246 @@
+//! `kv eval`: what stored formats cost in accuracy, each against f32 on the same text.
+//!
+//! All caches read the text side by side, chunk by chunk, so that f32 is computed once and the
+//! logits of one chunk are all that is ever held.
+mod metrics;
+mod plot;
+mod report;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use anyhow::{Context, bail};
+use candle_core::Tensor;
+use kv::{Calibration, KvFormat};
+use rayon::prelude::*;
+
+use crate::args::EvalArgs;
+use crate::constants;
+use crate::loaded::Loaded;
+use crate::num::{to_u32, to_u64, to_usize};
+use crate::output;
+use crate::progress;
+use crate::reader::{self, Reader};
+use crate::stored::Stored;
+use metrics::{Distribution, Score, Summary};
+use report::{Line, Report};
+
+/// Tokens that go through the model at once.
+const CHUNK: usize = 256;
+/// What a window and the number of windows are unless given.
+const WINDOW: u32 = 512;
+const WINDOWS_MAX: usize = 8;
+
+/// A text that is too short for what was asked.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the text has {got} tokens, {needed} are needed: {skipped} skipped, and {windows} windows of \
+     {window}"
+)]
+struct TextTooShort {
+    got: usize,
+    needed: usize,
+    skipped: usize,
+    windows: usize,
+    window: usize,
+}
+
+/// What one measurement is of.
+struct Format {
+    /// As it was asked for.
+    label: String,
+    /// With the options of the whole run.
+    stored: Stored,
+}
+
+/// One format on its way through the text.
+struct Lane<'m> {
+    label: String,
+    reader: Reader<'m>,
+    scores: Vec<Score>,
+}
+
+pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
+    check_plot(args.plot.as_deref())?;
+    let has_calibration = args.calib.is_some() || args.calib_text.is_some();
+    let formats = formats(args, has_calibration)?;
+    let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), args.backend)?;
+    let ids = loaded.read_tokens(&args.text)?;
+    let windows = windows(args, &ids, loaded.model.config().context)?;
+    let constants = calibrate(args, &loaded, &formats)?;
+    let window = windows.first().map_or(0, |window| to_u32(window.len()));
+    let cut = (args.block_size, window);
+    let lanes = lanes(&loaded, formats, &constants.by_sinks, cut)?;
+    let lanes = evaluate(&loaded, lanes, &windows)?;
+    let measured = lanes.into_iter().filter_map(|lane| {
+        let summary = Summary::of(&lane.scores)?;
+        let spec = lane.reader.spec();
+        Some((Line::new(lane.label, spec, &summary), spec.memory().bytes_per_token))
+    });
+    let report = Report {
+        args,
+        loaded: &loaded,
+        windows: &windows,
+        constants: constants.about,
+        lines: measured.collect(),
+    };
+    report.print()?;
+    if let Some(path) = &args.plot {
+        let svg = plot::draw(&report.points())?;
+        std::fs::write(path, svg).with_context(|| path.display().to_string())?;
+    }
+    Ok(())
+}
+
+/// A long measurement must not end at a folder that is not there.
+fn check_plot(path: Option<&Path>) -> anyhow::Result<()> {
+    let Some(path) = path else {
+        return Ok(());
+    };
+    output::check_writable(path)
+}
+
+/// What is measured, each with the sinks and the transform that it was asked for.
+fn formats(args: &EvalArgs, has_calibration: bool) -> anyhow::Result<Vec<Format>> {
+    let mut formats = args.format.clone();
+    if formats.is_empty() {
+        let all = KvFormat::all().filter(|format| *format != KvFormat::F32);
+        let can = all.filter(|format| has_calibration || format.given_scales().is_none());
+        formats = can.map(Stored::plain).collect();
+    }
+    let format = |mut stored: Stored| {
+        let label = stored.to_string();
+        if stored.calibration.is_some() {
+            bail!("{label}: one calibration serves all formats, give --calib or --calib-text");
+        }
+        if !has_calibration {
+            stored.check_scales("--calib-text FILE or --calib FILE")?;
+        }
+        if args.no_transform {
+            stored.transform = stored.transform.or(Some(false));
+        }
+        stored.sinks = stored.sinks.or(args.sinks);
+        Ok(Format { label, stored })
+    };
+    formats.into_iter().map(format).collect()
+}
+
+/// The parts of the text that are read.
+fn windows<'t>(args: &EvalArgs, ids: &'t [u32], context: u32) -> anyhow::Result<Vec<&'t [u32]>> {
+    let window = args.window.unwrap_or(WINDOW.min(context));
+    if window > context {
+        bail!("--window {window}: the model's context is {context}");
+    }
+    let skipped = to_usize(args.skip_tokens);
+    let rest = ids.get(skipped..).unwrap_or_default();
+    let window = to_usize(window);
+    let held = rest.len().checked_div(window).unwrap_or(0);
+    let windows = args.windows.map_or(held.clamp(1, WINDOWS_MAX), to_usize);
+    if windows > held {
+        let needed = windows.saturating_mul(window).saturating_add(skipped);
+        return Err(TextTooShort { got: ids.len(), needed, skipped, windows, window }.into());
+    }
+    Ok(rest.chunks_exact(window.max(1)).take(windows).collect())
+}
+
+/// What the formats are calibrated with.
+struct Constants {
+    /// By the number of sinks: the first tokens count where they are stored as the others are, and
+    /// do not where they stay in 16 bits. A file is what it is.
+    by_sinks: BTreeMap<u32, Calibration>,
+    /// Where they come from.
+    about: String,
+}
+
+fn calibrate(args: &EvalArgs, loaded: &Loaded, formats: &[Format]) -> anyhow::Result<Constants> {
+    let sinks: BTreeSet<_> = formats.iter().map(|format| format.stored.sinks()).collect();
+    if let Some(path) = &args.calib {
+        let calibration = constants::load(path, &loaded.model)?;
+        let by_sinks = sinks.into_iter().map(|sinks| (sinks, calibration.clone())).collect();
+        return Ok(Constants { by_sinks, about: format!("constants from {}", path.display()) });
+    }
+    let Some(path) = &args.calib_text else {
+        return Ok(Constants { by_sinks: BTreeMap::new(), about: "no calibration".to_owned() });
+    };
+    let mut ids = loaded.read_tokens(path)?;
+    ids.truncate(to_usize(args.calib_tokens));
+    let sinks: Vec<_> = sinks.into_iter().collect();
+    let calibrators = constants::observe(&loaded.model, &loaded.backend, &ids, &sinks)?;
+    let finished = calibrators
+        .iter()
+        .map(|calibrator| calibrator.finish().with_context(|| path.display().to_string()));
+    let by_sinks = sinks.into_iter().zip(finished).map(|(sinks, made)| Ok((sinks, made?)));
+    let about = format!("constants from {} tokens of {}", ids.len(), path.display());
+    Ok(Constants { by_sinks: by_sinks.collect::<anyhow::Result<_>>()?, about })
+}
+
+/// A cache for every format.
+fn lanes<'m>(
+    loaded: &'m Loaded,
+    formats: Vec<Format>,
+    calibrations: &BTreeMap<u32, Calibration>,
+    (block_size, window): (u32, u32),
+) -> anyhow::Result<Vec<Lane<'m>>> {
+    let lane = |Format { label, stored }: Format| {
+        let constants = calibrations.get(&stored.sinks());
+        let device = &loaded.backend;
+        let spec = reader::spec(&loaded.model, &stored, block_size, window);
+        let reader = spec
+            .map_err(anyhow::Error::from)
+            .and_then(|spec| Reader::new(&loaded.model, device, spec, constants));
+        let reader = reader.with_context(|| label.clone())?;
+        Ok(Lane { label, reader, scores: Vec::new() })
+    };
+    formats.into_iter().map(lane).collect()
+}
+
+/// Reads all windows with every format and with f32.
+fn evaluate<'m>(
+    loaded: &'m Loaded,
+    mut lanes: Vec<Lane<'m>>,
+    windows: &[&[u32]],
+) -> anyhow::Result<Vec<Lane<'m>>> {
+    let window = windows.first().map_or(0, |window| window.len());
+    let mut plain = Reader::f32(&loaded.model, &loaded.backend, to_u32(window))?;
+    let read = window.saturating_sub(1).saturating_mul(windows.len());
+    let bar = progress::tokens(to_u64(read.saturating_mul(lanes.len().saturating_add(1))));
+    for window in windows {
+        plain.begin()?;
+        for lane in &mut lanes {
+            lane.reader.begin()?;
+        }
+        // The last token has no successor to predict.
+        let next = window.get(1..).unwrap_or_default();
+        for (chunk, next) in window.chunks(CHUNK).zip(next.chunks(CHUNK)) {
+            let chunk = chunk.get(..next.len()).unwrap_or(chunk);
+            let expected = logits(loaded, &mut plain, chunk)?;
+            bar.inc(to_u64(chunk.len()));
+            for lane in &mut lanes {
+                let got = logits(loaded, &mut lane.reader, chunk)?;
+                let scores = compare(&expected, &got, next);
+                lane.scores.extend(scores.with_context(|| lane.label.clone())?);
+                bar.inc(to_u64(chunk.len()));
+            }
+        }
+    }
+    bar.finish_and_clear();
+    Ok(lanes)
+}
+
+/// Logits after every token of a chunk, `[tokens, vocab]`.
+fn logits(loaded: &Loaded, reader: &mut Reader<'_>, chunk: &[u32]) -> anyhow::Result<Vec<f32>> {
+    let hidden: Tensor = reader.read(chunk, &mut |_| Ok(()))?;
+    Ok(loaded.model.logits(&hidden)?.flatten_all()?.to_vec1()?)
+}
+
+/// Scores of one chunk: rows of logits of f32 and of a format, and the tokens that follow.
+fn compare(expected: &[f32], got: &[f32], next: &[u32]) -> anyhow::Result<Vec<Score>> {
+    let vocab = expected.len().checked_div(next.len()).unwrap_or(0).max(1);
+    let rows = expected.par_chunks(vocab).zip(got.par_chunks(vocab)).zip(next.par_iter());
+    let score = |((expected, got), next): ((&[f32], &[f32]), &u32)| {
+        let expected = Distribution::new(expected).context("f32")?;
+        let score = expected.compare(&Distribution::new(got)?, to_usize(*next));
+        score.context("a token is beyond the vocabulary")
+    };
+    rows.map(score).collect()
+}
