@@ -69,7 +69,8 @@ impl Report<'_> {
             lines.first().map_or(f64::NAN, |(line, _)| (line.ppl.ln() - line.delta_nll).exp());
         let plural = if windows.len() == 1 { "" } else { "s" };
         format!(
-            "{} on {}, {} window{plural} of {window} tokens of {} behind {}, blocks of {}, {constants}\n\
+            "{} on {}, {} window{plural} of {window} tokens of {} behind {}, blocks of {}, \
+             {constants}\n\
              f32: perplexity {plain:.4}; divergence from it, nats a token:\n{}",
             loaded.name,
             args.backend,
