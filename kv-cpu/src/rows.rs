@@ -259,7 +259,8 @@ impl<'a> PlaneRows<'a> {
         RowScale::Given(constants.map_or(1.0, |constants| constants.scale))
     }
 
-    /// The mean of kv head `head` that is off the codes of a block, in f16; empty outside the plane.
+    /// The mean of kv head `head` that is off the codes of a block, in f16; empty outside the
+    /// plane.
     pub(crate) fn mean(&self, block: u32, head: u32) -> &'a [u8] {
         let layout = self.view.layout();
         let bytes = offset(KvFormat::F16.row_bytes(layout.head_dim()));

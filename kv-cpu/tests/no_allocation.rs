@@ -9,9 +9,11 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
+use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::{
-    AnyBackend, AttentionOptions, Backend, CacheError, CacheSpec, Determinism, KvCache, KvFormat,
-    QkvFormat, SequenceId, StartOptions, StepInput, TensorView, TensorViewMut,
+    AnyBackend, AttentionOptions, Backend, CacheError, CacheSpec, Determinism, KeyMean, KvCache,
+    KvFormat, QkvFormat, ScaleGroup, Scaling, SequenceId, StartOptions, StepInput, TensorView,
+    TensorViewMut, Transform,
 };
 use kv_cpu::{CpuBackend, CpuOptions};
 
@@ -92,22 +94,47 @@ fn cpu() -> CpuBackend {
     CpuBackend::open(CpuOptions::default().threads(1)).unwrap()
 }
 
-fn allocations(
-    backend: impl Backend,
-    determinism: Determinism,
+/// What a step reads and writes.
+#[derive(Clone, Copy)]
+struct Stored {
     format: KvFormat,
     block_size: u32,
-) -> u64 {
+    sinks: u32,
+    tail: bool,
+    key_mean: KeyMean,
+}
+
+impl Stored {
+    fn plain(format: KvFormat, block_size: u32) -> Self {
+        Self { format, block_size, sinks: 0, tail: false, key_mean: KeyMean::Calibrated }
+    }
+}
+
+/// A mean and scales for every layer, as a calibration would find them.
+fn calibration(format: KvFormat) -> Calibration {
+    let (heads, head_dim) = [HEADS, DIM].map(|n| usize::try_from(n).unwrap()).into();
+    let scales = if format.given_scales() == Some(Scaling::Head) { heads } else { 1 };
+    let v = PlaneCalibration { scales: vec![0.01; scales], ..PlaneCalibration::default() };
+    let k = PlaneCalibration { mean: vec![0.25; heads * head_dim], ..v.clone() };
+    let layer = LayerCalibration { k, v };
+    Calibration::new(vec![layer; usize::from(LAYERS)])
+}
+
+fn allocations(backend: impl Backend, determinism: Determinism, stored: Stored) -> u64 {
     let spec = CacheSpec::builder()
         .layers(LAYERS)
         .kv_heads(HEADS)
         .head_dim(DIM)
-        .format(format)
-        .paged(block_size, 40_000 / block_size)
+        .format(stored.format)
+        .transform(Transform::On)
+        .sinks(stored.sinks)
+        .tail(stored.tail)
+        .key_mean(stored.key_mean)
+        .paged(stored.block_size, 40_000 / stored.block_size)
         .determinism(determinism)
         .build()
         .unwrap();
-    let mut cache = KvCache::new(backend, spec).unwrap();
+    let mut cache = KvCache::with_calibration(backend, spec, calibration(stored.format)).unwrap();
     let prompt = 1040_u32;
     let size = usize::try_from(BATCH * prompt * HEADS * 4 * DIM).unwrap();
     let mut tensors = Tensors {
@@ -146,18 +173,42 @@ fn the_counter_counts() {
 fn decode_steps_allocate_nothing() {
     for format in [KvFormat::F32, KvFormat::F16, KvFormat::Bf16] {
         for block_size in [1, 16] {
-            assert_eq!(allocations(cpu(), Determinism::Fast, format, block_size), 0, "{format}");
+            let stored = Stored::plain(format, block_size);
+            assert_eq!(allocations(cpu(), Determinism::Fast, stored), 0, "{format}");
         }
     }
 }
 
 #[test]
+fn transformed_codes_and_sinks_allocate_nothing() {
+    for format in KvFormat::all().filter(|format| format.is_quantised()) {
+        let stored = Stored { sinks: 4, ..Stored::plain(format, 16) };
+        assert_eq!(allocations(cpu(), Determinism::Fast, stored), 0, "{format}");
+    }
+}
+
+#[test]
+fn tails_and_means_of_blocks_allocate_nothing() {
+    let l4 = Stored::plain(KvFormat::L4(ScaleGroup::Row), 16);
+    for key_mean in [KeyMean::Calibrated, KeyMean::PerBlock] {
+        let stored = Stored { sinks: 4, tail: true, key_mean, ..l4 };
+        assert_eq!(allocations(cpu(), Determinism::Fast, stored), 0, "{key_mean:?}");
+    }
+}
+
+#[test]
 fn decode_steps_over_split_contexts_allocate_nothing() {
-    assert_eq!(allocations(cpu(), Determinism::BatchInvariant, KvFormat::F32, 16), 0);
+    for format in [KvFormat::F32, KvFormat::L4(ScaleGroup::Row)] {
+        let stored = Stored::plain(format, 16);
+        assert_eq!(allocations(cpu(), Determinism::BatchInvariant, stored), 0, "{format}");
+    }
 }
 
 #[test]
 fn erasure_allocates_nothing() {
-    let erased = AnyBackend::new(cpu());
-    assert_eq!(allocations(erased, Determinism::BatchInvariant, KvFormat::Bf16, 16), 0);
+    for format in [KvFormat::Bf16, KvFormat::Int8(Scaling::Row)] {
+        let erased = AnyBackend::new(cpu());
+        let stored = Stored::plain(format, 16);
+        assert_eq!(allocations(erased, Determinism::BatchInvariant, stored), 0, "{format}");
+    }
 }

@@ -43,7 +43,8 @@ fn wide(value: f32) -> f16 {
 
 /// The mean of the rows of a block, added up in the order they come.
 ///
-/// A row with a value that is not finite does not count: its token is broken, the others are not.
+/// A row with a value that is not finite, or that saturated, does not count: its token is broken,
+/// and the others must not become so.
 #[derive(Debug, Clone, Default)]
 pub struct BlockMean {
     sums: Vec<f32>,
@@ -68,7 +69,8 @@ impl BlockMean {
         let Some(rows) = self.rows.checked_add(1) else {
             return;
         };
-        if row.iter().all(|value| value.is_finite()) {
+        // Not `>=`, which a NaN would pass.
+        if row.iter().all(|value| value.abs() < f16::MAX.to_f32()) {
             self.rows = rows;
             for (sum, value) in self.sums.iter_mut().zip(row) {
                 *sum += value;
@@ -123,7 +125,7 @@ mod tests {
         mean.reset(2);
         mean.add(&[1.0, 8.0]);
         mean.add(&[f32::NAN, 1.0]);
-        mean.add(&[f32::INFINITY, 1.0]);
+        mean.add(&[round_wide(f32::INFINITY), 1.0]);
         mean.add(&[3.0, -4.0]);
         assert_eq!(mean.finish(), [2.0, 2.0]);
         mean.reset(1);

@@ -52,7 +52,7 @@ fn scales_come_from_the_caller_or_from_magnitudes() {
     let given = PlaneCalibration { scales: vec![0.5], amax: vec![9.0; 2], ..Default::default() };
     let one = constants(TENSOR, false, &given).unwrap().unwrap();
     assert_eq!(one.values().get(..4), Some([0.5, 0.5, 2.0, 2.0].as_slice()));
-    let measured = PlaneCalibration { amax: vec![448.0, 896.0], ..Default::default() };
+    let measured = PlaneCalibration { amax: vec![224.0, 448.0], ..Default::default() };
     let tensor = constants(TENSOR, false, &measured).unwrap().unwrap();
     let head = constants(HEAD, false, &measured).unwrap().unwrap();
     assert_eq!(tensor.values().get(..2), Some([2.0, 2.0].as_slice()));

@@ -1,5 +1,5 @@
-//! Sixteen lanes in plain Rust, so that the loops of a wide vector are tested on any CPU. Calls stay
-//! calls: inlined, they take longer to compile than all instruction sets together.
+//! Sixteen lanes in plain Rust, so that the loops of a wide vector are tested on any CPU. Calls
+//! stay calls: inlined, they take longer to compile than all instruction sets together.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,

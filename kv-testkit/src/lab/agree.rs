@@ -124,3 +124,85 @@ fn write_limits(head: Option<&HeadConstants<'_>>, written: &[f32], row: &[f32]) 
 fn block_min(dim: usize) -> usize {
     1 << dim.trailing_zeros()
 }
+
+#[cfg(test)]
+mod tests {
+    use kv_core::{BlockOrder, KvFormat, LayerId, Plane, PlaneLayout, PlaneShape, Scaling};
+
+    use super::*;
+    use crate::rng::Rng;
+
+    const DIM: usize = 64;
+
+    /// INT8 with a scale a row.
+    fn stored(transforms: bool) -> Stored {
+        let shape = PlaneShape {
+            num_blocks: 1,
+            block_size: 1,
+            num_kv_heads: 1,
+            head_dim: DIM as u32,
+            order: BlockOrder::Hnd,
+            format: KvFormat::Int8(Scaling::Row),
+        };
+        let layout = PlaneLayout::new(shape).unwrap().with_transform(transforms);
+        Stored::new(LayerId(0), Plane::Key, layout, None).unwrap()
+    }
+
+    /// A row whose scale is 1/64, whose value 5 lies between codes 10 and 11, and value 6 at a
+    /// code.
+    fn written(stored: &Stored) -> Vec<f32> {
+        let mut row: Vec<_> = Rng::new(1).normals(DIM).iter().map(|x| x / 4.0).collect();
+        (row[3], row[5], row[6]) = (127.0 / 64.0, 10.5 / 64.0, -20.0 / 64.0);
+        stored.read(&row)
+    }
+
+    #[test]
+    fn a_value_at_a_threshold_may_fall_to_either_side() {
+        for transforms in [false, true] {
+            let stored = stored(transforms);
+            let rows = written(&stored);
+            let kept = stored.kept(0, &rows);
+            let mut other = kept.clone();
+            assert!((kept[5] - 10.5 / 64.0).abs() == 0.5 / 64.0, "{}", kept[5]);
+            other[5] = 21.0 / 64.0 - kept[5];
+            for row in [&kept, &other] {
+                let adopted = adopted(&stored, 0, &rows, &stored.read(row)).unwrap();
+                assert_eq!(&adopted, row, "transforms: {transforms}");
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_else_may() {
+        for transforms in [false, true] {
+            let stored = stored(transforms);
+            let rows = written(&stored);
+            let kept = stored.kept(0, &rows);
+            // A step beside a code, two steps from a threshold, less than a step, another scale.
+            for (index, steps) in [(6, 1.0), (5, 2.0), (5, -2.0), (6, 0.25), (40, 0.02)] {
+                let mut other = kept.clone();
+                other[index] += steps / 64.0;
+                let refused = adopted(&stored, 0, &rows, &stored.read(&other));
+                assert!(refused.is_err(), "{index}, {steps}, transforms: {transforms}");
+            }
+            let scaled: Vec<_> = kept.iter().map(|x| x * (1.0 + 1.0 / 1024.0)).collect();
+            assert!(adopted(&stored, 0, &rows, &stored.read(&scaled)).is_err());
+            let mut nan = stored.read(&kept);
+            nan[7] = f32::NAN;
+            assert!(adopted(&stored, 0, &rows, &nan).is_err());
+        }
+    }
+
+    #[test]
+    fn reading_may_round_where_it_turns_rows_back() {
+        let [plain, turned] = [false, true].map(stored);
+        let kept = plain.kept(0, &written(&plain));
+        for (stored, allowed) in [(plain, false), (turned, true)] {
+            let mut got = stored.read(&kept);
+            got[9] = f32::from_bits(got[9].to_bits() + 1);
+            assert_eq!(reads(&stored, &kept, &got, DType::F32).is_ok(), allowed);
+            got[9] += 1e-3;
+            assert!(reads(&stored, &kept, &got, DType::F32).is_err());
+        }
+    }
+}

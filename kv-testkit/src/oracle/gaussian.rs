@@ -1,26 +1,27 @@
 //! How near to normal rows the formats must be.
 use kv_core::{KvFormat, ScaleGroup, Scaling};
 
-/// Relative squared error that each format's definition may have on independent normal values,
-/// rows of 128: what others measured of the same codes, or what is asked of ours. Formats that one
-/// scale serves many rows of are here where their values bring exponents of their own.
+/// Relative squared error that each format may have on independent normal values in rows of 128:
+/// that of the host's definition over two million of them, and 2 % for chance and for other
+/// roundings. Given scales are 1. INT8 with a scale for many rows is not here, since its error
+/// depends on the largest of them.
 pub const ERRORS: &[(KvFormat, f64)] = &[
-    (KvFormat::Fp8E4m3(Scaling::Tensor), 7.1e-4),
-    (KvFormat::Fp8E4m3(Scaling::Head), 7.1e-4),
-    (KvFormat::Fp8E4m3(Scaling::Row), 7.1e-4),
-    (KvFormat::Fp8E5m2(Scaling::Tensor), 2.85e-3),
-    (KvFormat::Fp8E5m2(Scaling::Head), 2.85e-3),
-    (KvFormat::Fp8E5m2(Scaling::Row), 2.85e-3),
-    (KvFormat::Int8(Scaling::Row), 4.2e-5),
-    (KvFormat::L6(ScaleGroup::Row), 6.4e-4),
-    (KvFormat::L6(ScaleGroup::Group32), 6.4e-4),
+    (KvFormat::Fp8E4m3(Scaling::Tensor), 7.18e-4),
+    (KvFormat::Fp8E4m3(Scaling::Head), 7.18e-4),
+    (KvFormat::Fp8E4m3(Scaling::Row), 6.74e-4),
+    (KvFormat::Fp8E5m2(Scaling::Tensor), 2.84e-3),
+    (KvFormat::Fp8E5m2(Scaling::Head), 2.84e-3),
+    (KvFormat::Fp8E5m2(Scaling::Row), 2.69e-3),
+    (KvFormat::Int8(Scaling::Row), 4.27e-5),
+    (KvFormat::L6(ScaleGroup::Row), 5.15e-4),
+    (KvFormat::L6(ScaleGroup::Group32), 4.68e-4),
     (KvFormat::L4(ScaleGroup::Row), 8.0e-3),
-    (KvFormat::L4(ScaleGroup::Group32), 6.7e-3),
-    (KvFormat::L3(ScaleGroup::Row), 3.2e-2),
-    (KvFormat::L3(ScaleGroup::Group32), 3.2e-2),
+    (KvFormat::L4(ScaleGroup::Group32), 6.62e-3),
+    (KvFormat::L3(ScaleGroup::Row), 3.35e-2),
+    (KvFormat::L3(ScaleGroup::Group32), 2.88e-2),
     (KvFormat::Q8_0, 2.93e-5),
     (KvFormat::Q4_0, 7.54e-3),
-    (KvFormat::Nvfp4, 9.22e-3),
+    (KvFormat::Nvfp4, 7.71e-3),
 ];
 
 /// Squared error over energy.

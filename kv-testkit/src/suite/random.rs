@@ -1,11 +1,14 @@
 //! Random lives of a cache against the naive model, shrunk to the shortest one that fails.
-use kv_core::{CacheError, CacheSpec, CacheSpecBuilder, GroupId, KvFormat, StepInput};
+use kv_core::{
+    CacheError, CacheSpec, CacheSpecBuilder, Calibration, GroupId, KeyMean, KvFormat, StepInput,
+};
 use proptest::collection::vec;
 use proptest::prelude::{Just, Strategy, any, prop_oneof};
 use proptest::test_runner::{
     Config, RngAlgorithm, TestCaseError, TestCaseResult, TestError, TestRng, TestRunner,
 };
 
+use super::quant::{LARGE_MEANS, constants, quantised};
 use super::{case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::Device;
@@ -21,11 +24,19 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("random/wiped_and_limited", |b| {
             lives(b, &|spec| spec.paged(3, 15).wipe_on_release(true).max_seq_len(17))
         }),
+        case("random/quantised_contiguous", |b| coded(b, &|spec| spec.contiguous(5, 24).sinks(2))),
+        case("random/quantised_paged_5", |b| coded(b, &|spec| spec.paged(5, 15))),
+        case("random/quantised_sinks", |b| coded(b, &|spec| spec.paged(9, 14).sinks(3))),
+        case("random/quantised_tail", |b| {
+            coded(b, &|spec| spec.paged(8, 24).sinks(1).tail(true).key_mean(KeyMean::PerBlock))
+        }),
     ]
 }
 
 /// Lives tried for each geometry.
 const LIVES: u32 = 48;
+/// Lives tried for each pair of quantised formats.
+const LIVES_CODED: u32 = 6;
 /// Replaces the fixed seed, to look further than the suite does.
 const SEED: &str = "KV_CONFORMANCE_SEED";
 
@@ -74,21 +85,38 @@ fn lives<B: Device>(backend: &B, geometry: Geometry<'_>) -> CaseResult {
         let v = KvFormat::PLAIN[(index as usize + 1) % KvFormat::PLAIN.len()];
         for formats in [[*k, *k], [*k, v]] {
             let spec = geometry(small().head_dims(8, 6)).formats(formats[0], formats[1]);
-            search(backend, &spec.build()?).at(format!("{formats:?}"))?;
+            search(backend, &spec.build()?, None, LIVES).at(format!("{formats:?}"))?;
         }
     }
     Ok(Outcome::Holds)
 }
 
+/// Every quantised format as K, another one as V, with constants.
+fn coded<B: Device>(backend: &B, geometry: Geometry<'_>) -> CaseResult {
+    let all: Vec<_> = KvFormat::all().collect();
+    for (index, k) in quantised().enumerate() {
+        let v = all[(5 * index + 1) % all.len()];
+        let spec = geometry(small().head_dims(18, 12)).formats(k, v).build()?;
+        let given = constants(&spec, LARGE_MEANS, index as u64);
+        search(backend, &spec, Some(&given), LIVES_CODED).at(format!("{k} and {v}"))?;
+    }
+    Ok(Outcome::Holds)
+}
+
 /// Runs random lives; a failing one is shortened before it is reported.
-fn search<B: Device>(backend: &B, spec: &CacheSpec) -> Result<(), CaseError> {
+fn search<B: Device>(
+    backend: &B,
+    spec: &CacheSpec,
+    given: Option<&Calibration>,
+    cases: u32,
+) -> Result<(), CaseError> {
     let text = std::env::var(SEED).unwrap_or_default();
     let seed: u64 = text.parse().unwrap_or(20_240_611);
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
     let config = Config {
-        cases: LIVES,
+        cases,
         failure_persistence: None,
         max_shrink_iters: 2000,
         verbose: 0,
@@ -97,7 +125,7 @@ fn search<B: Device>(backend: &B, spec: &CacheSpec) -> Result<(), CaseError> {
     let mut runner = TestRunner::new_with_rng(config, rng);
     let outcome = std::cell::RefCell::new(None);
     let found = runner.run(&vec(operation(), 1..24), |ops| -> TestCaseResult {
-        match live(backend, spec, &ops) {
+        match live(backend, spec, given, &ops) {
             Ok(()) => Ok(()),
             Err(error) if error.unsupported().is_some() => {
                 *outcome.borrow_mut() = Some(error);
@@ -119,8 +147,16 @@ fn search<B: Device>(backend: &B, spec: &CacheSpec) -> Result<(), CaseError> {
     }
 }
 
-fn live<B: Device>(backend: &B, spec: &CacheSpec, ops: &[Op]) -> Result<(), CaseError> {
-    let mut lab = Lab::new(backend, spec.clone(), 1)?;
+fn live<B: Device>(
+    backend: &B,
+    spec: &CacheSpec,
+    given: Option<&Calibration>,
+    ops: &[Op],
+) -> Result<(), CaseError> {
+    let mut lab = match given {
+        None => Lab::new(backend, spec.clone(), 1)?,
+        Some(given) => Lab::calibrated(backend, spec.clone(), given.clone(), 1)?,
+    };
     let mut next = 0;
     for (index, op) in ops.iter().enumerate() {
         apply(&mut lab, op, &mut next).at(format!("operation {index}, {op:?}"))?;

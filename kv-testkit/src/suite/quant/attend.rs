@@ -36,10 +36,9 @@ fn matrix<B: Device>(backend: &B, dim: u32) -> CaseResult {
                 let spec = CacheSpec::builder().layers(1).kv_heads(heads).head_dim(dim);
                 let spec = spec.format(format).block_order(rng.pick(&ORDERS));
                 let spec = if paged { spec.paged(8, 6).sinks(1) } else { spec.contiguous(2, 12) };
-                let how = How { group, finish: How::default().finish, ..How::random(&mut rng) };
+                let how = How { group, ..How::random(&mut rng) };
                 let mut lab = lab(backend, spec, NEUTRAL, 1)?;
-                talk(&mut lab, &How { group, ..how })
-                    .at(format!("{format}, {heads} kv heads, paged: {paged}"))?;
+                talk(&mut lab, &how).at(format!("{format}, {heads} kv heads, paged: {paged}"))?;
             }
         }
     }

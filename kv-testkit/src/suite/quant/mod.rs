@@ -2,6 +2,7 @@
 mod attend;
 mod life;
 mod refusals;
+mod tail;
 mod values;
 
 use kv_core::calibration::{LayerCalibration, PlaneCalibration};
@@ -13,7 +14,7 @@ use crate::lab::{Brings, How, Lab};
 use crate::rng::Rng;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
-    [attend::cases(), values::cases(), life::cases(), refusals::cases()].concat()
+    [attend::cases(), values::cases(), life::cases(), tail::cases(), refusals::cases()].concat()
 }
 
 /// Formats whose rows are codes.

@@ -1,8 +1,8 @@
 //! Constants and geometries that cannot be meant.
 use kv_core::calibration::{LayerCalibration, PlaneCalibration};
 use kv_core::{
-    CacheError, CacheSpec, CacheSpecBuilder, Calibration, CalibrationError, KvCache, KvFormat,
-    LayerId, Plane, ScaleGroup, Scaling, SpecError,
+    CacheError, CacheSpec, CacheSpecBuilder, Calibration, CalibrationError, KeyMean, KvCache,
+    KvFormat, LayerId, Plane, ScaleGroup, Scaling, SpecError,
 };
 
 use crate::case::{Case, CaseError, CaseResult, Outcome, refused};
@@ -15,6 +15,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("quant/refuses_impossible_numbers", numbers),
         case("quant/refuses_another_models_calibration", another),
         case("quant/refuses_blocks_too_small_for_a_sink", too_small),
+        case("quant/refuses_a_tail_that_cannot_be", tails),
     ]
 }
 
@@ -166,5 +167,26 @@ fn too_small<B: Device>(_backend: &B) -> CaseResult {
             refused(format!("{format} in blocks of {few}"), wide.paged(few, 1).build(), conflict)?;
         }
     }
+    Ok(Outcome::Holds)
+}
+
+/// A tail needs blocks that fill up, a pool that holds it, and a mean of a block needs a tail.
+fn tails<B: Device>(_backend: &B) -> CaseResult {
+    let spec = || spec(KvFormat::L4(ScaleGroup::Row));
+    let about = |which: &'static str| {
+        move |error: &CacheError| match error {
+            CacheError::Spec(SpecError::Conflict { what, .. }) => *what == which,
+            _ => false,
+        }
+    };
+    let contiguous = spec().tail(true).contiguous(2, 9).build();
+    refused("a tail of a contiguous cache", contiguous, about("tail"))?;
+    let mean = spec().key_mean(KeyMean::PerBlock).build();
+    refused("a mean of blocks without a tail", mean, about("key_mean"))?;
+    let narrow = spec().tail(true).paged(1, 64).build();
+    refused("a tail in blocks of one slot", narrow, about("sinks"))?;
+    let small = spec().tail(true).paged(8, 2).build();
+    refused("a tail larger than the pool", small, about("tail"))?;
+    spec().tail(true).key_mean(KeyMean::PerBlock).paged(8, 16).build()?;
     Ok(Outcome::Holds)
 }

@@ -158,13 +158,7 @@ impl Recording {
             let q_heads = self.q_heads as u32;
             calibrator.observe(layer as u16, 0, &k, &v, &q, q_heads).map_err(refused)?;
         }
-        let mut layers = calibrator.finish().map_err(refused)?.layers().to_vec();
-        for plane in layers.iter_mut().flat_map(|layer| [&mut layer.k, &mut layer.v]) {
-            // Later tokens may be larger, and given scales would cut them off, which is not what is
-            // measured here. Floats have a bit of range to spare.
-            plane.amax_transformed.iter_mut().for_each(|amax| *amax *= 2.0);
-        }
-        Ok(Calibration::new(layers))
+        calibrator.finish().map_err(refused)
     }
 
     /// Positions of the queries of the second half, and their numbers.

@@ -1,0 +1,208 @@
+//! Rows that wait in 16 bits until their block is full, and the means of blocks.
+use kv_core::{
+    BlockOrder, CacheSpec, CacheSpecBuilder, DType, KeyMean, KvFormat, Plane, QkvFormat,
+    ScaleGroup, Scaling, Transform,
+};
+
+use super::{LARGE_MEANS, NEUTRAL, lab, quantised};
+use crate::case::{At, Case, CaseError, CaseResult, Outcome, same};
+use crate::device::Device;
+use crate::lab::{Brings, Finish, How, Lab, seq, unchanged};
+use crate::rng::Rng;
+use crate::suite::{ORDERS, case};
+
+pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+    vec![
+        case("quant/tail_becomes_codes", grows),
+        case("quant/tail_codes_depend_on_tokens_alone", alone),
+        case("quant/tail_truncated_and_rewritten", truncated),
+        case("quant/tail_forked_at_every_offset", forked),
+        case("quant/tail_rolled_back", rolled_back),
+        case("quant/tail_with_every_option", options),
+        case("quant/tail_with_what_is_no_number", poisoned),
+    ]
+}
+
+const MEANS: [KeyMean; 2] = [KeyMean::Calibrated, KeyMean::PerBlock];
+
+/// Two layers of two heads, a tail, blocks of 9 slots.
+fn spec(format: KvFormat, key_mean: KeyMean, order: BlockOrder) -> CacheSpecBuilder {
+    let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(34, 20).format(format);
+    spec.block_order(order).tail(true).key_mean(key_mean).paged(9, 40)
+}
+
+fn step<B: Device>(lab: &mut Lab<B>, ids: &[(u64, u32)]) -> Result<(), CaseError> {
+    let inputs: Vec<_> = ids.iter().map(|(id, n)| (*id, Brings::Tokens(*n))).collect();
+    lab.step(&inputs, &How::default())?;
+    lab.check().at(format!("after step {ids:?}"))
+}
+
+/// In steps that end before, at and behind the ends of blocks, one of them over several.
+fn grows<B: Device>(backend: &B) -> CaseResult {
+    for format in quantised() {
+        for (key_mean, order) in MEANS.into_iter().zip(ORDERS) {
+            for sinks in [0, 2] {
+                let spec = spec(format, key_mean, order).sinks(sinks);
+                let mut lab = lab(backend, spec, LARGE_MEANS, 1)?;
+                lab.start(1)?;
+                lab.start(2)?;
+                for (a, b) in [(1, 9), (1, 1), (6, 8), (1, 3), (1, 25), (7, 1), (14, 1)] {
+                    step(&mut lab, &[(1, a), (2, b)])
+                        .at(format!("{format}, {key_mean:?}, {sinks} sinks"))?;
+                }
+            }
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// The same tokens in one step, and one by one: the same rows.
+fn alone<B: Device>(backend: &B) -> CaseResult {
+    let mut rng = Rng::new(2);
+    for format in quantised() {
+        for key_mean in MEANS {
+            let spec = spec(format, key_mean, rng.pick(&ORDERS)).sinks(1);
+            let mut lab = lab(backend, spec, NEUTRAL, 2)?;
+            let rows = lab.random_rows(&[24], &How::default()).remove(0);
+            lab.start(1)?;
+            lab.start(2)?;
+            lab.write_only(&[(1, 24)], std::slice::from_ref(&rows), DType::F32)?;
+            let shapes = lab.layers().to_vec();
+            for token in 0..24 {
+                let part = |(layer, rows): (usize, &[Vec<f32>; 2])| {
+                    [0, 1].map(|plane| {
+                        let width = shapes[layer].width(plane);
+                        rows[plane][token * width..][..width].to_vec()
+                    })
+                };
+                let one = rows.iter().enumerate().map(part).collect();
+                lab.write_only(&[(2, 1)], &[one], DType::F32)?;
+            }
+            lab.check().at(format!("{format}, {key_mean:?}"))?;
+            for layer in 0..2 {
+                for plane in [Plane::Key, Plane::Value] {
+                    let both = lab.gather(layer, plane, &[seq(1), seq(2)], QkvFormat::Thd)?;
+                    same(format!("{format}, {plane:?} one by one"), &both[1], &both[0])?;
+                }
+            }
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// To every length, inside codes, at the ends of blocks and inside the tail; then on again.
+fn truncated<B: Device>(backend: &B) -> CaseResult {
+    for format in [
+        KvFormat::L4(ScaleGroup::Row),
+        KvFormat::L3(ScaleGroup::Group32),
+        KvFormat::Int8(Scaling::Row),
+        KvFormat::Fp8E4m3(Scaling::Head),
+        KvFormat::Q8_0,
+    ] {
+        for key_mean in MEANS {
+            for sinks in [0, 3] {
+                let spec = spec(format, key_mean, BlockOrder::Hnd).sinks(sinks);
+                let mut lab = lab(backend, spec, LARGE_MEANS, 3)?;
+                for len in 0..24 {
+                    lab.fill(1, 23)?;
+                    lab.truncate(1, len)?;
+                    lab.check().at(format!("{format}, {key_mean:?}, truncated to {len}"))?;
+                    for more in [1, 4, 9] {
+                        step(&mut lab, &[(1, more)])
+                            .at(format!("{format}, {key_mean:?}, {sinks} sinks, from {len}"))?;
+                    }
+                    lab.release(1)?;
+                }
+            }
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn forked<B: Device>(backend: &B) -> CaseResult {
+    for (format, order) in quantised().zip(ORDERS.into_iter().cycle()) {
+        for key_mean in MEANS {
+            let mut lab = lab(backend, spec(format, key_mean, order).sinks(1), NEUTRAL, 4)?;
+            for len in [1, 2, 6, 7, 9, 10, 13] {
+                let place = || format!("{format}, {key_mean:?}, forked at {len}");
+                lab.fill(1, len)?;
+                lab.fork(1, 2)?;
+                step(&mut lab, &[(2, 1)]).at(place())?;
+                step(&mut lab, &[(1, 3), (2, 8)]).at(place())?;
+                // Codes that both share, cut inside and written on by both.
+                lab.fork(2, 3)?;
+                lab.truncate(3, len / 2 + 1)?;
+                lab.truncate(2, len / 2 + 1)?;
+                step(&mut lab, &[(3, 2), (2, 1)]).at(place())?;
+                [1, 2, 3].into_iter().try_for_each(|id| lab.release(id))?;
+            }
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// A step that fills a block and never happens leaves the tail as it was.
+fn rolled_back<B: Device>(backend: &B) -> CaseResult {
+    let dropped = How { finish: Finish::Drop, ..How::default() };
+    for format in quantised() {
+        for key_mean in MEANS {
+            let spec = spec(format, key_mean, BlockOrder::Nhd).sinks(1);
+            let mut lab = lab(backend, spec, NEUTRAL, 5)?;
+            lab.fill(1, 8)?;
+            lab.fork(1, 2)?;
+            let before = lab.state();
+            for n in [1, 2, 12] {
+                lab.step(&[(1, Brings::Tokens(n)), (2, Brings::Tokens(1))], &dropped)?;
+                unchanged(&mut lab, &before, "a dropped step")
+                    .at(format!("{format}, {key_mean:?}, {n} tokens"))?;
+            }
+            step(&mut lab, &[(2, 2), (1, 12)]).at(format!("{format}, {key_mean:?}"))?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn options<B: Device>(backend: &B) -> CaseResult {
+    let mut rng = Rng::new(6);
+    for format in quantised() {
+        for transform in [Transform::Off, Transform::On] {
+            for key_mean in MEANS {
+                let v = rng.pick(&[format, KvFormat::Bf16, KvFormat::L4(ScaleGroup::Row)]);
+                let spec = spec(format, key_mean, rng.pick(&ORDERS)).formats(format, v);
+                let spec = spec.transform(transform).sinks(rng.pick(&[0, 1, 4, 7]));
+                let spec = spec.paged(rng.pick(&[8, 11, 16]), 30);
+                let mut lab = lab(backend, spec, LARGE_MEANS, 6)?;
+                let how = How { group: 3, ..How::random(&mut rng) };
+                super::talk(&mut lab, &how)
+                    .at(format!("{format} and {v}, {transform:?}, {key_mean:?}"))?;
+            }
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// A broken row does not count in the mean of its block.
+fn poisoned<B: Device>(backend: &B) -> CaseResult {
+    for format in quantised() {
+        for bad in [f32::NAN, f32::INFINITY] {
+            let spec = spec(format, KeyMean::PerBlock, BlockOrder::Hnd).transform(Transform::Off);
+            let mut lab = lab(backend, spec, NEUTRAL, 7)?;
+            let mut rows = lab.random_rows(&[12], &How::default()).remove(0);
+            for planes in &mut rows {
+                planes[0][5 * 68 + 3] = bad;
+                planes[0][11 * 68 + 40] = bad;
+                planes[1][2 * 40] = bad;
+            }
+            lab.start(1)?;
+            lab.write_only(&[(1, 12)], &[rows], DType::F32)?;
+            lab.check().at(format!("{format}, {bad}"))?;
+            // The blocks of the broken rows become codes.
+            let more = lab.random_rows(&[8], &How::default());
+            lab.write_only(&[(1, 8)], &more, DType::F32)?;
+            lab.check().at(format!("{format}, {bad}, full"))?;
+            let how = How { window_left: Some(2), ..How::default() };
+            lab.step(&[(1, Brings::Query(1))], &how).at(format!("{format}, {bad}"))?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
