@@ -51,8 +51,8 @@ pub struct PlaneCalibration {
     /// Given scales (TensorRT-LLM's `kv_quant_orig_scale`): one for the tensor or one a kv head, as
     /// the format asks. They go before those made from `amax`.
     pub scales: Vec<f32>,
-    /// Largest magnitude of every kv head; scales are made from it, with room for twice as much where
-    /// codes are floating point.
+    /// Largest magnitude of every kv head; scales are made from it, with room for twice as much
+    /// where codes are floating point.
     pub amax: Vec<f32>,
     /// The same after the transform.
     pub amax_transformed: Vec<f32>,

@@ -2,12 +2,16 @@
 //! row that was written.
 use kv_core::backend::{Backend, Queue};
 use kv_core::calibration::{PlaneCalibration, PlaneConstants};
-use kv_core::{KvFormat, LayerId, Plane, PlaneLayout, PlaneShape};
+use kv_core::plan::{BatchEntry, GatherArgs, GatherPlan, GatherRange};
+use kv_core::{
+    BlockOrder, DType, Determinism, DeviceErrorKind, KvFormat, LayerId, Plane, PlaneLayout,
+    PlaneShape, QkvFormat, Scaling, TensorViewMut,
+};
 use kv_quant::{block, row, transform};
 
-use super::Random;
-use super::world::Case;
-use crate::{CpuBackend, CpuBuffer};
+use super::world::{Case, Choice, World};
+use super::{Random, backends};
+use crate::{CpuBackend, CpuBuffer, CpuOptions};
 
 /// Layouts of K and V with room for sequences of these lengths and three blocks more.
 pub(super) fn layouts(case: &Case, lens: &[u32]) -> [PlaneLayout; 2] {
@@ -56,7 +60,7 @@ pub(super) fn constants(
     let plane = [Plane::Key, Plane::Value][which];
     let scaling = layout.format().given_scales();
     let scales = match scaling {
-        Some(kv_core::Scaling::Head) => heads,
+        Some(Scaling::Head) => heads,
         Some(_) => 1,
         None => 0,
     };
@@ -111,5 +115,103 @@ pub(super) fn round_trip(
     }
     if let Some(constants) = &transform {
         transform::load(values, constants);
+    }
+}
+
+fn case(format: KvFormat, order: BlockOrder) -> Case {
+    Case {
+        seed: 21,
+        batch: vec![BatchEntry { row: 0, cached: 9, new_tokens: 3, queries: 2 }],
+        kv_heads: 2,
+        group: 4,
+        dims: [80, 40],
+        block_size: 16,
+        order,
+        formats: [format; 2],
+        transforms: [true; 2],
+        sinks: 2,
+        broken: Vec::new(),
+        dtype: DType::F32,
+        qkv: QkvFormat::Thd,
+        padding: [0, 0],
+        blocks_per_segment: 1000,
+        workers: 1,
+        determinism: Determinism::Fast,
+    }
+}
+
+fn gather(backend: &CpuBackend, world: &World, which: usize) -> Vec<f32> {
+    let tokens = world.case.batch[0].cached + world.case.batch[0].new_tokens;
+    let ranges = [GatherRange { row: 0, begin: 0, len: tokens }];
+    let plan = GatherPlan::new(&world.layouts[0], &world.tables, &ranges).unwrap();
+    let dims = [tokens, world.case.kv_heads, world.case.dims[which]];
+    let mut rows = vec![0.0_f32; dims.iter().product::<u32>() as usize];
+    let out = TensorViewMut::host(&mut rows, &dims);
+    let args = GatherArgs::new(&plan, world.plane(which), out, QkvFormat::Thd).unwrap();
+    backend.queue().unwrap().gather(&plan, args).unwrap();
+    rows
+}
+
+/// Every format, transformed and with sinks, in both orders of blocks.
+#[test]
+fn every_format_is_written_attended_and_gathered() {
+    for format in KvFormat::all() {
+        for order in [BlockOrder::Nhd, BlockOrder::Hnd] {
+            for (name, backend) in backends() {
+                let world = World::new(&backend, case(format, order));
+                world.attend(&name, &backend, &Choice::default());
+                for which in [0, 1] {
+                    let rows = gather(&backend, &world, which);
+                    assert_eq!(rows, world.values[which][0], "{name} {format} {order:?}");
+                }
+            }
+        }
+    }
+}
+
+/// A value that is not a number, infinite or huge spoils its own row at most, as the definition
+/// says: a sink's and a code's.
+#[test]
+fn a_broken_row_harms_no_other() {
+    let bits = |x: &f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
+    for format in KvFormat::all() {
+        for value in [f32::NAN, f32::INFINITY, -1e30, 1e6] {
+            for (name, backend) in backends() {
+                let broken = vec![(1, value), (6, value)];
+                let world = World::new(&backend, Case { broken, ..case(format, BlockOrder::Hnd) });
+                for which in [0, 1] {
+                    let rows = gather(&backend, &world, which);
+                    let dim = world.case.dims[which] as usize;
+                    let expected = world.values[which][0].chunks(dim);
+                    for (index, (row, expected)) in rows.chunks(dim).zip(expected).enumerate() {
+                        let same = row.iter().map(bits).eq(expected.iter().map(bits));
+                        assert!(same, "{name} {format} {value} {index}: {row:?} {expected:?}");
+                        let is_broken = [2, 12].contains(&index);
+                        let finite = row.iter().all(|x| x.is_finite());
+                        assert!(is_broken || finite, "{name} {format} {value} {index}: {row:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn too_few_constants_are_refused() {
+    let backend = CpuBackend::open(CpuOptions::default().threads(1)).unwrap();
+    let world = World::new(&backend, case(KvFormat::Int8(Scaling::Head), BlockOrder::Hnd));
+    let needed = PlaneConstants::len_of(2, 80) * 4;
+    let ranges = [GatherRange { row: 0, begin: 0, len: 1 }];
+    let plan = GatherPlan::new(&world.layouts[0], &world.tables, &ranges).unwrap();
+    for (bytes, fits) in [(needed - 4, false), (needed - 1, false), (needed, true)] {
+        let constants = backend.alloc(bytes as u64).unwrap();
+        let plane = world.plane(0).with_constants(&constants);
+        let mut row = vec![0.0_f32; 160];
+        let out = TensorViewMut::host(&mut row, &[1, 2, 80]);
+        let args = GatherArgs::new(&plan, plane, out, QkvFormat::Thd).unwrap();
+        let result = backend.queue().unwrap().gather(&plan, args);
+        assert_eq!(result.is_ok(), fits, "{bytes}");
+        let refused = result.err().map(|error| error.kind());
+        assert_eq!(refused, (!fits).then_some(DeviceErrorKind::Unsupported));
     }
 }

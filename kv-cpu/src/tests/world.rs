@@ -25,6 +25,8 @@ pub(super) struct Case {
     /// Whether K and V are transformed, and tokens kept in 16 bits among codes.
     pub(super) transforms: [bool; 2],
     pub(super) sinks: u32,
+    /// Tokens of every sequence that begin with a value no model makes.
+    pub(super) broken: Vec<(usize, f32)>,
     pub(super) dtype: DType,
     pub(super) qkv: QkvFormat,
     /// Batch entries and tokens of padding.
@@ -175,10 +177,17 @@ impl World {
             }
         }
         let row = |which: usize| (case.kv_heads * case.dims[which]) as usize;
-        let inputs: [Vec<Vec<f32>>; 2] = [0, 1].map(|which| {
+        let mut inputs: [Vec<Vec<f32>>; 2] = [0, 1].map(|which| {
             let mut rows = |len: &u32| random.units(*len as usize * row(which)).into_iter();
             lens.iter().map(|len| rows(len).map(|x| round(case.dtype, x)).collect()).collect()
         });
+        for (token, value) in &case.broken {
+            for (which, sequences) in inputs.iter_mut().enumerate() {
+                for tokens in sequences {
+                    tokens[token * row(which)] = *value;
+                }
+            }
+        }
         let values = [0, 1].map(|which| {
             let mut values = inputs[which].clone();
             for tokens in &mut values {
