@@ -71,7 +71,8 @@ fn line(
     let block = memory.bytes_total.checked_div(group.num_blocks().into()).unwrap_or(0);
     let blocks = u64::from(map.blocks_to_grow(context));
     let sequence_bytes = block.checked_mul(blocks).context("a sequence's bytes overflow")?;
-    let within = stored.cache(config).paged_within(args.block_size, args.memory.0);
+    let bytes = args.memory.0.saturating_sub(memory.bytes_constants);
+    let within = stored.cache(config).paged_within(args.block_size, bytes);
     let (tokens, sequences) = match within.build() {
         Ok(spec) => (spec.memory().tokens, spec.sequences_that_fit(context)),
         // Not one block fits, or not one tail.

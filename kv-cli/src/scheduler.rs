@@ -168,7 +168,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         self.stats.blocks_total = self.cache.usage().blocks_total;
         let memory = self.cache.spec().memory();
         self.stats.bytes_per_token = memory.bytes_per_token;
-        self.stats.cache_bytes = memory.bytes_total;
+        self.stats.cache_bytes = memory.bytes_total.saturating_add(memory.bytes_constants);
         Ok((self.done.into_iter().flatten().collect(), self.stats))
     }
 

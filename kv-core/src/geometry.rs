@@ -3,9 +3,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::block::BlockTables;
+use crate::calibration::PlaneConstants;
 use crate::error::{PlanError, SpecError, UnknownName};
 use crate::format::KvFormat;
-use crate::num::to_usize;
+use crate::num::{to_u64, to_usize};
 use crate::slot_map::{Place, SlotMap};
 
 /// Axes of an incoming q, k or v tensor: batch, sequence, head, dim; `t` is the ragged total.
@@ -252,9 +253,17 @@ impl PlaneLayout {
     pub fn transforms(&self) -> bool {
         self.transforms
     }
-    /// Whether the plane comes with [`PlaneConstants`](crate::calibration::PlaneConstants).
+    /// Whether the plane comes with [`PlaneConstants`].
     pub fn has_constants(&self) -> bool {
         self.transforms || self.format.given_scales().is_some()
+    }
+    /// Bytes of those constants; 0 without.
+    pub fn constants_bytes(&self) -> u64 {
+        if !self.has_constants() {
+            return 0;
+        }
+        let (heads, dim) = (to_usize(self.num_kv_heads), to_usize(self.head_dim));
+        to_u64(PlaneConstants::len_of(heads, dim)).saturating_mul(to_u64(size_of::<f32>()))
     }
     /// Bytes of one row (one token of one kv head).
     pub fn row_bytes(&self) -> u64 {

@@ -7,7 +7,7 @@ use crate::backend::{Backend, Queue};
 use crate::calibration::PlaneConstants;
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::geometry::PlaneLayout;
-use crate::num::{to_u64, to_usize};
+use crate::num::to_u64;
 use view::{Handles, StorageSource};
 pub use view::{PlaneView, StorageView};
 
@@ -140,7 +140,7 @@ impl<Buf> KvStorage<Buf> {
                 continue;
             };
             let bytes: &[u8] = bytemuck::cast_slice(constants.values());
-            if to_u64(bytes.len()) != constants_bytes(layout) {
+            if to_u64(bytes.len()) != layout.constants_bytes() {
                 return Err(DeviceError::new(DeviceErrorKind::OutOfRange, "upload constants"));
             }
             queue.upload(buffer, 0, bytes)?;
@@ -158,7 +158,7 @@ impl<Buf> KvStorage<Buf> {
                 .collect::<Result<Vec<_>, _>>()?;
             let constants = layout
                 .has_constants()
-                .then(|| backend.alloc(constants_bytes(layout)))
+                .then(|| backend.alloc(layout.constants_bytes()))
                 .transpose()?;
             Ok(PlaneBuffers { segments, constants })
         };
@@ -200,11 +200,4 @@ impl<Buf> KvStorage<Buf> {
     pub fn view(&self) -> StorageView<'_, Buf> {
         StorageView(StorageSource::Direct(self))
     }
-}
-
-/// Bytes of the constants of one plane.
-fn constants_bytes(layout: &PlaneLayout) -> u64 {
-    let heads = to_usize(layout.num_kv_heads());
-    let values = PlaneConstants::len_of(heads, to_usize(layout.head_dim()));
-    to_u64(values).saturating_mul(to_u64(size_of::<f32>()))
 }

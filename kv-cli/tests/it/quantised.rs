@@ -113,6 +113,20 @@ fn options_of_a_format_change_what_is_stored() {
 }
 
 #[test]
+fn means_of_blocks_bring_a_format_closer_and_a_tail_is_stored() {
+    let text = data("calibration.txt");
+    let formats = ["l4,mean=block", "l4", "l4,tail=on"];
+    let klds_on = klds(&formats, &["--calib-text", &text, "--block-size", "32"]);
+    assert!(klds_on[0] < klds_on[1] * 0.8, "{klds_on:?}");
+    // Of a text that comes at once, a tail keeps less than a block: codes differ, and little else.
+    assert!(klds_on[2] < klds_on[1] * 1.5, "{klds_on:?}");
+    assert_ne!(klds_on[2].to_bits(), klds_on[1].to_bits());
+    // Means of blocks need no calibration.
+    let formats = ["l4,mean=block", "l4"];
+    assert_ascending(&formats, &klds(&formats, &["--block-size", "32"]));
+}
+
+#[test]
 fn a_plot_has_a_point_for_every_format() {
     let dir = TempDir::new().expect("a directory");
     let path = dir.path().join("plot.svg");
@@ -192,5 +206,7 @@ fn a_report_counts_codes_and_scales() {
     let per_token = 5 * 4 * (10 + 6);
     assert_eq!(report["format"], "int8/l4");
     assert_eq!(report["stats"]["bytes_per_token"], per_token);
-    assert_eq!(report["stats"]["cache_bytes"], per_token * 8 * 50);
+    // K and V of 5 layers, 4 heads: 2 scales and 3 lists of 8, in f32.
+    let constants = 2 * 5 * 4 * (2 + 3 * 8) * 4;
+    assert_eq!(report["stats"]["cache_bytes"], per_token * 8 * 50 + constants);
 }

@@ -131,8 +131,10 @@ pub struct MemoryUsage {
     /// Bytes of K and V of one slot over all layers, scales and means included: of one token but
     /// for those kept in 16 bits, which take several. For layers on demand: of one layer.
     pub bytes_per_token: u64,
-    /// Bytes of all planes.
+    /// Bytes of all planes, without their constants.
     pub bytes_total: u64,
+    /// Bytes of the constants of all planes: scales and transforms, the same for any pool.
+    pub bytes_constants: u64,
     /// Tokens the smallest pool holds as one sequence.
     pub tokens: u64,
 }
@@ -144,6 +146,7 @@ impl CacheSpec {
         self.memory_checked().unwrap_or(MemoryUsage {
             bytes_per_token: 0,
             bytes_total: 0,
+            bytes_constants: 0,
             tokens: 0,
         })
     }
@@ -160,6 +163,7 @@ impl CacheSpec {
 
     fn memory_checked(&self) -> Option<MemoryUsage> {
         let (mut per_token, mut total, mut tokens) = (0_u64, 0_u64, u64::MAX);
+        let mut constants = 0_u64;
         for group in &self.groups {
             let layers = to_u64(group.layers.len().max(1));
             let block =
@@ -167,13 +171,17 @@ impl CacheSpec {
             let block = block.checked_mul(layers)?;
             total = total.checked_add(block.checked_mul(u64::from(group.num_blocks()))?)?;
             per_token = per_token.checked_add(block.checked_div(u64::from(group.block_size()))?)?;
+            let planes = group.layouts.iter().map(PlaneLayout::constants_bytes);
+            let bytes = planes.fold(0, u64::saturating_add).saturating_mul(layers);
+            constants = constants.saturating_add(bytes);
             let map = group.slot_map();
             let blocks = group.num_blocks().saturating_sub(map.tail_blocks_max());
             tokens = tokens.min(u64::from(map.tokens(blocks)));
         }
         // A host allocation is never larger than isize::MAX bytes.
         isize::try_from(total).ok()?;
-        Some(MemoryUsage { bytes_per_token: per_token, bytes_total: total, tokens })
+        let (bytes_per_token, bytes_total, bytes_constants) = (per_token, total, constants);
+        Some(MemoryUsage { bytes_per_token, bytes_total, bytes_constants, tokens })
     }
 }
 

@@ -82,6 +82,8 @@ fn the_spec_accounts_for_sinks() {
     assert_eq!((with.sequences_that_fit(21), spec(0).sequences_that_fit(21)), (33, 50));
     assert_eq!((with.max_seq_len(), spec(0).max_seq_len()), (1588, 1600));
     assert_eq!(with.memory().bytes_total, spec(0).memory().bytes_total);
+    // 2 layers, K and V: 2 heads of 2 scales and 3 lists of 128, in f32.
+    assert_eq!(with.memory().bytes_constants, 2 * 2 * 2 * (2 + 3 * 128) * 4);
     let contiguous = CacheSpec::builder().layers(1).kv_heads(1).head_dim(128).format(L4);
     let contiguous = contiguous.sinks(4).contiguous(3, 50).build().unwrap();
     assert_eq!((contiguous.max_seq_len(), contiguous.sequences_that_fit(50)), (50, 3));
@@ -206,9 +208,13 @@ fn a_tail_needs_blocks() {
 
 /// Tokens of sequences of 1,024 that a pool of `bytes` takes until it is full.
 fn tokens_within(bytes: u64, format: KvFormat, sinks: u32) -> u32 {
-    let spec = CacheSpec::builder().layers(4).kv_heads(8).head_dim(128).format(format);
-    let spec = spec.sinks(sinks).paged_within(16, bytes).build().unwrap();
-    assert!(spec.memory().bytes_total <= bytes);
+    let within = |bytes| {
+        let spec = CacheSpec::builder().layers(4).kv_heads(8).head_dim(128).format(format);
+        spec.sinks(sinks).paged_within(16, bytes).build().unwrap()
+    };
+    // Constants are the same for any pool.
+    let spec = within(bytes - within(bytes).memory().bytes_constants);
+    assert!(spec.memory().bytes_total + spec.memory().bytes_constants <= bytes);
     let mut cache = KvCache::new(NullBackend::new(), spec).unwrap();
     let mut fits = |id| cache.start(SequenceId(id), &[], StartOptions::default().reserve(1024));
     let full = (0..).map_while(|id| fits(id).ok()).count();
