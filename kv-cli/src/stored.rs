@@ -11,8 +11,9 @@ use kv::{
 use crate::config::ModelConfig;
 use crate::num::to_f64;
 
-/// Blocks that hold a tail: a row in 16 bits takes at most six rows of any format, and a block
-/// holds at least half of the rows that its slots divided by those would be.
+/// Blocks that hold a tail, whatever their size: a row in 16 bits takes six slots at most, so a
+/// block of `n` slots holds `n / 6` of them, and eleven blocks of eleven slots are the most one
+/// tail takes.
 const TAIL_FITS: u32 = 16;
 
 /// Sinks of a format whose rows are transformed.

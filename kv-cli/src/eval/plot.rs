@@ -5,10 +5,11 @@ use plotters::prelude::{
     BLACK, BLUE, Cartesian2d, ChartBuilder, ChartContext, Circle, Color, IntoDrawingArea, IntoFont,
     IntoLogRange, LogCoord, PathElement, SVGBackend, TextStyle, WHITE,
 };
+use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 const SIZE: (u32, u32) = (960, 640);
 /// Of a label's letters, in pixels; SVG leaves the font to the viewer, so this is an estimate.
-const LETTER: (i32, i32) = (6, 13);
+const LETTER: (i32, i32) = (7, 13);
 /// From a point to its label, in pixels.
 const GAP: i32 = 8;
 
@@ -63,7 +64,14 @@ fn draw_points(
     let font = TextStyle::from(("sans-serif", 13).into_font()).color(&BLACK);
     for ((label, place), point) in labels.iter().zip(place(&labels, &pixels)).zip(&pixels) {
         let inside = |(x, y): (i32, i32)| (x.saturating_sub(left), y.saturating_sub(top));
-        area.draw_text(label, &font, inside((place.x, place.y)))?;
+        // The estimate of the width must not show on the side of the point.
+        let (x, side) = if place.x < point.0 {
+            (place.x.saturating_add(place.width), HPos::Right)
+        } else {
+            (place.x, HPos::Left)
+        };
+        let font = font.pos(Pos::new(side, VPos::Top));
+        area.draw_text(label, &font, inside((x, place.y)))?;
         if place.is_far {
             let line = [inside(*point), inside(place.near(*point))];
             area.draw(&PathElement::new(line, BLACK.mix(0.4)))?;

@@ -70,7 +70,8 @@ impl Report<'_> {
         let plural = if windows.len() == 1 { "" } else { "s" };
         format!(
             "{} on {}, {} window{plural} of {window} tokens of {} behind {}, blocks of {}, \
-             {constants}\nf32: perplexity {plain:.4}; divergence from it, nats a token:\n{}",
+             {constants}\n\
+             f32: perplexity {plain:.4}; divergence from it, nats a token:\n{}",
             loaded.name,
             args.backend,
             windows.len(),
