@@ -9,7 +9,7 @@
 )]
 use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Stored, whole};
-use super::tile::{HALF, Rests, check_rows, factors, fetch, multiply, rests};
+use super::tile::{HALF, NO_RESTS, Rests, check_rows, decode_rests, factors, fetch, multiply};
 use super::{ROWS, Scores, TILE};
 use crate::encoding::RowLayout;
 
@@ -24,7 +24,8 @@ pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
             && args.out.len() >= args.rows * TILE,
         "query and score rows lie inside their slices"
     );
-    let rests = rests::<S, E>(s, args.k, args.range, args.layout);
+    let mut rests = NO_RESTS;
+    decode_rests::<S, E>(s, args.k, args.range, args.layout, &mut rests);
     if S::LANES == 1 {
         // Enough for a scalar addition, and far less code.
         match args.rows {

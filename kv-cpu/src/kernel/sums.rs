@@ -9,7 +9,7 @@
 )]
 use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Stored, whole};
-use super::tile::{HALF, check_rows, factors, fetch, multiply, rests};
+use super::tile::{HALF, NO_RESTS, check_rows, decode_rests, factors, fetch, multiply};
 use super::{ROWS, Sums, TILE};
 
 /// Adds `weight * V` of the tokens of a range to `args.rows` output rows.
@@ -52,7 +52,8 @@ pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>) {
     if group == dim {
         return;
     }
-    let rests = rests::<S, E>(s, args.v, args.range, args.layout);
+    let mut rests = NO_RESTS;
+    decode_rests::<S, E>(s, args.v, args.range, args.layout, &mut rests);
     let (begin, end) = args.range;
     for token in begin..end {
         let mut d = group;

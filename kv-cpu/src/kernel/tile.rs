@@ -102,19 +102,21 @@ pub(super) fn multiply<S: Simd>(s: S, from: *const f32, factors: &[f32; TILE], t
     }
 }
 
-/// Rests of the rows of a tile.
+/// Rests of the rows of a tile. Most rows have none, and four kilobytes are not cleared for them.
 pub(super) type Rests = [MaybeUninit<Rest>; TILE];
+/// None decoded yet.
+pub(super) const NO_RESTS: Rests = [const { MaybeUninit::uninit() }; TILE];
 
-/// The values of the tokens of a range that fill no vector, decoded once for all query rows;
-/// written where a row has any.
+/// Decodes the values of the tokens of a range that fill no vector, once for all query rows;
+/// writes nothing where rows have none.
 #[inline(always)]
-pub(super) fn rests<S: Simd, E: Stored>(
+pub(super) fn decode_rests<S: Simd, E: Stored>(
     s: S,
     rows: &[&[u8]],
     (begin, end): (usize, usize),
     layout: &RowLayout,
-) -> Rests {
-    let mut rests = [const { MaybeUninit::uninit() }; TILE];
+    rests: &mut Rests,
+) {
     let whole = whole::<S, E>(layout.dim());
     if whole < layout.dim() {
         for (row, rest) in rows[begin..end].iter().zip(&mut rests[begin..end]) {
@@ -122,5 +124,4 @@ pub(super) fn rests<S: Simd, E: Stored>(
             rest.write(unsafe { E::rest(s, row.as_ptr(), layout, whole) });
         }
     }
-    rests
 }
