@@ -132,6 +132,25 @@ impl<B: Device> Lab<B> {
         Ok(lab)
     }
 
+    /// Exchanges the constants, and stores all rows anew. Not for layers with a tail.
+    ///
+    /// # Errors
+    /// The cache's refusal.
+    pub fn recalibrate(&mut self, calibration: Calibration) -> Result<(), CaseError> {
+        let layers = layer_shapes(self.cache.spec(), Some(&calibration))?;
+        self.cache.recalibrate(calibration)?;
+        for id in self.model.sequences() {
+            for (layer, (old, new)) in self.layers.iter().zip(&layers).enumerate() {
+                for (index, (old, new)) in old.stored.iter().zip(&new.stored).enumerate() {
+                    let rows = old.read(&self.model.layer(id, layer)[index]);
+                    self.model.replace(id, (layer, index), 0, &new.kept(0, &rows));
+                }
+            }
+        }
+        self.layers = layers;
+        Ok(())
+    }
+
     /// Shapes of the layers.
     pub fn layers(&self) -> &[LayerShape] {
         &self.layers

@@ -1,7 +1,7 @@
 //! Sharing, taking back and rewriting quantised rows, and how many of them memory holds.
 use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat, ScaleGroup};
 
-use super::{LARGE_MEANS, NEUTRAL, constants, lab, quantised};
+use super::{LARGE_MEANS, Likeness, NEUTRAL, constants, lab, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::Device;
 use crate::lab::{Brings, Finish, How, Lab};
@@ -14,6 +14,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("quant/truncate_and_rewrite", rewrite),
         case("quant/rolled_back", rolled_back),
         case("quant/wiped_blocks", wiped),
+        case("quant/recalibrated", recalibrated),
         case("quant/tokens_in_the_same_bytes", capacity),
     ]
 }
@@ -82,6 +83,27 @@ fn rewrite<B: Device>(backend: &B) -> CaseResult {
                 lab.truncate(1, len + 1)?;
             }
         }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Constants come when sequences live already, share blocks and lie in sinks and codes.
+fn recalibrated<B: Device>(backend: &B) -> CaseResult {
+    const MEASURED: Likeness = Likeness { mean: 0.5, balance: 1.0 };
+    for format in quantised() {
+        let mut lab = lab(backend, small(format).sinks(2).paged(9, 16), NEUTRAL, 5)?;
+        lab.fill(1, 13)?;
+        lab.fork(1, 2)?;
+        step(&mut lab, &[(2, 3)]).at(format!("{format}"))?;
+        let key = lab.cache.encoding_key();
+        let given = constants(lab.cache.spec(), MEASURED, 6);
+        lab.recalibrate(given)?;
+        ensure(
+            key != lab.cache.encoding_key() || lab.layers()[0].stored[0].turned().is_none(),
+            || format!("{format}: other constants, the same key"),
+        )?;
+        lab.check().at(format!("{format}, stored anew"))?;
+        step(&mut lab, &[(1, 4), (2, 1)]).at(format!("{format}, with new constants"))?;
     }
     Ok(Outcome::Holds)
 }
