@@ -18,7 +18,7 @@ pub(crate) struct Growth {
     pub(crate) coded: u32,
     /// First token of the tail before; the length before where there was none.
     pub(crate) tail_begin: u32,
-    /// Blocks of codes and sinks before.
+    /// Blocks of codes and sinks before; says nothing without a tail.
     pub(crate) code_blocks_before: u32,
     /// Blocks of the tail before.
     pub(crate) tail_blocks_before: u32,
@@ -31,7 +31,19 @@ pub(crate) struct Growth {
 impl Growth {
     /// From `cached` tokens, of which the tables say that `coded` are codes, to `kv_len`.
     pub(crate) fn new(map: &SlotMap, coded: u32, cached: u32, kv_len: u32) -> Self {
-        let coded_before = if map.has_tail() { coded.min(cached) } else { cached };
+        if !map.has_tail() {
+            // Every sequence of every step comes by here, and most caches have no tail.
+            return Self {
+                coded_before: cached,
+                coded: kv_len,
+                tail_begin: cached,
+                code_blocks_before: 0,
+                tail_blocks_before: 0,
+                code_blocks: map.blocks(kv_len),
+                tail_blocks: 0,
+            };
+        }
+        let coded_before = coded.min(cached);
         let coded = map.coded_after(coded_before, kv_len);
         Self {
             coded_before,
