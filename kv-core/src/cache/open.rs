@@ -187,6 +187,7 @@ impl<B: Backend> KvCache<B> {
             self.roll_back();
             return flushed;
         }
+        let has_tail = self.groups.iter().any(|group| super::slot_map(group).has_tail());
         for index in 0..self.open.batch.len() {
             let Some(&BatchEntry { row, cached, new_tokens, .. }) = self.open.batch.get(index)
             else {
@@ -196,7 +197,7 @@ impl<B: Backend> KvCache<B> {
             if let Some(sequence) = self.sequences.at_mut(row) {
                 sequence.len = len;
             }
-            if new_tokens > 0 {
+            if has_tail && new_tokens > 0 {
                 self.settle(row, len);
             }
         }

@@ -77,9 +77,11 @@ impl<B: Backend> KvCache<B> {
             .map(|first| first..growth.code_blocks.saturating_add(growth.tail_blocks));
         // What blocks hold of the rows there were, in the places they keep.
         let kept = if growth.seals() { growth.tail_begin } else { cached };
-        for at in codes.into_iter().chain(tail).flatten() {
-            let slots = map.filled(at, kept, growth.coded_before);
-            self.unshare(index, row, to_usize(at), slots, demand);
+        let filled = |at| map.filled(at, kept, growth.coded_before);
+        for range in [codes, tail].into_iter().flatten() {
+            for at in range {
+                self.unshare(index, (row, at), filled, demand);
+            }
         }
     }
 
@@ -102,11 +104,18 @@ impl<B: Backend> KvCache<B> {
         demand.missing == missing
     }
 
-    /// Exchanges a block that others hold too for a copy of its first `slots` slots.
-    fn unshare(&mut self, index: usize, row: u32, at: usize, slots: u32, demand: &mut Demand) {
+    /// Exchanges a block that others hold too for a copy of its `filled` first slots.
+    fn unshare(
+        &mut self,
+        index: usize,
+        (row, entry): (u32, u32),
+        filled: impl Fn(u32) -> u32,
+        demand: &mut Demand,
+    ) {
         let Some(group) = self.groups.get_mut(index) else {
             return;
         };
+        let at = to_usize(entry);
         let held = group.tables.row(row).get(at).copied();
         let Some(old) = held.filter(|block| group.pool.holders(*block) > 1) else {
             return;
@@ -123,6 +132,7 @@ impl<B: Backend> KvCache<B> {
         debug_assert_eq!(replaced, Ok(Some(old)), "the entry was read just before");
         group.pool.release(old);
         self.open.undo.push(Undo::Replaced { group: index, row, index: at, old });
+        let slots = filled(entry);
         if let Some(copies) = self.open.copies.get_mut(index).filter(|_| slots > 0) {
             copies.push(BlockCopy { from: old, to: new, slots });
         }
