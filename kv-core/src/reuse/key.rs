@@ -1,0 +1,169 @@
+//! Names of block contents.
+use std::fmt;
+
+use xxhash_rust::xxh3::{Xxh3Default, xxh3_128, xxh3_128_with_seed};
+
+use crate::num::to_u64;
+
+/// Changes whenever the same tokens get other keys than before.
+const KEY_VERSION: u64 = 1;
+
+/// Tokens that one hash takes with the key before them: 240 bytes, up to which XXH3 is quickest.
+const CHUNK: usize = 56;
+
+/// Keeps the hash of contents apart from that of tokens.
+const CONTENTS_SEED: u64 = 1;
+
+/// The name of one block's content: a hash of everything its K and V depend on.
+///
+/// `key(i) = XXH3-128(key(i-1), tokens of block i)`, repeated for every 56 tokens of a longer
+/// block, and once more with the block's [contents](ContentSpan) if it has any. The root, in the
+/// place of a key before the first block, hashes the version of this scheme, the cache's
+/// [encoding key](crate::KvCache::encoding_key), the salt and the adapter. All numbers are little
+/// endian and no seed comes from outside, so every machine and every release makes the same keys.
+///
+/// XXH3 is not made to withstand an attacker, so a key alone never decides: a hit is confirmed
+/// against the block's own tokens, contents and parent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+#[repr(transparent)]
+pub struct BlockKey(pub u128);
+
+impl fmt::Display for BlockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+/// Where a prompt has content that its token ids do not tell: an image behind placeholder tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each field")]
+pub struct ContentSpan {
+    /// First position.
+    pub begin: u32,
+    /// Tokens it takes.
+    pub len: u32,
+    /// Tells it from any other content: a hash of its bytes, 128 bits or cut to them.
+    pub id: u128,
+}
+
+/// What of one [`ContentSpan`] lies in one block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BlockContent {
+    id: u128,
+    /// First token inside the block, and inside the content; tokens.
+    inside: u32,
+    offset: u32,
+    len: u32,
+}
+
+impl BlockContent {
+    /// Writes the parts of `spans` that lie at positions `begin..end` to `out`, in order.
+    pub fn cut(spans: &[ContentSpan], (begin, end): (u32, u32), out: &mut Vec<Self>) {
+        out.clear();
+        for span in spans {
+            let first = span.begin.max(begin);
+            let last = span.begin.saturating_add(span.len).min(end);
+            if let Some(len) = last.checked_sub(first).filter(|len| *len > 0) {
+                let inside = first.saturating_sub(begin);
+                let offset = first.saturating_sub(span.begin);
+                out.push(Self { id: span.id, inside, offset, len });
+            }
+        }
+    }
+}
+
+impl BlockKey {
+    /// The key before the first block of a prompt.
+    pub fn root(encoding: u128, salt: &[u8], adapter: Option<u64>) -> Self {
+        let mut hash = Xxh3Default::new();
+        hash.update(&KEY_VERSION.to_le_bytes());
+        hash.update(&encoding.to_le_bytes());
+        // Lengths keep neighbouring fields apart.
+        hash.update(&to_u64(salt.len()).to_le_bytes());
+        hash.update(salt);
+        hash.update(&[u8::from(adapter.is_some())]);
+        hash.update(&adapter.unwrap_or(0).to_le_bytes());
+        Self(hash.digest128())
+    }
+
+    /// The key of the block of `tokens` behind the block of this key.
+    #[must_use]
+    pub fn child(self, tokens: &[u32], contents: &[BlockContent]) -> Self {
+        let key = tokens.chunks(CHUNK).fold(self, Self::chunk);
+        if contents.is_empty() { key } else { key.contents(contents) }
+    }
+
+    #[inline]
+    fn chunk(self, tokens: &[u32]) -> Self {
+        let mut bytes = [[0_u8; 4]; CHUNK + 4];
+        let (head, rows) = bytes.split_at_mut(4);
+        head.as_flattened_mut().copy_from_slice(&self.0.to_le_bytes());
+        for (row, token) in rows.iter_mut().zip(tokens) {
+            *row = token.to_le_bytes();
+        }
+        let len = tokens.len().saturating_add(4);
+        Self(xxh3_128(bytes.get(..len).unwrap_or(&bytes).as_flattened()))
+    }
+
+    fn contents(self, contents: &[BlockContent]) -> Self {
+        let mut bytes = self.0.to_le_bytes().to_vec();
+        for content in contents {
+            bytes.extend(content.id.to_le_bytes());
+            for n in [content.inside, content.offset, content.len] {
+                bytes.extend(n.to_le_bytes());
+            }
+        }
+        Self(xxh3_128_with_seed(&bytes, CONTENTS_SEED))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// These keys may be stored and sent between machines: a change needs a new `KEY_VERSION`.
+    #[test]
+    fn keys_are_the_same_for_ever() {
+        let root = BlockKey::root(0, b"", None);
+        let tokens: Vec<u32> = (0..100).collect();
+        assert_eq!(root.to_string(), "3ec4796f2b69ff0f4d20ea442aa7c9d8");
+        assert_eq!(root.child(&tokens[..16], &[]).to_string(), "36912c122595c479cfa146ae07ac9ef0");
+        assert_eq!(root.child(&tokens, &[]).to_string(), "b458debe8103b3f00a12b6dd270d0320");
+    }
+
+    #[test]
+    fn everything_that_matters_changes_the_key() {
+        let span = |begin, id| ContentSpan { begin, len: 6, id };
+        let mut parts = Vec::new();
+        let mut keys = vec![
+            BlockKey::root(0, b"", None),
+            BlockKey::root(1, b"", None),
+            BlockKey::root(0, b"a", None),
+            BlockKey::root(0, b"", Some(0)),
+            BlockKey::root(0, b"", Some(1)),
+        ];
+        let root = keys[0];
+        keys.push(root.child(&[1, 2, 3, 4], &[]));
+        keys.push(keys[1].child(&[1, 2, 3, 4], &[]));
+        keys.push(root.child(&[1, 2, 3, 5], &[]));
+        keys.push(root.child(&[1, 2, 3], &[]));
+        for spans in [[span(0, 1)], [span(0, 2)], [span(2, 1)]] {
+            BlockContent::cut(&spans, (4, 8), &mut parts);
+            keys.push(root.child(&[1, 2, 3, 4], &parts));
+        }
+        keys.sort_unstable();
+        assert!(keys.iter().zip(keys.iter().skip(1)).all(|(a, b)| a != b), "{keys:?}");
+    }
+
+    #[test]
+    fn a_span_is_cut_to_the_block() {
+        let spans = [ContentSpan { begin: 2, len: 7, id: 9 }];
+        let mut parts = Vec::new();
+        BlockContent::cut(&spans, (4, 8), &mut parts);
+        assert_eq!(parts, [BlockContent { id: 9, inside: 0, offset: 2, len: 4 }]);
+        BlockContent::cut(&spans, (8, 12), &mut parts);
+        assert_eq!(parts, [BlockContent { id: 9, inside: 0, offset: 6, len: 1 }]);
+        BlockContent::cut(&spans, (12, 16), &mut parts);
+        assert_eq!(parts, []);
+    }
+}
