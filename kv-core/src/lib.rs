@@ -38,6 +38,7 @@ mod cache;
 pub mod calibration;
 mod element;
 pub mod error;
+pub mod events;
 pub mod eviction;
 mod format;
 pub mod front;

@@ -1,6 +1,8 @@
-//! Blocks: who holds them, and which sequence they belong to.
+//! Blocks: who holds them, what can be reused, and which sequence they belong to.
+mod ledger;
 mod pool;
 mod table;
 
-pub use pool::BlockPool;
+pub use ledger::Ledger;
+pub use pool::{BlockPool, PoolStats, Taken};
 pub use table::BlockTables;

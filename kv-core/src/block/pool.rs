@@ -1,35 +1,115 @@
-//! The free list and the reference counts of one group's blocks.
-use crate::ids::BlockId;
+//! The blocks of one group: who holds them, what can be reused, and which is given up next.
+use crate::block::Ledger;
+use crate::eviction::{BlockInfo, EvictionPolicy, Priority};
+use crate::ids::{BlockId, GroupId};
 use crate::num::{to_u32, to_usize};
+use crate::reuse::{BlockKey, Content, IndexedBlock, Inserted, NamespaceId, PrefixIndex};
 
-/// Hands out blocks and counts who holds them; allocate, retain and release are O(1).
+/// Hands out blocks, counts who holds them and finds those whose content can be reused.
 ///
-/// Invariant: a block is on the free list exactly when its count is zero.
-#[derive(Debug, Clone)]
+/// A block is *held*, *idle* (nobody holds it, its content can be reused) or *empty*. Idle blocks
+/// count as free: one is given up, by the policy's choice, when no empty one is left. Everything is
+/// O(1) but what the policy makes dearer.
+///
+/// Invariants: a block is empty exactly when it is on the free list, has no holder and no content;
+/// the policy knows exactly the blocks with content, and has the idle ones as candidates.
+#[derive(Debug)]
 pub struct BlockPool {
+    group: GroupId,
+    /// Empty blocks; the last to be emptied is the first to go.
     free: Vec<BlockId>,
     counts: Vec<u32>,
+    idle: u32,
+    index: PrefixIndex,
+    policy: Box<dyn EvictionPolicy>,
+    stats: PoolStats,
+}
+
+/// What a pool has done so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct PoolStats {
+    /// Blocks whose content became reusable.
+    pub stored: u64,
+    /// Of these, blocks whose content another block had already.
+    pub duplicates: u64,
+    /// Idle blocks given up for others.
+    pub evictions: u64,
+    /// Blocks that a further sequence took for their content.
+    pub reused: u64,
+}
+
+/// A block handed out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "two facts about one block")]
+pub struct Taken {
+    /// The block, held once.
+    pub block: BlockId,
+    /// Whether it held content until now.
+    pub evicted: bool,
 }
 
 impl BlockPool {
-    /// A pool of `num_blocks` free blocks, handed out in ascending order at first.
-    pub fn new(num_blocks: u32) -> Self {
+    /// A pool of `num_blocks` empty blocks of at most `block_tokens` tokens, handed out in
+    /// ascending order at first. `policy` must be made for as many blocks.
+    pub fn new(
+        group: GroupId,
+        num_blocks: u32,
+        block_tokens: u32,
+        policy: Box<dyn EvictionPolicy>,
+    ) -> Self {
         Self {
+            group,
             free: (0..num_blocks).rev().map(BlockId).collect(),
             counts: vec![0; to_usize(num_blocks)],
+            idle: 0,
+            index: PrefixIndex::new(num_blocks, block_tokens),
+            policy,
+            stats: PoolStats::default(),
         }
     }
 
-    /// Takes a free block, held once; `None` when there is none.
-    pub fn allocate(&mut self) -> Option<BlockId> {
-        let block = self.free.pop()?;
+    /// Takes an empty block or, where there is none, an idle one, held once. `None` when all are
+    /// held.
+    #[inline]
+    pub fn allocate(&mut self, ledger: &mut Ledger) -> Option<Taken> {
+        let (block, evicted) = match self.free.pop() {
+            Some(block) => (block, false),
+            None => (self.evict(ledger)?, true),
+        };
         if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
             *count = 1;
         }
+        Some(Taken { block, evicted })
+    }
+
+    #[inline(never)]
+    fn evict(&mut self, ledger: &mut Ledger) -> Option<BlockId> {
+        if self.idle == 0 {
+            return None;
+        }
+        let named = self.policy.evict().filter(|block| self.is_idle(*block));
+        debug_assert!(named.is_some(), "a policy has every idle block as a candidate");
+        // A policy of the caller's own may be wrong: any idle block will do then.
+        let block = named.or_else(|| {
+            let blocks = (0..to_u32(self.counts.len())).map(BlockId);
+            let block = blocks.into_iter().find(|block| self.is_idle(*block))?;
+            self.policy.dropped(block);
+            Some(block)
+        })?;
+        self.idle = self.idle.saturating_sub(1);
+        self.stats.evictions = self.stats.evictions.saturating_add(1);
+        self.unindex(block, ledger);
         Some(block)
     }
 
-    /// Adds a holder to a block that is held.
+    fn unindex(&mut self, block: BlockId, ledger: &mut Ledger) {
+        if let Some(removed) = self.index.remove(block) {
+            ledger.block_removed(self.group, removed.namespace, removed.gone);
+        }
+    }
+
+    /// Adds a holder to a block that is held, by way of a sequence that holds it.
     ///
     /// # Panics
     /// When nobody holds the block: its content may already be another's.
@@ -41,24 +121,156 @@ impl BlockPool {
         }
     }
 
-    /// Takes a holder away; `true` when it was the last and the block is free again.
+    /// Adds a holder to a block for its content, which [`Self::find`] or
+    /// [`Self::longest_common`] found. No change for a block without content.
+    #[inline]
+    pub fn reuse(&mut self, block: BlockId) {
+        let Some(count) = self.counts.get_mut(to_usize(block.0)) else {
+            return;
+        };
+        if !self.index.contains(block) {
+            return;
+        }
+        if *count == 0 {
+            self.idle = self.idle.saturating_sub(1);
+        }
+        *count = count.saturating_add(1);
+        self.stats.reused = self.stats.reused.saturating_add(1);
+        self.policy.reused(block);
+    }
+
+    /// Takes a holder away; `true` when it was the last and the block is empty again, `false` when
+    /// others hold it or it is idle now.
     ///
     /// # Panics
     /// When nobody holds the block.
+    #[inline]
     pub fn release(&mut self, block: BlockId) -> bool {
         let count = self.counts.get_mut(to_usize(block.0)).filter(|count| **count > 0);
         assert!(count.is_some(), "release of block {block}, which nobody holds");
-        let freed = count.is_some_and(|count| {
+        let is_last = count.is_some_and(|count| {
             *count = count.saturating_sub(1);
             *count == 0
         });
-        if freed {
+        if !is_last {
+            return false;
+        }
+        if self.index.contains(block) {
+            self.idle = self.idle.saturating_add(1);
+            self.policy.idle(block);
+            return false;
+        }
+        self.free.push(block);
+        true
+    }
+
+    /// Makes the content of a held block reusable. `false`, and no change, when nobody holds it, it
+    /// has content already, or its key names other content.
+    pub fn store(
+        &mut self,
+        block: BlockId,
+        content: &Content<'_>,
+        priority: Priority,
+        ledger: &mut Ledger,
+    ) -> bool {
+        let is_partial = content.tokens.len() < self.index.block_tokens();
+        self.store_as(block, content, (priority, is_partial), ledger)
+    }
+
+    /// As [`Self::store`]; `is_partial` says that the block is not full, whatever it holds.
+    pub(crate) fn store_as(
+        &mut self,
+        block: BlockId,
+        content: &Content<'_>,
+        (priority, is_partial): (Priority, bool),
+        ledger: &mut Ledger,
+    ) -> bool {
+        if self.holders(block) == 0 {
+            return false;
+        }
+        let inserted = self.index.insert_as(block, content, priority, is_partial);
+        if inserted == Inserted::Refused {
+            return false;
+        }
+        self.stats.stored = self.stats.stored.saturating_add(1);
+        if inserted == Inserted::Duplicate {
+            self.stats.duplicates = self.stats.duplicates.saturating_add(1);
+        }
+        let (key, index) = (content.key, content.index);
+        let parent = (index > 0).then_some(content.parent);
+        self.policy.stored(block, &BlockInfo { key, parent, index, priority });
+        let is_news = inserted == Inserted::New && !is_partial;
+        ledger.block_stored(self.group, content, priority, is_news);
+        true
+    }
+
+    /// Makes the content of a block unfindable; holders keep it. `true` when nobody holds it: the
+    /// block is empty now.
+    pub fn forget(&mut self, block: BlockId, ledger: &mut Ledger) -> bool {
+        if !self.index.contains(block) {
+            return false;
+        }
+        self.unindex(block, ledger);
+        self.policy.dropped(block);
+        let is_idle = self.holders(block) == 0;
+        if is_idle {
+            self.idle = self.idle.saturating_sub(1);
             self.free.push(block);
         }
-        freed
+        is_idle
+    }
+
+    /// Sets what the owner of a block's content asks for it; no change for a block without content.
+    pub fn set_priority(&mut self, block: BlockId, priority: Priority, ledger: &mut Ledger) {
+        let before = self.index.set_priority(block, priority);
+        if before.is_some_and(|before| before != priority) {
+            self.policy.set_priority(block, priority);
+            if let Some(entry) = self.index.get(block).filter(|entry| !entry.is_partial) {
+                ledger.block_updated(self.group, entry.key, priority);
+            }
+        }
+    }
+
+    /// A request begins: what policies that age count in.
+    pub fn tick(&mut self) {
+        self.policy.tick();
+    }
+
+    /// The block with exactly this content, held or idle.
+    #[inline]
+    pub fn find(&self, content: &Content<'_>) -> Option<BlockId> {
+        self.index.find(content)
+    }
+    /// The block behind `parent` that begins most like `tokens`, and how many tokens agree.
+    pub fn longest_common(
+        &self,
+        parent: BlockKey,
+        namespace: NamespaceId,
+        tokens: &[u32],
+    ) -> Option<(BlockId, u32)> {
+        self.index.longest_common(parent, namespace, tokens)
+    }
+    /// What can be reused.
+    pub fn index(&self) -> &PrefixIndex {
+        &self.index
+    }
+    /// The content of a block.
+    pub fn content(&self, block: BlockId) -> Option<IndexedBlock<'_>> {
+        self.index.get(block)
+    }
+    /// Whether a block's content can be reused.
+    #[inline]
+    pub fn is_stored(&self, block: BlockId) -> bool {
+        self.index.contains(block)
+    }
+    /// Whether nobody holds a block whose content can be reused.
+    #[inline]
+    pub fn is_idle(&self, block: BlockId) -> bool {
+        self.holders(block) == 0 && self.index.contains(block)
     }
 
     /// How many hold `block`; 0 for a free or an unknown one.
+    #[inline]
     pub fn holders(&self, block: BlockId) -> u32 {
         self.counts.get(to_usize(block.0)).copied().unwrap_or(0)
     }
@@ -66,32 +278,65 @@ impl BlockPool {
     pub fn num_blocks(&self) -> u32 {
         to_u32(self.counts.len())
     }
-    /// Blocks nobody holds.
+    /// Blocks nobody holds, empty and idle ones.
+    #[inline]
     pub fn num_free(&self) -> u32 {
+        self.num_empty().saturating_add(self.idle)
+    }
+    /// Blocks without holder and content.
+    #[inline]
+    pub fn num_empty(&self) -> u32 {
         to_u32(self.free.len())
+    }
+    /// Blocks without holder whose content can be reused.
+    #[inline]
+    pub fn num_idle(&self) -> u32 {
+        self.idle
     }
     /// Blocks somebody holds.
     pub fn num_used(&self) -> u32 {
         self.num_blocks().saturating_sub(self.num_free())
+    }
+    /// What the pool has done so far.
+    pub fn stats(&self) -> PoolStats {
+        self.stats
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::eviction::Lru;
+
+    fn pool(num_blocks: u32) -> (BlockPool, Ledger) {
+        let policy = Box::new(Lru::new(num_blocks));
+        (BlockPool::new(GroupId(0), num_blocks, 2, policy), Ledger::new(0, 16))
+    }
+
+    /// Holds a block with the content of the prompt `[token; 2]`.
+    fn stored(pool: &mut BlockPool, ledger: &mut Ledger, token: u32) -> BlockId {
+        let block = pool.allocate(ledger).unwrap().block;
+        let (namespace, parent) = ledger.join(b"", None);
+        let tokens = [token; 2];
+        let key = parent.child(&tokens, &[]);
+        let content = Content { key, parent, namespace, index: 0, tokens: &tokens, contents: &[] };
+        assert!(pool.store(block, &content, Priority::default(), ledger));
+        block
+    }
 
     #[test]
     fn hands_out_each_block_once() {
-        let mut pool = BlockPool::new(3);
-        let taken: Vec<_> = std::iter::from_fn(|| pool.allocate()).collect();
-        assert_eq!(taken, [BlockId(0), BlockId(1), BlockId(2)]);
+        let (mut pool, mut ledger) = pool(3);
+        let taken: Vec<_> = std::iter::from_fn(|| pool.allocate(&mut ledger)).collect();
+        let ids: Vec<_> = taken.iter().map(|taken| taken.block).collect();
+        assert_eq!(ids, [BlockId(0), BlockId(1), BlockId(2)]);
         assert_eq!((pool.num_free(), pool.num_used()), (0, 3));
     }
 
     #[test]
     fn frees_only_after_the_last_holder() {
-        let mut pool = BlockPool::new(1);
-        let block = pool.allocate().unwrap();
+        let (mut pool, mut ledger) = pool(1);
+        let block = pool.allocate(&mut ledger).unwrap().block;
         pool.retain(block);
         assert!(!pool.release(block));
         assert_eq!(pool.holders(block), 1);
@@ -100,10 +345,39 @@ mod tests {
     }
 
     #[test]
+    fn content_stays_until_the_block_is_needed() {
+        let (mut pool, mut ledger) = pool(2);
+        let (a, b) = (stored(&mut pool, &mut ledger, 1), stored(&mut pool, &mut ledger, 2));
+        assert!(!pool.release(a) && !pool.release(b));
+        assert_eq!((pool.num_free(), pool.num_idle(), pool.num_empty()), (2, 2, 0));
+        pool.reuse(a);
+        assert_eq!(pool.allocate(&mut ledger), Some(Taken { block: b, evicted: true }));
+        assert_eq!(pool.allocate(&mut ledger), None);
+        assert!(pool.is_stored(a) && !pool.is_stored(b));
+        assert!(!pool.forget(a, &mut ledger), "somebody holds it");
+        assert!(pool.release(a));
+        assert_eq!(pool.stats().evictions, 1);
+    }
+
+    #[test]
+    fn of_two_blocks_with_the_same_content_one_is_news() {
+        let (mut pool, mut ledger) = pool(2);
+        let (a, b) = (stored(&mut pool, &mut ledger, 1), stored(&mut pool, &mut ledger, 1));
+        assert_eq!((pool.stats().stored, pool.stats().duplicates), (2, 1));
+        assert_eq!(ledger.take_events().len(), 1);
+        let key = pool.content(a).unwrap().key;
+        pool.forget(a, &mut ledger);
+        assert!(pool.index().contains_key(key) && ledger.take_events().is_empty());
+        pool.forget(b, &mut ledger);
+        assert!(!pool.index().contains_key(key) && !pool.index().has_children(key));
+        assert_eq!(ledger.take_events().len(), 1);
+    }
+
+    #[test]
     #[should_panic(expected = "nobody holds")]
     fn refuses_a_double_release() {
-        let mut pool = BlockPool::new(1);
-        let block = pool.allocate().unwrap();
+        let (mut pool, mut ledger) = pool(1);
+        let block = pool.allocate(&mut ledger).unwrap().block;
         pool.release(block);
         pool.release(block);
     }
@@ -111,6 +385,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "nobody holds")]
     fn refuses_to_retain_a_free_block() {
-        BlockPool::new(1).retain(BlockId(0));
+        pool(1).0.retain(BlockId(0));
     }
 }

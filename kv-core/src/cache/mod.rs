@@ -15,7 +15,7 @@ mod tests;
 mod usage;
 
 use crate::backend::{AnyBackend, Backend, Queue};
-use crate::block::{BlockPool, BlockTables};
+use crate::block::{BlockPool, BlockTables, Ledger};
 use crate::calibration::Calibration;
 use crate::error::{BlocksExhausted, CacheError, DeviceError, PlanError};
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
@@ -53,6 +53,7 @@ pub struct KvCache<B: Backend = AnyBackend> {
     spec: CacheSpec,
     constants: constants::Constants,
     groups: Vec<Group<B::Buffer>>,
+    ledger: Ledger,
     sequences: Sequences,
     open: OpenStep,
     /// Buffers of plans outside a step.
@@ -109,10 +110,16 @@ impl<B: Backend> KvCache<B> {
                 storage.allocate_with((&backend, &mut queue), index, constants)?;
             }
             let tables = BlockTables::new(group.num_blocks(), table_width(&spec, group));
-            groups.push(Group { pool: BlockPool::new(group.num_blocks()), tables, storage });
+            let num_blocks = group.num_blocks();
+            let policy = Box::new(crate::eviction::Lru::new(num_blocks));
+            let id = GroupId(u8::try_from(groups.len()).unwrap_or(u8::MAX));
+            let pool = BlockPool::new(id, num_blocks, group.block_size(), policy);
+            groups.push(Group { pool, tables, storage });
         }
         let open = OpenStep::new(groups.len());
+        let ledger = Ledger::new(constants.key(), 0);
         Ok(Self {
+            ledger,
             backend,
             queue,
             spec,
@@ -199,8 +206,8 @@ impl<B: Backend> KvCache<B> {
         }
         for group in &mut self.groups {
             for _ in 0..slot_map(group).blocks_reserved(options.reserve) {
-                let block = group.pool.allocate();
-                push_held(&mut group.tables, row, block);
+                let taken = group.pool.allocate(&mut self.ledger);
+                push_held(&mut group.tables, row, taken.map(|taken| taken.block));
             }
         }
         self.note_peak();

@@ -92,11 +92,11 @@ impl<B: Backend> KvCache<B> {
         };
         let missing = demand.missing;
         for _ in group.tables.row(row).len()..to_usize(blocks) {
-            match group.pool.allocate() {
+            match group.pool.allocate(&mut self.ledger) {
                 None => demand.missing = demand.missing.saturating_add(1),
                 new => {
                     demand.taken = demand.taken.saturating_add(1);
-                    super::push_held(&mut group.tables, row, new);
+                    super::push_held(&mut group.tables, row, new.map(|taken| taken.block));
                     self.open.undo.push(Undo::Pushed { group: index, row });
                 }
             }
@@ -120,7 +120,8 @@ impl<B: Backend> KvCache<B> {
         let Some(old) = held.filter(|block| group.pool.holders(*block) > 1) else {
             return;
         };
-        let Some(new) = group.pool.allocate() else {
+        let new = group.pool.allocate(&mut self.ledger).map(|taken| taken.block);
+        let Some(new) = new else {
             demand.missing = demand.missing.saturating_add(1);
             group.pool.release(old);
             self.open.undo.push(Undo::Released { group: index, block: old });

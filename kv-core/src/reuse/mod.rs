@@ -1,4 +1,9 @@
 //! Prefix reuse: how blocks of K and V are named by the tokens they came from, and found again.
+mod index;
 mod key;
+mod namespace;
 
+pub use index::{Content, IndexedBlock, Inserted, PrefixIndex, Removed};
 pub use key::{BlockContent, BlockKey, ContentSpan};
+pub use namespace::NamespaceId;
+pub(crate) use namespace::Namespaces;

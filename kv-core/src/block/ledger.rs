@@ -1,0 +1,87 @@
+//! What all pools of a cache keep together: events, and who uses which namespace.
+use crate::events::{Event, EventKind, EventLog, StoredBlock, Tier};
+use crate::eviction::Priority;
+use crate::ids::GroupId;
+use crate::reuse::{BlockKey, Content, NamespaceId, Namespaces};
+
+/// Events and namespaces of all pools of a cache.
+#[derive(Debug, Default)]
+pub struct Ledger {
+    events: EventLog,
+    taken: u64,
+    namespaces: Namespaces,
+}
+
+impl Ledger {
+    /// For blocks of a cache with this [encoding key](crate::KvCache::encoding_key), keeping at
+    /// most `events` events.
+    pub fn new(encoding: u128, events: usize) -> Self {
+        let namespaces = Namespaces::new(encoding);
+        Self { events: EventLog::new(events), taken: 0, namespaces }
+    }
+
+    /// Number and root of the namespace of a salt and an adapter, with one user more.
+    pub fn join(&mut self, salt: &[u8], adapter: Option<u64>) -> (NamespaceId, BlockKey) {
+        self.namespaces.join(salt, adapter)
+    }
+    /// Takes a user of a namespace away.
+    pub fn leave(&mut self, id: NamespaceId) {
+        self.namespaces.leave(id);
+    }
+    /// Number and root of the namespace of a salt and an adapter, if anybody uses it.
+    pub fn find_namespace(
+        &self,
+        salt: &[u8],
+        adapter: Option<u64>,
+    ) -> Option<(NamespaceId, BlockKey)> {
+        self.namespaces.find(salt, adapter)
+    }
+
+    /// Hands out the events since the last call.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.events.take(&mut self.taken)
+    }
+    /// Number of the next event.
+    pub fn next_event(&self) -> u64 {
+        self.events.next_id()
+    }
+    /// Notes that nothing can be reused any more.
+    pub fn clear(&mut self) {
+        self.events.push(EventKind::Cleared);
+    }
+
+    pub(super) fn block_stored(
+        &mut self,
+        group: GroupId,
+        content: &Content<'_>,
+        priority: Priority,
+        is_news: bool,
+    ) {
+        self.namespaces.enter(content.namespace);
+        if is_news && self.events.is_on() {
+            self.events.push(EventKind::Stored(StoredBlock {
+                group,
+                key: content.key,
+                parent: content.parent,
+                index: content.index,
+                tokens: content.tokens.into(),
+                tier: Tier::Device,
+                priority,
+            }));
+        }
+    }
+    pub(super) fn block_removed(
+        &mut self,
+        group: GroupId,
+        namespace: NamespaceId,
+        gone: Option<BlockKey>,
+    ) {
+        self.namespaces.leave(namespace);
+        if let Some(key) = gone {
+            self.events.push(EventKind::Removed { group, key });
+        }
+    }
+    pub(super) fn block_updated(&mut self, group: GroupId, key: BlockKey, priority: Priority) {
+        self.events.push(EventKind::Updated { group, key, tier: Tier::Device, priority });
+    }
+}

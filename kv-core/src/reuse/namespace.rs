@@ -1,0 +1,107 @@
+//! Which prompts may share blocks at all.
+use hashbrown::HashMap;
+
+use crate::num::{to_u32, to_usize};
+use crate::reuse::BlockKey;
+
+/// A salt and an adapter, numbered: equal numbers mean equal ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct NamespaceId(pub(crate) u32);
+
+impl NamespaceId {
+    /// Belongs to no prompt.
+    pub(crate) const NONE: Self = Self(u32::MAX);
+}
+
+/// Salt and adapter.
+type Name = (Box<[u8]>, Option<u64>);
+
+#[derive(Debug)]
+struct Namespace {
+    name: Name,
+    root: BlockKey,
+    /// Sequences and blocks that carry the number.
+    users: u64,
+}
+
+/// The namespaces in use. A number is given out again only when nobody carries it any more.
+#[derive(Debug, Default)]
+pub(crate) struct Namespaces {
+    encoding: u128,
+    numbers: HashMap<Name, u32>,
+    spaces: Vec<Option<Namespace>>,
+    unused: Vec<u32>,
+}
+
+impl Namespaces {
+    /// For blocks of a cache with this encoding key.
+    pub(crate) fn new(encoding: u128) -> Self {
+        Self { encoding, ..Self::default() }
+    }
+
+    /// Number and root of a namespace somebody uses.
+    pub(crate) fn find(
+        &self,
+        salt: &[u8],
+        adapter: Option<u64>,
+    ) -> Option<(NamespaceId, BlockKey)> {
+        // A name is made for the lookup; only prompts with a salt pay for it.
+        let number = *self.numbers.get(&(salt.into(), adapter))?;
+        Some((NamespaceId(number), self.root(NamespaceId(number))))
+    }
+
+    /// Adds a user, and the namespace where it is new.
+    pub(crate) fn join(&mut self, salt: &[u8], adapter: Option<u64>) -> (NamespaceId, BlockKey) {
+        let number = match self.find(salt, adapter) {
+            Some((id, _)) => id.0,
+            None => self.add((salt.into(), adapter)),
+        };
+        self.enter(NamespaceId(number));
+        (NamespaceId(number), self.root(NamespaceId(number)))
+    }
+
+    /// Adds a user of a namespace in use.
+    pub(crate) fn enter(&mut self, id: NamespaceId) {
+        if let Some(space) = self.get_mut(id) {
+            space.users = space.users.saturating_add(1);
+        }
+    }
+
+    /// Takes a user away.
+    pub(crate) fn leave(&mut self, id: NamespaceId) {
+        let Some(space) = self.get_mut(id) else {
+            return;
+        };
+        space.users = space.users.saturating_sub(1);
+        let is_unused = space.users == 0;
+        let space = self.spaces.get_mut(to_usize(id.0)).filter(|_| is_unused);
+        if let Some(gone) = space.and_then(Option::take) {
+            self.numbers.remove(&gone.name);
+            self.unused.push(id.0);
+        }
+    }
+
+    /// The key before the first block of a prompt.
+    pub(crate) fn root(&self, id: NamespaceId) -> BlockKey {
+        let space = self.spaces.get(to_usize(id.0)).and_then(Option::as_ref);
+        space.map_or(BlockKey(0), |space| space.root)
+    }
+
+    fn get_mut(&mut self, id: NamespaceId) -> Option<&mut Namespace> {
+        self.spaces.get_mut(to_usize(id.0))?.as_mut()
+    }
+
+    fn add(&mut self, name: Name) -> u32 {
+        let root = BlockKey::root(self.encoding, &name.0, name.1);
+        let number = self.unused.pop().unwrap_or_else(|| {
+            self.spaces.push(None);
+            to_u32(self.spaces.len().saturating_sub(1))
+        });
+        self.numbers.insert(name.clone(), number);
+        if let Some(space) = self.spaces.get_mut(to_usize(number)) {
+            *space = Some(Namespace { name, root, users: 0 });
+        }
+        number
+    }
+}
