@@ -53,7 +53,9 @@ mod storage;
 mod tensor;
 
 pub use backend::{AnyBackend, Backend};
-pub use cache::{KvCache, StartOptions, Step, StepInput, Usage};
+pub use cache::{
+    Admission, BlockDemand, KvCache, Pin, PinId, StartOptions, Stats, Step, StepInput, Usage,
+};
 pub use calibration::{Calibration, CalibrationError};
 pub use element::{DType, Element};
 pub use error::{
@@ -67,7 +69,8 @@ pub use ids::{BlockId, GroupId, LayerId, SequenceId, Slot};
 pub use plan::{AttentionOptions, Determinism, Mask};
 pub use slot_map::{Place, SlotMap};
 pub use spec::{
-    CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, MemoryUsage, Transform,
+    CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, MemoryUsage, PrefixReuse,
+    PublishAt, Transform, Window,
 };
 pub use storage::{KvStorage, Plane, PlaneView, StorageView};
 pub use tensor::{

@@ -141,6 +141,12 @@ impl SlotMap {
         }
     }
 
+    /// Blocks that the first `tokens` tokens fill.
+    #[inline]
+    pub fn full_blocks(&self, tokens: u32) -> u32 {
+        self.slots(tokens).checked_div(self.block_size).unwrap_or(0)
+    }
+
     /// Where token `position` lies once it is a code, or as a sink.
     pub fn place(&self, position: u32) -> Place {
         if position < self.sinks {
@@ -197,8 +203,7 @@ impl SlotMap {
         if !self.tail {
             return len;
         }
-        let full = self.slots(len).checked_div(self.block_size).unwrap_or(0);
-        let full = self.tokens(full).min(len);
+        let full = self.tokens(self.full_blocks(len)).min(len);
         let index = self.place(coded).index;
         let cut = coded > self.tokens(index).max(self.sinks);
         // A block that holds codes already is filled with codes.

@@ -37,6 +37,10 @@ impl Ledger {
         self.namespaces.find(salt, adapter)
     }
 
+    pub(crate) fn namespaces_mut(&mut self) -> &mut Namespaces {
+        &mut self.namespaces
+    }
+
     /// Hands out the events since the last call.
     pub fn take_events(&mut self) -> Vec<Event> {
         self.events.take(&mut self.taken)

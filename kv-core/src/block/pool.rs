@@ -220,6 +220,25 @@ impl BlockPool {
         is_idle
     }
 
+    /// Makes every content unfindable without an event. Returns the blocks that are empty now.
+    pub(crate) fn clear(&mut self, ledger: &mut Ledger) -> Vec<BlockId> {
+        let mut emptied = Vec::new();
+        for block in (0..self.num_blocks()).map(BlockId) {
+            let Some(removed) = self.index.remove(block) else {
+                continue;
+            };
+            ledger.leave(removed.namespace);
+            self.policy.dropped(block);
+            if self.holders(block) == 0 {
+                emptied.push(block);
+            }
+        }
+        self.idle = 0;
+        // The lowest block goes first, as in a new pool.
+        self.free.extend(emptied.iter().rev());
+        emptied
+    }
+
     /// Sets what the owner of a block's content asks for it; no change for a block without content.
     pub fn set_priority(&mut self, block: BlockId, priority: Priority, ledger: &mut Ledger) {
         let before = self.index.set_priority(block, priority);

@@ -19,13 +19,23 @@ pub struct BlockTables {
     entries: Vec<BlockId>,
     lens: Vec<u32>,
     coded: Vec<u32>,
+    /// First entry that is held behind the sinks' blocks, by row: those before fell out of a
+    /// window.
+    live: Vec<u32>,
 }
 
 impl BlockTables {
     /// Tables for a pool of `num_blocks`, with room for `width` blocks a row before rows move.
     pub fn new(num_blocks: u32, width: u32) -> Self {
         let stride = to_usize(width.max(1));
-        Self { num_blocks, stride, entries: Vec::new(), lens: Vec::new(), coded: Vec::new() }
+        Self {
+            num_blocks,
+            stride,
+            entries: Vec::new(),
+            lens: Vec::new(),
+            coded: Vec::new(),
+            live: Vec::new(),
+        }
     }
 
     /// Makes sure that rows `0..rows` exist; new rows are empty.
@@ -33,6 +43,7 @@ impl BlockTables {
         if rows > self.lens.len() {
             self.lens.resize(rows, 0);
             self.coded.resize(rows, 0);
+            self.live.resize(rows, 0);
             self.entries.resize(rows.saturating_mul(self.stride), BlockId(0));
         }
     }
@@ -70,6 +81,18 @@ impl BlockTables {
     pub fn set_coded(&mut self, row: u32, tokens: u32) {
         if let Some(coded) = self.coded.get_mut(to_usize(row)) {
             *coded = tokens;
+        }
+    }
+
+    /// First entry of a row behind its vacant ones: blocks that fell out of a sliding window, whose
+    /// entries mean nothing. The blocks of the group's sink tokens come before them and are held.
+    pub fn live(&self, row: u32) -> u32 {
+        self.live.get(to_usize(row)).copied().unwrap_or(0)
+    }
+    /// Sets the first entry behind the vacant ones; no change for an unknown row.
+    pub fn set_live(&mut self, row: u32, index: u32) {
+        if let Some(live) = self.live.get_mut(to_usize(row)) {
+            *live = index;
         }
     }
 

@@ -2,31 +2,43 @@
 //!
 //! [`KvCache`] owns the life of sequences; [`Step`] is one forward pass over some of them. Every
 //! call checks its arguments before it changes anything, and a step applies whole or not at all.
+mod admission;
 mod constants;
 mod front;
+mod history;
+mod keep;
+mod lookup;
 mod open;
 mod recalibrate;
 mod reserve;
 mod rows;
 mod sequences;
+mod start;
+mod stats;
 mod step;
+mod store;
 #[cfg(test)]
 mod tests;
 mod usage;
 
+use std::ops::Range;
+
 use crate::backend::{AnyBackend, Backend, Queue};
 use crate::block::{BlockPool, BlockTables, Ledger};
 use crate::calibration::Calibration;
-use crate::error::{BlocksExhausted, CacheError, DeviceError, PlanError};
+use crate::error::{CacheError, DeviceError, PlanError};
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
-use crate::num::{to_u64, to_usize};
+use crate::num::to_u64;
 use crate::plan::PlanBuffers;
 use crate::slot_map::SlotMap;
-use crate::spec::{CacheSpec, table_width};
+use crate::spec::{CacheSpec, Window, table_width};
 use crate::storage::KvStorage;
+pub use admission::{Admission, BlockDemand};
+pub use keep::{Pin, PinId};
 use open::OpenStep;
 use sequences::Sequences;
-pub use sequences::StartOptions;
+pub use start::StartOptions;
+pub use stats::Stats;
 pub use step::{Step, StepInput};
 pub use usage::Usage;
 
@@ -53,7 +65,13 @@ pub struct KvCache<B: Backend = AnyBackend> {
     spec: CacheSpec,
     constants: constants::Constants,
     groups: Vec<Group<B::Buffer>>,
+    /// Where the blocks of tokens end, for each of the ways groups have.
+    chains: Vec<SlotMap>,
     ledger: Ledger,
+    /// Buffers of the last lookup.
+    lookup: start::Lookup,
+    pins: keep::Pins,
+    stats: Stats,
     sequences: Sequences,
     open: OpenStep,
     /// Buffers of plans outside a step.
@@ -66,9 +84,22 @@ pub struct KvCache<B: Backend = AnyBackend> {
 /// Pool, tables and planes of one group of layers.
 #[derive(Debug)]
 struct Group<Buf> {
+    id: usize,
     pool: BlockPool,
     tables: BlockTables,
     storage: KvStorage<Buf>,
+    window: Option<Window>,
+    /// Groups whose blocks end at the same tokens share the keys of their blocks: index in
+    /// [`KvCache::chains`].
+    chain: usize,
+}
+
+impl<Buf> Group<Buf> {
+    /// Entries of a row that fell out of the window.
+    fn vacant(&self, row: u32) -> Range<u32> {
+        let live = self.tables.live(row);
+        if live == 0 { 0..0 } else { lookup::sink_blocks(self.window, &slot_map(self))..live }
+    }
 }
 
 impl<B: Backend> KvCache<B> {
@@ -102,6 +133,7 @@ impl<B: Backend> KvCache<B> {
         let constants = constants::Constants::new(&spec, calibration)?;
         let mut queue = backend.queue()?;
         let mut groups = Vec::with_capacity(spec.groups().len());
+        let mut chains = Vec::new();
         for group in spec.groups() {
             let mut storage = KvStorage::new(&backend, *group.layouts())?;
             for (layer, index) in group.layers().iter().zip(0..) {
@@ -114,12 +146,22 @@ impl<B: Backend> KvCache<B> {
             let policy = Box::new(crate::eviction::Lru::new(num_blocks));
             let id = GroupId(u8::try_from(groups.len()).unwrap_or(u8::MAX));
             let pool = BlockPool::new(id, num_blocks, group.block_size(), policy);
-            groups.push(Group { pool, tables, storage });
+            let map = *group.slot_map();
+            let chain = chains.iter().position(|known| *known == map).unwrap_or_else(|| {
+                chains.push(map);
+                chains.len().saturating_sub(1)
+            });
+            let (index, window) = (groups.len(), group.window());
+            groups.push(Group { id: index, pool, tables, storage, window, chain });
         }
         let open = OpenStep::new(groups.len());
-        let ledger = Ledger::new(constants.key(), 0);
+        let ledger = Ledger::new(constants.key(), spec.events());
         Ok(Self {
             ledger,
+            chains,
+            lookup: start::Lookup::default(),
+            pins: keep::Pins::default(),
+            stats: Stats::default(),
             backend,
             queue,
             spec,
@@ -170,79 +212,12 @@ impl<B: Backend> KvCache<B> {
         Ok(group.storage.allocate_with(device, index, constants)?)
     }
 
-    /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step;
-    /// the first step brings the rest.
-    ///
-    /// Prefix reuse is not there yet: the answer is 0.
-    ///
-    /// # Errors
-    /// [`PlanError::SequenceExists`], [`PlanError::TooMany`] sequences,
-    /// [`PlanError::SequenceTooLong`] for the prompt or the reserve, [`CacheError::Exhausted`] for
-    /// the reserve.
-    pub fn start(
-        &mut self,
-        sequence: SequenceId,
-        prompt: &[u32],
-        options: StartOptions,
-    ) -> Result<usize, CacheError> {
-        let asked = to_u64(prompt.len()).max(u64::from(options.reserve));
-        let max = self.spec.max_seq_len();
-        if asked > u64::from(max) {
-            return Err(PlanError::SequenceTooLong { sequence, len: 0, new: asked, max }.into());
-        }
-        self.check_new(sequence)?;
-        for (group, id) in self.groups.iter().zip(0..) {
-            let needed = slot_map(group).blocks_reserved(options.reserve);
-            let free = group.pool.num_free();
-            if needed > free {
-                let group = GroupId(id);
-                return Err(BlocksExhausted { group, needed, free, evictable: 0 }.into());
-            }
-        }
-        self.wipe()?;
-        let row = self.insert(sequence, 0)?;
-        if let Some(state) = self.sequences.at_mut(row) {
-            state.reserved = options.reserve;
-        }
-        for group in &mut self.groups {
-            for _ in 0..slot_map(group).blocks_reserved(options.reserve) {
-                let taken = group.pool.allocate(&mut self.ledger);
-                push_held(&mut group.tables, row, taken.map(|taken| taken.block));
-            }
-        }
-        self.note_peak();
-        Ok(0)
-    }
-
-    /// Begins `child` with everything `parent` has committed. All blocks are shared; the last
-    /// partial one is copied when either writes to it first.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`].
-    pub fn fork(&mut self, parent: SequenceId, child: SequenceId) -> Result<(), CacheError> {
-        let (parent_row, state) = self.sequences.get(parent)?;
-        let len = state.len;
-        self.check_new(child)?;
-        let row = self.insert(child, len)?;
-        for group in &mut self.groups {
-            let coded = group.tables.coded(parent_row);
-            group.tables.set_coded(row, coded);
-            for index in 0..to_usize(slot_map(group).blocks_in(len, coded)) {
-                let block = group.tables.row(parent_row).get(index).copied();
-                if let Some(block) = block {
-                    group.pool.retain(block);
-                }
-                push_held(&mut group.tables, row, block);
-            }
-        }
-        Ok(())
-    }
-
     /// Takes tokens back, so that `sequence` has `len`; blocks beyond go back unless reserved.
     ///
     /// # Errors
-    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`]; a device failure of the
-    /// wipe, after which the truncation stands and the wipe is tried again before any block is
+    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`], [`PlanError::OutOfWindow`]
+    /// when what the next token sees has fallen out of a window; a device failure of the wipe,
+    /// after which the truncation stands and the wipe is tried again before any block is
     /// handed out.
     pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
         let (row, state) = self.sequences.get(sequence)?;
@@ -250,26 +225,84 @@ impl<B: Backend> KvCache<B> {
             let (asked, len) = (len, state.len);
             return Err(PlanError::SequenceTooShort { sequence, len, asked }.into());
         }
-        let reserved = state.reserved;
-        if let Some(state) = self.sequences.at_mut(row) {
-            state.len = len;
+        if len < state.len {
+            let reserved = state.reserved;
+            self.check_in_windows(sequence, row, (len, len))?;
+            if let Some(state) = self.sequences.at_mut(row) {
+                state.len = len;
+            }
+            self.drop_blocks(row, len, reserved);
+            self.unstore_from(row, len);
         }
-        self.drop_blocks(row, len, reserved);
         Ok(self.wipe()?)
     }
 
-    /// Ends a sequence; blocks that nobody else holds are free.
+    /// Takes tokens back whose slots stay with the sequence.
+    fn cut_back(&mut self, row: u32, len: u32) {
+        if self.groups.iter().any(|group| slot_map(group).has_tail()) {
+            let reserved = self.sequences.at_mut(row).map_or(0, |state| state.reserved);
+            self.drop_blocks(row, len, reserved);
+        }
+        if let Some(state) = self.sequences.at_mut(row) {
+            state.len = len;
+        }
+        self.unstore_from(row, len);
+    }
+
+    /// Refuses queries from position `first` on, behind `len` tokens, that would see what fell out
+    /// of a window.
+    fn check_in_windows(
+        &self,
+        sequence: SequenceId,
+        row: u32,
+        (first, len): (u32, u32),
+    ) -> Result<(), PlanError> {
+        for group in &self.groups {
+            let (map, vacant) = (slot_map(group), group.vacant(row));
+            let Some(window) = group.window.filter(|_| !vacant.is_empty()) else {
+                continue;
+            };
+            let seen = lookup::first_live(&map, window, first).max(vacant.start);
+            if seen < vacant.end.min(map.blocks(len)) {
+                let kept = map.tokens(vacant.end);
+                return Err(PlanError::OutOfWindow { sequence, asked: first, kept });
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a sequence; blocks that nobody else holds are free. What they hold can be reused until
+    /// they are needed.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`]; a device failure of the wipe as for [`Self::truncate`].
     pub fn release(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
         let row = self.sequences.row(sequence)?;
-        self.drop_blocks(row, 0, 0);
-        self.sequences.remove(sequence);
+        self.end(sequence, row);
         Ok(self.wipe()?)
     }
 
-    /// Ends every sequence.
+    fn end(&mut self, sequence: SequenceId, row: u32) {
+        self.store_rest(row);
+        self.drop_row(sequence, row);
+    }
+
+    fn drop_row(&mut self, sequence: SequenceId, row: u32) {
+        self.drop_blocks(row, 0, 0);
+        if let Some(history) = self.sequences.history_mut(row) {
+            history.end(&mut self.ledger);
+        }
+        self.sequences.remove(sequence);
+    }
+
+    /// Ends a sequence that began in a step that never happened.
+    fn unstart(&mut self, sequence: SequenceId) {
+        if let Ok(row) = self.sequences.row(sequence) {
+            self.drop_row(sequence, row);
+        }
+    }
+
+    /// Ends every sequence; what they leave behind can be reused.
     ///
     /// # Errors
     /// A device failure of the wipe as for [`Self::truncate`].
@@ -277,8 +310,7 @@ impl<B: Backend> KvCache<B> {
         let ids: Vec<_> = self.sequences.ids().collect();
         for id in ids {
             let row = self.sequences.row(id)?;
-            self.drop_blocks(row, 0, 0);
-            self.sequences.remove(id);
+            self.end(id, row);
         }
         Ok(self.wipe()?)
     }

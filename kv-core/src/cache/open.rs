@@ -5,16 +5,26 @@
 use crate::backend::{Backend, Queue};
 use crate::cache::reserve::Undo;
 use crate::cache::sequences::Sequence;
-use crate::cache::{Group, KvCache, StepInput};
+use crate::cache::{Group, KvCache, StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
-use crate::ids::{GroupId, LayerId};
+use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
 use crate::plan::{
     AttendArgs, AttentionOptions, AttentionPlan, BatchEntry, BlockCopy, CopyArgs, CopyPlan,
     PlanBuffers, PlannedSequence, SplitPolicy, WriteArgs, WritePlan,
 };
+use crate::spec::PublishAt;
 use crate::storage::{Plane, PlaneView};
 use crate::tensor::{TensorView, TensorViewMut};
+
+/// What is known of one batch entry besides its counts.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct OpenEntry {
+    /// Last new tokens that may be taken back.
+    pub(super) drafts: u32,
+    /// Tokens behind the new ones whose slots are taken too.
+    pub(super) lookahead: u32,
+}
 
 /// The open step of a cache, and the buffers all its steps share.
 #[derive(Debug)]
@@ -23,6 +33,8 @@ pub(super) struct OpenStep {
     /// Number of this step, to mark sequences with.
     number: u64,
     pub(super) batch: Vec<BatchEntry>,
+    /// What else is known of the batch, entry by entry.
+    pub(super) entries: Vec<OpenEntry>,
     /// Plans, by group.
     plans: Vec<PlanBuffers>,
     pub(super) positions: Vec<u32>,
@@ -30,6 +42,12 @@ pub(super) struct OpenStep {
     written: Vec<bool>,
     num_written: usize,
     pub(super) undo: Vec<Undo>,
+    /// Blocks that were exchanged for a copy, and that nobody else holds: let go when the step
+    /// ends.
+    pub(super) kept: Vec<(usize, BlockId)>,
+    /// Row, entry and filled slots of blocks that are written though others may reuse them; of one
+    /// group, while its blocks are taken.
+    pub(super) stored_targets: Vec<(u32, u32, u32)>,
     /// Copy-on-write, by group.
     pub(super) copies: Vec<Vec<BlockCopy>>,
 }
@@ -40,6 +58,9 @@ impl OpenStep {
             is_open: false,
             number: 0,
             batch: Vec::new(),
+            entries: Vec::new(),
+            kept: Vec::new(),
+            stored_targets: Vec::new(),
             plans: (0..groups).map(|_| PlanBuffers::default()).collect(),
             positions: Vec::new(),
             written: Vec::new(),
@@ -47,6 +68,10 @@ impl OpenStep {
             undo: Vec::new(),
             copies: (0..groups).map(|_| Vec::new()).collect(),
         }
+    }
+
+    pub(super) fn entry(&self, number: usize) -> OpenEntry {
+        self.entries.get(number).copied().unwrap_or_default()
     }
 
     pub(super) fn is_written(&self, layer: LayerId) -> bool {
@@ -76,22 +101,74 @@ impl<B: Backend> KvCache<B> {
             return Err(PlanError::State { operation: "begin step", problem }.into());
         }
         self.wipe()?;
+        self.open.number = self.open.number.wrapping_add(1).max(1);
+        self.open.batch.clear();
+        self.open.entries.clear();
+        self.open.positions.clear();
         self.read_inputs(inputs)?;
         self.open.is_open = true;
-        let planned =
-            self.reserve().and_then(|()| self.plan_open()).and_then(|()| self.copy_open());
+        let planned = self.take_inputs(inputs, 0);
         if planned.is_err() {
             self.roll_back();
         }
         planned
     }
 
-    /// Checks every input and fills the batch; changes no table.
+    /// Takes one more sequence into the open step, or changes nothing.
+    pub(super) fn add_open(&mut self, input: StepInput<'_>) -> Result<(), CacheError> {
+        self.check_open("add")?;
+        if self.open.num_written > 0 {
+            let problem = "a layer is written already";
+            return Err(PlanError::State { operation: "add", problem }.into());
+        }
+        let first = self.open.batch.len();
+        let (positions, undo) = (self.open.positions.len(), self.open.undo.len());
+        let inputs = [input];
+        let added = self
+            .read_inputs(&inputs)
+            .map_err(CacheError::from)
+            .and_then(|()| self.take_inputs(&inputs, first));
+        if added.is_err() {
+            self.undo_to(undo);
+            self.open.batch.truncate(first);
+            self.open.entries.truncate(first);
+            self.open.positions.truncate(positions);
+            self.sequences.unmark(input.sequence);
+            // What the failed entry left in the plans goes; the others fit as before.
+            self.plan_open()?;
+        }
+        added
+    }
+
+    /// Starts a sequence that goes away with the open step if it is rolled back.
+    pub(super) fn start_open(
+        &mut self,
+        sequence: SequenceId,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+    ) -> Result<usize, CacheError> {
+        self.check_open("start")?;
+        let started = self.start(sequence, prompt, options)?;
+        self.open.undo.push(Undo::Started { sequence });
+        Ok(started)
+    }
+
+    /// Reserves and plans the batch from entry `first` on.
+    fn take_inputs(&mut self, inputs: &[StepInput<'_>], first: usize) -> Result<(), CacheError> {
+        let copied: Vec<usize> =
+            if first == 0 { Vec::new() } else { self.open.copies.iter().map(Vec::len).collect() };
+        self.reserve(first)?;
+        self.wipe()?;
+        self.plan_open()?;
+        self.copy_open(&copied)?;
+        self.note_tokens(inputs, first);
+        Ok(())
+    }
+
+    /// Checks inputs and adds them to the batch; changes no table.
     fn read_inputs(&mut self, inputs: &[StepInput<'_>]) -> Result<(), PlanError> {
         let max = self.spec.max_seq_len();
-        self.open.number = self.open.number.wrapping_add(1).max(1);
-        self.open.batch.clear();
-        self.open.positions.clear();
+        let has_windows = self.groups.iter().any(|group| group.window.is_some());
         for input in inputs {
             let sequence = input.sequence;
             let (row, Sequence { len, .. }) = self.sequences.mark(sequence, self.open.number)?;
@@ -104,11 +181,38 @@ impl<B: Backend> KvCache<B> {
             let queries = u32::try_from(queries).map_err(|_| too_many(queries))?;
             let new_tokens = u32::try_from(new).map_err(|_| too_many(new))?;
             self.open.batch.push(BatchEntry { row, cached: len, new_tokens, queries });
+            self.open.entries.push(input.details());
             // Query i stands at kv_len - queries + i; queries beyond the keys stand at 0.
             let first = len.saturating_add(new_tokens).saturating_sub(queries);
+            if has_windows && queries > new_tokens {
+                self.check_in_windows(sequence, row, (first, len))?;
+            }
             self.open.positions.extend((0..queries).map(|i| first.saturating_add(i)));
         }
         Ok(())
+    }
+
+    /// Notes the ids of the new tokens, and offers the blocks they fill where that is wanted now.
+    fn note_tokens(&mut self, inputs: &[StepInput<'_>], first: usize) {
+        let at_begin = self.spec.publish_at() == PublishAt::Begin;
+        for (input, number) in inputs.iter().zip(first..) {
+            let Some(&BatchEntry { row, cached, new_tokens, .. }) = self.open.batch.get(number)
+            else {
+                continue;
+            };
+            if new_tokens == 0 {
+                continue;
+            }
+            let Some((state, history)) = self.sequences.both_mut(row) else {
+                continue;
+            };
+            history.note(cached, input.ids(), &self.chains);
+            let len = cached.saturating_add(new_tokens);
+            let certain = len.saturating_sub(self.open.entry(number).drafts);
+            if at_begin && certain >= state.store_at {
+                self.store_full(row, (certain, len), true);
+            }
+        }
     }
 
     fn plan_open(&mut self) -> Result<(), CacheError> {
@@ -121,11 +225,13 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    fn copy_open(&mut self) -> Result<(), CacheError> {
-        for (group, copies) in self.groups.iter().zip(&self.open.copies) {
-            if copies.is_empty() {
+    /// Copies blocks, but for the first `done` of each group.
+    fn copy_open(&mut self, done: &[usize]) -> Result<(), CacheError> {
+        let done = done.iter().copied().chain(std::iter::repeat(0));
+        for ((group, copies), done) in self.groups.iter().zip(&self.open.copies).zip(done) {
+            let Some(copies) = copies.get(done..).filter(|copies| !copies.is_empty()) else {
                 continue;
-            }
+            };
             let [layout, _] = group.storage.layouts();
             let plan = CopyPlan::new(layout, copies)?;
             let args = CopyArgs::new(&plan, group.storage.view())?;
@@ -170,17 +276,20 @@ impl<B: Backend> KvCache<B> {
         if open.brings_tokens() && !open.is_written(layer) {
             return Err(PlanError::AttendBeforeWrite { layer }.into());
         }
+        check_window(group, options)?;
         let [layout, _] = group.storage.layouts();
         let plan = plan.attention_plan(layout, &group.tables);
         let args = AttendArgs::new(&plan, q, out, lse, layer_planes, *options)?;
         Ok(queue.attend(&plan, args)?)
     }
 
-    /// Ends the open step; on an error it is rolled back.
-    pub(crate) fn commit_open(&mut self) -> Result<(), CacheError> {
+    /// Ends the open step; on an error it is rolled back. `accepted`: how many new tokens of each
+    /// entry stay, all where there is none.
+    pub(crate) fn commit_open(&mut self, accepted: Option<&[u32]>) -> Result<(), CacheError> {
         self.check_open("commit")?;
         let flushed = self
             .check_all_written()
+            .and_then(|()| self.check_accepted(accepted))
             .map_err(CacheError::from)
             .and_then(|()| Ok(self.queue.flush()?));
         if flushed.is_err() {
@@ -188,22 +297,62 @@ impl<B: Backend> KvCache<B> {
             return flushed;
         }
         let has_tail = self.groups.iter().any(|group| super::slot_map(group).has_tail());
+        let at_commit = self.spec.publish_at() == PublishAt::Commit;
         for index in 0..self.open.batch.len() {
             let Some(&BatchEntry { row, cached, new_tokens, .. }) = self.open.batch.get(index)
             else {
                 continue;
             };
-            let len = cached.saturating_add(new_tokens);
-            if let Some(sequence) = self.sequences.at_mut(row) {
-                sequence.len = len;
+            if new_tokens == 0 {
+                continue;
             }
-            if has_tail && new_tokens > 0 {
+            let len = cached.saturating_add(new_tokens);
+            let certain = len.saturating_sub(self.open.entry(index).drafts);
+            let mut store_at = u32::MAX;
+            if let Some(sequence) = self.sequences.at_mut(row) {
+                (sequence.len, sequence.certain) = (len, certain);
+                store_at = sequence.store_at;
+            }
+            if has_tail {
                 self.settle(row, len);
+            }
+            let stays = accepted.and_then(|accepted| accepted.get(index)).copied();
+            let stays = stays.filter(|n| *n < new_tokens).map(|n| cached.saturating_add(n));
+            let certain = if accepted.is_some() { stays.unwrap_or(len) } else { certain };
+            if at_commit && certain >= store_at {
+                self.store_full(row, (certain, len), false);
+            }
+            if let Some(len) = stays {
+                self.cut_back(row, len);
+            }
+        }
+        while let Some((index, block)) = self.open.kept.pop() {
+            if let Some(group) = self.groups.get_mut(index) {
+                group.pool.release(block);
             }
         }
         self.note_peak();
         self.close();
         Ok(())
+    }
+
+    fn check_accepted(&self, accepted: Option<&[u32]>) -> Result<(), PlanError> {
+        let Some(accepted) = accepted else {
+            return Ok(());
+        };
+        let (expected, got) = (self.open.batch.len(), accepted.len());
+        if expected != got {
+            let what = "numbers of accepted tokens";
+            return Err(PlanError::LengthMismatch { what, expected, got });
+        }
+        let too_many = accepted.iter().zip(&self.open.batch).find(|(n, e)| **n > e.new_tokens);
+        match too_many {
+            None => Ok(()),
+            Some((n, entry)) => {
+                let (got, max) = (u64::from(*n), u64::from(entry.new_tokens));
+                Err(PlanError::TooMany { what: "accepted tokens", got, max })
+            }
+        }
     }
 
     pub(crate) fn is_step_open(&self) -> bool {
@@ -252,10 +401,24 @@ impl<B: Backend> KvCache<B> {
     pub(super) fn close(&mut self) {
         self.open.is_open = false;
         self.open.undo.clear();
+        self.open.kept.clear();
+        self.open.stored_targets.clear();
         self.open.copies.iter_mut().for_each(Vec::clear);
         self.open.written.iter_mut().for_each(|written| *written = false);
         self.open.num_written = 0;
     }
+}
+
+/// Attention must not see more than a group keeps.
+fn check_window<Buf>(group: &Group<Buf>, options: &AttentionOptions<'_>) -> Result<(), PlanError> {
+    let Some(window) = group.window else {
+        return Ok(());
+    };
+    if options.window().is_none_or(|left| left > window.left) {
+        let problem = "is none, or larger than what the group of the layer keeps";
+        return Err(PlanError::Option { option: "window_left", problem });
+    }
+    Ok(())
 }
 
 fn planes<Buf: 'static>(

@@ -27,7 +27,8 @@ impl<B: Backend> KvCache<B> {
     /// This is how a cache calibrates itself: it is made without constants, the first few hundred
     /// tokens of the first sequence are observed on their way in, and from here on the constants
     /// stay. Rows that were codes are rounded a second time; those in 16 bits are not. Afterwards
-    /// [`Self::encoding_key`] is another one.
+    /// [`Self::encoding_key`] is another one, nothing cached before can be reused, and the live
+    /// sequences offer nothing more.
     ///
     /// Takes memory of the device for all live rows in `f32` while it runs.
     ///
@@ -67,6 +68,7 @@ impl<B: Backend> KvCache<B> {
         }
         self.queue.flush()?;
         self.constants = constants;
+        self.restart_reuse();
         Ok(())
     }
 

@@ -15,8 +15,8 @@ impl<B: Backend> KvCache<B> {
     /// `format`; rows past a range become zero.
     ///
     /// # Errors
-    /// [`PlanError`] for an unknown sequence or layer, a range past a sequence's length, or a shape
-    /// that does not fit; the device's own.
+    /// [`PlanError`] for an unknown sequence or layer, a range past a sequence's length or one that
+    /// has left a window, or a shape that does not fit; the device's own.
     pub fn gather(
         &mut self,
         layer: impl Into<LayerId>,
@@ -35,6 +35,7 @@ impl<B: Backend> KvCache<B> {
                 let len = state.len;
                 return Err(PlanError::SequenceTooShort { sequence, len, asked }.into());
             }
+            self.check_in_window(group, (sequence, row), (begin, asked))?;
             rows.push(GatherRange { row, begin, len });
         }
         let Some(group) = self.groups.get(group) else {
@@ -45,6 +46,24 @@ impl<B: Backend> KvCache<B> {
         let plan = GatherPlan::new(view.layout(), &group.tables, &rows)?;
         let args = GatherArgs::new(&plan, view, out, format)?;
         Ok(self.queue.gather(&plan, args)?)
+    }
+
+    /// Refuses rows of a group that have fallen out of its window.
+    pub(super) fn check_in_window(
+        &self,
+        group: usize,
+        (sequence, row): (SequenceId, u32),
+        (begin, end): (u32, u32),
+    ) -> Result<(), PlanError> {
+        let Some(group) = self.groups.get(group) else {
+            return Ok(());
+        };
+        let (map, vacant) = (super::slot_map(group), group.vacant(row));
+        let (gone, kept) = (map.tokens(vacant.start), map.tokens(vacant.end));
+        if !vacant.is_empty() && begin < kept && end > gone && begin < end {
+            return Err(PlanError::OutOfWindow { sequence, asked: begin, kept });
+        }
+        Ok(())
     }
 
     /// Writes rows behind a sequence's length without a step, into blocks it has reserved.
@@ -66,6 +85,7 @@ impl<B: Backend> KvCache<B> {
             let new = u64::from(tokens);
             return Err(PlanError::SequenceTooLong { sequence, len, new, max }.into());
         }
+        self.wipe()?;
         let Some(group) = self.groups.get(group) else {
             return Ok(());
         };

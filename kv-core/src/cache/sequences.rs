@@ -2,27 +2,10 @@
 use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
 
+use crate::cache::history::History;
 use crate::error::PlanError;
 use crate::ids::SequenceId;
 use crate::num::{to_u32, to_usize};
-
-/// How a sequence starts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct StartOptions {
-    /// Tokens whose blocks are taken at once and stay with the sequence for life.
-    pub reserve: u32,
-}
-
-impl StartOptions {
-    /// Takes the blocks of `tokens` tokens at once, so that no step up to there can run out of
-    /// blocks.
-    #[must_use]
-    pub fn reserve(mut self, tokens: u32) -> Self {
-        self.reserve = tokens;
-        self
-    }
-}
 
 /// What the cache knows of one sequence.
 #[derive(Debug, Clone, Copy)]
@@ -31,6 +14,10 @@ pub(crate) struct Sequence {
     pub(crate) len: u32,
     /// Tokens whose blocks stay with the sequence even while it is shorter.
     pub(crate) reserved: u32,
+    /// Leading tokens that are no drafts.
+    pub(crate) certain: u32,
+    /// Certain tokens at which the next block can be stored; no sooner, perhaps later.
+    pub(crate) store_at: u32,
     /// The step that last named this sequence, to find a second mention.
     mark: u64,
 }
@@ -40,6 +27,7 @@ pub(crate) struct Sequence {
 pub(crate) struct Sequences {
     rows: HashMap<SequenceId, u32>,
     states: Vec<Option<Sequence>>,
+    histories: Vec<History>,
     free: Vec<u32>,
 }
 
@@ -73,17 +61,32 @@ impl Sequences {
         self.states.get_mut(to_usize(row))?.as_mut()
     }
 
+    pub(crate) fn history_mut(&mut self, row: u32) -> Option<&mut History> {
+        self.histories.get_mut(to_usize(row))
+    }
+    pub(crate) fn both_mut(&mut self, row: u32) -> Option<(&mut Sequence, &mut History)> {
+        let state = self.states.get_mut(to_usize(row))?.as_mut()?;
+        Some((state, self.histories.get_mut(to_usize(row))?))
+    }
+    /// Two histories at once, to copy from the first to the second.
+    pub(crate) fn histories(&mut self, from: u32, to: u32) -> Option<(&History, &mut History)> {
+        let pair = self.histories.get_disjoint_mut([to_usize(from), to_usize(to)]).ok()?;
+        let [from, to] = pair;
+        Some((from, to))
+    }
+
     pub(crate) fn insert(&mut self, id: SequenceId, len: u32) -> Result<u32, PlanError> {
         let Entry::Vacant(vacant) = self.rows.entry(id) else {
             return Err(PlanError::SequenceExists { sequence: id });
         };
         let row = self.free.pop().unwrap_or_else(|| {
             self.states.push(None);
+            self.histories.push(History::default());
             to_u32(self.states.len().saturating_sub(1))
         });
         vacant.insert(row);
         if let Some(state) = self.states.get_mut(to_usize(row)) {
-            *state = Some(Sequence { len, reserved: 0, mark: 0 });
+            *state = Some(Sequence { len, reserved: 0, certain: len, store_at: 0, mark: 0 });
         }
         Ok(row)
     }
@@ -93,6 +96,13 @@ impl Sequences {
                 *state = None;
             }
             self.free.push(row);
+        }
+    }
+
+    /// Lets the open step name a sequence again.
+    pub(crate) fn unmark(&mut self, id: SequenceId) {
+        if let Some(state) = self.row(id).ok().and_then(|row| self.at_mut(row)) {
+            state.mark = 0;
         }
     }
 

@@ -1,6 +1,7 @@
 //! One forward pass, as its caller sees it.
 use crate::backend::{AnyBackend, Backend};
-use crate::cache::KvCache;
+use crate::cache::open::OpenEntry;
+use crate::cache::{KvCache, StartOptions};
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
 use crate::ids::{GroupId, LayerId, SequenceId};
@@ -13,6 +14,8 @@ use crate::tensor::{TensorView, TensorViewMut};
 pub struct StepInput<'a> {
     pub(super) sequence: SequenceId,
     brings: Brings<'a>,
+    drafts: u32,
+    lookahead: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,21 +27,49 @@ enum Brings<'a> {
 }
 
 impl<'a> StepInput<'a> {
+    fn new(sequence: SequenceId, brings: Brings<'a>) -> Self {
+        Self { sequence, brings, drafts: 0, lookahead: 0 }
+    }
     /// New tokens, whose K and V the step writes and whose queries attend.
     pub fn tokens(sequence: SequenceId, tokens: &'a [u32]) -> Self {
-        Self { sequence, brings: Brings::Tokens(tokens) }
+        Self::new(sequence, Brings::Tokens(tokens))
     }
     /// So many new tokens, from a caller without token ids; such tokens are never reused.
     pub fn count(sequence: SequenceId, tokens: u32) -> Self {
-        Self { sequence, brings: Brings::Count(tokens) }
+        Self::new(sequence, Brings::Count(tokens))
     }
     /// Queries over what is cached, writing nothing: cross-attention over an encoder's K and V.
     pub fn query(sequence: SequenceId, queries: u32) -> Self {
-        Self { sequence, brings: Brings::Query(queries) }
+        Self::new(sequence, Brings::Query(queries))
     }
     /// A batch row that neither writes nor attends, so that rows keep their places.
     pub fn idle(sequence: SequenceId) -> Self {
-        Self { sequence, brings: Brings::Nothing }
+        Self::new(sequence, Brings::Nothing)
+    }
+
+    /// The last `drafts` new tokens are guesses of a draft model: blocks that hold one are not
+    /// reusable before a later step. [`Step::commit_accepted`] or
+    /// [`KvCache::truncate`] takes back what was not accepted.
+    #[must_use]
+    pub fn drafts(self, drafts: u32) -> Self {
+        Self { drafts, ..self }
+    }
+    /// Takes the slots of `tokens` tokens behind the new ones too, for the steps to come. No effect
+    /// for groups with a tail.
+    #[must_use]
+    pub fn lookahead(self, tokens: u32) -> Self {
+        Self { lookahead: tokens, ..self }
+    }
+
+    /// Ids of the new tokens, if known.
+    pub(super) fn ids(&self) -> Option<&'a [u32]> {
+        match self.brings {
+            Brings::Tokens(tokens) => Some(tokens),
+            _ => None,
+        }
+    }
+    pub(super) fn details(&self) -> OpenEntry {
+        OpenEntry { drafts: self.drafts, lookahead: self.lookahead }
     }
 
     /// New tokens and queries.
@@ -156,8 +187,44 @@ impl<B: Backend> Step<'_, B> {
     /// [`PlanError::LayersUnwritten`] when a layer with memory was not written, or the device's
     /// own. Either way the step is rolled back.
     pub fn commit(self) -> Result<(), CacheError> {
-        self.cache.commit_open()
+        self.cache.commit_open(None)
         // Dropping `self` finds the step closed, or rolls it back.
+    }
+
+    /// As [`Self::commit`], but of the new tokens of entry `b` only the first `accepted[b]` stay:
+    /// the others were drafts that the model did not confirm. Their slots stay with the sequence
+    /// for its next step.
+    ///
+    /// # Errors
+    /// As [`Self::commit`]; [`PlanError::LengthMismatch`] for a list of another length than the
+    /// batch, [`PlanError::TooMany`] for more than an entry brought.
+    pub fn commit_accepted(self, accepted: &[u32]) -> Result<(), CacheError> {
+        self.cache.commit_open(Some(accepted))
+    }
+
+    /// Starts a sequence while the step is open, before its first write. With
+    /// [`PublishAt::Begin`](crate::PublishAt) it finds the blocks that this step fills: two
+    /// requests with one system prompt compute it once though they arrive together. The sequence
+    /// goes away with the step if that is rolled back.
+    ///
+    /// # Errors
+    /// As [`KvCache::start`].
+    pub fn start(
+        &mut self,
+        sequence: SequenceId,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+    ) -> Result<usize, CacheError> {
+        self.cache.start_open(sequence, prompt, options)
+    }
+
+    /// Takes a further sequence into the batch, as its last entry, or changes nothing. A scheduler
+    /// adds one after another until the blocks are [exhausted](CacheError::Exhausted).
+    ///
+    /// # Errors
+    /// As [`KvCache::begin_step`]; [`PlanError::State`] once a layer is written.
+    pub fn add(&mut self, input: StepInput<'_>) -> Result<(), CacheError> {
+        self.cache.add_open(input)
     }
 
     /// Ends the step as if it had never begun. Dropping it does the same.

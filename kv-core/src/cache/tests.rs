@@ -1,6 +1,7 @@
 //! Sequences on a device that computes nothing: who holds which block, and no trace of a refusal.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 mod constants;
+mod reuse;
 mod wide;
 
 use std::collections::BTreeMap;
@@ -88,8 +89,12 @@ fn check_invariants(cache: &KvCache<NullBackend>) {
     let (sequences, holders) = snapshot(cache);
     for (index, group) in cache.groups.iter().enumerate() {
         let mut counted = vec![0; holders[index].len()];
+        for (_, block) in cache.pins.blocks().filter(|(group, _)| *group == index) {
+            counted[usize::try_from(block.0).unwrap()] += 1;
+        }
         for (sequence, (len, tables)) in &sequences {
-            for block in &tables[index] {
+            let vacant = group.vacant(cache.sequences.row(*sequence).unwrap());
+            for (block, _) in tables[index].iter().zip(0..).filter(|(_, i)| !vacant.contains(i)) {
                 counted[usize::try_from(block.0).unwrap()] += 1;
             }
             let blocks = u32::try_from(tables[index].len()).unwrap();

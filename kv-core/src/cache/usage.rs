@@ -19,8 +19,10 @@ pub struct Usage {
     pub blocks_used: u32,
     /// The most blocks held after any commit.
     pub blocks_peak: u32,
-    /// Slots of held blocks that hold no committed token of any sequence. The further slots of a
-    /// row in 16 bits hold it.
+    /// Of the others, blocks whose content can be reused.
+    pub blocks_cached: u32,
+    /// Slots of held blocks that hold no committed token of any sequence; pinned blocks are full.
+    /// The further slots of a row in 16 bits hold it.
     pub slots_wasted: u64,
 }
 
@@ -38,6 +40,7 @@ impl<B: Backend> KvCache<B> {
             blocks_total: sum(BlockPool::num_blocks),
             blocks_used: sum(BlockPool::num_used),
             blocks_peak: self.blocks_peak,
+            blocks_cached: sum(BlockPool::num_idle),
             slots_wasted: self.groups.iter().map(|group| self.wasted(group)).sum(),
         }
     }
@@ -48,11 +51,18 @@ impl<B: Backend> KvCache<B> {
         let (map, size) = (slot_map(group), block_size(group));
         let mut filled = HashMap::new();
         for (row, state) in self.sequences.iter() {
+            let vacant = group.vacant(row);
             for (block, index) in group.tables.row(row).iter().zip(0_u32..) {
+                if vacant.contains(&index) {
+                    continue;
+                }
                 let slots = map.filled(index, state.len, group.tables.coded(row));
                 let most = filled.entry(*block).or_insert(0_u32);
                 *most = slots.max(*most);
             }
+        }
+        for (_, block) in self.pins.blocks().filter(|(index, _)| *index == group.id) {
+            filled.insert(block, size);
         }
         let filled: u64 = filled.values().map(|n| u64::from(*n)).sum();
         let slots = u64::from(group.pool.num_used()).saturating_mul(u64::from(size));

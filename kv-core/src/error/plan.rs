@@ -68,6 +68,18 @@ pub enum PlanError {
         /// Tokens asked for.
         asked: u32,
     },
+    /// What is asked for needs tokens that have fallen out of a sliding window.
+    #[error(
+        "sequence {sequence}: tokens before {kept} left its window, position {asked} sees them"
+    )]
+    OutOfWindow {
+        /// The sequence.
+        sequence: SequenceId,
+        /// Position of the first query, or the first token asked for.
+        asked: u32,
+        /// The first token of the window that is still there.
+        kept: u32,
+    },
     /// The cache has no such layer.
     #[error("layer {layer} is unknown, the cache has {num_layers} layers")]
     UnknownLayer {

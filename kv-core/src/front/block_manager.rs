@@ -137,7 +137,7 @@ impl<B: Backend> BlockManager<B> {
     /// Carries a checked step out: only the device can fail.
     fn apply(&mut self) -> Result<(), CacheError> {
         if self.cache.is_step_open() {
-            self.cache.commit_open()?;
+            self.cache.commit_open(None)?;
         }
         for sequence in &self.tracked {
             if !self.named.contains(&sequence.id) {

@@ -6,4 +6,4 @@ mod namespace;
 pub use index::{Content, IndexedBlock, Inserted, PrefixIndex, Removed};
 pub use key::{BlockContent, BlockKey, ContentSpan};
 pub use namespace::NamespaceId;
-pub(crate) use namespace::Namespaces;
+pub(crate) use namespace::{Namespace, Namespaces};

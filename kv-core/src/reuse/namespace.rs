@@ -14,11 +14,14 @@ impl NamespaceId {
     pub(crate) const NONE: Self = Self(u32::MAX);
 }
 
+/// Number and root of a namespace.
+pub(crate) type Namespace = (NamespaceId, BlockKey);
+
 /// Salt and adapter.
 type Name = (Box<[u8]>, Option<u64>);
 
 #[derive(Debug)]
-struct Namespace {
+struct Entry {
     name: Name,
     root: BlockKey,
     /// Sequences and blocks that carry the number.
@@ -30,7 +33,7 @@ struct Namespace {
 pub(crate) struct Namespaces {
     encoding: u128,
     numbers: HashMap<Name, u32>,
-    spaces: Vec<Option<Namespace>>,
+    spaces: Vec<Option<Entry>>,
     unused: Vec<u32>,
 }
 
@@ -38,6 +41,12 @@ impl Namespaces {
     /// For blocks of a cache with this encoding key.
     pub(crate) fn new(encoding: u128) -> Self {
         Self { encoding, ..Self::default() }
+    }
+
+    /// Exchanges the encoding key; nobody may use a namespace.
+    pub(crate) fn set_encoding(&mut self, encoding: u128) {
+        debug_assert!(self.numbers.is_empty(), "roots hash the encoding");
+        self.encoding = encoding;
     }
 
     /// Number and root of a namespace somebody uses.
@@ -88,7 +97,7 @@ impl Namespaces {
         space.map_or(BlockKey(0), |space| space.root)
     }
 
-    fn get_mut(&mut self, id: NamespaceId) -> Option<&mut Namespace> {
+    fn get_mut(&mut self, id: NamespaceId) -> Option<&mut Entry> {
         self.spaces.get_mut(to_usize(id.0))?.as_mut()
     }
 
@@ -100,7 +109,7 @@ impl Namespaces {
         });
         self.numbers.insert(name.clone(), number);
         if let Some(space) = self.spaces.get_mut(to_usize(number)) {
-            *space = Some(Namespace { name, root, users: 0 });
+            *space = Some(Entry { name, root, users: 0 });
         }
         number
     }

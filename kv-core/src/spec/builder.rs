@@ -7,6 +7,10 @@ use crate::num::to_u64;
 use crate::plan::Determinism;
 use crate::spec::CacheSpec;
 use crate::spec::group::{GroupBuilder, KeyMean, Transform};
+use crate::spec::reuse::{PrefixReuse, PublishAt, Reuse};
+
+/// The longest sequence of a cache that keeps windows alone: positions and slots fit `u32`.
+const LEN_MAX: u32 = u32::MAX >> 2;
 
 /// Collects settings; [`Self::build`] checks them together.
 #[derive(Debug, Clone, Default)]
@@ -19,6 +23,7 @@ pub struct CacheSpecBuilder {
     max_seq_len: Option<u32>,
     determinism: Determinism,
     wipe_on_release: bool,
+    reuse: Reuse,
 }
 
 macro_rules! forward_to_default_group {
@@ -67,6 +72,10 @@ impl CacheSpecBuilder {
         tail(tail: bool);
         /// Which mean is taken off the keys; [`KeyMean::Calibrated`] unless set.
         key_mean(key_mean: KeyMean);
+        /// Keeps a sliding window of every sequence; see [`GroupBuilder::window_left`].
+        window_left(tokens: u32);
+        /// Keeps the first tokens of every sequence besides its window.
+        sink_tokens(tokens: u32);
         /// `num_blocks` blocks of `block_size` tokens each; see [`GroupBuilder::paged`].
         paged(block_size: u32, num_blocks: u32);
         /// As many blocks of `block_size` tokens as `bytes` hold, over all layers of the group.
@@ -104,8 +113,26 @@ impl CacheSpecBuilder {
         self.determinism = determinism;
         self
     }
-    /// Zeroes every block when its last holder lets go, for callers that share a device between
-    /// tenants.
+    /// What of a cached prompt another one may take over; [`PrefixReuse::Partial`] unless set.
+    #[must_use]
+    pub fn prefix_reuse(mut self, prefixes: PrefixReuse) -> Self {
+        self.reuse.prefixes = prefixes;
+        self
+    }
+    /// When the blocks that a step fills can be reused; [`PublishAt::Commit`] unless set.
+    #[must_use]
+    pub fn publish_at(mut self, publish_at: PublishAt) -> Self {
+        self.reuse.publish_at = publish_at;
+        self
+    }
+    /// Keeps the last `events` [events](crate::events) until they are taken; none unless set.
+    #[must_use]
+    pub fn events(mut self, events: usize) -> Self {
+        self.reuse.events = events;
+        self
+    }
+    /// Zeroes every block when its last holder lets go or its cached content is given up, for
+    /// callers that share a device between tenants.
     #[must_use]
     pub fn wipe_on_release(mut self, wipe: bool) -> Self {
         self.wipe_on_release = wipe;
@@ -130,6 +157,8 @@ impl CacheSpecBuilder {
                 let problem = format!("a tail takes {tail} blocks, the pool has {blocks}");
                 return Err(SpecError::Conflict { what: "tail", problem });
             }
+            // A window needs no more blocks for more tokens.
+            let most = if group.window.is_some() { LEN_MAX } else { most };
             max_seq_len = max_seq_len.min(limit.unwrap_or(most));
             if group.contiguous {
                 max_sequences = max_sequences.min(group.num_blocks());
@@ -154,6 +183,7 @@ impl CacheSpecBuilder {
             max_seq_len,
             determinism: self.determinism,
             wipe_on_release: self.wipe_on_release,
+            reuse: self.reuse,
         };
         match spec.memory_checked() {
             Some(_) => Ok(spec),

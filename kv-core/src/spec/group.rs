@@ -5,6 +5,7 @@ use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
 use crate::ids::LayerId;
 use crate::num::to_u64;
 use crate::spec::GroupSpec;
+use crate::spec::reuse::Window;
 
 /// Settings of one group; those not set are the builder's own.
 #[derive(Debug, Clone, Default)]
@@ -19,6 +20,8 @@ pub struct GroupBuilder {
     sinks: u32,
     tail: bool,
     key_mean: KeyMean,
+    window_left: Option<u32>,
+    sink_tokens: u32,
     blocks: Option<Blocks>,
 }
 
@@ -127,6 +130,21 @@ impl GroupBuilder {
         self.key_mean = key_mean;
         self
     }
+    /// The layers attend within a sliding window: a query sees `tokens` keys before its own
+    /// position. Blocks that fell out of the window of a sequence are given back when its next step
+    /// begins. All tokens are kept unless set.
+    #[must_use]
+    pub fn window_left(mut self, tokens: u32) -> Self {
+        self.window_left = Some(tokens);
+        self
+    }
+    /// With a window, keeps the first `tokens` tokens of every sequence too
+    /// ([`AttentionOptions::sink_tokens`](crate::AttentionOptions::sink_tokens)).
+    #[must_use]
+    pub fn sink_tokens(mut self, tokens: u32) -> Self {
+        self.sink_tokens = tokens;
+        self
+    }
     /// `num_blocks` blocks of `block_size` tokens each. Any number of blocks will do: fewer than
     /// the worst case is the point of paging.
     #[must_use]
@@ -199,7 +217,9 @@ impl GroupBuilder {
                 (layouts(block_size, max_sequences)?, true, Some(max_seq_len))
             }
         };
-        Ok((GroupSpec { layers, layouts, contiguous }, max_seq_len))
+        let sink_tokens = self.sink_tokens;
+        let window = self.window_left.map(|left| Window { left, sink_tokens });
+        Ok((GroupSpec { layers, layouts, contiguous, window }, max_seq_len))
     }
 
     /// Adds the transform, and the wide rows, which lie in the same slots of K and V.

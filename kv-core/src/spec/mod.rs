@@ -1,11 +1,14 @@
 //! What a cache is to hold, checked once.
 mod builder;
 mod group;
+mod reuse;
 #[cfg(test)]
 mod tests;
 
 pub use builder::CacheSpecBuilder;
 pub use group::{GroupBuilder, KeyMean, Transform};
+pub(crate) use reuse::Reuse;
+pub use reuse::{PrefixReuse, PublishAt, Window};
 
 use crate::geometry::PlaneLayout;
 use crate::ids::{GroupId, LayerId};
@@ -37,6 +40,7 @@ pub struct CacheSpec {
     max_seq_len: u32,
     determinism: Determinism,
     wipe_on_release: bool,
+    reuse: Reuse,
 }
 
 /// One group of a [`CacheSpec`].
@@ -45,6 +49,7 @@ pub struct GroupSpec {
     layers: Vec<LayerId>,
     layouts: [PlaneLayout; 2],
     contiguous: bool,
+    window: Option<Window>,
 }
 
 impl GroupSpec {
@@ -71,6 +76,21 @@ impl GroupSpec {
     /// Whether a sequence is one block.
     pub fn is_contiguous(&self) -> bool {
         self.contiguous
+    }
+    /// Tokens the group keeps of a sequence, `None` for all.
+    pub fn window(&self) -> Option<Window> {
+        self.window
+    }
+    /// The most blocks a sequence holds that grows to `tokens` tokens one by one.
+    pub fn blocks_to_grow(&self, tokens: u32) -> u32 {
+        let map = self.slot_map();
+        let Some(window) = self.window else {
+            return map.blocks_to_grow(tokens);
+        };
+        // A window that ends inside a block begins inside another.
+        let seen = window.left.div_ceil(self.block_size()).saturating_add(1);
+        let seen = seen.saturating_add(map.blocks(window.sink_tokens));
+        seen.saturating_add(map.tail_blocks_max()).min(map.blocks_to_grow(tokens))
     }
     /// Bytes of one block of one layer, K and V.
     pub fn layer_block_bytes(&self) -> u64 {
@@ -114,6 +134,18 @@ impl CacheSpec {
     pub fn max_seq_len(&self) -> u32 {
         self.max_seq_len
     }
+    /// What of a cached prompt another one may take over.
+    pub fn prefix_reuse(&self) -> PrefixReuse {
+        self.reuse.prefixes
+    }
+    /// When the blocks that a step fills can be reused.
+    pub fn publish_at(&self) -> PublishAt {
+        self.reuse.publish_at
+    }
+    /// Events kept until they are taken; 0 for none.
+    pub fn events(&self) -> usize {
+        self.reuse.events
+    }
     /// How contexts are cut.
     pub fn determinism(&self) -> Determinism {
         self.determinism
@@ -135,7 +167,7 @@ pub struct MemoryUsage {
     pub bytes_total: u64,
     /// Bytes of the constants of all planes: scales and transforms, the same for any pool.
     pub bytes_constants: u64,
-    /// Tokens the smallest pool holds as one sequence.
+    /// Tokens the smallest pool holds as one sequence, pools of windows aside.
     pub tokens: u64,
 }
 
@@ -154,7 +186,7 @@ impl CacheSpec {
     /// How many sequences of `tokens` tokens fit at once when nothing is shared.
     pub fn sequences_that_fit(&self, tokens: u32) -> u32 {
         let fit = |group: &GroupSpec| {
-            let blocks = group.slot_map().blocks_to_grow(tokens);
+            let blocks = group.blocks_to_grow(tokens);
             group.num_blocks().checked_div(blocks).unwrap_or(u32::MAX)
         };
         let fit = self.groups.iter().map(fit).min().unwrap_or(0);
@@ -176,7 +208,9 @@ impl CacheSpec {
             constants = constants.saturating_add(bytes);
             let map = group.slot_map();
             let blocks = group.num_blocks().saturating_sub(map.tail_blocks_max());
-            tokens = tokens.min(u64::from(map.tokens(blocks)));
+            if group.window.is_none() {
+                tokens = tokens.min(u64::from(map.tokens(blocks)));
+            }
         }
         // A host allocation is never larger than isize::MAX bytes.
         isize::try_from(total).ok()?;

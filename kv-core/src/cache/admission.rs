@@ -1,0 +1,207 @@
+//! What a scheduler asks before it lets a sequence in, answered with the counts that allocation
+//! goes by.
+use crate::backend::Backend;
+use crate::cache::reserve::Demand;
+use crate::cache::start::{Lookup, exhausted};
+use crate::cache::{Group, KvCache, StartOptions, StepInput, slot_map};
+use crate::error::{CacheError, PlanError};
+use crate::ids::{GroupId, SequenceId};
+use crate::num::{to_u32, to_usize};
+use crate::plan::{BatchEntry, Growth};
+
+/// Under which conditions a prompt may come in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Admission {
+    /// Tokens of the prompt behind those taken over that its first step brings; all of them unless
+    /// set.
+    pub chunk: Option<u32>,
+    /// Slots behind these that are taken too ([`StepInput::lookahead`]).
+    pub lookahead: u32,
+    /// Blocks of every group that must stay free, so that running sequences can grow.
+    pub watermark: u32,
+    /// The whole prompt must fit, not just the first step's tokens.
+    pub must_fit: bool,
+}
+
+impl Admission {
+    /// Sets [`Self::chunk`].
+    #[must_use]
+    pub fn chunk(self, tokens: u32) -> Self {
+        Self { chunk: Some(tokens), ..self }
+    }
+    /// Sets [`Self::lookahead`].
+    #[must_use]
+    pub fn lookahead(self, tokens: u32) -> Self {
+        Self { lookahead: tokens, ..self }
+    }
+    /// Sets [`Self::watermark`].
+    #[must_use]
+    pub fn watermark(self, blocks: u32) -> Self {
+        Self { watermark: blocks, ..self }
+    }
+    /// Sets [`Self::must_fit`].
+    #[must_use]
+    pub fn must_fit(self) -> Self {
+        Self { must_fit: true, ..self }
+    }
+}
+
+/// Blocks of one group that a step takes, and blocks it can take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "two numbers to compare")]
+pub struct BlockDemand {
+    /// Blocks that must be handed out.
+    pub needed: u32,
+    /// Blocks nobody holds, those included that leave a window as the step begins.
+    pub free: u32,
+}
+
+impl BlockDemand {
+    /// Whether the step can begin, as far as this group is concerned.
+    pub fn fits(&self) -> bool {
+        self.needed <= self.free
+    }
+}
+
+impl<B: Backend> KvCache<B> {
+    /// Whether [`Self::start`] and a first step would succeed now, and how many tokens would be
+    /// taken over. Changes nothing.
+    ///
+    /// # Errors
+    /// [`CacheError::Exhausted`] for the first group with too few blocks: `needed` holds the blocks
+    /// for the step, the watermark and cached ones that would be held again.
+    pub fn check_admission(
+        &self,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+        admission: &Admission,
+    ) -> Result<usize, CacheError> {
+        let mut lookup = Lookup::default();
+        self.look_up_unnamed(&mut lookup, prompt, &options);
+        let found = &lookup.found;
+        let (len, reused) = (to_u32(prompt.len()), found.tokens());
+        let rest = len.saturating_sub(reused);
+        let chunk = admission.chunk.unwrap_or(rest);
+        for (index, group) in self.groups.iter().enumerate() {
+            let map = slot_map(group);
+            let has_part = found.part > 0;
+            let blocks = found.needed(index, group.window, &map);
+            let held = to_u32(blocks.iter(has_part).count());
+            let idle = blocks.iter(has_part).flatten().filter(|block| group.pool.is_idle(*block));
+            let idle = to_u32(idle.count());
+            // A block that somebody runs on is copied before it is written.
+            let copied = blocks.donor().filter(|block| has_part && !group.pool.is_idle(*block));
+            let needed = |new: u32, ahead: u32| {
+                let growth = Growth::new(&map, found.whole, reused, reused.saturating_add(new));
+                let ahead = reused.saturating_add(new).saturating_add(ahead);
+                let ahead = if map.has_tail() || new == 0 { 0 } else { map.blocks(ahead) };
+                let reserved = map.blocks_reserved(options.reserve);
+                let blocks = growth.blocks().max(ahead).max(reserved).saturating_sub(held);
+                blocks.saturating_add(u32::from(copied.is_some() && new > 0))
+            };
+            let step = needed(chunk, admission.lookahead);
+            let all = if admission.must_fit {
+                self.whole_prompt(group, needed(rest, 0), chunk)
+            } else {
+                0
+            };
+            let total = step.max(all).saturating_add(idle).saturating_add(admission.watermark);
+            if total > group.pool.num_free() {
+                return Err(exhausted(index, total, &group.pool, 0).into());
+            }
+        }
+        Ok(to_usize(reused))
+    }
+
+    /// Blocks for a whole prompt that comes in chunks: a window gives back what it leaves.
+    fn whole_prompt(&self, group: &Group<B::Buffer>, blocks: u32, chunk: u32) -> u32 {
+        let Some(_) = group.window else {
+            return blocks;
+        };
+        let map = slot_map(group);
+        let spec = self.spec.groups().get(group.id);
+        let most = spec.map_or(blocks, |spec| spec.blocks_to_grow(self.spec.max_seq_len()));
+        blocks.min(most.saturating_add(map.blocks(chunk)))
+    }
+
+    /// Blocks of one group that [`Self::begin_step`] would take for `inputs`, and those it can
+    /// take. It succeeds, as far as blocks go, when every group [fits](BlockDemand::fits).
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`], [`PlanError::ZeroTokens`], [`PlanError::TooMany`].
+    pub fn blocks_for_step(
+        &self,
+        group: GroupId,
+        inputs: &[StepInput<'_>],
+    ) -> Result<BlockDemand, CacheError> {
+        let Some(group) = self.groups.get(usize::from(group.0)) else {
+            return Ok(BlockDemand { needed: 0, free: 0 });
+        };
+        let mut demand = Demand::default();
+        let mut leaving = 0_u32;
+        for input in inputs {
+            let (row, state) = self.sequences.get(input.sequence)?;
+            let (new, queries) = input.counts()?;
+            let too_many = |_| PlanError::TooMany {
+                what: "tokens in a step",
+                got: new.max(queries),
+                max: u64::from(u32::MAX),
+            };
+            let new_tokens = u32::try_from(new).map_err(too_many)?;
+            let queries = u32::try_from(queries).map_err(too_many)?;
+            let entry = BatchEntry { row, cached: state.len, new_tokens, queries };
+            demand.add(group, &entry, input.details().lookahead);
+            if new_tokens > 0 {
+                leaving = leaving.saturating_add(group.leaving(row, state.len));
+            }
+        }
+        let free = group.pool.num_free().saturating_add(leaving);
+        Ok(BlockDemand { needed: demand.blocks, free })
+    }
+
+    /// Blocks of one group that a sequence still takes until it has `len` tokens, growing one by
+    /// one; of a window, the most it lacks at any time. 0 for an unknown group.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`].
+    pub fn blocks_to_completion(
+        &self,
+        group: GroupId,
+        sequence: SequenceId,
+        len: u32,
+    ) -> Result<u32, CacheError> {
+        let (row, state) = self.sequences.get(sequence)?;
+        let index = usize::from(group.0);
+        let Some((group, spec)) = self.groups.get(index).zip(self.spec.groups().get(index)) else {
+            return Ok(0);
+        };
+        if len <= state.len {
+            return Ok(0);
+        }
+        let vacant = group.vacant(row);
+        let held = to_u32(group.tables.row(row).len()).saturating_sub(to_u32(vacant.len()));
+        let mut shared = Demand::default();
+        let next = BatchEntry { row, cached: state.len, new_tokens: 1, queries: 1 };
+        shared.add(group, &next, 0);
+        let first = shared.blocks.saturating_sub(group.grown_by(&next));
+        Ok(spec.blocks_to_grow(len).saturating_sub(held).saturating_add(first))
+    }
+}
+
+impl<Buf> Group<Buf> {
+    /// Blocks that a row alone holds and that leave its window when its next step begins.
+    fn leaving(&self, row: u32, len: u32) -> u32 {
+        let entries = self.leaving_entries(row, len);
+        let blocks = self.tables.row(row).get(to_usize(entries.start)..to_usize(entries.end));
+        let alone = |block: &&crate::ids::BlockId| self.pool.holders(**block) == 1;
+        to_u32(blocks.unwrap_or_default().iter().filter(alone).count())
+    }
+
+    /// Blocks a step appends to a row.
+    fn grown_by(&self, entry: &BatchEntry) -> u32 {
+        let len = entry.cached.saturating_add(entry.new_tokens);
+        let growth = Growth::new(&slot_map(self), self.tables.coded(entry.row), entry.cached, len);
+        growth.blocks().saturating_sub(to_u32(self.tables.row(entry.row).len()))
+    }
+}

@@ -1,0 +1,187 @@
+//! What the tokens of a sequence are, and the names of the blocks they fill.
+use crate::block::Ledger;
+use crate::eviction::Priority;
+use crate::num::{to_u32, to_usize};
+use crate::reuse::{BlockContent, BlockKey, Content, ContentSpan, NamespaceId};
+use crate::slot_map::SlotMap;
+
+/// Tokens of one sequence and the keys of its blocks. Buffers outlive the sequence.
+///
+/// The prompt is known from the start, so its keys are made once, when it is looked up. What a step
+/// brings is compared with it: tokens that the caller changed his mind about get new keys.
+#[derive(Debug, Default, Clone)]
+pub(crate) struct History {
+    /// `None` for a sequence that takes no part in reuse.
+    space: Option<(NamespaceId, BlockKey)>,
+    /// From position 0 on, as far as known.
+    tokens: Vec<u32>,
+    contents: Vec<ContentSpan>,
+    /// Of the blocks that [`Self::tokens`] fill, by chain; not further than somebody asked.
+    keys: Vec<Vec<BlockKey>>,
+    /// Leading blocks that need not be offered to the index any more, by group.
+    stored: Vec<u32>,
+    /// Contents of the block last asked for.
+    parts: Vec<BlockContent>,
+}
+
+impl History {
+    /// Starts anew with a prompt. `chains` and `groups` are those of the cache.
+    pub(crate) fn begin(
+        &mut self,
+        space: Option<(NamespaceId, BlockKey)>,
+        (prompt, contents): (&[u32], &[ContentSpan]),
+        (chains, groups): (usize, usize),
+    ) {
+        self.space = space;
+        self.tokens.clear();
+        self.contents.clear();
+        self.contents.extend_from_slice(contents);
+        self.parts.clear();
+        self.keys.iter_mut().for_each(Vec::clear);
+        self.keys.resize_with(chains, Vec::new);
+        self.stored.clear();
+        self.stored.resize(groups, 0);
+        if space.is_some() {
+            self.tokens.extend_from_slice(prompt);
+        }
+    }
+
+    /// Leaves the namespace.
+    pub(crate) fn end(&mut self, ledger: &mut Ledger) {
+        if let Some((id, _)) = self.space.take() {
+            ledger.leave(id);
+        }
+    }
+
+    /// Begins as a copy of another sequence with `len` tokens.
+    pub(crate) fn fork_from(&mut self, parent: &Self, len: u32, ledger: &mut Ledger) {
+        self.space = parent.space;
+        if let Some((id, _)) = self.space {
+            ledger.namespaces_mut().enter(id);
+        }
+        self.tokens.clear();
+        let known = parent.tokens.get(..to_usize(len)).unwrap_or(&parent.tokens);
+        self.tokens.extend_from_slice(known);
+        self.contents.clone_from(&parent.contents);
+        self.keys.clone_from(&parent.keys);
+        self.stored.clone_from(&parent.stored);
+    }
+
+    /// Namespace and root, `None` where nothing is reused.
+    pub(crate) fn space(&self) -> Option<(NamespaceId, BlockKey)> {
+        self.space
+    }
+    /// Tokens known, the prompt's included that no step has brought yet.
+    pub(crate) fn known(&self) -> u32 {
+        to_u32(self.tokens.len())
+    }
+    pub(crate) fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+    pub(crate) fn contents(&self) -> &[ContentSpan] {
+        &self.contents
+    }
+    pub(crate) fn stored(&self, group: usize) -> u32 {
+        self.stored.get(group).copied().unwrap_or(0)
+    }
+    pub(crate) fn set_stored(&mut self, group: usize, blocks: u32) {
+        if let Some(stored) = self.stored.get_mut(group) {
+            *stored = blocks;
+        }
+    }
+
+    /// Notes what a step brings at `position`; `None`: tokens whose ids nobody knows. Returns
+    /// whether keys became void that were made of other tokens.
+    #[inline]
+    pub(crate) fn note(&mut self, position: u32, brought: Option<&[u32]>, maps: &[SlotMap]) {
+        if self.space.is_none() {
+            return;
+        }
+        let at = to_usize(position);
+        match brought {
+            Some(brought) if at == self.tokens.len() => self.tokens.extend_from_slice(brought),
+            brought => self.revise(at, brought.unwrap_or_default(), brought.is_none(), maps),
+        }
+    }
+
+    fn revise(&mut self, at: usize, brought: &[u32], is_unknown: bool, maps: &[SlotMap]) {
+        let Some(expected) = self.tokens.get(at..) else {
+            return; // Behind tokens nobody knows.
+        };
+        let same = expected.iter().zip(brought).take_while(|(a, b)| a == b).count();
+        let is_all = same == brought.len() && !is_unknown;
+        if is_all {
+            return;
+        }
+        let keep = at.saturating_add(same);
+        self.tokens.truncate(keep);
+        self.tokens.extend_from_slice(brought.get(same..).unwrap_or_default());
+        for (keys, map) in self.keys.iter_mut().zip(maps) {
+            keys.truncate(to_usize(map.full_blocks(to_u32(keep))));
+        }
+    }
+
+    /// The content of full block `index`; its tokens must be known.
+    #[inline]
+    pub(crate) fn full(&mut self, chain: usize, map: &SlotMap, index: u32) -> Option<Content<'_>> {
+        let (namespace, root) = self.space?;
+        let keys = self.keys.get(chain)?;
+        let begin = map.tokens(index);
+        let end = map.tokens(index.saturating_add(1));
+        let parent = index.checked_sub(1).map_or(Some(root), |i| keys.get(to_usize(i)).copied())?;
+        let tokens = self.tokens.get(to_usize(begin)..to_usize(end))?;
+        if !self.contents.is_empty() {
+            BlockContent::cut(&self.contents, (begin, end), &mut self.parts);
+        }
+        let key = if let Some(key) = keys.get(to_usize(index)) {
+            *key
+        } else {
+            let key = parent.child(tokens, &self.parts);
+            self.keys.get_mut(chain)?.push(key);
+            key
+        };
+        Some(Content { key, parent, namespace, index, tokens, contents: &self.parts })
+    }
+
+    /// Makes the keys of the first `blocks` full blocks.
+    pub(crate) fn make_keys(&mut self, chain: usize, map: &SlotMap, blocks: u32) {
+        for index in to_u32(self.keys.get(chain).map_or(0, Vec::len))..blocks {
+            if self.full(chain, map, index).is_none() {
+                break;
+            }
+        }
+    }
+
+    /// The content of block `index` of which `end` tokens of the sequence are certain, fewer than
+    /// it can hold.
+    pub(crate) fn partial(
+        &mut self,
+        chain: usize,
+        map: &SlotMap,
+        (index, end): (u32, u32),
+    ) -> Option<Content<'_>> {
+        let (namespace, _) = self.space?;
+        self.make_keys(chain, map, index);
+        let parent = self.parent(chain, index)?;
+        let begin = map.tokens(index);
+        let tokens = self.tokens.get(to_usize(begin)..to_usize(end))?;
+        BlockContent::cut(&self.contents, (begin, end), &mut self.parts);
+        let key = parent.child(tokens, &self.parts);
+        Some(Content { key, parent, namespace, index, tokens, contents: &self.parts })
+    }
+
+    /// Key before block `index`; known where the blocks before have been asked for.
+    pub(crate) fn parent(&self, chain: usize, index: u32) -> Option<BlockKey> {
+        let (_, root) = self.space?;
+        match index.checked_sub(1) {
+            None => Some(root),
+            Some(before) => self.keys.get(chain)?.get(to_usize(before)).copied(),
+        }
+    }
+
+    /// Priority of the block that begins at `position`.
+    #[expect(clippy::unused_self, reason = "retention comes with the policies")]
+    pub(crate) fn priority(&self, _position: u32) -> Priority {
+        Priority::default()
+    }
+}

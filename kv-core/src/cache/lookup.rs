@@ -1,0 +1,203 @@
+//! Which cached blocks a prompt can begin with.
+use crate::cache::history::History;
+use crate::cache::{Group, slot_map};
+use crate::ids::BlockId;
+use crate::num::to_usize;
+use crate::slot_map::SlotMap;
+use crate::spec::{PrefixReuse, Window};
+
+/// What a prompt can take over. Buffers outlive the lookup.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    /// Tokens of whole blocks, a boundary of blocks in every group.
+    pub(super) whole: u32,
+    /// Further tokens, in a block of their own.
+    pub(super) part: u32,
+    pub(super) groups: Vec<FoundBlocks>,
+}
+
+/// Blocks of one group.
+#[derive(Debug, Default)]
+pub(super) struct FoundBlocks {
+    /// Blocks by index; of those that fell out of the window, some may be missing.
+    pub(super) blocks: Vec<Option<BlockId>>,
+    /// First one needed behind those of the sink tokens.
+    pub(super) live: u32,
+    /// Has the further tokens.
+    pub(super) donor: Option<BlockId>,
+}
+
+impl Found {
+    /// Tokens that need not be computed.
+    pub(super) fn tokens(&self) -> u32 {
+        self.whole.saturating_add(self.part)
+    }
+
+    /// Blocks that are taken, by index in the sequence; missing ones are vacant entries.
+    pub(super) fn needed(&self, group: usize, window: Option<Window>, map: &SlotMap) -> Needed<'_> {
+        let blocks = self.groups.get(group);
+        let count = to_usize(map.full_blocks(self.whole));
+        Needed {
+            blocks: blocks.and_then(|b| b.blocks.get(..count)).unwrap_or_default(),
+            donor: blocks.and_then(|b| b.donor),
+            live: blocks.map_or(0, |b| b.live),
+            sinks: sink_blocks(window, map),
+        }
+    }
+
+    /// Looks a prompt up; `limit` is the most tokens that may be taken.
+    pub(super) fn search<Buf>(
+        &mut self,
+        groups: &[Group<Buf>],
+        history: &mut History,
+        (limit, backoff): (u32, u32),
+        reuse: PrefixReuse,
+    ) {
+        (self.whole, self.part) = (0, 0);
+        self.groups.resize_with(groups.len(), FoundBlocks::default);
+        if reuse == PrefixReuse::Off || history.space().is_none() {
+            return;
+        }
+        let mut len = limit;
+        for (found, group) in self.groups.iter_mut().zip(groups) {
+            found.find_blocks(group, history, len);
+            len = found.longest(group, len);
+        }
+        len = self.agree(groups, len);
+        for _ in 0..backoff {
+            let before = len.saturating_sub(1);
+            len = self.agree(groups, before);
+        }
+        self.whole = len;
+        for (found, group) in self.groups.iter_mut().zip(groups) {
+            let map = slot_map(group);
+            found.donor = None;
+            found.live = group.window.map_or(0, |window| first_live(&map, window, len));
+        }
+        if reuse == PrefixReuse::Partial && backoff == 0 {
+            self.find_part(groups, history, limit);
+        }
+    }
+
+    /// The longest prefix of at most `len` tokens that all groups can serve.
+    fn agree<Buf>(&self, groups: &[Group<Buf>], mut len: u32) -> u32 {
+        loop {
+            let before = len;
+            for (found, group) in self.groups.iter().zip(groups) {
+                len = found.longest(group, len);
+            }
+            if len == before || groups.len() == 1 {
+                return len;
+            }
+        }
+    }
+
+    /// Looks for the block that goes on like the prompt for longest.
+    fn find_part<Buf>(&mut self, groups: &[Group<Buf>], history: &mut History, limit: u32) {
+        let Some((namespace, _)) = history.space() else {
+            return;
+        };
+        if groups.iter().any(|group| slot_map(group).has_tail()) {
+            return;
+        }
+        let mut part = limit.saturating_sub(self.whole);
+        for (found, group) in self.groups.iter_mut().zip(groups) {
+            let map = slot_map(group);
+            let index = map.full_blocks(self.whole);
+            let end = map.tokens(index.saturating_add(1)).min(limit);
+            history.make_keys(group.chain, &map, index);
+            let tokens = history.tokens().get(to_usize(self.whole)..to_usize(end));
+            let spans = history.contents().iter();
+            let mut ends = spans.map(|span| (span.begin, span.begin.saturating_add(span.len)));
+            let has_contents = ends.any(|(a, b)| a < end && b > self.whole);
+            let (parent, tokens) = match (history.parent(group.chain, index), tokens) {
+                (Some(parent), Some(tokens)) if !has_contents => (parent, tokens),
+                _ => return,
+            };
+            let Some((block, common)) = group.pool.longest_common(parent, namespace, tokens) else {
+                return;
+            };
+            found.donor = Some(block);
+            part = part.min(common);
+        }
+        self.part = part;
+    }
+}
+
+/// Blocks of one group that a sequence begins with.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Needed<'a> {
+    blocks: &'a [Option<BlockId>],
+    donor: Option<BlockId>,
+    live: u32,
+    sinks: u32,
+}
+
+impl Needed<'_> {
+    /// In order of the table: `None` for a vacant entry. `part`: with the donor.
+    pub(super) fn iter(&self, part: bool) -> impl Iterator<Item = Option<BlockId>> + '_ {
+        let is_vacant = |index: u32| index >= self.sinks && index < self.live;
+        let whole = self.blocks.iter().zip(0..);
+        let whole = whole.map(move |(block, i)| if is_vacant(i) { None } else { *block });
+        whole.chain(self.donor.filter(|_| part).map(Some))
+    }
+    pub(super) fn live(&self) -> u32 {
+        self.live
+    }
+    /// The block of the further tokens.
+    pub(super) fn donor(&self) -> Option<BlockId> {
+        self.donor
+    }
+}
+
+/// Blocks that hold the sink tokens of a window.
+pub(super) fn sink_blocks(window: Option<Window>, map: &SlotMap) -> u32 {
+    window.map_or(0, |window| map.blocks(window.sink_tokens))
+}
+
+/// First block that a query behind `len` tokens sees, sink tokens aside.
+pub(super) fn first_live(map: &SlotMap, window: Window, len: u32) -> u32 {
+    let begin = window.begin(len);
+    if begin >= len { map.full_blocks(len) } else { map.place(begin).index }
+}
+
+impl FoundBlocks {
+    /// Finds blocks of the first `len` tokens: the first ones, or every one where a window may do
+    /// without the first.
+    fn find_blocks<Buf>(&mut self, group: &Group<Buf>, history: &mut History, len: u32) {
+        let map = slot_map(group);
+        self.blocks.clear();
+        for index in 0..map.full_blocks(len) {
+            let Some(content) = history.full(group.chain, &map, index) else {
+                break;
+            };
+            match (group.pool.find(&content), group.window) {
+                (None, None) => break,
+                (found, _) => self.blocks.push(found),
+            }
+        }
+    }
+
+    /// The longest prefix of at most `len` tokens that this group can serve.
+    fn longest<Buf>(&self, group: &Group<Buf>, len: u32) -> u32 {
+        let map = slot_map(group);
+        let most = map.full_blocks(len).min(crate::num::to_u32(self.blocks.len()));
+        let Some(window) = group.window else {
+            return map.tokens(most);
+        };
+        let is_there = |i: &u32| self.blocks.get(to_usize(*i)).is_some_and(Option::is_some);
+        let sinks = sink_blocks(Some(window), &map);
+        let mut blocks = most;
+        while blocks > 0 {
+            let live = first_live(&map, window, map.tokens(blocks));
+            // A gap at `i` rules out every prefix that needs `i`: the next to try ends before it.
+            let gap = (live..blocks).rev().find(|i| !is_there(i));
+            match gap {
+                Some(gap) => blocks = gap,
+                None if (0..sinks.min(blocks)).all(|i| is_there(&i)) => break,
+                None => return 0,
+            }
+        }
+        map.tokens(blocks)
+    }
+}

@@ -1,0 +1,283 @@
+//! How sequences begin, and what they take over from cached prompts.
+use crate::backend::Backend;
+use crate::cache::history::History;
+use crate::cache::lookup::Found;
+use crate::cache::{KvCache, push_held, slot_map};
+use crate::error::{BlocksExhausted, CacheError, PlanError};
+use crate::ids::{BlockId, GroupId, SequenceId};
+use crate::num::{to_u32, to_u64, to_usize};
+use crate::reuse::{ContentSpan, Namespace};
+use crate::spec::PrefixReuse;
+
+/// How a sequence starts, and what tells its tokens from equal ones.
+///
+/// ```
+/// use kv_core::StartOptions;
+/// let options = StartOptions::default().salt(b"tenant 7").adapter(3);
+/// # let _ = options;
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct StartOptions<'a> {
+    /// Tokens whose blocks are taken at once and stay with the sequence for life.
+    pub reserve: u32,
+    /// Isolates tenants: prompts share blocks only where the salt is equal, so that nobody can tell
+    /// by the time it takes what others have asked.
+    pub salt: &'a [u8],
+    /// The adapter (`LoRA`) that K and V come from, `None` for the model itself.
+    pub adapter: Option<u64>,
+    /// What lies behind placeholder tokens of the prompt.
+    pub contents: &'a [ContentSpan],
+    /// Takes over so many full blocks less than are there, for draft models that read ahead of the
+    /// tokens they have seen (EAGLE: 1).
+    pub backoff_blocks: u32,
+    /// Computes the whole prompt, and offers none of it to others.
+    pub no_reuse: bool,
+    /// The sequence was [preempted](KvCache::preempt) before: its lookup counts apart.
+    pub resumed: bool,
+}
+
+impl<'a> StartOptions<'a> {
+    /// Takes the blocks of `tokens` tokens at once, so that no step up to there can run out of
+    /// blocks.
+    #[must_use]
+    pub fn reserve(self, tokens: u32) -> Self {
+        Self { reserve: tokens, ..self }
+    }
+    /// Sets [`Self::salt`].
+    #[must_use]
+    pub fn salt(self, salt: &'a [u8]) -> Self {
+        Self { salt, ..self }
+    }
+    /// Sets [`Self::adapter`].
+    #[must_use]
+    pub fn adapter(self, adapter: u64) -> Self {
+        Self { adapter: Some(adapter), ..self }
+    }
+    /// Sets [`Self::contents`].
+    #[must_use]
+    pub fn contents(self, contents: &'a [ContentSpan]) -> Self {
+        Self { contents, ..self }
+    }
+    /// Sets [`Self::backoff_blocks`].
+    #[must_use]
+    pub fn backoff_blocks(self, blocks: u32) -> Self {
+        Self { backoff_blocks: blocks, ..self }
+    }
+    /// Sets [`Self::no_reuse`].
+    #[must_use]
+    pub fn no_reuse(self) -> Self {
+        Self { no_reuse: true, ..self }
+    }
+    /// Sets [`Self::resumed`].
+    #[must_use]
+    pub fn resumed(self) -> Self {
+        Self { resumed: true, ..self }
+    }
+}
+
+/// The lookup of one prompt, and the history it was made with.
+#[derive(Debug, Default)]
+pub(super) struct Lookup {
+    pub(super) found: Found,
+    pub(super) history: History,
+}
+
+impl<B: Backend> KvCache<B> {
+    /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step;
+    /// the first step brings the rest, at least the last token, whose logits are wanted.
+    ///
+    /// Blocks of the cached tokens are shared with those who hold them and cannot be given up while
+    /// the sequence lives.
+    ///
+    /// # Errors
+    /// [`PlanError::SequenceExists`], [`PlanError::TooMany`] sequences,
+    /// [`PlanError::SequenceTooLong`] for the prompt or the reserve, [`CacheError::Exhausted`] for
+    /// the reserve. Nothing changed then.
+    pub fn start(
+        &mut self,
+        sequence: SequenceId,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+    ) -> Result<usize, CacheError> {
+        self.start_row(sequence, prompt, options).map(|(_, tokens)| to_usize(tokens))
+    }
+
+    /// As [`Self::start`], and the row of the new sequence.
+    pub(super) fn start_row(
+        &mut self,
+        sequence: SequenceId,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+    ) -> Result<(u32, u32), CacheError> {
+        let asked = to_u64(prompt.len()).max(u64::from(options.reserve));
+        let max = self.spec.max_seq_len();
+        if asked > u64::from(max) {
+            return Err(PlanError::SequenceTooLong { sequence, len: 0, new: asked, max }.into());
+        }
+        self.check_new(sequence)?;
+        self.wipe()?;
+        let mut lookup = std::mem::take(&mut self.lookup);
+        let is_off = options.no_reuse || self.spec.prefix_reuse() == PrefixReuse::Off;
+        let space = (!is_off).then(|| self.ledger.join(options.salt, options.adapter));
+        self.look_up(&mut lookup, space, prompt, &options);
+        let started = self.take_found(sequence, &mut lookup, &options);
+        if started.is_err() {
+            lookup.history.end(&mut self.ledger);
+        }
+        self.lookup = lookup;
+        let (row, tokens) = started?;
+        if !is_off && !prompt.is_empty() {
+            self.note_lookup(to_u32(prompt.len()), options.resumed);
+        }
+        self.note_peak();
+        Ok((row, tokens))
+    }
+
+    /// How many tokens of `prompt` a sequence would take over that started now. Changes nothing: no
+    /// block becomes younger, nothing is counted.
+    pub fn probe(&self, prompt: &[u32], options: StartOptions<'_>) -> usize {
+        let mut lookup = Lookup::default();
+        self.look_up_unnamed(&mut lookup, prompt, &options);
+        to_usize(lookup.found.tokens())
+    }
+
+    /// Looks a prompt up without becoming a user of its namespace.
+    pub(super) fn look_up_unnamed(
+        &self,
+        lookup: &mut Lookup,
+        prompt: &[u32],
+        options: &StartOptions<'_>,
+    ) {
+        let space = self.ledger.find_namespace(options.salt, options.adapter);
+        let space = space.filter(|_| !options.no_reuse);
+        self.look_up(lookup, space, prompt, options);
+    }
+
+    /// The last token of the prompt is always computed.
+    fn look_up(
+        &self,
+        lookup: &mut Lookup,
+        space: Option<Namespace>,
+        prompt: &[u32],
+        options: &StartOptions<'_>,
+    ) {
+        let limit = to_u32(prompt.len()).saturating_sub(1).min(self.spec.max_seq_len());
+        self.look_up_to(lookup, (space, limit), prompt, options);
+    }
+
+    /// Looks up at most the first `limit` tokens of a prompt.
+    pub(super) fn look_up_to(
+        &self,
+        lookup: &mut Lookup,
+        (space, limit): (Option<Namespace>, u32),
+        prompt: &[u32],
+        options: &StartOptions<'_>,
+    ) {
+        let sizes = (self.chains.len(), self.groups.len());
+        lookup.history.begin(space, (prompt, options.contents), sizes);
+        let limits = (limit, options.backoff_blocks);
+        let reuse = self.spec.prefix_reuse();
+        lookup.found.search(&self.groups, &mut lookup.history, limits, reuse);
+    }
+
+    /// Makes the sequence of what was found, or changes nothing.
+    fn take_found(
+        &mut self,
+        sequence: SequenceId,
+        lookup: &mut Lookup,
+        options: &StartOptions<'_>,
+    ) -> Result<(u32, u32), CacheError> {
+        let Lookup { found, history } = lookup;
+        for (index, group) in self.groups.iter().enumerate() {
+            let map = slot_map(group);
+            let whole = to_u32(found.needed(index, group.window, &map).iter(true).count());
+            let reserved = map.blocks_reserved(options.reserve).saturating_sub(whole);
+            let needed = found.needed(index, group.window, &map);
+            let idle = needed.iter(found.part > 0).flatten();
+            let idle = to_u32(idle.filter(|block| group.pool.is_idle(*block)).count());
+            let free = group.pool.num_free().saturating_sub(idle);
+            if reserved > free {
+                return Err(exhausted(index, reserved, &group.pool, idle).into());
+            }
+        }
+        let tokens = found.tokens();
+        let row = self.insert(sequence, tokens)?;
+        let wipes = self.spec.wipe_on_release();
+        for (index, group) in self.groups.iter_mut().enumerate() {
+            let map = slot_map(group);
+            let needed = found.needed(index, group.window, &map);
+            group.tables.set_live(row, needed.live());
+            for block in needed.iter(found.part > 0) {
+                if let Some(block) = block {
+                    group.pool.reuse(block);
+                }
+                // A vacant entry is in range and never read.
+                push_held(&mut group.tables, row, Some(block.unwrap_or(BlockId(0))));
+            }
+            group.tables.set_coded(row, tokens);
+            history.set_stored(index, map.full_blocks(found.whole));
+            let have = to_u32(group.tables.row(row).len());
+            for _ in have..map.blocks_reserved(options.reserve) {
+                let taken = group.pool.allocate(&mut self.ledger);
+                if let Some(taken) = taken.filter(|taken| taken.evicted && wipes) {
+                    self.unwiped.push((index, taken.block));
+                }
+                push_held(&mut group.tables, row, taken.map(|taken| taken.block));
+            }
+            group.pool.tick();
+        }
+        if let Some(state) = self.sequences.at_mut(row) {
+            state.reserved = options.reserve;
+        }
+        if let Some(own) = self.sequences.history_mut(row) {
+            std::mem::swap(own, history);
+        }
+        Ok((row, tokens))
+    }
+
+    /// Begins `child` with everything `parent` has committed. All blocks are shared; the last
+    /// partial one is copied when either writes to it first.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`].
+    pub fn fork(&mut self, parent: SequenceId, child: SequenceId) -> Result<(), CacheError> {
+        let (parent_row, state) = self.sequences.get(parent)?;
+        let (len, certain, store_at) = (state.len, state.certain, state.store_at);
+        self.check_new(child)?;
+        let row = self.insert(child, len)?;
+        if let Some(state) = self.sequences.at_mut(row) {
+            (state.certain, state.store_at) = (certain, store_at);
+        }
+        if let Some((from, to)) = self.sequences.histories(parent_row, row) {
+            to.fork_from(from, len, &mut self.ledger);
+        }
+        for group in &mut self.groups {
+            let coded = group.tables.coded(parent_row);
+            group.tables.set_coded(row, coded);
+            let live = group.tables.live(parent_row);
+            group.tables.set_live(row, live);
+            let vacant = group.vacant(parent_row);
+            for index in 0..slot_map(group).blocks_in(len, coded) {
+                let block = group.tables.row(parent_row).get(to_usize(index)).copied();
+                if let Some(block) = block.filter(|_| !vacant.contains(&index)) {
+                    group.pool.retain(block);
+                }
+                push_held(&mut group.tables, row, block);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Says what a pool lacks; `spoken_for`: idle blocks that are to be held, not given up.
+pub(super) fn exhausted(
+    index: usize,
+    needed: u32,
+    pool: &crate::block::BlockPool,
+    spoken_for: u32,
+) -> BlocksExhausted {
+    let group = GroupId(u8::try_from(index).unwrap_or(u8::MAX));
+    let evictable = pool.num_idle().saturating_sub(spoken_for);
+    BlocksExhausted { group, needed, free: pool.num_empty(), evictable }
+}

@@ -1,0 +1,206 @@
+//! What sequences take over from each other, on a device that computes nothing.
+use super::*;
+use crate::{PrefixReuse, PublishAt};
+
+fn cache_with(
+    num_blocks: u32,
+    change: impl FnOnce(crate::CacheSpecBuilder) -> crate::CacheSpecBuilder,
+) -> KvCache<NullBackend> {
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(4, num_blocks);
+    KvCache::new(NullBackend::new(), change(spec).build().unwrap()).unwrap()
+}
+
+fn full_blocks(num_blocks: u32) -> KvCache<NullBackend> {
+    cache_with(num_blocks, |spec| {
+        spec.prefix_reuse(PrefixReuse::FullBlocks).publish_at(PublishAt::Begin)
+    })
+}
+
+/// Starts a sequence and computes what is not cached; tokens that were.
+fn run(cache: &mut KvCache<NullBackend>, sequence: SequenceId, prompt: &[u32]) -> usize {
+    let reused = cache.start(sequence, prompt, StartOptions::default()).unwrap();
+    feed(cache, sequence, &prompt[reused..]);
+    reused
+}
+
+fn feed(cache: &mut KvCache<NullBackend>, sequence: SequenceId, tokens: &[u32]) {
+    let mut step = cache.begin_step(&[StepInput::tokens(sequence, tokens)]).unwrap();
+    write_all(&mut step).unwrap();
+    step.commit().unwrap();
+}
+
+fn tokens(range: Range<u32>) -> Vec<u32> {
+    range.collect()
+}
+
+#[test]
+fn full_blocks_are_shared_while_their_maker_runs() {
+    let mut cache = full_blocks(64);
+    assert_eq!(run(&mut cache, SEQ[0], &tokens(0..18)), 0);
+    assert_eq!(cache.probe(&tokens(0..18), StartOptions::default()), 16);
+    assert_eq!(cache.probe(&tokens(0..16), StartOptions::default()), 12, "the last is computed");
+    assert_eq!(run(&mut cache, SEQ[1], &tokens(0..18)), 16);
+    assert_eq!(cache.free_blocks(GroupId(0)), 64 - 6);
+    let rows = [0, 1].map(|s| cache.block_table(SEQ[s], GroupId(0)).unwrap().to_vec());
+    assert_eq!(rows[0][..4], rows[1][..4]);
+    assert_ne!(rows[0][4], rows[1][4]);
+    check_invariants(&cache);
+    let stats = cache.stats();
+    assert_eq!((stats.requests, stats.query_tokens, stats.hit_tokens), (2, 36, 16));
+}
+
+#[test]
+fn a_part_of_a_block_is_copied_and_its_owner_keeps_it() {
+    let mut cache = cache_with(64, |spec| spec);
+    run(&mut cache, SEQ[0], &tokens(0..8));
+    let mut other = tokens(0..6);
+    other.extend([90, 91, 92]);
+    assert_eq!(run(&mut cache, SEQ[1], &other), 6);
+    assert_eq!(cache.stats().cow_copies, 1);
+    assert_eq!(cache.probe(&tokens(0..9), StartOptions::default()), 8, "the donor is whole");
+    assert_eq!(cache.stats().partial_hit_tokens, 2);
+    cache.release(SEQ[1]).unwrap();
+    // What it left behind: one full block of its own and one token more.
+    other.extend([93]);
+    assert_eq!(cache.probe(&other, StartOptions::default()), 9);
+    cache.release(SEQ[0]).unwrap();
+    assert_eq!(cache.free_blocks(GroupId(0)), 64);
+    check_invariants(&cache);
+}
+
+#[test]
+fn a_stored_block_that_is_written_again_is_copied_or_given_up() {
+    for num_blocks in [2, 3] {
+        let mut cache = cache_with(num_blocks, |spec| spec);
+        run(&mut cache, SEQ[0], &tokens(0..8));
+        cache.truncate(SEQ[0], 6).unwrap();
+        feed(&mut cache, SEQ[0], &[50, 51]);
+        let whole = cache.probe(&tokens(0..9), StartOptions::default());
+        assert_eq!(whole, if num_blocks == 3 { 8 } else { 6 });
+        let mut now = tokens(0..6);
+        now.extend([50, 51, 52]);
+        assert_eq!(cache.probe(&now, StartOptions::default()), 8);
+        check_invariants(&cache);
+    }
+}
+
+#[test]
+fn drafts_are_not_reusable_before_they_are_confirmed() {
+    for publish_at in [PublishAt::Begin, PublishAt::Commit] {
+        let mut cache = cache_with(64, |spec| {
+            spec.prefix_reuse(PrefixReuse::FullBlocks).publish_at(publish_at)
+        });
+        run(&mut cache, SEQ[0], &tokens(0..7));
+        let input = StepInput::tokens(SEQ[0], &[7, 8, 9, 10, 11]).drafts(4);
+        let mut step = cache.begin_step(&[input]).unwrap();
+        write_all(&mut step).unwrap();
+        step.commit_accepted(&[2]).unwrap();
+        assert_eq!(cache.seq_len(SEQ[0]), Some(9));
+        assert_eq!(cache.free_blocks(GroupId(0)), 61, "slots of drafts stay");
+        assert_eq!(cache.probe(&tokens(0..13), StartOptions::default()), 8);
+        feed(&mut cache, SEQ[0], &[9, 20, 21]);
+        let mut now = tokens(0..10);
+        now.extend([20, 21, 22]);
+        assert_eq!(cache.probe(&now, StartOptions::default()), 12);
+        assert_eq!(cache.probe(&tokens(0..13), StartOptions::default()), 8);
+        check_invariants(&cache);
+    }
+}
+
+#[test]
+fn two_that_arrive_together_compute_their_prompt_once() {
+    let mut cache = full_blocks(64);
+    let prompt = tokens(0..18);
+    cache.start(SEQ[0], &prompt, StartOptions::default()).unwrap();
+    let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &prompt)]).unwrap();
+    assert_eq!(step.start(SEQ[1], &prompt, StartOptions::default()).unwrap(), 16);
+    step.add(StepInput::tokens(SEQ[1], &prompt[16..])).unwrap();
+    assert_eq!(step.positions().len(), 20);
+    drop(step);
+    assert!(!cache.contains(SEQ[1]), "it began in a step that never happened");
+    assert_eq!(cache.probe(&prompt, StartOptions::default()), 0);
+    check_invariants(&cache);
+    let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &prompt)]).unwrap();
+    step.start(SEQ[1], &prompt, StartOptions::default()).unwrap();
+    step.add(StepInput::tokens(SEQ[1], &prompt[16..])).unwrap();
+    write_all(&mut step).unwrap();
+    step.commit().unwrap();
+    assert_eq!([0, 1].map(|s| cache.seq_len(SEQ[s])), [Some(18); 2]);
+    check_invariants(&cache);
+}
+
+#[test]
+fn windows_give_back_what_no_query_sees() {
+    let mut cache = cache_with(63, |spec| {
+        spec.window_left(7).prefix_reuse(PrefixReuse::FullBlocks).publish_at(PublishAt::Begin)
+    });
+    cache.start(SEQ[0], &tokens(0..32), StartOptions::default()).unwrap();
+    feed(&mut cache, SEQ[0], &tokens(0..16));
+    assert_eq!(cache.free_blocks(GroupId(0)), 59);
+    feed(&mut cache, SEQ[0], &tokens(16..32));
+    assert_eq!(cache.free_blocks(GroupId(0)), 57);
+    for token in 200..205 {
+        feed(&mut cache, SEQ[0], &[token]);
+    }
+    assert_eq!(cache.free_blocks(GroupId(0)), 60);
+    check_invariants(&cache);
+    let refused = cache.truncate(SEQ[0], 20).unwrap_err();
+    assert!(refused.to_string().contains("left its window"), "{refused}");
+    cache.truncate(SEQ[0], 36).unwrap();
+    cache.release(SEQ[0]).unwrap();
+    let mut turns = [tokens(0..33), tokens(0..20), tokens(0..12)];
+    turns[1][17..].fill(900);
+    turns[2][9..].fill(900);
+    assert_eq!(turns.map(|turn| cache.probe(&turn, StartOptions::default())), [32, 16, 8]);
+    assert_eq!(run(&mut cache, SEQ[1], &tokens(0..33)), 32);
+    assert_eq!(cache.free_blocks(GroupId(0)), 60);
+    check_invariants(&cache);
+}
+
+#[test]
+fn salts_adapters_and_contents_keep_prompts_apart() {
+    let mut cache = full_blocks(64);
+    let prompt = tokens(0..17);
+    let image = |id| [crate::reuse::ContentSpan { begin: 5, len: 2, id }];
+    let (cat, dog) = (image(1), image(2));
+    let all = [
+        StartOptions::default(),
+        StartOptions::default().salt(b"t1"),
+        StartOptions::default().salt(b"t2"),
+        StartOptions::default().adapter(1),
+        StartOptions::default().contents(&cat),
+        StartOptions::default().contents(&dog),
+    ];
+    for (options, hits) in all.iter().zip([0, 0, 0, 0, 4, 4]) {
+        assert_eq!(cache.probe(&prompt, *options), hits);
+        assert_eq!(cache.start(SEQ[0], &prompt, *options).unwrap(), hits);
+        feed(&mut cache, SEQ[0], &prompt[hits..]);
+        cache.release(SEQ[0]).unwrap();
+    }
+    assert!(all.iter().all(|options| cache.probe(&prompt, *options) == 16));
+    assert!(cache.reset_prefixes().unwrap());
+    assert!(all.iter().all(|options| cache.probe(&prompt, *options) == 0));
+}
+
+#[test]
+fn pins_hold_and_forgetting_stops_at_what_others_need() {
+    let mut cache = full_blocks(6);
+    let (system, other) = (tokens(0..9), tokens(100..124));
+    run(&mut cache, SEQ[0], &system);
+    cache.release(SEQ[0]).unwrap();
+    let pin = cache.pin_prefix(&system, StartOptions::default());
+    assert_eq!(pin.tokens, 8);
+    assert!(!cache.reset_prefixes().unwrap(), "a pin holds blocks");
+    run(&mut cache, SEQ[0], &other[..16]);
+    cache.release(SEQ[0]).unwrap();
+    assert_eq!(cache.probe(&system, StartOptions::default()), 8);
+    assert!(cache.unpin(pin.id).unwrap() && !cache.unpin(pin.id).unwrap());
+    let mut longer = system.clone();
+    longer[8] = 77;
+    longer.extend(tokens(70..74));
+    run(&mut cache, SEQ[1], &longer);
+    assert_eq!(cache.forget_sequence(SEQ[1]).unwrap(), 3, "the prefix is its own too");
+    assert_eq!(cache.probe(&system, StartOptions::default()), 0);
+    assert_eq!(cache.forget_prefix(&other, StartOptions::default(), 0).unwrap(), 2);
+    check_invariants(&cache);
+}

@@ -1,0 +1,54 @@
+//! How a cache reuses prompt prefixes.
+
+/// What of a cached prompt another one may take over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[expect(clippy::exhaustive_enums, reason = "nothing, blocks, or blocks and a part of one")]
+pub enum PrefixReuse {
+    /// Nothing: every prompt is computed.
+    Off,
+    /// Full blocks, which are shared.
+    FullBlocks,
+    /// Full blocks, and as many tokens as agree in the block behind them: these are copied when the
+    /// sequence first writes behind them. The last, unfull block of a sequence is kept too when the
+    /// sequence ends. Groups with a [tail](super::GroupBuilder::tail) share full blocks alone.
+    #[default]
+    Partial,
+}
+
+/// When the blocks that a step fills can be reused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[expect(clippy::exhaustive_enums, reason = "before the step's work or after it")]
+pub enum PublishAt {
+    /// When the step begins: [`Step::start`](crate::Step::start) finds them for a sequence of the
+    /// same step. Taken back when the step is rolled back.
+    Begin,
+    /// When the step is committed.
+    #[default]
+    Commit,
+}
+
+/// Reuse settings of a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Reuse {
+    pub(crate) prefixes: PrefixReuse,
+    pub(crate) publish_at: PublishAt,
+    /// Events kept until they are taken.
+    pub(crate) events: usize,
+}
+
+/// Tokens that a group of layers attends to, and therefore keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Window {
+    /// Keys before its own position that a query sees (flash-attention's `window_size_left`).
+    pub left: u32,
+    /// First tokens of the sequence that every query sees as well.
+    pub sink_tokens: u32,
+}
+
+impl Window {
+    /// First position that a query at `position` still sees, sink tokens aside.
+    pub fn begin(&self, position: u32) -> u32 {
+        position.saturating_sub(self.left)
+    }
+}
