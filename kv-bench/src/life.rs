@@ -172,6 +172,6 @@ impl Full {
         step.write(0, rows, rows, QkvFormat::Thd)?;
         step.commit()?;
         self.cache.release(SequenceId(0))?;
-        Ok(begin.elapsed() / 64)
+        Ok(begin.elapsed().checked_div(64).unwrap_or_default())
     }
 }
