@@ -90,8 +90,7 @@ impl History {
         }
     }
 
-    /// Notes what a step brings at `position`; `None`: tokens whose ids nobody knows. Returns
-    /// whether keys became void that were made of other tokens.
+    /// Notes what a step brings at `position`; `None`: tokens whose ids nobody knows.
     #[inline]
     pub(crate) fn note(&mut self, position: u32, brought: Option<&[u32]>, maps: &[SlotMap]) {
         if self.space.is_none() {
@@ -99,6 +98,8 @@ impl History {
         }
         let at = to_usize(position);
         match brought {
+            // A decode step; copying one token as a slice costs more than the token.
+            Some(&[token]) if at == self.tokens.len() => self.tokens.push(token),
             Some(brought) if at == self.tokens.len() => self.tokens.extend_from_slice(brought),
             brought => self.revise(at, brought.unwrap_or_default(), brought.is_none(), maps),
         }

@@ -68,6 +68,7 @@ pub struct KvCache<B: Backend = AnyBackend> {
     /// Where the blocks of tokens end, for each of the ways groups have.
     chains: Vec<SlotMap>,
     ledger: Ledger,
+    has_windows: bool,
     /// Buffers of the last lookup.
     lookup: start::Lookup,
     pins: keep::Pins,
@@ -159,6 +160,7 @@ impl<B: Backend> KvCache<B> {
         Ok(Self {
             ledger,
             chains,
+            has_windows: groups.iter().any(|group| group.window.is_some()),
             lookup: start::Lookup::default(),
             pins: keep::Pins::default(),
             stats: Stats::default(),

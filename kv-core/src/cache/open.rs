@@ -168,7 +168,6 @@ impl<B: Backend> KvCache<B> {
     /// Checks inputs and adds them to the batch; changes no table.
     fn read_inputs(&mut self, inputs: &[StepInput<'_>]) -> Result<(), PlanError> {
         let max = self.spec.max_seq_len();
-        let has_windows = self.groups.iter().any(|group| group.window.is_some());
         for input in inputs {
             let sequence = input.sequence;
             let (row, Sequence { len, .. }) = self.sequences.mark(sequence, self.open.number)?;
@@ -184,10 +183,14 @@ impl<B: Backend> KvCache<B> {
             self.open.entries.push(input.details());
             // Query i stands at kv_len - queries + i; queries beyond the keys stand at 0.
             let first = len.saturating_add(new_tokens).saturating_sub(queries);
-            if has_windows && queries > new_tokens {
+            if self.has_windows && queries > new_tokens {
                 self.check_in_windows(sequence, row, (first, len))?;
             }
-            self.open.positions.extend((0..queries).map(|i| first.saturating_add(i)));
+            if queries == 1 {
+                self.open.positions.push(first);
+            } else {
+                self.open.positions.extend((0..queries).map(|i| first.saturating_add(i)));
+            }
         }
         Ok(())
     }

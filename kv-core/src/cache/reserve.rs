@@ -81,20 +81,65 @@ impl<B: Backend> KvCache<B> {
     /// Takes the blocks that the batch writes from its entry `first` on, and a private copy of each
     /// that others hold. Changes nothing but windows when there are not enough.
     pub(super) fn reserve(&mut self, first: usize) -> Result<(), CacheError> {
-        self.leave_windows(first);
+        if self.has_windows {
+            self.leave_windows(first);
+        }
         for index in 0..self.groups.len() {
             self.check_demand(index, first)?;
         }
         for index in 0..self.groups.len() {
-            for number in first..self.open.batch.len() {
+            let mut number = first;
+            while number < self.open.batch.len() {
+                number = self.reserve_private(index, number);
                 if let Some(&entry) = self.open.batch.get(number) {
                     let lookahead = self.open.entry(number).lookahead;
                     self.reserve_entry(index, entry, lookahead);
+                    number = number.saturating_add(1);
                 }
             }
             self.keep_stored(index);
         }
         Ok(())
+    }
+
+    /// Takes the blocks of entries from `first` on as long as all they write is their own: most
+    /// entries of most steps. Returns the first that is not so simple, or the length of the batch.
+    fn reserve_private(&mut self, index: usize, first: usize) -> usize {
+        let Self { groups, open, ledger, unwiped, spec, .. } = self;
+        let count = open.batch.len();
+        let Some(group) = groups.get_mut(index) else {
+            return count;
+        };
+        let map = slot_map(group);
+        if !map.is_plain() {
+            return first;
+        }
+        for (number, (entry, detail)) in
+            open.batch.iter().zip(&open.entries).enumerate().skip(first)
+        {
+            if entry.new_tokens == 0 {
+                continue;
+            }
+            let len = entry.cached.saturating_add(entry.new_tokens);
+            let begin = to_usize(map.full_blocks(entry.cached));
+            let written = to_usize(map.blocks(len));
+            let blocks = map.blocks(len.saturating_add(detail.lookahead));
+            let row = group.tables.row(entry.row);
+            let have = to_u32(row.len());
+            let written = row.get(begin..written.min(row.len())).unwrap_or_default();
+            if !written.iter().all(|block| group.pool.is_private(*block)) {
+                return number;
+            }
+            for _ in have..blocks {
+                let taken = group.pool.allocate(ledger);
+                if taken.is_some_and(|taken| taken.evicted) && spec.wipe_on_release() {
+                    unwiped.extend(taken.map(|taken| (index, taken.block)));
+                }
+                push_held(&mut group.tables, entry.row, taken.map(|taken| taken.block));
+                open.undo.push(Undo::Pushed { group: index, row: entry.row });
+            }
+        }
+        count
     }
 
     /// Refuses a batch that needs more blocks than there are.

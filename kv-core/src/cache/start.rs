@@ -189,7 +189,8 @@ impl<B: Backend> KvCache<B> {
         options: &StartOptions<'_>,
     ) -> Result<(u32, u32), CacheError> {
         let Lookup { found, history } = lookup;
-        for (index, group) in self.groups.iter().enumerate() {
+        let reserving = self.groups.iter().filter(|_| options.reserve > 0);
+        for (index, group) in reserving.enumerate() {
             let map = slot_map(group);
             let whole = to_u32(found.needed(index, group.window, &map).iter(true).count());
             let reserved = map.blocks_reserved(options.reserve).saturating_sub(whole);

@@ -2,11 +2,12 @@
 use crate::block::BlockTables;
 use crate::error::PlanError;
 use crate::geometry::PlaneLayout;
-use crate::ids::Slot;
+use crate::ids::{BlockId, Slot};
 use crate::num::{to_u32, to_usize};
 use crate::plan::growth::Growth;
 use crate::plan::split::{self, Determinism, KvSplit};
 use crate::plan::{AttentionPlan, WritePlan};
+use crate::slot_map::SlotMap;
 
 /// What one sequence brings to a step, before the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -169,23 +170,10 @@ impl PlanBuffers {
         }
         let total_q = sum(self.total_q, entry.queries)?;
         let total_new = sum(self.total_new, entry.new_tokens)?;
-        // A tail that becomes codes is written to the block that it was for.
-        let mut claimed = None;
-        if growth.seals() {
-            let index = map.place_in(growth.tail_begin, growth.coded).index;
-            let block = table.get(to_usize(index)).map_or(0, |block| block.0);
-            self.claim(block)?;
-            claimed = Some(index);
-        }
-        for position in entry.cached..kv_len {
-            let place = map.place_in(position, growth.coded);
-            let block = table.get(to_usize(place.index)).map_or(0, |block| block.0);
-            if claimed != Some(place.index) {
-                self.claim(block)?;
-                claimed = Some(place.index);
-            }
-            // `num_blocks * block_size` fits u32, by the layout's constructor.
-            self.slots.push(Slot(block.saturating_mul(block_size).saturating_add(place.inside)));
+        if map.is_plain() {
+            self.claim_plain(table, block_size, (entry.cached, kv_len))?;
+        } else {
+            self.claim_places(table, map, &growth, (entry.cached, kv_len))?;
         }
         self.sequences.push(PlannedSequence {
             row: entry.row,
@@ -203,6 +191,64 @@ impl PlanBuffers {
         (self.total_q, self.total_new) = (total_q, total_new);
         self.q_len_max = self.q_len_max.max(entry.queries);
         self.new_len_max = self.new_len_max.max(entry.new_tokens);
+        Ok(())
+    }
+
+    /// Claims the blocks of new tokens and lists their slots, where a token is a slot.
+    #[inline]
+    fn claim_plain(
+        &mut self,
+        table: &[BlockId],
+        block_size: u32,
+        (cached, kv_len): (u32, u32),
+    ) -> Result<(), PlanError> {
+        let mut position = cached;
+        while position < kv_len {
+            // `block_size` is at least 1, by the layout's constructor.
+            let index = position.checked_div(block_size).unwrap_or(0);
+            let begin = index.saturating_mul(block_size);
+            let end = begin.saturating_add(block_size).min(kv_len);
+            let block = table.get(to_usize(index)).map_or(0, |block| block.0);
+            self.claim(block)?;
+            // `num_blocks * block_size` fits u32, by the layout's constructor.
+            let first = block.saturating_mul(block_size);
+            let slot = |position: u32| Slot(first.saturating_add(position.saturating_sub(begin)));
+            if end.saturating_sub(position) == 1 {
+                self.slots.push(slot(position));
+            } else {
+                self.slots.extend((position..end).map(slot));
+            }
+            position = end;
+        }
+        Ok(())
+    }
+
+    fn claim_places(
+        &mut self,
+        table: &[BlockId],
+        map: &SlotMap,
+        growth: &Growth,
+        (cached, kv_len): (u32, u32),
+    ) -> Result<(), PlanError> {
+        let block_size = map.block_size();
+        // A tail that becomes codes is written to the block that it was for.
+        let mut claimed = None;
+        if growth.seals() {
+            let index = map.place_in(growth.tail_begin, growth.coded).index;
+            let block = table.get(to_usize(index)).map_or(0, |block| block.0);
+            self.claim(block)?;
+            claimed = Some(index);
+        }
+        for position in cached..kv_len {
+            let place = map.place_in(position, growth.coded);
+            let block = table.get(to_usize(place.index)).map_or(0, |block| block.0);
+            if claimed != Some(place.index) {
+                self.claim(block)?;
+                claimed = Some(place.index);
+            }
+            // `num_blocks * block_size` fits u32, by the layout's constructor.
+            self.slots.push(Slot(block.saturating_mul(block_size).saturating_add(place.inside)));
+        }
         Ok(())
     }
 
