@@ -491,11 +491,7 @@ impl Queues {
     /// The sampler draws once for each token that is generated, as it does without guesses. So a
     /// guess `x` stays with probability `p(x)`, any other token comes with its own, and a seed
     /// gives the same text with and without them.
-    fn judge(
-        &mut self,
-        logits: Vec<Vec<f32>>,
-        limits: &Limits,
-    ) -> anyhow::Result<Vec<Outcome>> {
+    fn judge(&mut self, logits: Vec<Vec<f32>>, limits: &Limits) -> anyhow::Result<Vec<Outcome>> {
         let expected = self.batch.chunks.iter().map(|chunk| to_usize(chunk.logits)).sum();
         if logits.len() != expected {
             return Err(ScheduleError::Logits { got: logits.len(), expected }.into());
@@ -505,9 +501,10 @@ impl Queues {
             end = end.saturating_add(to_usize(chunk.tokens));
             let mut outcome = Outcome { kept: chunk.tokens, ..Outcome::default() };
             let mut rows = rows.by_ref().take(to_usize(chunk.logits));
-            let task = self.running.iter_mut().find(|task| {
-                task.sequences.iter().any(|sequence| sequence.id == chunk.sequence)
-            });
+            let task = self
+                .running
+                .iter_mut()
+                .find(|task| task.sequences.iter().any(|sequence| sequence.id == chunk.sequence));
             match task.map(|task| &mut task.search) {
                 None => {}
                 Some(Search::Beams(_)) => outcome.row = rows.next(),

@@ -140,7 +140,8 @@ impl Comparison {
                 if line.same_token { "yes" } else { "NO" }.to_owned(),
             ]
         }));
-        let why = if self.system_tokens < SYSTEM_TOKENS { ", the most that fits the model" } else { "" };
+        let why =
+            if self.system_tokens < SYSTEM_TOKENS { ", the most that fits the model" } else { "" };
         format!(
             "\na second request behind a shared system prompt of {} tokens{why}; medians of {} runs\n{}",
             self.system_tokens,

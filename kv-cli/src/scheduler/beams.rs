@@ -106,9 +106,8 @@ impl BeamSearch {
         self.finished.sort_by(|a, b| b.score.total_cmp(&a.score));
         self.finished.truncate(to_usize(self.options.width));
         let best = self.finished.first();
-        let (tokens, finish) = best.map_or((Vec::new(), otherwise), |best| {
-            (best.tokens.clone(), best.finish)
-        });
+        let (tokens, finish) =
+            best.map_or((Vec::new(), otherwise), |best| (best.tokens.clone(), best.finish));
         (tokens, finish, self.finished)
     }
 

@@ -73,7 +73,8 @@ impl<B: Backend> Model<B> for Echo {
         let history = |row: usize| -> Vec<u32> {
             let len = positions[row] + 1;
             let values = &out[0][row * width..][..to_usize(len)];
-            let token = |value: &f32| (value * f32::from(u16::try_from(len).expect("small"))).round();
+            let token =
+                |value: &f32| (value * f32::from(u16::try_from(len).expect("small"))).round();
             #[expect(clippy::as_conversions, clippy::cast_sign_loss, reason = "small and whole")]
             #[expect(clippy::cast_possible_truncation, reason = "small and whole")]
             values.iter().map(|value| token(value) as u32 - 1).collect()

@@ -90,10 +90,8 @@ fn every_cache_finds_what_brute_force_finds() {
     for (rule, stop) in [(rough as Rule, vec![]), (narrow, vec![3]), (narrow, vec![1, 4])] {
         for (width, penalty) in [(1, 1.0), (2, 0.0), (3, 1.0), (5, 2.0)] {
             let search = (to_usize(width), penalty);
-            let expected: Vec<_> = prompts
-                .iter()
-                .map(|prompt| brute_force(rule, prompt, 12, &stop, search))
-                .collect();
+            let expected: Vec<_> =
+                prompts.iter().map(|prompt| brute_force(rule, prompt, 12, &stop, search)).collect();
             for (block_size, num_blocks, reuse) in [
                 (1, 600, PrefixReuse::Partial),
                 (4, 200, PrefixReuse::Partial),
@@ -157,7 +155,8 @@ fn beams_share_the_blocks_of_their_prompt() {
     let prompts = vec![(0..100).map(|i| i % VOCAB).collect::<Vec<_>>()];
     let peak = |width| {
         let requests = with_beams(&prompts, 16, width, 1.0);
-        let (_, stats, _) = run_rule(rough, cache(4, 100), requests, limits(8, 1000)).expect("runs");
+        let (_, stats, _) =
+            run_rule(rough, cache(4, 100), requests, limits(8, 1000)).expect("runs");
         stats.blocks_peak
     };
     let (one, four) = (peak(1), peak(4));

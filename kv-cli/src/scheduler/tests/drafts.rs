@@ -32,7 +32,8 @@ fn the_text_is_the_same_with_guesses_and_without() {
         let plain = run_rule(wave, cache(16, 100), sampled(temperature, 40), limits(8, 1000));
         let (plain, stats, _) = plain.expect("runs");
         assert_eq!(stats.drafted_tokens, 0);
-        for (block_size, num_blocks) in [(1, 600), (2, 300), (3, 40), (16, 100), (16, 8), (128, 8)] {
+        for (block_size, num_blocks) in [(1, 600), (2, 300), (3, 40), (16, 100), (16, 8), (128, 8)]
+        {
             for (draft_tokens, max_batch, max_step_tokens) in
                 [(1, 8, 1000), (4, 8, 1000), (4, 3, 9), (30, 2, 1000)]
             {

@@ -94,12 +94,9 @@ fn many_prompts_through_a_small_pool_evict_and_stay_right() {
     for (block_size, num_blocks) in [(4, 22), (8, 12), (3, 30)] {
         for (shared, max_batch) in [(0, 3), (13, 4), (40, 2)] {
             let prompts = behind(shared, 12);
-            let (generated, stats, _) = run(
-                cache(block_size, num_blocks),
-                requests(&prompts, 25),
-                limits(max_batch, 17),
-            )
-            .expect("runs");
+            let (generated, stats, _) =
+                run(cache(block_size, num_blocks), requests(&prompts, 25), limits(max_batch, 17))
+                    .expect("runs");
             check(&generated, &prompts, 25);
             assert!(stats.cache.evictions > 0, "{:?}", stats.cache);
         }
