@@ -127,7 +127,8 @@ fn show(report: &Report) -> String {
     let plural = if report.sequences == 1 { "" } else { "s" };
     let reuse = report.reuse.as_ref().map(reuse::Comparison::show).unwrap_or_default();
     format!(
-        "{} on {}, {} stored, {} sequence{plural}; speed-up is against no cache at that length\n{}{reuse}",
+        "{} on {}, {} stored, {} sequence{plural}; speed-up is against no cache at that length\n\
+         {}{reuse}",
         report.model,
         report.backend,
         report.format,

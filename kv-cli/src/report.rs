@@ -93,7 +93,7 @@ impl Report {
     ) -> anyhow::Result<Self> {
         let mut sequences = Vec::with_capacity(generated.len());
         for (prompt, generated) in session.prompts.iter().zip(generated) {
-            let hypothesis = |hypothesis: &scheduler::Hypothesis| {
+            let show = |hypothesis: &scheduler::Hypothesis| {
                 Ok(Hypothesis {
                     tokens: hypothesis.tokens.clone(),
                     text: session.text.decode(shown(&hypothesis.tokens, hypothesis.finish))?,
@@ -102,7 +102,7 @@ impl Report {
                     score: hypothesis.score,
                 })
             };
-            let hypotheses = generated.hypotheses.iter().map(hypothesis);
+            let hypotheses = generated.hypotheses.iter().map(show);
             sequences.push(Sequence {
                 prompt: prompt.text.clone(),
                 prompt_tokens: prompt.ids.clone(),
@@ -158,16 +158,21 @@ impl Report {
         );
         text.push_str(&self.show_reuse());
         if s.drafted_tokens > 0 {
-            text.push_str(&format!(
-                "{} tokens guessed, {} confirmed ({:.1} %), {} steps of {:.2} tokens\n",
-                s.drafted_tokens,
-                s.accepted_tokens,
-                s.acceptance_ratio * 100.0,
-                s.steps,
-                s.tokens_per_step,
-            ));
+            text.push_str(&self.show_guesses());
         }
         text
+    }
+
+    fn show_guesses(&self) -> String {
+        let s = &self.stats;
+        format!(
+            "{} tokens guessed, {} confirmed ({:.1} %), {} steps of {:.2} tokens\n",
+            s.drafted_tokens,
+            s.accepted_tokens,
+            s.acceptance_ratio * 100.0,
+            s.steps,
+            s.tokens_per_step,
+        )
     }
 
     fn show_reuse(&self) -> String {

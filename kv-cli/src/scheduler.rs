@@ -8,6 +8,8 @@
 //! fits alone, which is checked before anything runs, so every step moves something forward.
 mod beams;
 mod draft;
+mod forks;
+mod judge;
 mod queues;
 mod stats;
 mod task;
@@ -21,8 +23,9 @@ use kv::{Backend, BlocksExhausted, CacheError, KvCache, SequenceId};
 use crate::model::{Chunk, Model};
 use crate::num::{to_u32, to_usize};
 use crate::stored::blocks_of;
+use beams::BeamSearch;
 pub(crate) use beams::{BeamOptions, Hypothesis};
-use beams::{BeamSearch, children};
+use judge::Outcome;
 use queues::Queues;
 pub(crate) use stats::Stats;
 pub(crate) use task::{Finish, Generated, Request};
@@ -83,16 +86,6 @@ pub(crate) enum ScheduleError {
     Stuck,
     #[error(transparent)]
     Cache(#[from] CacheError),
-}
-
-/// What the logits of one chunk say.
-#[derive(Debug, Default)]
-struct Outcome {
-    /// Tokens of the chunk that stay.
-    kept: u32,
-    new: Vec<u32>,
-    /// Logits that wait for those of other beams.
-    row: Option<Vec<f32>>,
 }
 
 /// Runs requests over one cache and one model.
@@ -369,110 +362,6 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         }
         Ok(())
     }
-
-    /// After a preemption, beams come back as forks of the first one.
-    fn fork_waiting(&mut self) -> Result<(), ScheduleError> {
-        for task in self.queues.running.iter_mut().filter(|task| task.can_fork()) {
-            let Some((first, others)) = task.sequences.split_first_mut() else {
-                continue;
-            };
-            for other in others.iter_mut().filter(|other| !other.is_live) {
-                self.cache.fork(first.id, other.id)?;
-                (other.is_live, other.cached) = (true, first.cached);
-            }
-        }
-        Ok(())
-    }
-
-    /// Moves the beams on whose logits are all there.
-    fn advance_beams(&mut self, news: &mut News<'_>) -> anyhow::Result<()> {
-        let mut at = 0_usize;
-        while let Some(task) = self.queues.running.get(at) {
-            let is_ready = task.sequences.iter().all(|sequence| sequence.logits.is_some());
-            match if is_ready { self.advance(at)? } else { None } {
-                Some(finish) => self.end(at, finish, news)?,
-                None => at = at.saturating_add(1),
-            }
-        }
-        Ok(())
-    }
-
-    /// Moves the beams of one request on by a token; why it ended, if it did.
-    fn advance(&mut self, at: usize) -> anyhow::Result<Option<Finish>> {
-        let first_id = self.next_id;
-        let Self { cache, limits, queues, .. } = self;
-        let Some(task) = queues.running.get_mut(at) else {
-            return Ok(None);
-        };
-        let Search::Beams(search) = &mut task.search else {
-            return Ok(None);
-        };
-        if task.sequences.first().is_some_and(|first| first.tokens.len() == task.prompt_len) {
-            task.first_token_ms = self.begun.elapsed().as_secs_f64() * 1e3;
-        }
-        let rows: Vec<_> = task.sequences.iter().filter_map(|s| s.logits.as_deref()).collect();
-        let branches = {
-            let generated = generated(&task.sequences, task.prompt_len);
-            search.advance(&rows, &generated, &limits.stop)?
-        };
-        let mut next_id = first_id;
-        task.sequences = branch(cache, &task.sequences, &branches, &mut next_id)?;
-        self.next_id = next_id;
-        let len = task.sequences.first().map_or(task.tokens_max, |first| first.tokens.len());
-        let Search::Beams(search) = &mut task.search else {
-            return Ok(None);
-        };
-        if search.is_done() {
-            return Ok(Some(Finish::Stop));
-        }
-        if len >= task.tokens_max {
-            search.finish_all(&generated(&task.sequences, task.prompt_len), task.finish_at_max);
-            return Ok(Some(task.finish_at_max));
-        }
-        if limits.forget {
-            forget(cache, task)?;
-        }
-        Ok(None)
-    }
-}
-
-/// New tokens of every sequence.
-fn generated(sequences: &[Sequence], prompt_len: usize) -> Vec<&[u32]> {
-    sequences.iter().map(|sequence| sequence.new_tokens(prompt_len)).collect()
-}
-
-/// Makes the sequences of the next step out of those of the last: the first branch of each goes on
-/// as it is, further ones are forks, and those without one end before any fork needs their place.
-fn branch<B: Backend>(
-    cache: &mut KvCache<B>,
-    parents: &[Sequence],
-    branches: &[beams::Branch],
-    next_id: &mut u64,
-) -> Result<Vec<Sequence>, CacheError> {
-    let mut is_taken = vec![false; parents.len()];
-    for (parent, children) in parents.iter().zip(children(branches, parents.len())) {
-        if children == 0 && parent.is_live {
-            cache.release(parent.id)?;
-        }
-    }
-    let mut sequences = Vec::with_capacity(branches.len());
-    for branch in branches {
-        let Some((parent, taken)) = parents.get(branch.parent).zip(is_taken.get_mut(branch.parent))
-        else {
-            continue;
-        };
-        let mut id = parent.id;
-        if std::mem::replace(taken, true) {
-            id = SequenceId(*next_id);
-            *next_id = next_id.wrapping_add(1);
-            cache.fork(parent.id, id)?;
-        }
-        let tokens = [parent.tokens.as_slice(), &[branch.token]].concat();
-        let mut sequence = Sequence::new(id, tokens);
-        (sequence.is_live, sequence.cached) = (true, parent.cached);
-        sequences.push(sequence);
-    }
-    Ok(sequences)
 }
 
 /// Lets a request compute everything again.
@@ -482,49 +371,4 @@ fn forget<B: Backend>(cache: &mut KvCache<B>, task: &mut Task) -> Result<(), Cac
         sequence.cached = 0;
     }
     Ok(())
-}
-
-impl Queues {
-    /// Chooses tokens by the logits of a step that is not committed yet: guesses stay as far as
-    /// they are what is chosen.
-    ///
-    /// The sampler draws once for each token that is generated, as it does without guesses. So a
-    /// guess `x` stays with probability `p(x)`, any other token comes with its own, and a seed
-    /// gives the same text with and without them.
-    fn judge(&mut self, logits: Vec<Vec<f32>>, limits: &Limits) -> anyhow::Result<Vec<Outcome>> {
-        let expected = self.batch.chunks.iter().map(|chunk| to_usize(chunk.logits)).sum();
-        if logits.len() != expected {
-            return Err(ScheduleError::Logits { got: logits.len(), expected }.into());
-        }
-        let (mut rows, mut outcomes, mut end) = (logits.into_iter(), Vec::new(), 0_usize);
-        for chunk in &self.batch.chunks {
-            end = end.saturating_add(to_usize(chunk.tokens));
-            let mut outcome = Outcome { kept: chunk.tokens, ..Outcome::default() };
-            let mut rows = rows.by_ref().take(to_usize(chunk.logits));
-            let task = self
-                .running
-                .iter_mut()
-                .find(|task| task.sequences.iter().any(|sequence| sequence.id == chunk.sequence));
-            match task.map(|task| &mut task.search) {
-                None => {}
-                Some(Search::Beams(_)) => outcome.row = rows.next(),
-                Some(Search::Sample(sampler)) => {
-                    let drafts = end.saturating_sub(to_usize(chunk.drafts))..end;
-                    let mut drafts = self.batch.tokens.get(drafts).unwrap_or_default().iter();
-                    outcome.kept = chunk.tokens.saturating_sub(chunk.drafts);
-                    for row in rows.by_ref() {
-                        let token = sampler.sample(&row)?;
-                        outcome.new.push(token);
-                        if limits.stop.contains(&token) || drafts.next() != Some(&token) {
-                            break;
-                        }
-                        outcome.kept = outcome.kept.saturating_add(1);
-                    }
-                }
-            }
-            rows.for_each(drop);
-            outcomes.push(outcome);
-        }
-        Ok(outcomes)
-    }
 }

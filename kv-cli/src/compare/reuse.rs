@@ -12,15 +12,16 @@ use crate::stored::blocks_of;
 const SYSTEM_TOKENS: usize = 500;
 /// The least that is worth a measurement.
 const SYSTEM_TOKENS_MIN: usize = 16;
-/// Tokens that follow it: a question, and the one that is generated.
+/// Tokens of a question, and with the one that is generated.
 const QUESTION_TOKENS_MAX: usize = 11;
+const TAIL_TOKENS_MAX: usize = QUESTION_TOKENS_MAX + 1;
 /// Runs of each kind; medians are reported.
 const REPETITIONS: usize = 5;
 
 /// Said again and again until the system prompt is long enough.
-const SYSTEM: &str = "You are a friendly helper who tells short stories to little children. Use \
-    simple words. Every story has a beginning, a middle and a happy end. Tell of animals, toys, \
-    the sun and the rain, and of friends who share what they have. Be kind, and never scare anyone. ";
+const SYSTEM: &str = "You are a friendly helper who tells short stories to little children. \
+     Use simple words. Every story has a beginning, a middle and a happy end. Tell of animals, \
+     toys, the sun and the rain, and of friends who share what they have. Never scare anyone. ";
 const QUESTIONS: [&str; 2] = ["Tell me about a dog.", "What did the cat find?"];
 
 /// The second request's figures with and without reuse.
@@ -54,8 +55,7 @@ pub(super) fn measure(
     session: &Session,
 ) -> anyhow::Result<Option<Comparison>> {
     let ModelConfig { vocab, bos, context, .. } = *session.model.config();
-    let system_tokens =
-        to_usize(context).saturating_sub(QUESTION_TOKENS_MAX + 1).min(SYSTEM_TOKENS);
+    let system_tokens = to_usize(context).saturating_sub(TAIL_TOKENS_MAX).min(SYSTEM_TOKENS);
     if system_tokens < SYSTEM_TOKENS_MIN {
         return Ok(None);
     }
@@ -143,7 +143,8 @@ impl Comparison {
         let why =
             if self.system_tokens < SYSTEM_TOKENS { ", the most that fits the model" } else { "" };
         format!(
-            "\na second request behind a shared system prompt of {} tokens{why}; medians of {} runs\n{}",
+            "\na second request behind a shared system prompt of {} tokens{why}; medians of \
+             {} runs\n{}",
             self.system_tokens,
             self.repetitions,
             output::table(&rows)

@@ -1,6 +1,6 @@
-//! The scheduler over the CPU backend and a model whose next token depends on every token before it,
-//! read back from the cache: what it generates is right only if each was brought once, in order, at
-//! its position, and if what is shared, copied or taken over is what it should be.
+//! The scheduler over the CPU backend and a model whose next token depends on every token before
+//! it, read back from the cache: what it generates is right only if each was brought once, in
+//! order, at its position, and if what is shared, copied or taken over is what it should be.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 mod beams;
 mod drafts;
@@ -293,7 +293,7 @@ fn a_failing_device_ends_the_run_with_its_error() {
     let cache = KvCache::new(backend, spec.build().expect("spec")).expect("cache");
     control.fail_after(5);
     let scheduler = Scheduler::new(cache, &Blind, limits(1, 10));
-    let error = scheduler.run(requests(&prompts(1), 10), &mut |_| Ok(())).err().expect("fails");
+    let error = scheduler.run(requests(&prompts(1), 10), &mut |_| Ok(())).expect_err("fails");
     assert!(matches!(error.downcast_ref::<CacheError>(), Some(CacheError::Device(_))), "{error}");
 }
 

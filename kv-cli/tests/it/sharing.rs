@@ -4,8 +4,9 @@ use serde_json::Value;
 use crate::support::{ModelDir, all_tokens, fails, json, kv, number};
 
 /// Behind one opening, long enough for several blocks.
-const OPENING: &str = "Once upon a time, there was a little girl named Lily. She loved to play outside \
-    in the park with her dog Max. One sunny day, they went to the park to play with a big red ball.";
+const OPENING: &str = "Once upon a time, there was a little girl named Lily. She loved to play \
+                       outside in the park with her dog Max. One sunny day, they went to the park \
+                       to play with a big red ball.";
 
 fn prompts() -> Vec<String> {
     let ends = ["", " Lily", " Max saw a cat", " The ball was", " Then it began to rain and"];
@@ -64,10 +65,12 @@ fn reuse_saves_work_and_changes_no_text() {
 fn quantised_blocks_are_shared_as_they_are() {
     let prompts = prompts();
     for format in ["int8", "l4", "f16", "l4,tail=on", "fp8-e4m3,calib=online"] {
-        let expected = all_tokens(&generate(&prompts, &["--no-reuse", "--format", format]));
-        for extra in [&[][..], &["--max-batch", "1"], &["--paged", "4,300"]] {
-            let report = generate(&prompts, &[extra, &["--format", format]].concat());
-            assert_eq!(all_tokens(&report), expected, "{format} {extra:?}");
+        for extra in [&[][..], &["--max-batch", "1"], &["--paged", "8,200"]] {
+            // A tail is as long as a block, so the blocks are the same on both sides.
+            let extra = [extra, &["--format", format]].concat();
+            let alone = generate(&prompts, &[&extra[..], &["--no-reuse"]].concat());
+            let report = generate(&prompts, &extra);
+            assert_eq!(all_tokens(&report), all_tokens(&alone), "{extra:?}");
             assert!(count(&report["stats"], "reused_tokens") > 100, "{}", report["stats"]);
         }
     }
@@ -121,7 +124,7 @@ fn guesses_change_the_steps_and_not_the_text() {
         let plain = generate(&prompts, &[base, &["--max-new-tokens", "120"]].concat());
         for extra in [
             &["--draft-tokens", "4"][..],
-            &["--draft-tokens", "7", "--paged", "1,3000"],
+            &["--draft-tokens", "7", "--paged", "7,400"],
             &["--draft-tokens", "3", "--paged", "5,400", "--max-batch", "2"],
             &["--draft-tokens", "5", "--contiguous"],
             &["--draft-tokens", "2", "--paged", "16,22"],
@@ -185,11 +188,13 @@ fn beams_find_texts_at_least_as_likely() {
 
 #[test]
 fn four_beams_take_little_more_than_one() {
-    let long = [OPENING; 4].join(" ");
+    let model = ModelDir::copy();
+    model.set("max_position_embeddings", Some(1024.into()));
+    let long = [OPENING; 9].join(" ");
     let peak = |beams| {
-        let report =
-            generate(std::slice::from_ref(&long), &["--beams", beams, "--max-new-tokens", "40"]);
-        assert!(report["sequences"][0]["prompt_tokens"].as_array().map(Vec::len) > Some(300));
+        let extra = ["--model", model.path(), "--beams", beams, "--max-new-tokens", "64"];
+        let report = generate(std::slice::from_ref(&long), &extra);
+        assert!(report["sequences"][0]["prompt_tokens"].as_array().map(Vec::len) >= Some(512));
         number(&report["stats"], "blocks_peak")
     };
     let (one, four) = (peak("1"), peak("4"));

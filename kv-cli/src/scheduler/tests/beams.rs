@@ -87,7 +87,8 @@ fn check(generated: &Generated, expected: &[Text], what: &str) {
 #[test]
 fn every_cache_finds_what_brute_force_finds() {
     let prompts = prompts(4);
-    for (rule, stop) in [(rough as Rule, vec![]), (narrow, vec![3]), (narrow, vec![1, 4])] {
+    let rules: [(Rule, _); 3] = [(rough, vec![]), (narrow, vec![3]), (narrow, vec![1, 4])];
+    for (rule, stop) in rules {
         for (width, penalty) in [(1, 1.0), (2, 0.0), (3, 1.0), (5, 2.0)] {
             let search = (to_usize(width), penalty);
             let expected: Vec<_> =

@@ -4,7 +4,8 @@ use super::*;
 /// Counts up, and now and then jumps: guesses are right for a while, then wrong.
 fn wave(history: &[u32]) -> Vec<f32> {
     let last = history.last().copied().unwrap_or(0);
-    let token = if hash(history) % 9 == 0 { hash(history) % 12 } else { (last + 1) % 12 };
+    let jumps = hash(history).is_multiple_of(9);
+    let token = if jumps { hash(history) % 12 } else { (last + 1) % 12 };
     let mut row = certain(token);
     row[to_usize((token + 5) % VOCAB)] = 0.7;
     row

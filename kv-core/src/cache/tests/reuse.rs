@@ -151,7 +151,7 @@ fn no_part_is_taken_of_a_block_that_the_open_step_fills() {
 #[test]
 fn a_first_chunk_is_no_longer_than_the_prompt() {
     let cache = full_blocks(8);
-    let admission = crate::Admission::default().chunk(1000).must_fit();
+    let admission = Admission::default().chunk(1000).must_fit();
     let admits = |tokens: u32| {
         let prompt: Vec<_> = (0..tokens).collect();
         cache.check_admission(&prompt, StartOptions::default(), &admission)
