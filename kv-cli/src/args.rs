@@ -130,7 +130,8 @@ pub(crate) struct GenerateArgs {
     pub(crate) length_penalty: f64,
 
     /// Guess up to N next tokens of each sequence from its own text (what followed its last words
-    /// before) and check them all in one step. The text stays the same, with --temperature too
+    /// before) and check them all in one step. The text stays the same, with --temperature too;
+    /// formats of few bits may turn a close call, as they may in a batch of another size
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) draft_tokens: u32,
 

@@ -1,5 +1,10 @@
 //! Beam search against one that keeps no cache and no forks.
+use kv::KvFormat;
+
 use super::*;
+use crate::model::Llama;
+use crate::reader::Reader;
+use crate::stored::Stored;
 
 /// Logits of every token, from the whole history.
 fn rough(history: &[u32]) -> Vec<f32> {
@@ -22,7 +27,7 @@ type Text = (Vec<u32>, f64, Finish);
 
 /// The search as its definition says it: all candidates, sorted.
 fn brute_force(
-    rule: Rule,
+    rule: &dyn Fn(&[u32]) -> Vec<f32>,
     prompt: &[u32],
     new: usize,
     stop: &[u32],
@@ -92,7 +97,7 @@ fn every_cache_finds_what_brute_force_finds() {
         for (width, penalty) in [(1, 1.0), (2, 0.0), (3, 1.0), (5, 2.0)] {
             let search = (to_usize(width), penalty);
             let expected: Vec<_> =
-                prompts.iter().map(|prompt| brute_force(rule, prompt, 12, &stop, search)).collect();
+                prompts.iter().map(|prompt| brute_force(&rule, prompt, 12, &stop, search)).collect();
             for (block_size, num_blocks, reuse) in [
                 (1, 600, PrefixReuse::Partial),
                 (4, 200, PrefixReuse::Partial),
@@ -118,6 +123,42 @@ fn every_cache_finds_what_brute_force_finds() {
 }
 
 #[test]
+fn a_model_finds_what_it_finds_by_reading_every_text_anew() {
+    let dir = crate::bundled::model_or_bundled(None).expect("the bundled model");
+    let model = Llama::read(&dir).expect("a model");
+    let backend = Device::open("cpu").expect("the CPU");
+    let reader = Reader::f32(&model, &backend, 64).expect("a reader");
+    let reader = RefCell::new(reader);
+    let rule = |history: &[u32]| -> Vec<f32> {
+        let mut reader = reader.borrow_mut();
+        reader.begin().expect("begins");
+        let rows = reader.read(history, &mut |_| Ok(())).expect("reads");
+        let last = rows.narrow(0, history.len() - 1, 1).expect("a row");
+        model.logits(&last).and_then(|row| row.get(0)?.to_vec1()).expect("logits")
+    };
+    let prompts: Vec<Vec<u32>> = vec![vec![1, 403, 407, 261, 378], vec![1, 267, 337, 335, 311]];
+    for (width, stop) in [(2, vec![]), (3, vec![426])] {
+        let spec = Stored::plain(KvFormat::F32).cache(model.config());
+        let spec = spec.publish_at(PublishAt::Begin).paged(4, 60).build().expect("spec");
+        let cache = KvCache::new(backend.clone(), spec).expect("cache");
+        let limits = Limits { stop: stop.clone(), ..limits(6, 1000) };
+        let scheduler = Scheduler::<AnyBackend, _>::new(cache, &model, limits);
+        let requests = with_beams(&prompts, 10, width, 1.0);
+        let (generated, _) = scheduler.run(requests, &mut |_| Ok(())).expect("runs");
+        for (generated, prompt) in generated.iter().zip(&prompts) {
+            let expected = brute_force(&rule, prompt, 10, &stop, (to_usize(width), 1.0));
+            let texts = generated.hypotheses.iter().map(|h| h.tokens.clone());
+            let expected_texts: Vec<_> = expected.iter().map(|text| text.0.clone()).collect();
+            assert_eq!(texts.collect::<Vec<_>>(), expected_texts);
+            for (hypothesis, (_, score, _)) in generated.hypotheses.iter().zip(&expected) {
+                // Logits differ in their last bits with the number of rows.
+                assert!((hypothesis.score - score).abs() < 1e-4, "{}", hypothesis.score);
+            }
+        }
+    }
+}
+
+#[test]
 fn one_beam_is_the_greedy_text() {
     let prompts = prompts(4);
     let greedy = run_rule(rough, cache(4, 100), requests(&prompts, 20), limits(4, 1000));
@@ -133,7 +174,7 @@ fn one_beam_is_the_greedy_text() {
 fn beams_that_gave_way_come_back_as_forks() {
     let prompts = vec![vec![5; 40], vec![6; 40]];
     let expected: Vec<_> =
-        prompts.iter().map(|prompt| brute_force(rough, prompt, 30, &[], (4, 1.0))).collect();
+        prompts.iter().map(|prompt| brute_force(&rough, prompt, 30, &[], (4, 1.0))).collect();
     for reuse in [PrefixReuse::Off, PrefixReuse::Partial] {
         for max_step_tokens in [1000, 6] {
             // One search of 40 + 29 tokens takes 10 blocks for its prompt and 8 for each beam at
