@@ -13,6 +13,7 @@ mod attend;
 mod errors;
 mod moves;
 mod stored;
+mod unseen;
 mod world;
 
 use kv_core::{DType, KvFormat};
