@@ -13,7 +13,8 @@ use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, To
 ///
 /// Guarantees a backend may index by:
 /// - every block of every table is inside the plane, and `kv_len` tokens fit each sequence's table,
-///   at [`SlotMap::place_in`](crate::SlotMap::place_in) with the sequence's `coded`;
+///   at [`SlotMap::place_in`](crate::SlotMap::place_in) with the sequence's `coded`; what lies in a
+///   block is said only where a query sees a key in it, see [`AttentionOptions::visible`];
 /// - the splits of a sequence are `splits()[split_start..][..num_splits]`, in order, and cover
 ///   `0..kv_len` exactly.
 #[derive(Debug, Clone, Copy)]
@@ -112,9 +113,9 @@ impl<'a> AttentionOptions<'a> {
     pub fn window_left(self, window_left: u32) -> Self {
         Self { window_left: Some(window_left), ..self }
     }
-    /// First tokens of the sequence that every query sees besides its window: keys `j < sink_tokens`,
-    /// as far as mask and length let it. Says nothing without a window. Positions stay as they are:
-    /// keys are met as they were stored.
+    /// First tokens of the sequence that every query sees besides its window: keys `j <
+    /// sink_tokens`, as far as mask and length let it. Says nothing without a window. Positions
+    /// stay as they are: keys are met as they were stored.
     ///
     /// Not the sink *logits* of [`Self::sinks`], which have no token.
     ///
@@ -169,12 +170,12 @@ impl<'a> AttentionOptions<'a> {
         self.qkv_format
     }
 
-    /// Keys that query `i` of a sequence sees, short of sink tokens before its window: `begin..end`,
-    /// empty when it sees none. Neither bound falls from one query to the next.
+    /// Keys that query `i` of a sequence sees, short of sink tokens before its window:
+    /// `begin..end`, empty when it sees none. Neither bound falls from one query to the next.
     ///
-    /// Together with [`Self::visible_sink_tokens`] these are all slots that attention may read:
-    /// entries of the block table for blocks in which no query of a sequence sees a key may name
-    /// blocks of another owner.
+    /// Together with [`Self::visible_sink_tokens`] these are all keys that count. A block in which
+    /// no query of the sequence sees a key is not read at all: its entry of the block table may
+    /// name a block of another owner.
     pub fn visible(&self, sequence: &PlannedSequence, i: u32) -> (u32, u32) {
         // Position of the query plus one, which is negative when there are more queries than keys.
         let end = i64::from(sequence.kv_len)
@@ -192,8 +193,8 @@ impl<'a> AttentionOptions<'a> {
         (u32::try_from(begin).unwrap_or(0), u32::try_from(end).unwrap_or(0))
     }
 
-    /// How many sink tokens query `i` of a sequence sees before its window: keys `0..n`, where `n` is
-    /// at most `begin` of [`Self::visible`]. Never falls from one query to the next.
+    /// How many sink tokens query `i` of a sequence sees before its window: keys `0..n`, where `n`
+    /// is at most `begin` of [`Self::visible`]. Never falls from one query to the next.
     ///
     /// A kernel that ends a tile at [`Self::num_sink_tokens`] where there is a window meets one
     /// range in every tile: below that position a query sees `0..end`, from there on what `visible`
