@@ -82,21 +82,21 @@ impl<B: Device> Lab<B> {
             spans.push((table[*block as usize].0, (0, layout.block_bytes())));
         }
         for j in unseen {
-            let place = map.place_in(*j, coded);
-            if used.contains(&place.index) {
+            let found = map.place_in(*j, coded);
+            if used.contains(&found.index) {
                 counts.rows += 1;
-                let rows = row_spans(&layout, place);
-                spans.extend(rows.map(|span| (table[place.index as usize].0, span)));
+                let rows = row_spans(&layout, found);
+                spans.extend(rows.map(|span| (table[found.index as usize].0, span)));
             }
         }
-        let mut found = Vec::new();
+        let mut located = Vec::new();
         for (block, (begin, bytes)) in spans {
             let (segment, at) = layout.locate(block);
             let buffer = view.segment(segment).ok_or("a block of no segment")?.clone();
-            found.push((buffer, at + begin, vec![0xFF; bytes as usize]));
+            located.push((buffer, at + begin, vec![0xFF; bytes as usize]));
         }
         let queue = self.cache.queue_mut();
-        for (buffer, at, bytes) in found {
+        for (buffer, at, bytes) in located {
             queue.upload(&buffer, at, &bytes).map_err(CacheError::from)?;
         }
         Ok(counts)
