@@ -90,16 +90,20 @@ impl History {
         }
     }
 
+    /// Adds tokens behind those known.
+    pub(crate) fn push(&mut self, tokens: &[u32]) {
+        if self.space.is_some() {
+            self.tokens.extend_from_slice(tokens);
+        }
+    }
+
     /// Notes what a step brings at `position`; `None`: tokens whose ids nobody knows.
-    #[inline]
     pub(crate) fn note(&mut self, position: u32, brought: Option<&[u32]>, maps: &[SlotMap]) {
         if self.space.is_none() {
             return;
         }
         let at = to_usize(position);
         match brought {
-            // A decode step; copying one token as a slice costs more than the token.
-            Some(&[token]) if at == self.tokens.len() => self.tokens.push(token),
             Some(brought) if at == self.tokens.len() => self.tokens.extend_from_slice(brought),
             brought => self.revise(at, brought.unwrap_or_default(), brought.is_none(), maps),
         }

@@ -120,7 +120,7 @@ impl<B: Backend> KvCache<B> {
                 forgotten = forgotten.saturating_add(1);
             }
         }
-        if let Some(history) = self.sequences.history_mut(row) {
+        if let Some((_, history)) = self.sequences.both_mut(row) {
             history.end(&mut self.ledger);
         }
         Ok(forgotten)
@@ -205,7 +205,7 @@ impl<B: Backend> KvCache<B> {
     pub(super) fn restart_reuse(&mut self) {
         self.clear_index();
         for row in 0..to_u32(self.sequences.num_rows()) {
-            if let Some(history) = self.sequences.history_mut(row) {
+            if let Some((_, history)) = self.sequences.both_mut(row) {
                 history.end(&mut self.ledger);
             }
         }

@@ -291,7 +291,7 @@ impl<B: Backend> KvCache<B> {
 
     fn drop_row(&mut self, sequence: SequenceId, row: u32) {
         self.drop_blocks(row, 0, 0);
-        if let Some(history) = self.sequences.history_mut(row) {
+        if let Some((_, history)) = self.sequences.both_mut(row) {
             history.end(&mut self.ledger);
         }
         self.sequences.remove(sequence);

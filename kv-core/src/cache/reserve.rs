@@ -78,83 +78,66 @@ impl Written {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Takes the blocks that the batch writes from its entry `first` on, and a private copy of each
-    /// that others hold. Changes nothing but windows when there are not enough.
+    /// Takes the blocks that growing entries write, and a private copy of each that others hold.
+    /// Changes nothing but windows when there are not enough.
     pub(super) fn reserve(&mut self, first: usize) -> Result<(), CacheError> {
         if self.has_windows {
             self.leave_windows(first);
         }
-        for index in 0..self.groups.len() {
-            self.check_demand(index, first)?;
+        if self.open.growing.is_empty() {
+            return Ok(());
         }
         for index in 0..self.groups.len() {
-            let mut number = first;
-            while number < self.open.batch.len() {
-                number = self.reserve_private(index, number);
+            self.check_demand(index)?;
+        }
+        for index in 0..self.groups.len() {
+            for at in 0..self.open.growing.len() {
+                let number = self.open.growing.get(at).copied().unwrap_or(usize::MAX);
                 if let Some(&entry) = self.open.batch.get(number) {
                     let lookahead = self.open.entry(number).lookahead;
                     self.reserve_entry(index, entry, lookahead);
-                    number = number.saturating_add(1);
                 }
             }
             self.keep_stored(index);
         }
+        self.note_own();
         Ok(())
     }
 
-    /// Takes the blocks of entries from `first` on as long as all they write is their own: most
-    /// entries of most steps. Returns the first that is not so simple, or the length of the batch.
-    fn reserve_private(&mut self, index: usize, first: usize) -> usize {
-        let Self { groups, open, ledger, unwiped, spec, .. } = self;
-        let count = open.batch.len();
-        let Some(group) = groups.get_mut(index) else {
-            return count;
-        };
-        let map = slot_map(group);
-        if !map.is_plain() {
-            return first;
+    /// Notes up to where the blocks of growing entries are their own, so that further tokens there
+    /// ask nothing.
+    fn note_own(&mut self) {
+        // Windows are left step by step, and a tail grows in its own way.
+        if self.has_windows || self.chains.iter().any(|map| !map.is_plain()) {
+            return;
         }
-        for (number, (entry, detail)) in
-            open.batch.iter().zip(&open.entries).enumerate().skip(first)
-        {
-            if entry.new_tokens == 0 {
+        for number in &self.open.growing {
+            let Some(entry) = self.open.batch.get(*number) else {
                 continue;
-            }
+            };
             let len = entry.cached.saturating_add(entry.new_tokens);
-            let begin = to_usize(map.full_blocks(entry.cached));
-            let written = to_usize(map.blocks(len));
-            let blocks = map.blocks(len.saturating_add(detail.lookahead));
-            let row = group.tables.row(entry.row);
-            let have = to_u32(row.len());
-            let written = row.get(begin..written.min(row.len())).unwrap_or_default();
-            if !written.iter().all(|block| group.pool.is_private(*block)) {
-                return number;
-            }
-            for _ in have..blocks {
-                let taken = group.pool.allocate(ledger);
-                if taken.is_some_and(|taken| taken.evicted) && spec.wipe_on_release() {
-                    unwiped.extend(taken.map(|taken| (index, taken.block)));
-                }
-                push_held(&mut group.tables, entry.row, taken.map(|taken| taken.block));
-                open.undo.push(Undo::Pushed { group: index, row: entry.row });
+            let end = |map: &SlotMap| map.tokens(map.blocks(len));
+            if let Some(state) = self.sequences.at_mut(entry.row) {
+                state.own_end = self.chains.iter().map(end).min().unwrap_or(0);
             }
         }
-        count
     }
 
     /// Refuses a batch that needs more blocks than there are.
-    fn check_demand(&self, index: usize, first: usize) -> Result<(), CacheError> {
+    fn check_demand(&self, index: usize) -> Result<(), CacheError> {
         let Some(group) = self.groups.get(index) else {
             return Ok(());
         };
-        let batch = self.open.batch.get(first..).unwrap_or_default();
-        let details = self.open.entries.get(first..).unwrap_or_default();
+        let growing = || {
+            let numbers = self.open.growing.iter();
+            numbers.filter_map(|n| Some((self.open.batch.get(*n)?, self.open.entries.get(*n)?)))
+        };
         let free = group.pool.num_free();
-        if demand_at_most(group, batch, details) <= free {
+        if demand_at_most(group, growing()) <= free {
             return Ok(());
         }
         let mut demand = Demand::default();
-        for (entry, detail) in batch.iter().zip(details) {
+        for (entry, detail) in growing() {
             demand.add(group, entry, detail.lookahead);
         }
         if demand.blocks <= free {
@@ -379,10 +362,12 @@ impl<B: Backend> KvCache<B> {
         };
         let freed = match undo {
             Undo::Pushed { row, .. } => {
+                self.sequences.disown(row);
                 let block = group.tables.pop(row);
                 block.filter(|block| group.pool.release(*block))
             }
             Undo::Replaced { row, index: at, old, kept, .. } => {
+                self.sequences.disown(row);
                 if kept {
                     self.open.kept.pop();
                 } else {
@@ -421,7 +406,12 @@ impl<Buf> Group<Buf> {
         };
         let map = slot_map(self);
         let begin = self.tables.live(row).max(sink_blocks(self.window, &map));
-        begin..first_live(&map, window, len).max(begin)
+        let mut end = first_live(&map, window, len);
+        if map.has_tail() {
+            // The rows of a tail are read once more, when they become codes.
+            end = end.min(map.full_blocks(self.tables.coded(row)));
+        }
+        begin..end.max(begin)
     }
 }
 
@@ -434,15 +424,20 @@ fn is_copied_from(undo: &[Undo], index: usize, blocks: &[BlockId]) -> bool {
 }
 
 /// A bound on the blocks a batch needs that costs nothing; above it they are counted.
-fn demand_at_most<Buf>(group: &Group<Buf>, batch: &[BatchEntry], details: &[OpenEntry]) -> u32 {
+fn demand_at_most<'a, Buf>(
+    group: &Group<Buf>,
+    entries: impl Iterator<Item = (&'a BatchEntry, &'a OpenEntry)>,
+) -> u32 {
     let map = slot_map(group);
-    let tokens = batch.iter().zip(details).fold(0_u32, |n, (entry, detail)| {
-        n.saturating_add(entry.new_tokens).saturating_add(detail.lookahead)
-    });
+    let (mut tokens, mut count) = (0_u32, 0_u32);
+    for (entry, detail) in entries {
+        tokens = tokens.saturating_add(entry.new_tokens).saturating_add(detail.lookahead);
+        count = count.saturating_add(1);
+    }
     let rows = tokens.saturating_mul(map.wide_slots());
     let blocks = rows.checked_div(super::block_size(group)).unwrap_or(u32::MAX);
     let each = map.tail_blocks_max().saturating_mul(3).saturating_add(3);
-    blocks.saturating_add(to_u32(batch.len()).saturating_mul(each))
+    blocks.saturating_add(count.saturating_mul(each))
 }
 
 /// Counts the blocks that a batch needs of one group.

@@ -231,9 +231,7 @@ impl<B: Backend> KvCache<B> {
         if let Some(state) = self.sequences.at_mut(row) {
             state.reserved = options.reserve;
         }
-        if let Some(own) = self.sequences.history_mut(row) {
-            std::mem::swap(own, history);
-        }
+        self.sequences.swap_history(row, history);
         Ok((row, tokens))
     }
 
@@ -250,9 +248,8 @@ impl<B: Backend> KvCache<B> {
         if let Some(state) = self.sequences.at_mut(row) {
             (state.certain, state.store_at) = (certain, store_at);
         }
-        if let Some((from, to)) = self.sequences.histories(parent_row, row) {
-            to.fork_from(from, len, &mut self.ledger);
-        }
+        self.sequences.fork_history((parent_row, row), len, &mut self.ledger);
+        self.sequences.disown(parent_row);
         for group in &mut self.groups {
             let coded = group.tables.coded(parent_row);
             group.tables.set_coded(row, coded);
