@@ -264,6 +264,15 @@ impl BlockPool {
         }
     }
 
+    /// Exchanges the policy; `false`, and no change, while any block has content.
+    pub(crate) fn set_policy(&mut self, policy: Box<dyn EvictionPolicy>) -> bool {
+        let is_empty = self.index.is_empty();
+        if is_empty {
+            self.policy = policy;
+        }
+        is_empty
+    }
+
     /// A request begins: what policies that age count in.
     pub fn tick(&mut self) {
         self.policy.tick();

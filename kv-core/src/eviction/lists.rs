@@ -49,8 +49,8 @@ impl Lists {
         let head = self.head(list);
         if node < self.num_nodes && to_usize(head) < self.links.len() {
             debug_assert!(!self.contains(node), "a node is in one list at most");
-            let [last, _] = self.get(head);
-            self.link(last, node);
+            let [newest, _] = self.get(head);
+            self.link(newest, node);
             self.link(node, head);
         }
     }

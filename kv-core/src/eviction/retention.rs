@@ -32,8 +32,8 @@ pub struct Retention {
 }
 
 impl Retention {
-    /// Checks ranges of prompt positions, given in any order. Positions that no range holds have the
-    /// default priority.
+    /// Checks ranges of prompt positions, given in any order. Positions that no range holds have
+    /// the default priority.
     ///
     /// # Errors
     /// A range that is empty or overlaps another, an open end that is not the last one, a level
