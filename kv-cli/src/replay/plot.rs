@@ -1,0 +1,99 @@
+//! Hit ratio against capacity, one line a policy, as SVG.
+use std::error::Error;
+
+use anyhow::anyhow;
+use plotters::prelude::{
+    BLACK, ChartBuilder, Circle, Color, IntoDrawingArea, IntoLogRange, Palette, Palette99,
+    PathElement, SVGBackend, SeriesLabelPosition, WHITE,
+};
+
+use super::report::Line;
+use crate::num::to_f64;
+
+const SIZE: (u32, u32) = (960, 640);
+
+/// What one policy hits: a point for every capacity, from the smallest.
+struct Curve {
+    name: &'static str,
+    points: Vec<(f64, f64)>,
+    /// Whether no capacity changes it.
+    is_level: bool,
+}
+
+/// Draws every policy's hit ratios.
+pub(super) fn draw(lines: &[Line]) -> anyhow::Result<String> {
+    let mut svg = String::new();
+    draw_to(&mut svg, lines).map_err(|error| anyhow!("the plot: {error}"))?;
+    Ok(svg)
+}
+
+fn draw_to(svg: &mut String, lines: &[Line]) -> Result<(), Box<dyn Error>> {
+    let area = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+    area.fill(&WHITE)?;
+    let (least, most) = capacities(lines);
+    let highest = lines.iter().map(|line| line.token_hit_ratio).fold(0.01, f64::max);
+    let mut chart = ChartBuilder::on(&area)
+        .caption("Token hit ratio by capacity", ("sans-serif", 18))
+        .margin(16)
+        .x_label_area_size(44)
+        .y_label_area_size(72)
+        .build_cartesian_2d((least..most).log_scale(), 0.0..highest * 1.08)?;
+    chart
+        .configure_mesh()
+        .max_light_lines(4)
+        .x_desc("capacity, blocks")
+        .y_desc("hit tokens of all input tokens")
+        .x_label_formatter(&|blocks| format!("{blocks:.0}"))
+        .y_label_formatter(&|ratio| format!("{ratio:.3}"))
+        .draw()?;
+    for (index, Curve { name, points, is_level }) in curves(lines).into_iter().enumerate() {
+        let colour = Palette99::pick(index).to_rgba();
+        let ends = points.first().map(|(_, ratio)| vec![(least, *ratio), (most, *ratio)]);
+        let line = if is_level { ends.unwrap_or_default() } else { points.clone() };
+        chart.draw_series([PathElement::new(line, colour.stroke_width(2))])?.label(name).legend(
+            move |(x, y)| {
+                let end = (x.saturating_add(20), y);
+                PathElement::new(vec![(x, y), end], colour.stroke_width(2))
+            },
+        );
+        let inside = points.into_iter().filter(|_| !is_level);
+        chart.draw_series(inside.map(|point| Circle::new(point, 4, colour.filled())))?;
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::LowerRight)
+        .background_style(WHITE.mix(0.8))
+        .border_style(BLACK.mix(0.4))
+        .draw()?;
+    area.present()?;
+    Ok(())
+}
+
+/// The axis: all capacities, and a little more on both sides.
+fn capacities(lines: &[Line]) -> (f64, f64) {
+    let limited = lines.iter().filter(|line| !line.is_unlimited);
+    let all = if limited.clone().count() == 0 { lines } else { &[] };
+    let blocks = limited.chain(all).map(|line| to_f64(line.capacity_blocks.max(1).into()));
+    let (least, most) = blocks
+        .fold((f64::INFINITY, 1.0), |(least, most), n| (f64::min(least, n), f64::max(most, n)));
+    (least.min(most) / 1.5, most * 1.5)
+}
+
+fn curves(lines: &[Line]) -> Vec<Curve> {
+    let mut curves: Vec<Curve> = Vec::new();
+    for line in lines {
+        let point = (to_f64(line.capacity_blocks.into()), line.token_hit_ratio);
+        match curves.iter_mut().find(|curve| curve.name == line.policy) {
+            Some(curve) => curve.points.push(point),
+            None => curves.push(Curve {
+                name: line.policy,
+                points: vec![point],
+                is_level: line.is_unlimited,
+            }),
+        }
+    }
+    for curve in &mut curves {
+        curve.points.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    }
+    curves
+}
