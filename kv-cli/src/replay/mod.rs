@@ -93,22 +93,4 @@ fn measure(trace: &Arc<Trace>, (policy, capacity): Case, bar: &ProgressBar) -> L
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn capacities_are_round_and_different() {
-        assert_eq!(default_capacities(182_790), [1400, 5700, 22_000, 91_000]);
-        assert_eq!(default_capacities(1), [1]);
-        assert_eq!(default_capacities(40), [1, 5, 20]);
-        assert_eq!(default_capacities(u32::MAX).len(), 4);
-    }
-
-    #[test]
-    fn every_case_is_measured_once() {
-        let policies = [Policy::Lru, Policy::Infinite, Policy::Lru];
-        let (lru, infinite) = (Policy::Lru, Policy::Infinite);
-        let expected = [(lru, Some(3)), (lru, Some(1)), (infinite, None)];
-        assert_eq!(cases(&policies, &[3, 1, 3], 100), expected);
-    }
-}
+mod tests;

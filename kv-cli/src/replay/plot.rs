@@ -97,3 +97,61 @@ fn curves(lines: &[Line]) -> Vec<Curve> {
     }
     curves
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(policy: &'static str, capacity_blocks: u32, token_hit_ratio: f64) -> Line {
+        Line {
+            policy,
+            capacity_blocks,
+            token_hit_ratio,
+            is_unlimited: policy == "infinite",
+            hit_tokens: 0,
+            total_tokens: 0,
+            evictions: 0,
+            ns_per_request: 0,
+            peak_blocks: 0,
+            requests: 0,
+        }
+    }
+
+    fn numbers(svg: &str, name: &str) -> Vec<i32> {
+        let circles = svg.split("<circle ").skip(1);
+        let number = |circle: &str| {
+            let (_, rest) = circle.split_once(&format!("{name}=\"")).expect(name);
+            rest.split('"').next().expect(name).parse().expect(name)
+        };
+        circles.map(number).collect()
+    }
+
+    #[test]
+    fn every_policy_is_a_line_and_every_capacity_a_point() {
+        let lines = [
+            line("lru", 1000, 0.2),
+            line("lru", 10, 0.1),
+            line("infinite", 90_000, 0.5),
+            line("min", 10, 0.3),
+            line("min", 1000, 0.4),
+        ];
+        let svg = draw(&lines).expect("a plot");
+        assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"), "{svg}");
+        assert_eq!(svg.matches("<circle ").count(), 4, "infinite has no capacity");
+        for words in ["lru", "infinite", "min", "capacity, blocks"] {
+            assert!(svg.contains(&format!("\n{words}\n")), "{words}: {svg}");
+        }
+        let (x, y) = (numbers(&svg, "cx"), numbers(&svg, "cy"));
+        assert!(x[0] < x[1] && y[0] > y[1], "more blocks to the right, more hits above: {svg}");
+        assert_eq!((x[0], x[1]), (x[2], x[3]));
+        assert!(y[2] < y[0] && y[3] < y[1]);
+    }
+
+    #[test]
+    fn little_can_be_drawn_too() {
+        let cases = [vec![], vec![line("infinite", 7, 0.0)], vec![line("lru", 1, 0.0)]];
+        for lines in cases {
+            assert!(draw(&lines).expect("a plot").starts_with("<svg "));
+        }
+    }
+}

@@ -380,3 +380,6 @@ impl Format {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
