@@ -18,9 +18,11 @@ use crate::replay::Policy;
 /// An Azure trace has no content: every block is new and nothing is ever hit. It tells evictions,
 /// peak blocks and time.
 ///
-/// Policies: lru (least recently used first), and two limits: min gives up what is needed again
-/// last, the most that any policy can hit with that capacity (where ids name whole prefixes, as
-/// they do in these traces); infinite gives up nothing, and its capacity is what it came to need.
+/// Policies: those of caches, lru (least recently used first), lfu (least frequently used first),
+/// priority (by the caller's priorities, of which a trace has none) and default (what will be
+/// missed least); and two limits: min gives up what is needed again last, the most that any policy
+/// can hit with that capacity (where ids name whole prefixes, as they do in these traces); infinite
+/// gives up nothing, and its capacity is what it came to need.
 #[derive(Debug, Args)]
 #[command(
     allow_negative_numbers = true,
@@ -45,7 +47,8 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "N", value_parser = at_least_1)]
     pub(crate) capacity_blocks: Vec<u32>,
 
-    /// How blocks are given up: lru, infinite or min; may be repeated, all of them unless given
+    /// How blocks are given up: lru, lfu, priority, default, infinite or min; may be repeated; lru,
+    /// default, infinite and min unless given
     #[arg(long, value_name = "NAME")]
     pub(crate) policy: Vec<Policy>,
 

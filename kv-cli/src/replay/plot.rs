@@ -14,7 +14,7 @@ const SIZE: (u32, u32) = (960, 640);
 
 /// What one policy hits: a point for every capacity, from the smallest.
 struct Curve {
-    name: &'static str,
+    name: String,
     points: Vec<(f64, f64)>,
     /// Whether no capacity changes it.
     is_level: bool,
@@ -86,7 +86,7 @@ fn curves(lines: &[Line]) -> Vec<Curve> {
         match curves.iter_mut().find(|curve| curve.name == line.policy) {
             Some(curve) => curve.points.push(point),
             None => curves.push(Curve {
-                name: line.policy,
+                name: line.policy.clone(),
                 points: vec![point],
                 is_level: line.is_unlimited,
             }),
@@ -102,9 +102,9 @@ fn curves(lines: &[Line]) -> Vec<Curve> {
 mod tests {
     use super::*;
 
-    fn line(policy: &'static str, capacity_blocks: u32, token_hit_ratio: f64) -> Line {
+    fn line(policy: &str, capacity_blocks: u32, token_hit_ratio: f64) -> Line {
         Line {
-            policy,
+            policy: policy.to_owned(),
             capacity_blocks,
             token_hit_ratio,
             is_unlimited: policy == "infinite",

@@ -10,7 +10,7 @@ use crate::output;
 /// One element of the list `--json` prints.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Line {
-    pub(super) policy: &'static str,
+    pub(super) policy: String,
     /// As it was asked for; where there is no limit, what was needed.
     pub(super) capacity_blocks: u32,
     pub(super) hit_tokens: u64,
@@ -38,7 +38,7 @@ impl Line {
         let (requests, total_tokens) = (to_u64(trace.requests().len()), trace.total_tokens);
         let ns = elapsed.as_nanos().checked_div(requests.into()).unwrap_or(0);
         Self {
-            policy: policy.name(),
+            policy: policy.to_string(),
             capacity_blocks: capacity.unwrap_or(peak_blocks),
             hit_tokens,
             total_tokens,
@@ -91,7 +91,7 @@ impl Report<'_> {
         let mut rows = vec![heading.map(str::to_owned).to_vec()];
         rows.extend(self.lines.iter().map(|line| {
             vec![
-                line.policy.to_owned(),
+                line.policy.clone(),
                 line.capacity_blocks.to_string(),
                 line.hit_tokens.to_string(),
                 format!("{:.4}", line.token_hit_ratio),

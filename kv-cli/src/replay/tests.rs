@@ -4,12 +4,16 @@ use std::fmt::Write;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
+use kv::eviction::Eviction;
+
 use super::policy::Policy;
 use super::run::{Outcome, replay};
 use super::source::tests::lines;
 use super::trace::Trace;
 use super::{cases, default_capacities};
 use crate::num::{to_u32, to_u64};
+
+const LRU: Policy = Policy::Real(Eviction::Lru);
 
 /// Six requests, by letters: ab, acd, ab, ef, acdg, ab; the last block of ab has 488 tokens, that
 /// of ef 188.
@@ -82,12 +86,12 @@ fn a_small_trace_gives_what_was_worked_out() {
     let trace = small(512);
     // acd hits a, ab hits both (1000 of its 1024), acdg hits a, ab hits a; d and c go for ef,
     // b, f and e for acdg, g for ab.
-    assert_eq!(hits_and_evictions(&trace, Policy::Lru, 4), (512 + 1000 + 512 + 512, 6));
+    assert_eq!(hits_and_evictions(&trace, LRU, 4), (512 + 1000 + 512 + 512, 6));
     // ef takes the places of b, which is needed last, and d: acdg hits a and c.
     assert_eq!(hits_and_evictions(&trace, Policy::Min, 4), (512 + 1000 + 1024 + 512, 5));
     // Each request hits a; acd, acdg and nothing else fits.
-    assert_eq!(hits_and_evictions(&trace, Policy::Lru, 1).0, 3 * 512);
-    assert_eq!(hits_and_evictions(&trace, Policy::Lru, 7), (512 + 1000 + 1536 + 1000, 0));
+    assert_eq!(hits_and_evictions(&trace, LRU, 1).0, 3 * 512);
+    assert_eq!(hits_and_evictions(&trace, LRU, 7), (512 + 1000 + 1536 + 1000, 0));
     let infinite = outcome(&trace, Policy::Infinite, trace.num_blocks());
     assert_eq!((infinite.hit_tokens, infinite.peak_blocks), (4048, 7));
 }
@@ -106,7 +110,7 @@ fn a_split_or_joined_id_hits_as_it_should() {
 #[test]
 fn a_request_larger_than_the_cache_keeps_its_start() {
     let trace = trace_of(&[vec![1, 2, 3, 4], vec![1, 2, 3, 4], vec![9], vec![1, 2, 3, 4]]);
-    for policy in [Policy::Lru, Policy::Min] {
+    for policy in [LRU, Policy::Min] {
         // The second request finds 1 and 2; 9 takes the place of 2.
         assert_eq!(hits_and_evictions(&trace, policy, 2), (3 * 512, 2), "{policy:?}");
     }
@@ -126,7 +130,7 @@ fn without_a_limit_everything_seen_is_there() {
         let got = outcome(&trace, Policy::Infinite, trace.num_blocks());
         assert_eq!((got.hit_tokens, got.evictions), (512 * hits, 0), "{requests:?}");
         assert_eq!(got.peak_blocks, to_u32(seen.len()), "{requests:?}");
-        assert_eq!(hits_and_evictions(&trace, Policy::Lru, 54).0, got.hit_tokens);
+        assert_eq!(hits_and_evictions(&trace, LRU, 54).0, got.hit_tokens);
     }
 }
 
@@ -171,7 +175,7 @@ fn lru_does_what_a_list_does() {
         let capacity = 1 + random.below(8);
         let trace = trace_of(&requests);
         let capacity = usize::try_from(capacity).expect("small");
-        let got = hits_and_evictions(&trace, Policy::Lru, to_u32(capacity));
+        let got = hits_and_evictions(&trace, LRU, to_u32(capacity));
         assert_eq!(got, listed(&requests, capacity), "{capacity}: {requests:?}");
     }
 }
@@ -206,8 +210,12 @@ fn no_choice_of_victims_is_better_than_min() {
         let capacity = usize::try_from(2 + random.below(4)).expect("small");
         let trace = trace_of(&requests);
         let (got, _) = hits_and_evictions(&trace, Policy::Min, to_u32(capacity));
+        for eviction in Eviction::ALL {
+            let (real, _) = hits_and_evictions(&trace, Policy::Real(eviction), to_u32(capacity));
+            assert!(real <= got, "{eviction}: {requests:?}");
+        }
         assert_eq!(got, 512 * best(&requests, &BTreeSet::new(), capacity), "{requests:?}");
-        let (lru, _) = hits_and_evictions(&trace, Policy::Lru, to_u32(capacity));
+        let (lru, _) = hits_and_evictions(&trace, LRU, to_u32(capacity));
         gains += u32::from(got > lru);
     }
     assert!(gains > 30, "these traces hardly need a choice: {gains}");
@@ -242,7 +250,7 @@ fn a_trace_without_content_hits_nothing() {
                 2023-11-16 18:15:46.6805900,33,44\n2023-11-16 18:15:47,0,1\n\
                 2023-11-16 18:15:48,100,1\n";
     let trace = Arc::new(Trace::from_lines(lines(text), None, None).expect("a trace"));
-    for policy in [Policy::Lru, Policy::Min] {
+    for policy in [LRU, Policy::Min] {
         // 3 and 7 blocks of 16.
         let got = outcome(&trace, policy, 8);
         assert_eq!((got.hit_tokens, got.evictions, got.peak_blocks), (0, 2, 8), "{policy:?}");
@@ -260,8 +268,8 @@ fn capacities_are_round_and_different() {
 
 #[test]
 fn every_case_is_measured_once() {
-    let policies = [Policy::Lru, Policy::Infinite, Policy::Lru];
-    let (lru, infinite) = (Policy::Lru, Policy::Infinite);
+    let policies = [LRU, Policy::Infinite, LRU];
+    let (lru, infinite) = (LRU, Policy::Infinite);
     let expected = [(lru, Some(3)), (lru, Some(1)), (infinite, None)];
     assert_eq!(cases(&policies, &[3, 1, 3], 100), expected);
 }
