@@ -9,11 +9,11 @@ use crate::replay::Policy;
 
 /// Replay a request trace through a cache's blocks, prefix index and eviction, without a model.
 ///
-/// TRACE is of Mooncake (JSON lines with timestamp, input_length, output_length and hash_ids, one
-/// for every 512 tokens) or of Azure (a CSV of TIMESTAMP,ContextTokens,GeneratedTokens), plain or
-/// compressed with zstd. Requests run one at a time, in the file's order. A request hits the blocks
-/// of its input up to the first that is not cached; then all of them are cached, as far as they
-/// fit. It never gives up its own. What is generated is not cached.
+/// TRACE is of Mooncake (JSON lines of `timestamp`, `input_length`, `output_length` and `hash_ids`,
+/// an id for every 512 tokens) or of Azure (a CSV of TIMESTAMP,ContextTokens,GeneratedTokens),
+/// plain or compressed with zstd. Requests run one at a time, in the file's order. A request hits
+/// the blocks of its input up to the first that is not cached; then all of them are cached, as far
+/// as they fit. It never gives up its own. What is generated is not cached.
 ///
 /// An Azure trace has no content: every block is new and nothing is ever hit. It tells evictions,
 /// peak blocks and time.

@@ -1,6 +1,6 @@
 //! Replays against figures worked out by hand, and against models that are plainly right.
+#![expect(clippy::arithmetic_side_effects, reason = "helpers of tests fail as tests do")]
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
@@ -35,16 +35,17 @@ fn hits_and_evictions(trace: &Arc<Trace>, policy: Policy, capacity: u32) -> (u64
 
 /// Whole blocks of these ids.
 fn trace_of(requests: &[Vec<u64>]) -> Arc<Trace> {
-    let mut text = String::new();
-    for ids in requests {
-        let tokens = 512 * ids.len();
-        writeln!(
-            text,
-            r#"{{"timestamp": 0, "input_length": {tokens}, "output_length": 0, "hash_ids": {ids:?}}}"#
-        )
-        .expect("memory");
-    }
-    Arc::new(Trace::from_lines(lines(text), None, None).expect("a trace"))
+    split_trace_of(requests, 512)
+}
+
+fn split_trace_of(requests: &[Vec<u64>], block_size: u32) -> Arc<Trace> {
+    let line = |ids: &Vec<u64>| {
+        let lengths = format!(r#""input_length": {}, "output_length": 0"#, 512 * ids.len());
+        format!(r#"{{"timestamp": 0, {lengths}, "hash_ids": {ids:?}}}"#)
+    };
+    let text: Vec<_> = requests.iter().map(line).collect();
+    let trace = Trace::from_lines(lines(text.join("\n")), None, NonZeroU32::new(block_size));
+    Arc::new(trace.expect("a trace"))
 }
 
 /// Numbers below `n`, by xorshift.
@@ -226,18 +227,7 @@ fn min_of_split_ids_is_no_worse_than_that_of_whole_ones() {
     let mut random = Random(5);
     for _ in 0..100 {
         let requests = random.prefixes(12, 5);
-        let whole = trace_of(&requests);
-        let mut text = String::new();
-        for ids in &requests {
-            let tokens = 512 * ids.len();
-            let line = format!(
-                r#"{{"timestamp":0,"input_length":{tokens},"output_length":0,"hash_ids":{ids:?}}}"#
-            );
-            text.push_str(&line);
-            text.push('\n');
-        }
-        let split = Trace::from_lines(lines(text), None, NonZeroU32::new(128)).expect("a trace");
-        let split = Arc::new(split);
+        let (whole, split) = (trace_of(&requests), split_trace_of(&requests, 128));
         let (coarse, _) = hits_and_evictions(&whole, Policy::Min, 4);
         let (fine, _) = hits_and_evictions(&split, Policy::Min, 16);
         assert!(fine >= coarse, "{fine} < {coarse}: {requests:?}");

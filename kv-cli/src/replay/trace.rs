@@ -110,7 +110,8 @@ struct Ids {
     asked: Vec<u32>,
     /// The request that asked last; for repeats.
     last: Vec<u32>,
-    ids: Vec<u64>,
+    /// As the file has them.
+    values: Vec<u64>,
     /// The id before, where it was seen first: an id names its whole prefix, so there is one.
     parents: Vec<u32>,
     numbers: HashMap<u64, u32>,
@@ -259,7 +260,7 @@ impl Trace {
     pub(super) fn num_blocks(&self) -> u32 {
         match &self.names {
             Names::Fresh { num_blocks } => *num_blocks,
-            Names::Ids(ids) => to_u32(ids.ids.len()).saturating_mul(ids.split.get()),
+            Names::Ids(ids) => to_u32(ids.values.len()).saturating_mul(ids.split.get()),
         }
     }
 
@@ -298,7 +299,7 @@ impl Trace {
         let Names::Ids(ids) = &self.names else {
             return [block, 0, 0];
         };
-        let id = ids.ids.get(to_usize(ids.id_of(block))).copied().unwrap_or(0);
+        let id = ids.values.get(to_usize(ids.id_of(block))).copied().unwrap_or(0);
         let part = block.checked_rem(ids.split.get()).unwrap_or(0);
         let half = |n: u64| u32::try_from(n & u64::from(u32::MAX)).unwrap_or(0);
         [half(id), half(id >> 32), part]
@@ -331,8 +332,8 @@ impl Trace {
 
 impl Ids {
     fn new(split: NonZeroU32) -> Self {
-        let (asked, last, ids, parents) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Self { asked, last, ids, parents, numbers: HashMap::new(), split }
+        let (asked, last, values, parents) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { asked, last, values, parents, numbers: HashMap::new(), split }
     }
 
     /// Index of the first id among all, how many there are, and whether one comes twice.
@@ -340,10 +341,10 @@ impl Ids {
         let first = to_u32(self.asked.len());
         let (mut parent, mut has_repeats) = (NONE, false);
         for id in ids {
-            let next = to_u32(self.ids.len());
+            let next = to_u32(self.values.len());
             let number = *self.numbers.entry(id).or_insert(next);
             if number == next {
-                self.ids.push(id);
+                self.values.push(id);
                 self.parents.push(parent);
                 self.last.push(NONE);
             }

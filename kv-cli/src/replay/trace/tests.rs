@@ -25,9 +25,8 @@ fn refused(text: impl Into<Vec<u8>>, line: u64, words: &str) {
 }
 
 fn mooncake(input_length: &str, hash_ids: &str) -> String {
-    format!(
-        r#"{{"timestamp": 0, "input_length": {input_length}, "output_length": 1, "hash_ids": {hash_ids}}}"#
-    )
+    let lengths = format!(r#""input_length": {input_length}, "output_length": 1"#);
+    format!(r#"{{"timestamp": 0, {lengths}, "hash_ids": {hash_ids}}}"#)
 }
 
 /// Blocks of every request as their names.
