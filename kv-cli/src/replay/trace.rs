@@ -44,8 +44,8 @@ pub(super) enum TraceError {
     Empty,
     #[error("neither a JSON object (Mooncake) nor the header {} (Azure)", azure::HEADER)]
     UnknownFormat,
-    #[error("no request of a Mooncake trace")]
-    Json(#[source] serde_json::Error),
+    #[error("no request of a Mooncake trace, column {}: {}", .0.column(), without_place(.0))]
+    Json(serde_json::Error),
     #[error("{field} is {got}, at least 0 is needed")]
     Negative { field: &'static str, got: f64 },
     #[error("the header is {got:?}, expected {}", azure::HEADER)]
@@ -68,6 +68,12 @@ pub(super) enum TraceError {
          a part of the trace can be replayed"
     )]
     TooManyBlocks { max: u64, block_size: u32 },
+}
+
+/// What serde_json says; the line it counts is the only one it sees.
+fn without_place(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    text.rsplit_once(" at line ").map_or(text.as_str(), |(what, _)| what).to_owned()
 }
 
 /// Where in the file an error is.

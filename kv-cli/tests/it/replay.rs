@@ -136,13 +136,17 @@ fn a_broken_file_is_told_with_its_line() {
     let negative = r#"{"timestamp": 0, "input_length": -5, "output_length": 1, "hash_ids": [1]}"#;
     let ids = r#"{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1, 2]}"#;
     for (name, content, words) in [
-        ("no.jsonl", with("{"), "no.jsonl: line 7: no request of a Mooncake trace: EOF"),
+        ("no.jsonl", with("{"), "no.jsonl: line 7: no request of a Mooncake trace, column 1: EOF"),
         (
             "fields.jsonl",
             with("{\"timestamp\": 0}"),
-            "line 7: no request of a Mooncake trace: miss",
+            "line 7: no request of a Mooncake trace, column 16: missing field `input_length`",
         ),
-        ("negative.jsonl", with(negative), "line 7: no request of a Mooncake trace: invalid value"),
+        (
+            "negative.jsonl",
+            with(negative),
+            "line 7: no request of a Mooncake trace, column 36: invalid value: integer `-5`",
+        ),
         ("huge.jsonl", with(&huge), "line 7: 1152921504606846976 input tokens"),
         ("ids.jsonl", with(ids), "line 7: 2 ids for 5 input tokens, 1 are needed"),
         ("empty.jsonl", Vec::new(), "empty.jsonl: line 1: no request"),
