@@ -57,9 +57,11 @@ pub struct ReuseRate {
 struct Released {
     /// The content before it.
     parent: u64,
-    /// The latest turn of the blocks behind, and the rank given to it.
+    /// The latest turn of the blocks behind.
     turn: u8,
-    rank: u8,
+    /// The class it is ranked by, unless it was the last of its sequence: those are often of no
+    /// use to anybody, and must not drag along the blocks before them.
+    rank: Option<u8>,
 }
 
 impl ReuseRate {
@@ -139,9 +141,11 @@ impl ReuseRate {
         let is_last = self.released.parent != content.key;
         let turn = if is_last { content.turn } else { content.turn.max(self.released.turn) };
         let class = rates::class(content.uses, turn, is_last);
-        let is_worse = !is_last && self.rates.rate(class) < self.rates.rate(self.released.rank);
-        let rank = if is_worse { self.released.rank } else { class };
-        self.released = Released { parent: content.parent, turn, rank };
+        let behind = self.released.rank.filter(|_| !is_last);
+        let better = behind.filter(|rank| self.rates.rate(class) < self.rates.rate(*rank));
+        let rank = better.unwrap_or(class);
+        let passed_on = (!is_last).then_some(rank);
+        self.released = Released { parent: content.parent, turn, rank: passed_on };
         (class, rank)
     }
 
