@@ -145,7 +145,7 @@ fn a_broken_file_is_told_with_its_line() {
         (
             "negative.jsonl",
             with(negative),
-            "line 7: no request of a Mooncake trace, column 36: invalid value: integer `-5`",
+            "line 7: no request of a Mooncake trace, column 35: invalid value: integer `-5`",
         ),
         ("huge.jsonl", with(&huge), "line 7: 1152921504606846976 input tokens"),
         ("ids.jsonl", with(ids), "line 7: 2 ids for 5 input tokens, 1 are needed"),
