@@ -8,7 +8,7 @@ use plotters::prelude::{
 };
 
 use super::report::Line;
-use crate::num::to_f64;
+use crate::num::{to_f64, to_u32};
 
 const SIZE: (u32, u32) = (960, 640);
 
@@ -43,21 +43,29 @@ fn draw_to(svg: &mut String, lines: &[Line]) -> Result<(), Box<dyn Error>> {
         .max_light_lines(4)
         .x_desc("capacity, blocks")
         .y_desc("hit tokens of all input tokens")
-        .x_label_formatter(&|blocks| format!("{blocks:.0}"))
+        .x_label_formatter(&blocks_label)
         .y_label_formatter(&|ratio| format!("{ratio:.3}"))
         .draw()?;
-    for (index, Curve { name, points, is_level }) in curves(lines).into_iter().enumerate() {
+    let curves = curves(lines);
+    let above = (0..to_u32(curves.len())).rev();
+    for ((index, above), curve) in (0_usize..).zip(above).zip(curves) {
+        let Curve { name, points, is_level } = curve;
+        // Lines that coincide show as edges of each other.
+        let width = above.saturating_add(2);
         let colour = Palette99::pick(index).to_rgba();
         let ends = points.first().map(|(_, ratio)| vec![(least, *ratio), (most, *ratio)]);
         let line = if is_level { ends.unwrap_or_default() } else { points.clone() };
-        chart.draw_series([PathElement::new(line, colour.stroke_width(2))])?.label(name).legend(
-            move |(x, y)| {
+        chart
+            .draw_series([PathElement::new(line, colour.stroke_width(width))])?
+            .label(name)
+            .legend(move |(x, y)| {
                 let end = (x.saturating_add(20), y);
                 PathElement::new(vec![(x, y), end], colour.stroke_width(2))
-            },
-        );
+            });
         let inside = points.into_iter().filter(|_| !is_level);
-        chart.draw_series(inside.map(|point| Circle::new(point, 4, colour.filled())))?;
+        chart.draw_series(
+            inside.map(|point| Circle::new(point, width.saturating_add(2), colour.filled())),
+        )?;
     }
     chart
         .configure_series_labels()
@@ -67,6 +75,13 @@ fn draw_to(svg: &mut String, lines: &[Line]) -> Result<(), Box<dyn Error>> {
         .draw()?;
     area.present()?;
     Ok(())
+}
+
+/// A label of the axis; between powers of ten there is room for two.
+fn blocks_label(blocks: &f64) -> String {
+    let text = format!("{blocks:.0}");
+    let is_shown = text.starts_with(['1', '2', '5']);
+    if is_shown { text } else { String::new() }
 }
 
 /// The axis: all capacities, and a little more on both sides.

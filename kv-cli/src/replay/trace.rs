@@ -70,7 +70,7 @@ pub(super) enum TraceError {
     TooManyBlocks { max: u64, block_size: u32 },
 }
 
-/// What serde_json says; the line it counts is the only one it sees.
+/// What the parser says; the line it counts is the only one it sees.
 fn without_place(error: &serde_json::Error) -> String {
     let text = error.to_string();
     text.rsplit_once(" at line ").map_or(text.as_str(), |(what, _)| what).to_owned()
