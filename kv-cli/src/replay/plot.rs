@@ -43,7 +43,7 @@ fn draw_to(svg: &mut String, lines: &[Line]) -> Result<(), Box<dyn Error>> {
         .max_light_lines(4)
         .x_desc("capacity, blocks")
         .y_desc("hit tokens of all input tokens")
-        .x_label_formatter(&blocks_label)
+        .x_label_formatter(&|blocks| blocks_label(*blocks))
         .y_label_formatter(&|ratio| format!("{ratio:.3}"))
         .draw()?;
     let curves = curves(lines);
@@ -78,7 +78,7 @@ fn draw_to(svg: &mut String, lines: &[Line]) -> Result<(), Box<dyn Error>> {
 }
 
 /// A label of the axis; between powers of ten there is room for two.
-fn blocks_label(blocks: &f64) -> String {
+fn blocks_label(blocks: f64) -> String {
     let text = format!("{blocks:.0}");
     let is_shown = text.starts_with(['1', '2', '5']);
     if is_shown { text } else { String::new() }
@@ -91,7 +91,11 @@ fn capacities(lines: &[Line]) -> (f64, f64) {
     let blocks = limited.chain(all).map(|line| to_f64(line.capacity_blocks.max(1).into()));
     let (least, most) = blocks
         .fold((f64::INFINITY, 1.0), |(least, most), n| (f64::min(least, n), f64::max(most, n)));
-    (least.min(most) / 1.5, most * 1.5)
+    let (least, most) = (least.min(most) / 1.5, most * 1.5);
+    let (floor, ceil) = (least.log10().floor(), most.log10().ceil());
+    // Labels stand at powers of ten and between two of them.
+    let has_two = most.log10().floor() - least.log10().ceil() >= 1.0;
+    if has_two { (least, most) } else { (10_f64.powf(floor), 10_f64.powf(ceil)) }
 }
 
 fn curves(lines: &[Line]) -> Vec<Curve> {
@@ -159,6 +163,7 @@ mod tests {
         let (x, y) = (numbers(&svg, "cx"), numbers(&svg, "cy"));
         assert!(x[0] < x[1] && y[0] > y[1], "more blocks to the right, more hits above: {svg}");
         assert_eq!((x[0], x[1]), (x[2], x[3]));
+        assert!(svg.contains("\n10\n") && svg.contains("\n1000\n"), "{svg}");
         assert!(y[2] < y[0] && y[3] < y[1]);
     }
 
@@ -166,7 +171,8 @@ mod tests {
     fn little_can_be_drawn_too() {
         let cases = [vec![], vec![line("infinite", 7, 0.0)], vec![line("lru", 1, 0.0)]];
         for lines in cases {
-            assert!(draw(&lines).expect("a plot").starts_with("<svg "));
+            let svg = draw(&lines).expect("a plot");
+            assert!(svg.starts_with("<svg ") && svg.contains("\n1\n"), "{svg}");
         }
     }
 }
