@@ -25,13 +25,18 @@ use cohorts::Cohorts;
 use contents::{Content, Contents, NONE, short_key};
 use rates::Rates;
 
+use crate::eviction::lists::Lists;
 use crate::eviction::priority::Levels;
 use crate::eviction::{BlockInfo, Clock, EvictionPolicy, Priority};
 use crate::ids::BlockId;
 
-/// Requests between two conclusions, and how many conclude each for itself at the start.
-const REQUESTS_PER_LESSON: u32 = 32;
-const FIRST_LESSONS: u32 = 64;
+/// Conclusions are drawn again after this share of the requests there were, but no more seldom than
+/// after so many.
+/// Test
+const GUARD: u32 = 2;
+
+const LESSON_SHARE: u32 = 32;
+const REQUESTS_PER_LESSON_MAX: u32 = 128;
 
 /// Least expected use per room and time first, among the blocks of the default priority; those of
 /// lower levels go before, those of higher levels after them, least recently used first.
@@ -45,8 +50,13 @@ pub struct ReuseRate {
     contents: Contents,
     cohorts: Cohorts,
     rates: Rates,
-    /// Requests so far.
+    /// Idle blocks of the default level, the longest idle first.
+    by_age: Lists,
+    /// Requests so far, and until conclusions are drawn.
     now: u32,
+    requests_to_lesson: u32,
+    /// Requests until the pool was full.
+    filled_at: Option<u32>,
     released: Released,
     /// The latest new content and its number: often the parent of the next.
     stored: (u64, u32),
@@ -73,7 +83,10 @@ impl ReuseRate {
             cohorts: Cohorts::new(contents.len()),
             contents,
             rates: Rates::new(),
+            by_age: Lists::new(num_blocks, 1),
             now: 0,
+            requests_to_lesson: 0,
+            filled_at: None,
             released: Released::default(),
             stored: (0, NONE),
         }
@@ -152,6 +165,7 @@ impl ReuseRate {
     /// The block no longer holds its content.
     fn remove(&mut self, block: u32) {
         self.levels.remove(block);
+        self.by_age.remove(block);
         if let Some(content) = self.contents.of_block(block) {
             self.set_candidate(content, false);
             if let Some(cohort) = self.contents.remove_from_block(content) {
@@ -165,7 +179,7 @@ impl ReuseRate {
         let is_default = self.levels.priority(block).level == Priority::DEFAULT_LEVEL;
         self.set_candidate(content, is_default);
         if is_default {
-            self.levels.remove(block);
+            self.by_age.push_back(0, block);
         } else {
             self.levels.push(block);
         }
@@ -176,7 +190,9 @@ impl EvictionPolicy for ReuseRate {
     fn tick(&mut self) {
         self.now = self.now.wrapping_add(1);
         self.cohorts.advance(self.now, &mut self.rates);
-        if self.now < FIRST_LESSONS || self.now.is_multiple_of(REQUESTS_PER_LESSON) {
+        self.requests_to_lesson = self.requests_to_lesson.saturating_sub(1);
+        if self.requests_to_lesson == 0 {
+            self.requests_to_lesson = (self.now / LESSON_SHARE).clamp(1, REQUESTS_PER_LESSON_MAX);
             self.learn();
         }
     }
@@ -212,6 +228,7 @@ impl EvictionPolicy for ReuseRate {
     fn reused(&mut self, block: BlockId) {
         if let Some(content) = self.contents.of_block(block.0) {
             self.levels.remove(block.0);
+            self.by_age.remove(block.0);
             self.count_use(content);
             if let Some(slot) = self.contents.get_mut(content) {
                 slot.is_idle = false;
@@ -247,6 +264,7 @@ impl EvictionPolicy for ReuseRate {
         self.levels.set(block.0, priority);
         if self.contents.get(content).is_idle {
             self.levels.remove(block.0);
+            self.by_age.remove(block.0);
             self.place(block.0, content);
         }
     }
@@ -267,8 +285,14 @@ impl EvictionPolicy for ReuseRate {
 
 impl ReuseRate {
     /// The candidate of the default level that will be missed least.
-    fn first_of_default_level(&self) -> Option<(u8, u32)> {
-        let content = self.contents.first_candidate(self.cohorts.first()?)?;
-        Some((Priority::DEFAULT_LEVEL, self.contents.get(content).block))
+    fn first_of_default_level(&mut self) -> Option<(u8, u32)> {
+        let filled_at = *self.filled_at.get_or_insert(self.now);
+        let block = if self.now / GUARD < filled_at {
+            self.by_age.front(0)?
+        } else {
+            let content = self.contents.first_candidate(self.cohorts.first()?)?;
+            self.contents.get(content).block
+        };
+        Some((Priority::DEFAULT_LEVEL, block))
     }
 }
