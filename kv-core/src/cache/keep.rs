@@ -168,18 +168,14 @@ impl<B: Backend> KvCache<B> {
         Ok(forgotten)
     }
 
-    /// Gives up everything cached; `false`, and no change, while a sequence or a pin holds a block
-    /// that others could reuse.
+    /// Gives up everything cached; `false`, and no change, while a sequence or a pin holds a block.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is open; a device failure of the wipe, as for
     /// [`Self::truncate`].
     pub fn reset_prefixes(&mut self) -> Result<bool, CacheError> {
         self.check_closed("reset")?;
-        let is_held = |group: &super::Group<B::Buffer>| {
-            group.pool.num_idle() != to_u32(group.pool.index().len())
-        };
-        if self.groups.iter().any(is_held) {
+        if self.groups.iter().any(|group| group.pool.num_used() > 0) {
             return Ok(false);
         }
         self.clear_index();
