@@ -33,6 +33,7 @@ mod consumer;
 pub mod device;
 mod harness;
 pub mod lab;
+pub mod lives;
 pub mod model;
 mod named;
 pub mod oracle;

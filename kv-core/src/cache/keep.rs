@@ -79,6 +79,12 @@ impl<B: Backend> KvCache<B> {
         Ok(true)
     }
 
+    /// Blocks of a group that pins hold; one that several hold comes as often.
+    pub fn pinned_blocks(&self, group: GroupId) -> impl Iterator<Item = BlockId> + '_ {
+        let index = usize::from(group.0);
+        self.pins.blocks().filter(move |(of, _)| *of == index).map(|(_, block)| block)
+    }
+
     /// Ends a sequence whose blocks others need more; it comes back with
     /// [`StartOptions::resumed`], and finds what nobody needed.
     ///
