@@ -79,6 +79,12 @@ impl<B: Backend> KvCache<B> {
         Ok(true)
     }
 
+    /// Blocks of a group that pins hold; one that several hold comes as often.
+    pub fn pinned_blocks(&self, group: GroupId) -> impl Iterator<Item = BlockId> + '_ {
+        let index = usize::from(group.0);
+        self.pins.blocks().filter(move |(of, _)| *of == index).map(|(_, block)| block)
+    }
+
     /// Ends a sequence whose blocks others need more; it comes back with
     /// [`StartOptions::resumed`], and finds what nobody needed.
     ///
@@ -168,18 +174,14 @@ impl<B: Backend> KvCache<B> {
         Ok(forgotten)
     }
 
-    /// Gives up everything cached; `false`, and no change, while a sequence or a pin holds a block
-    /// that others could reuse.
+    /// Gives up everything cached; `false`, and no change, while a sequence or a pin holds a block.
     ///
     /// # Errors
     /// [`PlanError::State`] while a step is open; a device failure of the wipe, as for
     /// [`Self::truncate`].
     pub fn reset_prefixes(&mut self) -> Result<bool, CacheError> {
         self.check_closed("reset")?;
-        let is_held = |group: &super::Group<B::Buffer>| {
-            group.pool.num_idle() != to_u32(group.pool.index().len())
-        };
-        if self.groups.iter().any(is_held) {
+        if self.groups.iter().any(|group| group.pool.num_used() > 0) {
             return Ok(false);
         }
         self.clear_index();

@@ -201,9 +201,9 @@ impl<B: Backend> KvCache<B> {
         let reserving = self.groups.iter().filter(|_| options.reserve > 0);
         for (index, group) in reserving.enumerate() {
             let map = slot_map(group);
-            let whole = to_u32(found.needed(index, group.window, &map).iter(true).count());
-            let reserved = map.blocks_reserved(options.reserve).saturating_sub(whole);
             let needed = found.needed(index, group.window, &map);
+            let taken = to_u32(needed.iter(found.part > 0).count());
+            let reserved = map.blocks_reserved(options.reserve).saturating_sub(taken);
             let idle = needed.iter(found.part > 0).flatten();
             let idle = to_u32(idle.filter(|block| group.pool.is_idle(*block)).count());
             let free = group.pool.num_free().saturating_sub(idle);
@@ -217,7 +217,7 @@ impl<B: Backend> KvCache<B> {
         for (index, group) in self.groups.iter_mut().enumerate() {
             let map = slot_map(group);
             let needed = found.needed(index, group.window, &map);
-            group.tables.set_live(row, needed.live());
+            group.tables.set_live(row, needed.live(found.part > 0));
             for (block, at) in needed.iter(found.part > 0).zip(0..) {
                 if let Some(block) = block {
                     group.pool.reuse(block);

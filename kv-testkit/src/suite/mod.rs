@@ -10,6 +10,7 @@ mod failure;
 mod front;
 mod gather;
 mod life;
+mod lives;
 mod quant;
 mod queue;
 mod random;
@@ -45,6 +46,7 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         front::cases(),
         quant::cases(),
         random::cases(),
+        lives::cases(),
     ];
     areas.into_iter().flatten().collect()
 }
