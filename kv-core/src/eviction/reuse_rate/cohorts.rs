@@ -150,11 +150,11 @@ impl Cohorts {
     }
 
     /// Takes over a new order of rates, which names every (rank, bin) in use.
-    pub(super) fn rank(&mut self, order: &[u16]) {
+    pub(super) fn rank(&mut self, order: &[(f32, u32)]) {
         self.filled.clear();
         self.at_place.clear();
-        for (place, number) in order.iter().enumerate() {
-            let number = u32::from(*number);
+        for (place, (_, number)) in order.iter().enumerate() {
+            let number = *number;
             self.at_place.push(number);
             if let Some(slot) = self.place.get_mut(to_usize(number)) {
                 *slot = to_u32(place);

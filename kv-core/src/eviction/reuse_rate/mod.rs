@@ -9,8 +9,9 @@
 //! chance falls with age, it is least recently used first.
 //!
 //! Counts are taken of content that was evicted too, as long as it is remembered, so they do not
-//! depend on what the policy did. Nothing is tuned: what has not been seen yet is taken to be as
-//! likely as over all classes, and at an age nobody has reached as likely as at the age before.
+//! depend on what the policy did. As long as little was seen of a class, it is taken to be used as
+//! all classes are at each age, more or less often by one factor; and an age that nobody has
+//! reached to be like the age before.
 //!
 //! # Source
 //! Beckmann, Chen, Cidon, *LHD: Improving Cache Hit Rate by Maximizing Hit Density* (2018), for
@@ -25,24 +26,22 @@ use cohorts::Cohorts;
 use contents::{Content, Contents, NONE, short_key};
 use rates::Rates;
 
-use crate::eviction::lists::Lists;
 use crate::eviction::priority::Levels;
 use crate::eviction::{BlockInfo, Clock, EvictionPolicy, Priority};
 use crate::ids::BlockId;
 
-/// Conclusions are drawn again after this share of the requests there were, but no more seldom than
-/// after so many.
-/// Test
-const GUARD: u32 = 2;
-
+/// Conclusions are drawn again after one in so many of the requests there were, but no more seldom
+/// than after so many requests.
 const LESSON_SHARE: u32 = 32;
 const REQUESTS_PER_LESSON_MAX: u32 = 128;
 
 /// Least expected use per room and time first, among the blocks of the default priority; those of
 /// lower levels go before, those of higher levels after them, least recently used first.
 ///
-/// O(1) for each call (O(log n) with durations of priorities), and O(classes x ages) every 32
-/// requests; about 300 bytes for each block, allocated at once.
+/// Each call takes O(1), or O(log n) with durations of priorities, a request further time that
+/// depends on its own blocks and the numbers of classes and ages. Contents are remembered up to
+/// four times the number of blocks after they are gone; about 500 bytes for each block, allocated
+/// at once.
 #[derive(Debug)]
 pub struct ReuseRate {
     /// Idle blocks of all levels but the default one.
@@ -50,13 +49,9 @@ pub struct ReuseRate {
     contents: Contents,
     cohorts: Cohorts,
     rates: Rates,
-    /// Idle blocks of the default level, the longest idle first.
-    by_age: Lists,
     /// Requests so far, and until conclusions are drawn.
     now: u32,
     requests_to_lesson: u32,
-    /// Requests until the pool was full.
-    filled_at: Option<u32>,
     released: Released,
     /// The latest new content and its number: often the parent of the next.
     stored: (u64, u32),
@@ -83,10 +78,8 @@ impl ReuseRate {
             cohorts: Cohorts::new(contents.len()),
             contents,
             rates: Rates::new(),
-            by_age: Lists::new(num_blocks, 1),
             now: 0,
             requests_to_lesson: 0,
-            filled_at: None,
             released: Released::default(),
             stored: (0, NONE),
         }
@@ -165,7 +158,6 @@ impl ReuseRate {
     /// The block no longer holds its content.
     fn remove(&mut self, block: u32) {
         self.levels.remove(block);
-        self.by_age.remove(block);
         if let Some(content) = self.contents.of_block(block) {
             self.set_candidate(content, false);
             if let Some(cohort) = self.contents.remove_from_block(content) {
@@ -178,9 +170,7 @@ impl ReuseRate {
     fn place(&mut self, block: u32, content: u32) {
         let is_default = self.levels.priority(block).level == Priority::DEFAULT_LEVEL;
         self.set_candidate(content, is_default);
-        if is_default {
-            self.by_age.push_back(0, block);
-        } else {
+        if !is_default {
             self.levels.push(block);
         }
     }
@@ -228,7 +218,6 @@ impl EvictionPolicy for ReuseRate {
     fn reused(&mut self, block: BlockId) {
         if let Some(content) = self.contents.of_block(block.0) {
             self.levels.remove(block.0);
-            self.by_age.remove(block.0);
             self.count_use(content);
             if let Some(slot) = self.contents.get_mut(content) {
                 slot.is_idle = false;
@@ -264,7 +253,6 @@ impl EvictionPolicy for ReuseRate {
         self.levels.set(block.0, priority);
         if self.contents.get(content).is_idle {
             self.levels.remove(block.0);
-            self.by_age.remove(block.0);
             self.place(block.0, content);
         }
     }
@@ -285,14 +273,8 @@ impl EvictionPolicy for ReuseRate {
 
 impl ReuseRate {
     /// The candidate of the default level that will be missed least.
-    fn first_of_default_level(&mut self) -> Option<(u8, u32)> {
-        let filled_at = *self.filled_at.get_or_insert(self.now);
-        let block = if self.now / GUARD < filled_at {
-            self.by_age.front(0)?
-        } else {
-            let content = self.contents.first_candidate(self.cohorts.first()?)?;
-            self.contents.get(content).block
-        };
-        Some((Priority::DEFAULT_LEVEL, block))
+    fn first_of_default_level(&self) -> Option<(u8, u32)> {
+        let content = self.contents.first_candidate(self.cohorts.first()?)?;
+        Some((Priority::DEFAULT_LEVEL, self.contents.get(content).block))
     }
 }
