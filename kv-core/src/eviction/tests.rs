@@ -1,9 +1,11 @@
 //! What holds for every policy, and each beside a naive model.
+#![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 use std::time::Duration;
 
 use proptest::prelude::*;
 
 use super::*;
+use crate::num::{to_u32, to_u64, to_usize};
 
 const NUM_BLOCKS: u32 = 6;
 
@@ -54,7 +56,7 @@ struct Known {
 /// The obvious way: a list of everything, searched from one end to the other.
 #[derive(Debug, Default)]
 struct Model {
-    blocks: [Option<Known>; NUM_BLOCKS as usize],
+    blocks: [Option<Known>; to_usize(NUM_BLOCKS)],
     calls: u64,
     now: Duration,
 }
@@ -80,7 +82,7 @@ impl Model {
     }
 
     fn known(&mut self, block: u32) -> Option<&mut Known> {
-        self.blocks.get_mut(block as usize).and_then(Option::as_mut)
+        self.blocks.get_mut(to_usize(block)).and_then(Option::as_mut)
     }
 
     /// The candidates whose key is least.
@@ -106,7 +108,7 @@ fn drive(policy: Eviction, calls: &[Call], check: impl Fn(&Model, Option<Known>)
                 let parent = key.checked_sub(1).map(key_of);
                 let (key, index) = (key_of(key), u32::from(key));
                 policy.stored(BlockId(block), &BlockInfo { key, parent, index, priority });
-                if let Some(slot) = model.blocks.get_mut(block as usize) {
+                if let Some(slot) = model.blocks.get_mut(to_usize(block)) {
                     *slot = Some(Known { uses: 1, priority, idle: None });
                 }
             }
@@ -126,7 +128,7 @@ fn drive(policy: Eviction, calls: &[Call], check: impl Fn(&Model, Option<Known>)
             }
             Call::Dropped(block) => {
                 policy.dropped(BlockId(block));
-                if let Some(slot) = model.blocks.get_mut(block as usize) {
+                if let Some(slot) = model.blocks.get_mut(to_usize(block)) {
                     *slot = None;
                 }
             }
@@ -144,7 +146,7 @@ fn drive(policy: Eviction, calls: &[Call], check: impl Fn(&Model, Option<Known>)
             Call::Evict => {
                 model.expire();
                 let evicted = policy.evict().map(|block| {
-                    model.blocks[block.0 as usize].expect("only what is known can be evicted")
+                    model.blocks[to_usize(block.0)].expect("only what is known can be evicted")
                 });
                 check(&model, evicted);
                 let at = |slot: &Option<Known>| slot.and_then(|known| known.idle);
@@ -214,7 +216,7 @@ fn hits_per_mille(policy: Eviction, num_blocks: u32) -> u64 {
     let mut due: Vec<(u64, Vec<u64>)> = Vec::new();
     let (mut resident, mut held) = (std::collections::HashMap::new(), vec![0; 4096]);
     let (mut empty, mut next, mut hits, mut total) = (0, 0, 0_u64, 0_u64);
-    for now in 0..4000_u64 {
+    for now in 0..3000_u64 {
         let at = due.iter().position(|(when, _)| *when <= now);
         let mut prompt = at.map_or_else(|| vec![below(3)], |at| due.swap_remove(at).1);
         let new = if below(2) == 0 { 1 + below(3) } else { 8 + below(16) };
@@ -225,9 +227,9 @@ fn hits_per_mille(policy: Eviction, num_blocks: u32) -> u64 {
         }
         prompt.truncate(40);
         policy.tick();
-        total += prompt.len() as u64;
+        total += to_u64(prompt.len());
         let found = prompt.iter().take_while(|key| resident.contains_key(*key)).count();
-        hits += found as u64;
+        hits += to_u64(found);
         for key in prompt.iter().filter(|key| resident.contains_key(*key)) {
             policy.reused(resident[key]);
         }
@@ -240,13 +242,13 @@ fn hits_per_mille(policy: Eviction, num_blocks: u32) -> u64 {
                 BlockId(empty - 1)
             } else {
                 let block = policy.evict().expect("a prompt is shorter than the pool");
-                resident.remove(&held[block.0 as usize]);
+                resident.remove(&held[to_usize(block.0)]);
                 block
             };
-            held[block.0 as usize] = *key;
+            held[to_usize(block.0)] = *key;
             resident.insert(*key, block);
             let parent = index.checked_sub(1).map(|at| BlockKey(u128::from(prompt[at])));
-            let (key, index) = (BlockKey(u128::from(*key)), index as u32);
+            let (key, index) = (BlockKey(u128::from(*key)), to_u32(index));
             policy.stored(block, &BlockInfo { key, parent, index, priority: Priority::default() });
         }
         prompt.iter().rev().for_each(|key| policy.idle(resident[key]));
@@ -286,7 +288,7 @@ fn a_priority_counts_from_when_the_block_is_idle() {
             let info = BlockInfo { key, parent: None, index: 0, priority };
             policy.stored(BlockId(block), &info);
         }
-        time.advance(Duration::from_secs(60)); // held all the time
+        time.advance(Duration::from_mins(1)); // held all the time
         policy.idle(BlockId(0));
         policy.idle(BlockId(1));
         time.advance(Duration::from_secs(9));

@@ -147,9 +147,17 @@ impl ReuseRate {
         let is_last = self.released.parent != content.key;
         let turn = if is_last { content.turn } else { content.turn.max(self.released.turn) };
         let class = rates::class(content.uses, turn, is_last);
-        let behind = self.released.rank.filter(|_| !is_last);
-        let better = behind.filter(|rank| self.rates.rate(class) < self.rates.rate(*rank));
-        let rank = better.unwrap_or(class);
+        // A last block ranks no better than one inside that is like it: the one before it, mostly.
+        let other = if is_last {
+            Some(rates::class(content.uses, turn, false))
+        } else {
+            self.released.rank
+        };
+        let is_right = |other: &u8| {
+            let [own, other] = [class, *other].map(|class| self.rates.rate(class));
+            if is_last { other <= own } else { other > own }
+        };
+        let rank = other.filter(is_right).unwrap_or(class);
         let passed_on = (!is_last).then_some(rank);
         self.released = Released { parent: content.parent, turn, rank: passed_on };
         (class, rank)
@@ -276,5 +284,95 @@ impl ReuseRate {
     fn first_of_default_level(&self) -> Option<(u8, u32)> {
         let content = self.contents.first_candidate(self.cohorts.first()?)?;
         Some((Priority::DEFAULT_LEVEL, self.contents.get(content).block))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
+    use super::*;
+    use crate::eviction::ManualClock;
+    use crate::reuse::BlockKey;
+
+    fn policy(num_blocks: u32) -> ReuseRate {
+        ReuseRate::new(num_blocks, Arc::new(ManualClock::new()))
+    }
+
+    fn info(key: u128, parent: Option<u128>) -> BlockInfo {
+        let parent = parent.map(BlockKey);
+        BlockInfo { key: BlockKey(key), parent, index: 0, priority: Priority::default() }
+    }
+
+    /// One request after another with a block that is never asked for again.
+    fn fill(policy: &mut ReuseRate, first: u128, num_blocks: u32) {
+        for block in 0..num_blocks {
+            policy.tick();
+            let found = policy.evict().unwrap_or(BlockId(block));
+            policy.stored(found, &info(first + u128::from(block), None));
+            policy.idle(found);
+        }
+    }
+
+    #[test]
+    fn of_one_prompt_tails_go_before_heads() {
+        let mut policy = policy(6);
+        for prompt in 0..2 {
+            policy.tick();
+            for at in 0..3_u32 {
+                let key = u128::from(prompt * 3 + at);
+                let block = BlockId(prompt * 3 + at);
+                policy.stored(block, &info(key, key.checked_sub(1).filter(|_| at > 0)));
+            }
+            (0..3).rev().for_each(|at| policy.idle(BlockId(prompt * 3 + at)));
+        }
+        (0..8).for_each(|_| policy.tick());
+        let order: Vec<_> = std::iter::from_fn(|| policy.evict()).map(|block| block.0).collect();
+        let prompts = [0..3, 3..6].map(|prompt| {
+            let of_prompt = order.iter().copied().filter(|block| prompt.contains(block));
+            of_prompt.collect::<Vec<_>>()
+        });
+        assert_eq!(prompts, [[2, 1, 0], [5, 4, 3]]);
+    }
+
+    #[test]
+    fn what_is_forgotten_makes_room_and_the_memory_stays_as_it_is() {
+        let mut policy = policy(4);
+        let capacity = policy.contents.len();
+        assert_eq!(capacity, 20);
+        for round in 0..50 {
+            fill(&mut policy, round * 4, 4);
+        }
+        assert_eq!(policy.contents.len(), capacity);
+        assert!(policy.contents.find(short_key(BlockKey(199))).is_some());
+        assert!(policy.contents.find(short_key(BlockKey(180))).is_some(), "remembered 16 more");
+        assert!(policy.contents.find(short_key(BlockKey(179))).is_none(), "the 21st is forgotten");
+    }
+
+    #[test]
+    fn content_that_returns_is_known_by_its_uses() {
+        let mut policy = policy(2);
+        fill(&mut policy, 0, 2);
+        fill(&mut policy, 10, 2); // 0 and 1 are gone, but remembered
+        policy.tick();
+        let block = policy.evict().unwrap();
+        policy.stored(block, &info(1, None));
+        let content = policy.contents.of_block(block.0).unwrap();
+        assert_eq!(policy.contents.get(content).uses, 2);
+    }
+
+    #[test]
+    fn a_longer_prompt_is_the_next_turn() {
+        let mut policy = policy(8);
+        for (turn, range) in [(1, 0..2_u32), (2, 2..4), (3, 4..5)] {
+            policy.tick();
+            (0..range.start).for_each(|block| policy.reused(BlockId(block)));
+            for block in range.clone() {
+                let key = u128::from(block);
+                policy.stored(BlockId(block), &info(key, key.checked_sub(1)));
+                let content = policy.contents.of_block(block).unwrap();
+                assert_eq!(policy.contents.get(content).turn, turn, "block {block}");
+            }
+            (0..range.end).rev().for_each(|block| policy.idle(BlockId(block)));
+        }
     }
 }

@@ -147,8 +147,13 @@ impl Rates {
         let guess = self.of_all_classes();
         let Self { classes, order } = self;
         order.clear();
+        let unseen = array::from_fn(|bin| best_rate(&guess, bin));
         for (class, seen) in classes.iter_mut().enumerate() {
-            seen.conclude(&guess);
+            if seen.reached[0] > 0.0 {
+                seen.conclude(&guess);
+            } else {
+                seen.rate = unseen;
+            }
             if seen.in_use {
                 let numbers = to_u32(class.saturating_mul(NUM_BINS))..;
                 order.extend(seen.rate.iter().copied().zip(numbers));
@@ -208,4 +213,51 @@ pub(super) const fn num_numbers() -> u32 {
     const NUMBERS: u32 = 2842;
     const _: () = assert!(to_usize(NUMBERS) == NUM_CLASSES * NUM_BINS, "one for each");
     NUMBERS
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::float_cmp, reason = "small whole numbers are exact")]
+    use super::*;
+
+    #[test]
+    fn bins_are_as_wide_as_they_say() {
+        for (bin, width) in WIDTH.iter().enumerate() {
+            let begin = f32::from(BEGIN[bin]);
+            let end = BEGIN.get(bin + 1).map_or(2.0 * begin, |end| f32::from(*end));
+            assert_eq!(end - begin, *width, "bin {bin}");
+        }
+    }
+
+    #[test]
+    fn every_class_is_in_range() {
+        for (uses, turn) in (0..=u8::MAX).flat_map(|uses| (0..30).map(move |turn| (uses, turn))) {
+            for is_last in [false, true] {
+                assert!(usize::from(class(uses, turn, is_last)) < NUM_CLASSES);
+            }
+        }
+    }
+
+    #[test]
+    fn without_observations_the_rate_falls_with_age() {
+        let rates = Rates::new();
+        let rate = rates.classes[0].rate;
+        assert!(rate.is_sorted_by(|young, old| young > old), "{rate:?}");
+    }
+
+    #[test]
+    fn a_pause_is_worth_waiting_for() {
+        let mut rates = Rates::new();
+        // Half of all blocks are used again, between 64 and 91 requests later and never else.
+        let pause = 13;
+        for bin in 0..29 {
+            rates.reached(0, bin, if bin <= pause { 10_000.0 } else { 5_000.0 });
+        }
+        (0..5_000).for_each(|_| rates.used(0, pause));
+        rates.learn();
+        let rate = rates.classes[0].rate;
+        assert!(rate[8] > rate[0], "the nearer the pause's end, the better: {rate:?}");
+        assert!(rate[12] > rate[8]);
+        assert!(rate[14] < rate[0] / 10.0, "who did not come is not waited for: {rate:?}");
+    }
 }
