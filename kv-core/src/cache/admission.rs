@@ -3,7 +3,7 @@
 use hashbrown::HashMap;
 
 use crate::backend::Backend;
-use crate::cache::reserve::Demand;
+use crate::cache::demand::Demand;
 use crate::cache::start::{Lookup, exhausted};
 use crate::cache::{Group, KvCache, StartOptions, StepInput, slot_map};
 use crate::error::{CacheError, PlanError};
