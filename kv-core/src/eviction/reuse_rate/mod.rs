@@ -1,12 +1,12 @@
 //! The content that will be missed least goes first: the default policy.
 //!
 //! How soon content is used again is counted by *class* (was it the end of a sequence, how often
-//! was it used, in which turn of a conversation) and by *age* in requests. From these counts follows
-//! for each class and age the most uses per request of waiting that keeping such a block may bring:
-//! the Gittins index of a job that ends with the next use. The candidate with the least index
-//! goes. In a busy conversation service this keeps content through the pause in which nobody has
-//! read the answer yet, and gives up first turns before tenth turns; with one class, or where the
-//! chance falls with age, it is least recently used first.
+//! was it used, in which turn of a conversation) and by *age* in requests. From these counts
+//! follows for each class and age the most uses per request of waiting that keeping such a block
+//! may bring: the Gittins index of a job that ends with the next use. The candidate with the least
+//! index goes. In a busy conversation service this keeps content through the pause in which nobody
+//! has read the answer yet, and gives up first turns before tenth turns; with one class, or where
+//! the chance falls with age, it is least recently used first.
 //!
 //! Counts are taken of content that was evicted too, as long as it is remembered, so they do not
 //! depend on what the policy did. As long as little was seen of a class, it is taken to be used as
