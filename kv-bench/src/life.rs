@@ -2,10 +2,7 @@
 use std::time::{Duration, Instant};
 
 use kv::backend::NullBackend;
-use kv::{
-    CacheSpec, Error, KvCache, QkvFormat, SequenceId, StartOptions, StepInput,
-    TensorView,
-};
+use kv::{CacheSpec, Error, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView};
 
 use crate::{BLOCK_SIZE, values};
 
@@ -33,6 +30,7 @@ fn feed(
 #[derive(Debug)]
 pub struct Decode {
     cache: KvCache<NullBackend>,
+    num_blocks: u32,
     ids: Vec<SequenceId>,
     rows: Vec<f32>,
     context: u32,
@@ -47,8 +45,10 @@ impl Decode {
     pub fn new(sequences: u32, context: u32) -> Result<Self, Error> {
         // Room for as many tokens again before they start anew.
         let blocks = context.saturating_mul(2).div_ceil(BLOCK_SIZE).saturating_add(1);
+        let num_blocks = blocks.saturating_mul(sequences);
         let mut decode = Self {
-            cache: cache(blocks.saturating_mul(sequences))?,
+            cache: cache(num_blocks)?,
+            num_blocks,
             ids: (0..u64::from(sequences)).map(SequenceId).collect(),
             rows: values(u64::from(sequences).saturating_mul(2)),
             context,
@@ -59,7 +59,8 @@ impl Decode {
     }
 
     fn restart(&mut self) -> Result<(), Error> {
-        self.cache.reset()?;
+        // An empty pool: what evictions cost is measured apart.
+        self.cache = cache(self.num_blocks)?;
         let prompt: Vec<u32> = (0..self.context).collect();
         for (id, short) in self.ids.iter().zip((0..16_usize).cycle()) {
             // Nothing is shared: every prompt has a salt of its own.

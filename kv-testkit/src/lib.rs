@@ -29,10 +29,13 @@
     reason = "an oracle must read as the formula it states, and a panic here is a failed case"
 )]
 mod case;
+mod consumer;
 pub mod device;
 mod harness;
 pub mod lab;
+pub mod lives;
 pub mod model;
+mod named;
 pub mod oracle;
 pub mod rng;
 mod suite;

@@ -12,6 +12,7 @@ mod models;
 mod plan;
 mod quantised;
 mod refusals;
+mod replay;
 mod sharing;
 mod support;
 mod variants;

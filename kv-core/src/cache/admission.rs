@@ -1,11 +1,13 @@
 //! What a scheduler asks before it lets a sequence in, answered with the counts that allocation
 //! goes by.
+use hashbrown::HashMap;
+
 use crate::backend::Backend;
-use crate::cache::reserve::Demand;
+use crate::cache::demand::Demand;
 use crate::cache::start::{Lookup, exhausted};
 use crate::cache::{Group, KvCache, StartOptions, StepInput, slot_map};
 use crate::error::{CacheError, PlanError};
-use crate::ids::{GroupId, SequenceId};
+use crate::ids::{BlockId, GroupId, SequenceId};
 use crate::num::{to_u32, to_usize};
 use crate::plan::{BatchEntry, Growth};
 
@@ -139,7 +141,7 @@ impl<B: Backend> KvCache<B> {
             return Ok(BlockDemand { needed: 0, free: 0 });
         };
         let mut demand = Demand::default();
-        let mut leaving = 0_u32;
+        let mut leaving: HashMap<BlockId, u32> = HashMap::new();
         for input in inputs {
             let (row, state) = self.sequences.get(input.sequence)?;
             let (new, queries) = input.counts()?;
@@ -153,10 +155,15 @@ impl<B: Backend> KvCache<B> {
             let entry = BatchEntry { row, cached: state.len, new_tokens, queries };
             demand.add(group, &entry, input.details().lookahead);
             if new_tokens > 0 {
-                leaving = leaving.saturating_add(group.leaving(row, state.len));
+                for block in group.leaving(row, state.len) {
+                    let rows = leaving.entry(*block).or_default();
+                    *rows = rows.saturating_add(1);
+                }
             }
         }
-        let free = group.pool.num_free().saturating_add(leaving);
+        // Blocks that all of their holders leave.
+        let left = leaving.iter().filter(|(block, rows)| group.pool.holders(**block) == **rows);
+        let free = group.pool.num_free().saturating_add(to_u32(left.count()));
         Ok(BlockDemand { needed: demand.blocks, free })
     }
 
@@ -190,12 +197,11 @@ impl<B: Backend> KvCache<B> {
 }
 
 impl<Buf> Group<Buf> {
-    /// Blocks that a row alone holds and that leave its window when its next step begins.
-    fn leaving(&self, row: u32, len: u32) -> u32 {
+    /// Blocks that leave a row's window when its next step begins.
+    fn leaving(&self, row: u32, len: u32) -> &[BlockId] {
         let entries = self.leaving_entries(row, len);
         let blocks = self.tables.row(row).get(to_usize(entries.start)..to_usize(entries.end));
-        let alone = |block: &&crate::ids::BlockId| self.pool.holders(**block) == 1;
-        to_u32(blocks.unwrap_or_default().iter().filter(alone).count())
+        blocks.unwrap_or_default()
     }
 
     /// Blocks a step appends to a row.

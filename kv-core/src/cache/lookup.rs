@@ -21,8 +21,6 @@ pub(super) struct Found {
 pub(super) struct FoundBlocks {
     /// Blocks by index; of those that fell out of the window, some may be missing.
     pub(super) blocks: Vec<Option<BlockId>>,
-    /// First one needed behind those of the sink tokens.
-    pub(super) live: u32,
     /// Has the further tokens.
     pub(super) donor: Option<BlockId>,
 }
@@ -40,7 +38,8 @@ impl Found {
         Needed {
             blocks: blocks.and_then(|b| b.blocks.get(..count)).unwrap_or_default(),
             donor: blocks.and_then(|b| b.donor),
-            live: blocks.map_or(0, |b| b.live),
+            live: [self.whole, self.tokens()]
+                .map(|len| window.map_or(0, |window| first_live(map, window, len))),
             sinks: sink_blocks(window, map),
         }
     }
@@ -82,11 +81,7 @@ impl Found {
             len = self.agree(groups, before);
         }
         self.whole = len;
-        for (found, group) in self.groups.iter_mut().zip(groups) {
-            let map = slot_map(group);
-            found.donor = None;
-            found.live = group.window.map_or(0, |window| first_live(&map, window, len));
-        }
+        self.groups.iter_mut().for_each(|found| found.donor = None);
         if reuse == PrefixReuse::Partial && backoff == 0 {
             self.find_part(groups, history, limit);
         }
@@ -142,25 +137,27 @@ impl Found {
 pub(super) struct Needed<'a> {
     blocks: &'a [Option<BlockId>],
     donor: Option<BlockId>,
-    live: u32,
+    /// First one needed behind those of the sink tokens, without the donor and with it.
+    live: [u32; 2],
     sinks: u32,
 }
 
 impl Needed<'_> {
     /// In order of the table: `None` for a vacant entry. `part`: with the donor.
     pub(super) fn iter(&self, part: bool) -> impl Iterator<Item = Option<BlockId>> + '_ {
-        let is_vacant = |index: u32| index >= self.sinks && index < self.live;
+        let is_vacant = move |index: u32| index >= self.sinks && index < self.live(part);
         let whole = self.blocks.iter().zip(0..);
         let whole = whole.map(move |(block, i)| if is_vacant(i) { None } else { *block });
         whole.chain(self.donor.filter(|_| part).map(Some))
     }
     /// Whole blocks, vacant entries aside.
-    pub(super) fn num_blocks(&self) -> u32 {
-        let vacant = self.live.saturating_sub(self.sinks);
-        to_u32(self.blocks.len()).saturating_sub(vacant)
+    pub(super) fn num_blocks(&self, part: bool) -> u32 {
+        let whole = to_u32(self.blocks.len());
+        whole.saturating_sub(self.live(part).min(whole).saturating_sub(self.sinks))
     }
-    pub(super) fn live(&self) -> u32 {
-        self.live
+    pub(super) fn live(&self, part: bool) -> u32 {
+        let [whole, with_part] = self.live;
+        if part { with_part } else { whole }
     }
     /// The block of the further tokens.
     pub(super) fn donor(&self) -> Option<BlockId> {

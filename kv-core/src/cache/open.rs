@@ -3,8 +3,7 @@
 //! A cache has at most one open step. [`Step`](super::Step) keeps it open for the length of a
 //! borrow; front ends whose callers come back layer by layer keep it open across calls.
 use crate::backend::{Backend, Queue};
-use crate::cache::reserve::Undo;
-use crate::cache::sequences::Sequence;
+use crate::cache::undo::Undo;
 use crate::cache::{Group, KvCache, StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
@@ -40,8 +39,10 @@ pub(super) struct OpenStep {
     pub(super) positions: Vec<u32>,
     /// Whether a layer was written, by layer.
     written: Vec<bool>,
-    num_written: usize,
+    pub(super) num_written: usize,
     pub(super) undo: Vec<Undo>,
+    /// Entries that were last added and that need blocks, or others than they have.
+    pub(super) growing: Vec<usize>,
     /// Blocks that were exchanged for a copy, and that nobody else holds: let go when the step
     /// ends.
     pub(super) kept: Vec<(usize, BlockId)>,
@@ -59,6 +60,7 @@ impl OpenStep {
             number: 0,
             batch: Vec::new(),
             entries: Vec::new(),
+            growing: Vec::new(),
             kept: Vec::new(),
             stored_targets: Vec::new(),
             plans: (0..groups).map(|_| PlanBuffers::default()).collect(),
@@ -113,9 +115,10 @@ impl<B: Backend> KvCache<B> {
         self.open.batch.clear();
         self.open.entries.clear();
         self.open.positions.clear();
+        self.open.growing.clear();
         self.read_inputs(inputs)?;
         self.open.is_open = true;
-        let planned = self.take_inputs(inputs, 0);
+        let planned = self.take_inputs(0);
         if planned.is_err() {
             self.roll_back();
         }
@@ -132,15 +135,17 @@ impl<B: Backend> KvCache<B> {
         let first = self.open.batch.len();
         let (positions, undo) = (self.open.positions.len(), self.open.undo.len());
         let inputs = [input];
+        self.open.growing.clear();
         let added = self
             .read_inputs(&inputs)
             .map_err(CacheError::from)
-            .and_then(|()| self.take_inputs(&inputs, first));
+            .and_then(|()| self.take_inputs(first));
         if added.is_err() {
             self.undo_to(undo);
             self.open.batch.truncate(first);
             self.open.entries.truncate(first);
             self.open.positions.truncate(positions);
+            self.open.growing.clear();
             self.sequences.unmark(input.sequence);
             // What the failed entry left in the plans goes; the others fit as before.
             self.plan_open()?;
@@ -162,14 +167,16 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Reserves and plans the batch from entry `first` on.
-    fn take_inputs(&mut self, inputs: &[StepInput<'_>], first: usize) -> Result<(), CacheError> {
+    fn take_inputs(&mut self, first: usize) -> Result<(), CacheError> {
         let copied: Vec<usize> =
             if first == 0 { Vec::new() } else { self.open.copies.iter().map(Vec::len).collect() };
         self.reserve(first)?;
         self.wipe()?;
         self.plan_open()?;
         self.copy_open(&copied)?;
-        self.note_tokens(inputs, first);
+        if self.spec.publish_at() == PublishAt::Begin {
+            self.store_early(first);
+        }
         Ok(())
     }
 
@@ -178,7 +185,8 @@ impl<B: Backend> KvCache<B> {
         let max = self.spec.max_seq_len();
         for input in inputs {
             let sequence = input.sequence;
-            let (row, Sequence { len, .. }) = self.sequences.mark(sequence, self.open.number)?;
+            let (row, state) = self.sequences.mark(sequence, self.open.number)?;
+            let (len, own_end) = (state.len, state.own_end);
             let (new, queries) = input.counts()?;
             let kv_len = u64::from(len).saturating_add(new);
             if kv_len > u64::from(max) {
@@ -187,8 +195,16 @@ impl<B: Backend> KvCache<B> {
             let too_many = |got| PlanError::TooMany { what: "queries", got, max: max.into() };
             let queries = u32::try_from(queries).map_err(|_| too_many(queries))?;
             let new_tokens = u32::try_from(new).map_err(|_| too_many(new))?;
+            let details = input.details();
+            if new_tokens > 0 {
+                // Tokens of a step that never happens are no harm: the next ones replace them.
+                self.sequences.note(row, len, input.ids(), &self.chains);
+                if kv_len.saturating_add(u64::from(details.lookahead)) > u64::from(own_end) {
+                    self.open.growing.push(self.open.batch.len());
+                }
+            }
             self.open.batch.push(BatchEntry { row, cached: len, new_tokens, queries });
-            self.open.entries.push(input.details());
+            self.open.entries.push(details);
             // Query i stands at kv_len - queries + i; queries beyond the keys stand at 0.
             let first = len.saturating_add(new_tokens).saturating_sub(queries);
             if self.has_windows && queries > new_tokens {
@@ -203,24 +219,17 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    /// Notes the ids of the new tokens, and offers the blocks they fill where that is wanted now.
-    fn note_tokens(&mut self, inputs: &[StepInput<'_>], first: usize) {
-        let at_begin = self.spec.publish_at() == PublishAt::Begin;
-        for (input, number) in inputs.iter().zip(first..) {
+    /// Offers the blocks that entries from `first` on are about to fill.
+    fn store_early(&mut self, first: usize) {
+        for number in first..self.open.batch.len() {
             let Some(&BatchEntry { row, cached, new_tokens, .. }) = self.open.batch.get(number)
             else {
                 continue;
             };
-            if new_tokens == 0 {
-                continue;
-            }
-            let Some((state, history)) = self.sequences.both_mut(row) else {
-                continue;
-            };
-            history.note(cached, input.ids(), &self.chains);
             let len = cached.saturating_add(new_tokens);
             let certain = len.saturating_sub(self.open.entry(number).drafts);
-            if at_begin && certain >= state.store_at {
+            let store_at = self.sequences.at_mut(row).map_or(u32::MAX, |state| state.store_at);
+            if new_tokens > 0 && certain >= store_at {
                 self.store_full(row, (certain, len), true);
             }
         }
@@ -231,7 +240,7 @@ impl<B: Backend> KvCache<B> {
         let policy = SplitPolicy { workers, determinism: self.spec.determinism() };
         for (group, plans) in self.groups.iter().zip(&mut self.open.plans) {
             let [layout, _] = group.storage.layouts();
-            plans.fill(layout, &group.tables, &self.open.batch, policy)?;
+            plans.fill_private(layout, &group.tables, &self.open.batch, policy)?;
         }
         Ok(())
     }
@@ -294,78 +303,6 @@ impl<B: Backend> KvCache<B> {
         Ok(queue.attend(&plan, args)?)
     }
 
-    /// Ends the open step; on an error it is rolled back. `accepted`: how many new tokens of each
-    /// entry stay, all where there is none.
-    pub(crate) fn commit_open(&mut self, accepted: Option<&[u32]>) -> Result<(), CacheError> {
-        self.check_open("commit")?;
-        let flushed = self
-            .check_all_written()
-            .and_then(|()| self.check_accepted(accepted))
-            .map_err(CacheError::from)
-            .and_then(|()| Ok(self.queue.flush()?));
-        if flushed.is_err() {
-            self.roll_back();
-            return flushed;
-        }
-        let has_tail = self.groups.iter().any(|group| super::slot_map(group).has_tail());
-        let at_commit = self.spec.publish_at() == PublishAt::Commit;
-        for index in 0..self.open.batch.len() {
-            let Some(&BatchEntry { row, cached, new_tokens, .. }) = self.open.batch.get(index)
-            else {
-                continue;
-            };
-            if new_tokens == 0 {
-                continue;
-            }
-            let len = cached.saturating_add(new_tokens);
-            let certain = len.saturating_sub(self.open.entry(index).drafts);
-            let mut store_at = u32::MAX;
-            if let Some(sequence) = self.sequences.at_mut(row) {
-                (sequence.len, sequence.certain) = (len, certain);
-                store_at = sequence.store_at;
-            }
-            if has_tail {
-                self.settle(row, len);
-            }
-            let stays = accepted.and_then(|accepted| accepted.get(index)).copied();
-            let stays = stays.filter(|n| *n < new_tokens).map(|n| cached.saturating_add(n));
-            let certain = if accepted.is_some() { stays.unwrap_or(len) } else { certain };
-            if at_commit && certain >= store_at {
-                self.store_full(row, (certain, len), false);
-            }
-            if let Some(len) = stays {
-                self.cut_back(row, len);
-            }
-        }
-        while let Some((index, block)) = self.open.kept.pop() {
-            if let Some(group) = self.groups.get_mut(index) {
-                group.pool.release(block);
-            }
-        }
-        self.note_peak();
-        self.close();
-        Ok(())
-    }
-
-    fn check_accepted(&self, accepted: Option<&[u32]>) -> Result<(), PlanError> {
-        let Some(accepted) = accepted else {
-            return Ok(());
-        };
-        let (expected, got) = (self.open.batch.len(), accepted.len());
-        if expected != got {
-            let what = "numbers of accepted tokens";
-            return Err(PlanError::LengthMismatch { what, expected, got });
-        }
-        let too_many = accepted.iter().zip(&self.open.batch).find(|(n, e)| **n > e.new_tokens);
-        match too_many {
-            None => Ok(()),
-            Some((n, entry)) => {
-                let (got, max) = (u64::from(*n), u64::from(entry.new_tokens));
-                Err(PlanError::TooMany { what: "accepted tokens", got, max })
-            }
-        }
-    }
-
     pub(crate) fn is_step_open(&self) -> bool {
         self.open.is_open
     }
@@ -389,26 +326,6 @@ impl<B: Backend> KvCache<B> {
         Err(PlanError::State { operation, problem: "no step is open" })
     }
 
-    /// Every layer that has memory must have been written, unless the step brings no tokens.
-    pub(crate) fn check_all_written(&self) -> Result<(), PlanError> {
-        let allocated =
-            self.groups.iter().map(|group| group.storage.num_allocated()).sum::<usize>();
-        if !self.open.brings_tokens() || self.open.num_written == allocated {
-            return Ok(());
-        }
-        let has_memory = |layer: &LayerId| {
-            let place = self.locate(*layer).ok();
-            place.is_some_and(|(group, index)| {
-                self.groups.get(group).is_some_and(|group| group.storage.is_allocated(index))
-            })
-        };
-        let first = (0..self.spec.num_layers())
-            .map(LayerId)
-            .find(|layer| has_memory(layer) && !self.open.is_written(*layer));
-        let others = allocated.saturating_sub(self.open.num_written).saturating_sub(1);
-        Err(PlanError::LayersUnwritten { layer: first.unwrap_or(LayerId(0)), others })
-    }
-
     pub(super) fn close(&mut self) {
         self.open.is_open = false;
         self.open.undo.clear();
@@ -428,6 +345,10 @@ fn check_window<Buf>(group: &Group<Buf>, options: &AttentionOptions<'_>) -> Resu
     if options.window().is_none_or(|left| left > window.left) {
         let problem = "is none, or larger than what the group of the layer keeps";
         return Err(PlanError::Option { option: "window_left", problem });
+    }
+    if options.num_sink_tokens() > window.sink_tokens {
+        let problem = "are more than what the group of the layer keeps";
+        return Err(PlanError::Option { option: "sink_tokens", problem });
     }
     Ok(())
 }

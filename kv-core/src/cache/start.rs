@@ -4,6 +4,7 @@ use crate::cache::history::History;
 use crate::cache::lookup::Found;
 use crate::cache::{KvCache, push_held, slot_map};
 use crate::error::{BlocksExhausted, CacheError, PlanError};
+use crate::eviction::Retention;
 use crate::ids::{BlockId, GroupId, SequenceId};
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::reuse::{ContentSpan, Namespace};
@@ -28,6 +29,9 @@ pub struct StartOptions<'a> {
     pub adapter: Option<u64>,
     /// What lies behind placeholder tokens of the prompt.
     pub contents: &'a [ContentSpan],
+    /// What the blocks of this sequence are worth once nobody holds them; the default level for all
+    /// unless set. Blocks that it takes over get these priorities too.
+    pub retention: Option<&'a Retention>,
     /// Takes over so many full blocks less than are there, for draft models that read ahead of the
     /// tokens they have seen (EAGLE: 1).
     pub backoff_blocks: u32,
@@ -58,6 +62,11 @@ impl<'a> StartOptions<'a> {
     #[must_use]
     pub fn contents(self, contents: &'a [ContentSpan]) -> Self {
         Self { contents, ..self }
+    }
+    /// Sets [`Self::retention`].
+    #[must_use]
+    pub fn retention(self, retention: &'a Retention) -> Self {
+        Self { retention: Some(retention), ..self }
     }
     /// Sets [`Self::backoff_blocks`].
     #[must_use]
@@ -175,7 +184,7 @@ impl<B: Backend> KvCache<B> {
         options: &StartOptions<'_>,
     ) {
         let sizes = (self.chains.len(), self.groups.len());
-        lookup.history.begin(space, (prompt, options.contents), sizes);
+        lookup.history.begin(space, (prompt, options), sizes);
         let limits = (limit, options.backoff_blocks);
         let reuse = self.spec.prefix_reuse();
         lookup.found.search(&self.groups, &mut lookup.history, limits, reuse);
@@ -196,9 +205,9 @@ impl<B: Backend> KvCache<B> {
         let reserving = self.groups.iter().filter(|_| options.reserve > 0);
         for (index, group) in reserving.enumerate() {
             let map = slot_map(group);
-            let whole = to_u32(found.needed(index, group.window, &map).iter(true).count());
-            let reserved = map.blocks_reserved(options.reserve).saturating_sub(whole);
             let needed = found.needed(index, group.window, &map);
+            let taken = to_u32(needed.iter(found.part > 0).count());
+            let reserved = map.blocks_reserved(options.reserve).saturating_sub(taken);
             let idle = needed.iter(found.part > 0).flatten();
             let idle = to_u32(idle.filter(|block| group.pool.is_idle(*block)).count());
             let free = group.pool.num_free().saturating_sub(idle);
@@ -212,10 +221,14 @@ impl<B: Backend> KvCache<B> {
         for (index, group) in self.groups.iter_mut().enumerate() {
             let map = slot_map(group);
             let needed = found.needed(index, group.window, &map);
-            group.tables.set_live(row, needed.live());
-            for block in needed.iter(found.part > 0) {
+            group.tables.set_live(row, needed.live(found.part > 0));
+            for (block, at) in needed.iter(found.part > 0).zip(0..) {
                 if let Some(block) = block {
                     group.pool.reuse(block);
+                    if options.retention.is_some() {
+                        let priority = history.priority(map.tokens(at));
+                        group.pool.set_priority(block, priority, &mut self.ledger);
+                    }
                 }
                 // A vacant entry is in range and never read.
                 push_held(&mut group.tables, row, Some(block.unwrap_or(BlockId(0))));
@@ -235,9 +248,7 @@ impl<B: Backend> KvCache<B> {
         if let Some(state) = self.sequences.at_mut(row) {
             state.reserved = options.reserve;
         }
-        if let Some(own) = self.sequences.history_mut(row) {
-            std::mem::swap(own, history);
-        }
+        self.sequences.swap_history(row, history);
         Ok((row, tokens))
     }
 
@@ -254,9 +265,8 @@ impl<B: Backend> KvCache<B> {
         if let Some(state) = self.sequences.at_mut(row) {
             (state.certain, state.store_at) = (certain, store_at);
         }
-        if let Some((from, to)) = self.sequences.histories(parent_row, row) {
-            to.fork_from(from, len, &mut self.ledger);
-        }
+        self.sequences.fork_history((parent_row, row), len, &mut self.ledger);
+        self.sequences.disown(parent_row);
         for group in &mut self.groups {
             let coded = group.tables.coded(parent_row);
             group.tables.set_coded(row, coded);

@@ -1,6 +1,6 @@
 //! Which blocks become reusable, and when.
 use crate::backend::Backend;
-use crate::cache::reserve::Undo;
+use crate::cache::undo::Undo;
 use crate::cache::{KvCache, slot_map};
 use crate::num::to_usize;
 use crate::spec::{PrefixReuse, PublishAt};
@@ -85,7 +85,7 @@ impl<B: Backend> KvCache<B> {
             return;
         };
         state.certain = state.certain.min(len);
-        state.store_at = 0;
+        (state.store_at, state.own_end) = (0, 0);
         for (index, group) in groups.iter().enumerate() {
             let map = slot_map(group);
             let full = map.full_blocks(len);

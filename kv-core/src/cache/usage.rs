@@ -1,9 +1,12 @@
 //! How full a cache is, for reports.
+use std::ops::Range;
+
 use hashbrown::HashMap;
 
 use crate::backend::Backend;
 use crate::block::BlockPool;
 use crate::cache::{Group, KvCache, block_size, slot_map};
+use crate::ids::{GroupId, SequenceId};
 
 /// How full a cache is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -27,6 +30,13 @@ pub struct Usage {
 }
 
 impl<B: Backend> KvCache<B> {
+    /// Entries of a sequence's [block table](Self::block_table) that mean nothing, because their
+    /// blocks fell out of the group's window; `None` for an unknown sequence or group.
+    pub fn vacant_entries(&self, sequence: SequenceId, group: GroupId) -> Option<Range<u32>> {
+        let row = self.sequences.row(sequence).ok()?;
+        Some(self.groups.get(usize::from(group.0))?.vacant(row))
+    }
+
     /// How full the cache is. Walks all sequences and their blocks: for reports, not for every
     /// step.
     pub fn usage(&self) -> Usage {

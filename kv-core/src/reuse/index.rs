@@ -1,4 +1,6 @@
 //! Finds the block that holds given content.
+mod siblings;
+
 use hashbrown::{HashMap, HashTable};
 
 use crate::eviction::Priority;
@@ -8,10 +10,6 @@ use crate::reuse::{BlockContent, BlockKey, NamespaceId};
 
 /// No block.
 const NONE: u32 = u32::MAX;
-
-/// Siblings that a search for a common beginning looks at, newest first: a system prompt may have
-/// thousands, and the search must not cost more than it saves.
-const SIBLINGS_MAX: usize = 32;
 
 /// What decides the K and V of one block, and its name.
 #[derive(Debug, Clone, Copy)]
@@ -181,43 +179,20 @@ impl PrefixIndex {
     /// The block that holds exactly this content; of several the one that came first.
     #[inline]
     pub fn find(&self, content: &Content<'_>) -> Option<BlockId> {
-        let block = *self.keys.find(hash(content.key), |block| self.key(*block) == content.key)?;
+        let block = self.first_of_key(content.key)?;
         self.confirms(block, content).then_some(BlockId(block))
     }
     /// Whether any block has this key.
     pub fn contains_key(&self, key: BlockKey) -> bool {
-        self.keys.find(hash(key), |block| self.key(*block) == key).is_some()
+        self.first_of_key(key).is_some()
+    }
+    #[inline]
+    fn first_of_key(&self, key: BlockKey) -> Option<u32> {
+        self.keys.find(hash(key), |block| self.key(*block) == key).copied()
     }
     /// Whether any block comes directly behind the content of this key.
     pub fn has_children(&self, key: BlockKey) -> bool {
         self.first_child(key) != NONE
-    }
-
-    /// Among the blocks behind `parent`, the one whose tokens begin most like `tokens`, and how
-    /// many agree. Blocks with [contents](BlockContent) do not count.
-    pub fn longest_common(
-        &self,
-        parent: BlockKey,
-        namespace: NamespaceId,
-        tokens: &[u32],
-    ) -> Option<(BlockId, u32)> {
-        let mut best = None;
-        let mut next = self.first_child(parent);
-        for _ in 0..SIBLINGS_MAX {
-            let Some(entry) = self.entries.get(to_usize(next)) else {
-                break;
-            };
-            if entry.namespace == namespace && !entry.has_contents {
-                let pairs = self.tokens(next, entry).iter().zip(tokens);
-                let common = to_u32(pairs.take_while(|(a, b)| a == b).count());
-                if common > best.map_or(0, |(_, most)| most) {
-                    best = Some((BlockId(next), common));
-                }
-            }
-            let [_, older] = entry.siblings;
-            next = older;
-        }
-        best
     }
 
     /// Puts a block under its key, or beside its siblings alone when it has fewer tokens than
@@ -243,21 +218,21 @@ impl PrefixIndex {
     ) -> Inserted {
         let at = to_usize(block.0).saturating_mul(self.block_tokens);
         let len = content.tokens.len();
-        let room = self.tokens.get_mut(at..at.saturating_add(len));
-        let Some(room) = room.filter(|_| len > 0 && len <= self.block_tokens) else {
+        if len == 0 || len > self.block_tokens {
             return Inserted::Refused;
-        };
+        }
         if self.entries.get(to_usize(block.0)).is_none_or(|entry| entry.len > 0) {
             return Inserted::Refused;
         }
-        let entries = &self.entries;
-        let key_of = |block: &u32| entries.get(to_usize(*block)).map_or(BlockKey(0), |e| e.key);
-        let twin = self.keys.find(hash(content.key), |block| key_of(block) == content.key).copied();
-        let twin = twin.filter(|_| !is_partial);
-        room.copy_from_slice(content.tokens);
+        // A partial block is found among its siblings alone.
+        let twin = if is_partial { None } else { self.first_of_key(content.key) };
         if twin.is_some_and(|twin| !self.confirms(twin, content)) {
             return Inserted::Refused;
         }
+        let Some(room) = self.tokens.get_mut(at..at.saturating_add(len)) else {
+            return Inserted::Refused;
+        };
+        room.copy_from_slice(content.tokens);
         if let Some(entry) = self.entries.get_mut(to_usize(block.0)) {
             *entry = Entry {
                 key: content.key,
@@ -372,48 +347,5 @@ impl PrefixIndex {
             before = next;
         }
         false
-    }
-
-    fn first_child(&self, parent: BlockKey) -> u32 {
-        let parent_of = |block: &u32| self.entries.get(to_usize(*block)).map(|entry| entry.parent);
-        let child = self.children.find(hash(parent), |child| parent_of(child) == Some(parent));
-        child.copied().unwrap_or(NONE)
-    }
-
-    /// Makes a block the newest child of its parent.
-    fn adopt(&mut self, block: u32, parent: BlockKey) {
-        let older = self.first_child(parent);
-        if let Some(entry) = self.entries.get_mut(to_usize(older)) {
-            entry.siblings[0] = block;
-        }
-        if let Some(entry) = self.entries.get_mut(to_usize(block)) {
-            entry.siblings = [NONE, older];
-        }
-        self.set_first_child(parent, older, Some(block));
-    }
-
-    fn disown(&mut self, block: u32, entry: &Entry) {
-        let [newer, older] = entry.siblings;
-        if let Some(entry) = self.entries.get_mut(to_usize(newer)) {
-            entry.siblings[1] = older;
-        } else {
-            self.set_first_child(entry.parent, block, (older != NONE).then_some(older));
-        }
-        if let Some(entry) = self.entries.get_mut(to_usize(older)) {
-            entry.siblings[0] = newer;
-        }
-    }
-
-    /// Exchanges the newest child of a parent, `from` (none: [`NONE`]) for `to`.
-    fn set_first_child(&mut self, parent: BlockKey, from: u32, to: Option<u32>) {
-        let entries = &self.entries;
-        let hash_of =
-            |block: &u32| entries.get(to_usize(*block)).map_or(0, |entry| hash(entry.parent));
-        match (self.children.find_entry(hash(parent), |child| *child == from), to) {
-            (Ok(mut found), Some(to)) => *found.get_mut() = to,
-            (Ok(found), None) => drop(found.remove()),
-            (Err(_), Some(to)) => drop(self.children.insert_unique(hash(parent), to, hash_of)),
-            (Err(_), None) => {}
-        }
     }
 }

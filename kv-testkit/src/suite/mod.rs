@@ -10,10 +10,12 @@ mod failure;
 mod front;
 mod gather;
 mod life;
+mod lives;
 mod quant;
 mod queue;
 mod random;
 mod segments;
+mod unseen;
 mod write;
 
 use kv_core::{BlockOrder, CacheSpec, CacheSpecBuilder, KvFormat};
@@ -33,6 +35,7 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         queue::cases(),
         write::cases(),
         attend::cases(),
+        unseen::cases(),
         copy::cases(),
         gather::cases(),
         convert::cases(),
@@ -43,6 +46,7 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         front::cases(),
         quant::cases(),
         random::cases(),
+        lives::cases(),
     ];
     areas.into_iter().flatten().collect()
 }

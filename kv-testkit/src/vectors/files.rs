@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::{Found, Job, Kind, quant, te_convert, te_errors, te_quirks, te_rope, te_trace};
+use super::{
+    Found, Job, Kind, quant, te_convert, te_errors, te_quirks, te_rope, te_trace, vllm, vllm_fuzz,
+};
 
 /// Deeper folders are taken for a loop of links.
 const DEPTH_MAX: usize = 16;
@@ -73,10 +75,6 @@ fn file(root: &Path, path: &Path, found: &mut Vec<Found>) {
     }
 }
 
-fn skip(root: &Path, path: &Path, why: &str) -> Vec<Found> {
-    vec![Found::Skipped { name: name(root, path), why: why.to_owned() }]
-}
-
 /// CSV files carry no schema; their header says what they are.
 fn csv(root: &Path, path: &Path, title: &str) -> Result<Vec<Found>, String> {
     let bytes = fs::read(path).map_err(|error| error.to_string())?;
@@ -101,21 +99,11 @@ fn trials(root: &Path, path: &Path, list: Vec<quant::Trial>) -> Vec<Found> {
     list.into_iter().map(one).collect()
 }
 
-fn pending(schema: &str) -> Option<&'static str> {
-    match schema {
-        "vllm-scenario/1" | "vllm-fuzz/1" => Some("not yet: vllm"),
-        _ => None,
-    }
-}
-
 fn json(root: &Path, path: &Path) -> Result<Vec<Found>, String> {
     let text = fs::read(path).map_err(|error| error.to_string())?;
     let value: Value =
         serde_json::from_slice(&text).map_err(|error| format!("no JSON: {error}"))?;
     let schema = value.get("schema").and_then(Value::as_str).unwrap_or_default().to_owned();
-    if let Some(why) = pending(&schema) {
-        return Ok(skip(root, path, why));
-    }
     if let Some(list) = quant::read_json(&schema, path, &value) {
         return Ok(trials(root, path, list?));
     }
@@ -126,6 +114,8 @@ fn json(root: &Path, path: &Path) -> Result<Vec<Found>, String> {
     };
     match schema.as_str() {
         "te-trace/1" => Ok(whole(Kind::TeTrace(parse::<te_trace::Trace>(value)?))),
+        "vllm-scenario/1" => Ok(whole(Kind::VllmScenario(parse::<vllm::Scenario>(value)?))),
+        "vllm-fuzz/1" => Ok(whole(Kind::VllmFuzz(parse::<vllm_fuzz::Run>(value)?))),
         "te-convert/1" => Ok(whole(Kind::TeConvert(parse::<te_convert::ConvertCase>(value)?))),
         "te-errors/1" => {
             each(root, path, value, |case| parse::<te_errors::ErrorCase>(case).map(Kind::TeError))
@@ -185,10 +175,7 @@ fn safetensors(root: &Path, path: &Path) -> Result<Vec<Found>, String> {
             let job = Arc::new(Job { file: path.display().to_string(), kind });
             Ok(vec![Found::Vector { name: name(root, path), job }])
         }
-        Some(schema) => match pending(schema) {
-            Some(why) => Ok(skip(root, path, why)),
-            None => Err(format!("a file of an unknown schema {schema:?}")),
-        },
+        Some(schema) => Err(format!("a file of an unknown schema {schema:?}")),
         None => Err("a safetensors file without a schema".to_owned()),
     }
 }

@@ -13,6 +13,9 @@ mod te_rope;
 mod te_trace;
 #[cfg(test)]
 mod tests;
+mod vllm;
+mod vllm_engine;
+mod vllm_fuzz;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -42,6 +45,10 @@ enum Kind {
     TeConvert(te_convert::ConvertCase),
     /// `attention-case/1`, read when it runs.
     Attention(PathBuf),
+    /// `vllm-scenario/1`.
+    VllmScenario(vllm::Scenario),
+    /// `vllm-fuzz/1`.
+    VllmFuzz(vllm_fuzz::Run),
     /// `quant-...`, and CSV files of codes.
     Quant(quant::Quant),
 }
@@ -91,6 +98,8 @@ pub(crate) fn run<B: Device>(backend: &B, job: &Job) -> CaseResult {
         Kind::TeRope(case) => te_rope::run(backend, case),
         Kind::TeConvert(case) => te_convert::run(backend, case),
         Kind::Attention(path) => attention::run(backend, path),
+        Kind::VllmScenario(scenario) => vllm::run(backend, scenario),
+        Kind::VllmFuzz(run) => vllm_fuzz::run(backend, run),
         Kind::Quant(quant) => quant::run(backend, quant),
     };
     result.at(&job.file)

@@ -96,8 +96,10 @@ fn every_cache_finds_what_brute_force_finds() {
     for (rule, stop) in rules {
         for (width, penalty) in [(1, 1.0), (2, 0.0), (3, 1.0), (5, 2.0)] {
             let search = (to_usize(width), penalty);
-            let expected: Vec<_> =
-                prompts.iter().map(|prompt| brute_force(&rule, prompt, 12, &stop, search)).collect();
+            let expected: Vec<_> = prompts
+                .iter()
+                .map(|prompt| brute_force(&rule, prompt, 12, &stop, search))
+                .collect();
             for (block_size, num_blocks, reuse) in [
                 (1, 600, PrefixReuse::Partial),
                 (4, 200, PrefixReuse::Partial),

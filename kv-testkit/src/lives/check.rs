@@ -1,0 +1,224 @@
+//! What must hold after every operation.
+use std::collections::BTreeMap;
+
+use kv_core::block::BlockPool;
+use kv_core::{BlockId, GroupId, PrefixReuse, SequenceId, Stats};
+
+use super::{Life, Sequence};
+use crate::case::{At, CaseError, ensure, same};
+use crate::consumer::place;
+use crate::device::Device;
+use crate::named;
+
+/// What can be seen of a cache that a refusal must leave as it is.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Seen {
+    lens: BTreeMap<SequenceId, Option<u32>>,
+    tables: Vec<Vec<BlockId>>,
+    /// Empty, idle and cached blocks, by group without a window.
+    pools: Vec<[usize; 3]>,
+    /// Tokens that known prompts would take over; none where a window gives blocks back.
+    probes: Vec<usize>,
+    stats: Stats,
+}
+
+impl Seen {
+    /// Fails unless sequences and their blocks are the same; others may be cached or not.
+    pub(super) fn same_lives(&self, before: &Self) -> Result<(), CaseError> {
+        same("lengths after a dropped step", &self.lens, &before.lens)?;
+        same("blocks after a dropped step", &self.tables, &before.tables)
+    }
+}
+
+impl<B: Device> Life<B> {
+    pub(super) fn groups(&self) -> impl Iterator<Item = (GroupId, &BlockPool)> {
+        let count = self.spec.groups().len() as u8;
+        (0..count).filter_map(|id| Some((GroupId(id), self.cache.pool(GroupId(id))?)))
+    }
+
+    fn has_window(&self) -> bool {
+        self.spec.groups().iter().any(|group| group.window().is_some())
+    }
+
+    /// What a refusal must leave as it is.
+    pub(super) fn see(&self) -> Seen {
+        let (cache, groups) = (&self.cache, self.spec.groups());
+        let lens = cache.sequences().map(|id| (id, cache.seq_len(id))).collect();
+        let table = |s: &Sequence, id| cache.block_table(s.id, id).unwrap_or_default().to_vec();
+        let tables = |(id, _)| self.sequences.iter().map(move |s| table(s, id));
+        let pools = self.groups().zip(groups).filter(|(_, group)| group.window().is_none());
+        let pool = |((_, pool), _): ((GroupId, &BlockPool), _)| {
+            [pool.num_empty() as usize, pool.num_idle() as usize, pool.index().len()]
+        };
+        let prompts = self.prompts.iter().filter(|_| !self.has_window());
+        let probe = |(prompt, options): &(Vec<u32>, _)| {
+            let options: &super::Options = options;
+            cache.probe(prompt, options.all())
+        };
+        Seen {
+            lens,
+            tables: self.groups().flat_map(tables).collect(),
+            pools: pools.map(pool).collect(),
+            probes: prompts.map(probe).collect(),
+            stats: cache.stats(),
+        }
+    }
+
+    /// Fails unless everything is as it was.
+    pub(super) fn unchanged(&self, before: &Seen) -> Result<(), CaseError> {
+        same("state after a refusal", &self.see(), before)
+    }
+
+    /// Every invariant.
+    pub(super) fn check(&mut self) -> Result<(), CaseError> {
+        same("sequences", self.cache.num_sequences(), self.sequences.len())?;
+        for sequence in &self.sequences {
+            let len = Some(sequence.names.len() as u32);
+            same(format!("length of {}", sequence.id), self.cache.seq_len(sequence.id), len)?;
+        }
+        self.check_holders()?;
+        self.check_rows()?;
+        self.check_offers()?;
+        self.check_events()
+    }
+
+    /// Every block is held by those who list it, and by nobody else.
+    fn check_holders(&self) -> Result<(), CaseError> {
+        for (id, pool) in self.groups() {
+            let mut holders: BTreeMap<BlockId, u32> = BTreeMap::new();
+            for sequence in &self.sequences {
+                let table = self.cache.block_table(sequence.id, id).unwrap_or_default();
+                let vacant = self.cache.vacant_entries(sequence.id, id).unwrap_or_default();
+                for (block, at) in table.iter().zip(0..) {
+                    if !vacant.contains(&at) {
+                        *holders.entry(*block).or_default() += 1;
+                    }
+                }
+            }
+            self.cache.pinned_blocks(id).for_each(|block| *holders.entry(block).or_default() += 1);
+            let (mut idle, mut cached) = (0, 0);
+            for block in (0..pool.num_blocks()).map(BlockId) {
+                let expected = holders.get(&block).copied().unwrap_or(0);
+                let name = || place(usize::from(id.0), block);
+                same(format!("holders of {}", name()), pool.holders(block), expected)?;
+                cached += usize::from(pool.is_stored(block));
+                idle += u32::from(pool.is_stored(block) && expected == 0);
+            }
+            let held = holders.len() as u32;
+            same("blocks nobody holds", pool.num_free(), pool.num_blocks() - held)?;
+            same("idle blocks", pool.num_idle(), idle)?;
+            same("cached blocks", pool.index().len(), cached)?;
+            same("empty blocks", pool.num_empty(), pool.num_blocks() - held - idle)?;
+        }
+        Ok(())
+    }
+
+    /// Every row that a sequence can read is of its own prefix.
+    fn check_rows(&mut self) -> Result<(), CaseError> {
+        for sequence in &self.sequences {
+            for (group, index) in self.spec.groups().iter().zip(0_usize..) {
+                let id = GroupId(index as u8);
+                let vacant = self.cache.vacant_entries(sequence.id, id).unwrap_or_default();
+                let map = group.slot_map();
+                let len = sequence.names.len() as u32;
+                let [first, second] = if vacant.is_empty() {
+                    [0..len, len..len]
+                } else {
+                    [0..map.tokens(vacant.start).min(len), map.tokens(vacant.end).min(len)..len]
+                };
+                for range in [first, second].into_iter().filter(|range| !range.is_empty()) {
+                    let named = &sequence.names[range.start as usize..range.end as usize];
+                    let which = (sequence.id, index);
+                    named::check(&self.backend, &mut self.cache, which, range.start, named)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What a living sequence has offered can be found: nobody may give its blocks up.
+    fn check_offers(&self) -> Result<(), CaseError> {
+        if self.spec.prefix_reuse() == PrefixReuse::Off || self.has_window() {
+            return Ok(());
+        }
+        for sequence in self.sequences.iter().filter(|sequence| sequence.offers) {
+            let known = sequence.tokens.iter().take(sequence.offered as usize);
+            let mut prompt: Vec<_> = known.map_while(|token| *token).collect();
+            let mut whole = prompt.len() as u32;
+            for group in self.spec.groups().iter().chain(self.spec.groups()) {
+                whole -= whole % group.block_size();
+            }
+            prompt.push(77);
+            let found = self.cache.probe(&prompt, sequence.options.naming());
+            ensure(found as u32 >= whole, || {
+                format!("{} offers {whole} tokens, {found} are found", sequence.id)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Who follows the events knows what can be reused, and so does the index.
+    fn check_events(&mut self) -> Result<(), CaseError> {
+        let snapshot = self.cache.snapshot();
+        for (id, pool) in self.groups() {
+            let listed = |block: &&kv_core::events::StoredBlock| block.group == id;
+            let mut keys: Vec<_> = pool.index().iter().filter(|b| !b.is_partial).collect();
+            keys.sort_unstable_by_key(|block| block.key);
+            keys.dedup_by_key(|block| block.key);
+            same(
+                "contents in the snapshot",
+                snapshot.blocks.iter().filter(listed).count(),
+                keys.len(),
+            )?;
+        }
+        if self.spec.events() == 0 {
+            return same("events without room", self.cache.take_events().len(), 0);
+        }
+        // Not after each operation, so that some are lost where there is little room.
+        if self.lived.operations.is_multiple_of(3) {
+            let events = self.cache.take_events();
+            self.consumer.apply(&events).at("events")?;
+            if self.consumer.is_lost() {
+                self.consumer.resync(&snapshot);
+            }
+            self.consumer.check(&snapshot)?;
+        }
+        Ok(())
+    }
+
+    /// Lets go of everything: nothing is held then, and nothing stays cached behind a reset.
+    pub(super) fn end(&mut self) -> Result<(), CaseError> {
+        for sequence in std::mem::take(&mut self.sequences) {
+            self.cache.release(sequence.id)?;
+        }
+        for pin in std::mem::take(&mut self.pins) {
+            ensure(self.cache.unpin(pin.id)?, || format!("{:?} was not pinned", pin.id))?;
+        }
+        self.lived.operations += 1;
+        self.check()?;
+        let total = |(_, pool): (GroupId, &BlockPool)| pool.num_free() == pool.num_blocks();
+        ensure(self.groups().all(total), || "blocks are held by nobody".to_owned())?;
+        self.lived.evictions = self.cache.stats().evictions;
+        ensure(self.cache.reset_prefixes()?, || "a reset was refused".to_owned())?;
+        let empty = |(_, pool): (GroupId, &BlockPool)| pool.num_empty() == pool.num_blocks();
+        ensure(self.groups().all(empty), || "content survived a reset".to_owned())?;
+        let found = self.prompts.iter().map(|(prompt, o)| self.cache.probe(prompt, o.all()));
+        same("tokens found after a reset", found.sum::<usize>(), 0)?;
+        same("contents after a reset", self.cache.snapshot().blocks.len(), 0)
+    }
+
+    /// What the model has, for messages.
+    pub(super) fn describe(&self) -> String {
+        let groups = self.spec.groups().iter();
+        let group = |group: &kv_core::GroupSpec| {
+            format!("{}x{} {:?}", group.num_blocks(), group.block_size(), group.window())
+        };
+        format!(
+            "groups {:?}, {:?}, {:?}, lengths {:?}",
+            groups.map(group).collect::<Vec<_>>(),
+            self.spec.prefix_reuse(),
+            self.spec.publish_at(),
+            self.sequences.iter().map(|s| (s.id.0, s.names.len())).collect::<Vec<_>>(),
+        )
+    }
+}

@@ -1,0 +1,96 @@
+//! Choices read from bytes.
+use kv_core::StartOptions;
+use kv_core::reuse::ContentSpan;
+
+/// Bytes, one after another; zeros behind the last.
+#[derive(Debug)]
+pub(super) struct Bytes<'b>(&'b [u8]);
+
+impl<'b> Bytes<'b> {
+    pub(super) fn new(bytes: &'b [u8]) -> Self {
+        Self(bytes)
+    }
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+    pub(super) fn next(&mut self) -> u8 {
+        let (first, rest) = self.0.split_first().unwrap_or((&0, &[]));
+        self.0 = rest;
+        *first
+    }
+    /// A number below `n`, which is at most 256 and not 0.
+    pub(super) fn below(&mut self, n: u32) -> u32 {
+        u32::from(self.next()) % n
+    }
+    pub(super) fn one_in(&mut self, n: u32) -> bool {
+        self.below(n) == n - 1
+    }
+    pub(super) fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len() as u32) as usize]
+    }
+    /// An index below `len`, which is not 0.
+    pub(super) fn index(&mut self, len: usize) -> usize {
+        usize::from(self.next()) % len
+    }
+    /// A token; there are few, so that prompts meet.
+    pub(super) fn token(&mut self) -> u32 {
+        self.below(3)
+    }
+
+    /// A prompt that agrees with others at its beginning.
+    pub(super) fn prompt(&mut self) -> Vec<u32> {
+        let (len, kind) = (self.below(15), u32::from(self.next()));
+        let token = |at: u32| {
+            if at < kind & 7 { 0 } else { ((kind >> 3) + at / 4) & 3 }
+        };
+        (0..len).map(token).collect()
+    }
+
+    pub(super) fn options(&mut self) -> Options {
+        let mut options = Options::default();
+        let kind = self.next();
+        match kind & 15 {
+            9 => options.salt = b"a".to_vec(),
+            10 => options.salt = b"b".to_vec(),
+            11 => options.adapter = Some(0),
+            12 | 13 => {
+                let (begin, id) = (u32::from(kind >> 5), u128::from((kind >> 4) & 1));
+                options.contents.push(ContentSpan { begin, len: 3, id });
+            }
+            14 => options.backoff = 1 + u32::from(kind >> 7),
+            15 if kind > 127 => options.no_reuse = true,
+            15 => options.reserve = u32::from(kind >> 4),
+            _ => {}
+        }
+        options
+    }
+}
+
+/// Options of a start, owned.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Options {
+    pub(super) salt: Vec<u8>,
+    pub(super) adapter: Option<u64>,
+    pub(super) contents: Vec<ContentSpan>,
+    pub(super) backoff: u32,
+    pub(super) no_reuse: bool,
+    pub(super) reserve: u32,
+}
+
+impl Options {
+    /// For a start.
+    pub(super) fn all(&self) -> StartOptions<'_> {
+        let options = self.naming().backoff_blocks(self.backoff).reserve(self.reserve);
+        if self.no_reuse { options.no_reuse() } else { options }
+    }
+    /// What tells tokens from equal ones.
+    pub(super) fn naming(&self) -> StartOptions<'_> {
+        let options = StartOptions::default().salt(&self.salt).contents(&self.contents);
+        self.adapter.map_or(options, |adapter| options.adapter(adapter))
+    }
+    /// What lies behind the token at a position.
+    pub(super) fn behind(&self, at: u32) -> Option<u128> {
+        let covers = |span: &&ContentSpan| at >= span.begin && at - span.begin < span.len;
+        self.contents.iter().find(covers).map(|span| span.id)
+    }
+}

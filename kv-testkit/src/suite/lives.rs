@@ -1,0 +1,69 @@
+//! Random lives that share prefixes, and the same lives in pools of every size.
+use super::case;
+use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
+use crate::device::Device;
+use crate::lives::{Lived, live, live_in};
+use crate::rng::Rng;
+
+pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+    vec![case("random/reuse", random), case("random/reuse_in_pools_of_every_size", every_size)]
+}
+
+/// Lives of the suite; [`LIVES_VARIABLE`] asks for more.
+const LIVES: u64 = 200;
+/// How many lives `random/reuse` lives.
+const LIVES_VARIABLE: &str = "KV_CONFORMANCE_LIVES";
+/// Replaces the fixed seed.
+const SEED_VARIABLE: &str = "KV_CONFORMANCE_SEED";
+/// Length of a life.
+const BYTES: usize = 1500;
+/// Scripts that are run in every pool, and the size from which on nothing is ever refused.
+const SCRIPTS: u64 = 12;
+const PLENTY: u32 = 80;
+
+fn number(variable: &str, default: u64) -> Result<u64, CaseError> {
+    match std::env::var(variable) {
+        Err(_) => Ok(default),
+        Ok(text) => text.parse().map_err(|_| format!("{variable} is no number: {text}").into()),
+    }
+}
+
+fn bytes(seed: u64, len: usize) -> Vec<u8> {
+    let mut rng = Rng::new(seed);
+    (0..len).map(|_| (rng.bits() >> 32) as u8).collect()
+}
+
+fn random<B: Device>(backend: &B) -> CaseResult {
+    let (lives, first) = (number(LIVES_VARIABLE, LIVES)?, number(SEED_VARIABLE, 1)?);
+    let begin = std::time::Instant::now();
+    let mut lived = Lived::default();
+    for seed in first..first + lives {
+        let one = live(backend, &bytes(seed, BYTES));
+        lived = lived.and(one.at(format!("{SEED_VARIABLE}={seed} {LIVES_VARIABLE}=1"))?);
+    }
+    if lives != LIVES {
+        use std::io::Write;
+        let _ = writeln!(std::io::stdout(), "{lives} lives, {lived:?}, {:?}", begin.elapsed());
+        return Ok(Outcome::Holds);
+    }
+    // The suite must not go quiet because all lives have become short or empty.
+    let Lived { operations, refused, reused, evictions } = lived;
+    let least = operations.min(refused * 20).min(reused * 4).min(evictions * 4);
+    ensure(least > lives * 20, || format!("{lives} lives saw no more than {lived:?}"))?;
+    Ok(Outcome::Holds)
+}
+
+/// Every allocation of a script is the one that fails, in one pool or another.
+fn every_size<B: Device>(backend: &B) -> CaseResult {
+    for script in 0..SCRIPTS {
+        let bytes = bytes(1 << 32 | script, 400);
+        let mut refused = 0;
+        for blocks in 1..=PLENTY {
+            let lived = live_in(backend, &bytes, Some(blocks));
+            refused = lived.at(format!("script {script}, {blocks} blocks"))?.refused;
+        }
+        // The last pool is large enough for all.
+        ensure(refused == 0, || format!("script {script}: refused with {PLENTY} blocks"))?;
+    }
+    Ok(Outcome::Holds)
+}
