@@ -1,5 +1,6 @@
 //! What the benches share: shapes, caches that are already full, tensors.
 #![forbid(unsafe_code)]
+pub mod life;
 
 use kv::backend::Backend;
 use kv::{

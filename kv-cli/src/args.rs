@@ -1,5 +1,6 @@
 //! The command line: every name and number is parsed into its type here, once.
 mod accuracy;
+mod replay;
 
 use std::path::PathBuf;
 
@@ -7,10 +8,12 @@ use clap::{Args, Parser, Subcommand};
 use kv::Device;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
+pub(crate) use self::replay::ReplayArgs;
 use crate::memory::Bytes;
 use crate::stored::Stored;
 
-/// Generate text with a KV cache, plan its memory, measure what its formats cost.
+/// Generate text with a KV cache, plan its memory, measure what its formats cost and what reuse
+/// saves.
 #[derive(Debug, Parser)]
 #[command(name = "kv", version, arg_required_else_help = true, max_term_width = 100)]
 pub(crate) struct Cli {
@@ -22,6 +25,7 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     Generate(GenerateArgs),
     Plan(PlanArgs),
+    Replay(ReplayArgs),
     Eval(EvalArgs),
     Calibrate(CalibrateArgs),
 }

@@ -1,4 +1,5 @@
-//! The program `kv`: generate text with a KV cache, plan its memory, measure what its formats cost.
+//! The program `kv`: generate text with a KV cache, plan its memory, measure what its formats cost
+//! and what reuse saves.
 //!
 //! Results go to standard output, one line for an error to standard error. Exit codes: 0 done, 1
 //! failed, 2 wrong usage.
@@ -23,6 +24,7 @@ mod plan;
 mod progress;
 mod prompts;
 mod reader;
+mod replay;
 mod report;
 mod rope;
 mod sampler;
@@ -52,7 +54,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
-    if !matches!(cli.command, Command::Plan(_)) {
+    if !matches!(cli.command, Command::Plan(_) | Command::Replay(_)) {
         threads::settle();
     }
     // Inside the pool that candle and the CPU backend work on: a step of a small model has a
@@ -72,6 +74,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
         Command::Generate(args) => generate::run(args),
         Command::Plan(args) => plan::run(args),
+        Command::Replay(args) => replay::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Calibrate(args) => calibrate::run(args),
     }

@@ -79,6 +79,9 @@ impl SlotMap {
         Ok(Self { block_size, sinks, wide_slots, per_block, tail })
     }
 
+    pub(crate) fn block_size(&self) -> u32 {
+        self.block_size
+    }
     /// Tokens at the start of a sequence that are kept in 16 bits.
     pub fn sinks(&self) -> u32 {
         self.sinks
@@ -92,9 +95,19 @@ impl SlotMap {
         self.tail
     }
 
+    /// Whether every token is one slot, in the order of the tokens.
+    #[inline]
+    pub(crate) fn is_plain(&self) -> bool {
+        self.sinks == 0 && !self.tail
+    }
+
     /// Slots from the first of a sequence to behind its token `tokens - 1`, without a tail;
     /// `u32::MAX` if more.
+    #[inline]
     pub fn slots(&self, tokens: u32) -> u32 {
+        if self.sinks == 0 {
+            return tokens;
+        }
         let Some(last_sink) = tokens.min(self.sinks).checked_sub(1) else {
             return tokens;
         };
@@ -108,6 +121,7 @@ impl SlotMap {
     }
 
     /// Blocks that hold `tokens` tokens without a tail.
+    #[inline]
     pub fn blocks(&self, tokens: u32) -> u32 {
         self.slots(tokens).div_ceil(self.block_size)
     }
@@ -133,8 +147,12 @@ impl SlotMap {
     }
 
     /// Tokens that fit `blocks` blocks without a tail.
+    #[inline]
     pub fn tokens(&self, blocks: u32) -> u32 {
         let slots = blocks.saturating_mul(self.block_size);
+        if self.sinks == 0 {
+            return slots;
+        }
         match slots.checked_sub(self.slots(self.sinks)) {
             Some(rest) => self.sinks.saturating_add(rest),
             None => self.per_block.saturating_mul(blocks).min(self.sinks),

@@ -12,6 +12,7 @@
 
 mod attend;
 mod copy;
+mod life;
 mod plan;
 mod rows;
 
@@ -20,6 +21,7 @@ use criterion::Criterion;
 fn main() {
     let mut criterion = Criterion::default().configure_from_args();
     plan::benches(&mut criterion);
+    life::benches(&mut criterion);
     attend::benches(&mut criterion);
     rows::benches(&mut criterion);
     copy::benches(&mut criterion);

@@ -12,5 +12,6 @@ mod models;
 mod plan;
 mod quantised;
 mod refusals;
+mod replay;
 mod support;
 mod variants;

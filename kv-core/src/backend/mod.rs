@@ -9,7 +9,9 @@
 //! 5. an output aliases no input of its call; the caller sees to it;
 //! 6. after `Lost` every call says `Lost`;
 //! 7. anything may be dropped at any time (`queue/drop_anytime`);
-//! 8. the same input twice gives the same bits (`attend/repeatable`).
+//! 8. the same input twice gives the same bits (`attend/repeatable`);
+//! 9. attention reads no block in which none of its queries sees a key, not even to mask it
+//!    afterwards (`attend/unseen_slots_are_never_read`).
 mod any;
 mod null;
 
@@ -176,8 +178,16 @@ pub trait Queue: fmt::Debug + Send + 'static {
     ) -> Result<(), DeviceError>;
     /// Records attention of a batch of queries over their sequences' cached rows.
     ///
-    /// Rows at or past `kv_len` are never read. Output rows that no query owns become zero, as does
-    /// the row of a query that sees no key.
+    /// What a query sees is [`visible`] and [`visible_sink_tokens`], and nothing else counts: rows
+    /// at or past `kv_len` are never read, nor is a block in which no query of its sequence sees a
+    /// key. The cache may have handed such a block to another owner: its entry of the block table
+    /// is in range and means nothing, and its bytes may be NaN or change meanwhile. A row that is
+    /// not seen, in a block where another one is, may be loaded, but whatever it holds reaches no
+    /// output. Output rows that no query owns become zero, as does the row of a query that sees no
+    /// key.
+    ///
+    /// [`visible`]: crate::AttentionOptions::visible
+    /// [`visible_sink_tokens`]: crate::AttentionOptions::visible_sink_tokens
     ///
     /// # Errors
     /// `Unsupported`, `OutOfRange`, `ForeignHandle` or `Lost`.

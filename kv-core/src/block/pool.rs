@@ -18,12 +18,16 @@ pub struct BlockPool {
     group: GroupId,
     /// Empty blocks; the last to be emptied is the first to go.
     free: Vec<BlockId>,
+    /// Holders, and [`STORED`] where the content can be reused: all that a step asks about a block.
     counts: Vec<u32>,
     idle: u32,
     index: PrefixIndex,
     policy: Box<dyn EvictionPolicy>,
     stats: PoolStats,
 }
+
+/// Marks the count of a block whose content can be reused.
+const STORED: u32 = 1 << 31;
 
 /// What a pool has done so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -104,6 +108,9 @@ impl BlockPool {
     }
 
     fn unindex(&mut self, block: BlockId, ledger: &mut Ledger) {
+        if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
+            *count &= !STORED;
+        }
         if let Some(removed) = self.index.remove(block) {
             ledger.block_removed(self.group, removed.namespace, removed.gone);
         }
@@ -114,11 +121,15 @@ impl BlockPool {
     /// # Panics
     /// When nobody holds the block: its content may already be another's.
     pub fn retain(&mut self, block: BlockId) {
-        let count = self.counts.get_mut(to_usize(block.0)).filter(|count| **count > 0);
+        let count = self.held_mut(block);
         assert!(count.is_some(), "retain of block {block}, which nobody holds");
         if let Some(count) = count {
             *count = count.saturating_add(1);
         }
+    }
+
+    fn held_mut(&mut self, block: BlockId) -> Option<&mut u32> {
+        self.counts.get_mut(to_usize(block.0)).filter(|count| **count & !STORED > 0)
     }
 
     /// Adds a holder to a block for its content, which [`Self::find`] or
@@ -128,10 +139,10 @@ impl BlockPool {
         let Some(count) = self.counts.get_mut(to_usize(block.0)) else {
             return;
         };
-        if !self.index.contains(block) {
+        if *count & STORED == 0 {
             return;
         }
-        if *count == 0 {
+        if *count == STORED {
             self.idle = self.idle.saturating_sub(1);
         }
         *count = count.saturating_add(1);
@@ -146,22 +157,19 @@ impl BlockPool {
     /// When nobody holds the block.
     #[inline]
     pub fn release(&mut self, block: BlockId) -> bool {
-        let count = self.counts.get_mut(to_usize(block.0)).filter(|count| **count > 0);
+        let count = self.held_mut(block);
         assert!(count.is_some(), "release of block {block}, which nobody holds");
-        let is_last = count.is_some_and(|count| {
+        let left = count.map_or(0, |count| {
             *count = count.saturating_sub(1);
-            *count == 0
+            *count
         });
-        if !is_last {
-            return false;
-        }
-        if self.index.contains(block) {
+        if left == STORED {
             self.idle = self.idle.saturating_add(1);
             self.policy.idle(block);
-            return false;
+        } else if left == 0 {
+            self.free.push(block);
         }
-        self.free.push(block);
-        true
+        left == 0
     }
 
     /// Makes the content of a held block reusable. `false`, and no change, when nobody holds it, it
@@ -192,6 +200,9 @@ impl BlockPool {
         if inserted == Inserted::Refused {
             return false;
         }
+        if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
+            *count |= STORED;
+        }
         self.stats.stored = self.stats.stored.saturating_add(1);
         if inserted == Inserted::Duplicate {
             self.stats.duplicates = self.stats.duplicates.saturating_add(1);
@@ -207,7 +218,7 @@ impl BlockPool {
     /// Makes the content of a block unfindable; holders keep it. `true` when nobody holds it: the
     /// block is empty now.
     pub fn forget(&mut self, block: BlockId, ledger: &mut Ledger) -> bool {
-        if !self.index.contains(block) {
+        if !self.is_stored(block) {
             return false;
         }
         self.unindex(block, ledger);
@@ -229,6 +240,9 @@ impl BlockPool {
             };
             ledger.leave(removed.namespace);
             self.policy.dropped(block);
+            if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
+                *count &= !STORED;
+            }
             if self.holders(block) == 0 {
                 emptied.push(block);
             }
@@ -248,6 +262,15 @@ impl BlockPool {
                 ledger.block_updated(self.group, entry.key, priority);
             }
         }
+    }
+
+    /// Exchanges the policy; `false`, and no change, while any block has content.
+    pub(crate) fn set_policy(&mut self, policy: Box<dyn EvictionPolicy>) -> bool {
+        let is_empty = self.index.is_empty();
+        if is_empty {
+            self.policy = policy;
+        }
+        is_empty
     }
 
     /// A request begins: what policies that age count in.
@@ -280,18 +303,28 @@ impl BlockPool {
     /// Whether a block's content can be reused.
     #[inline]
     pub fn is_stored(&self, block: BlockId) -> bool {
-        self.index.contains(block)
+        self.count(block) & STORED > 0
+    }
+    /// Whether a sequence that holds a block may write to it: no other holds it, and its content is
+    /// not offered to others.
+    #[inline]
+    pub fn is_private(&self, block: BlockId) -> bool {
+        self.count(block) == 1
+    }
+    #[inline]
+    fn count(&self, block: BlockId) -> u32 {
+        self.counts.get(to_usize(block.0)).copied().unwrap_or(0)
     }
     /// Whether nobody holds a block whose content can be reused.
     #[inline]
     pub fn is_idle(&self, block: BlockId) -> bool {
-        self.holders(block) == 0 && self.index.contains(block)
+        self.count(block) == STORED
     }
 
     /// How many hold `block`; 0 for a free or an unknown one.
     #[inline]
     pub fn holders(&self, block: BlockId) -> u32 {
-        self.counts.get(to_usize(block.0)).copied().unwrap_or(0)
+        self.count(block) & !STORED
     }
     /// Blocks in the pool.
     pub fn num_blocks(&self) -> u32 {

@@ -65,6 +65,7 @@ impl BlockTables {
         &self.entries
     }
     /// The blocks of row `row` in token order; empty for an unknown row.
+    #[inline]
     pub fn row(&self, row: u32) -> &[BlockId] {
         let row = to_usize(row);
         let len = self.lens.get(row).copied().map_or(0, to_usize);
@@ -115,10 +116,17 @@ impl BlockTables {
         self.entries.get_mut(begin..end)
     }
 
+    /// Blocks of a row; 0 for an unknown one.
+    #[inline]
+    pub fn row_len(&self, row: u32) -> u32 {
+        self.lens.get(to_usize(row)).copied().unwrap_or(0)
+    }
+
     /// Appends a block to a row.
     ///
     /// # Errors
     /// [`PlanError::BlockOutOfRange`]; [`PlanError::TooMany`] for a row that does not exist.
+    #[inline]
     pub fn push(&mut self, row: u32, block: BlockId) -> Result<(), PlanError> {
         self.check(block)?;
         let rows = self.lens.len();

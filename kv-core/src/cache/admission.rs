@@ -1,7 +1,5 @@
 //! What a scheduler asks before it lets a sequence in, answered with the counts that allocation
 //! goes by.
-use hashbrown::HashMap;
-
 use crate::backend::Backend;
 use crate::cache::reserve::Demand;
 use crate::cache::start::{Lookup, exhausted};
@@ -141,7 +139,7 @@ impl<B: Backend> KvCache<B> {
             return Ok(BlockDemand { needed: 0, free: 0 });
         };
         let mut demand = Demand::default();
-        let mut leaving: HashMap<BlockId, u32> = HashMap::new();
+        let mut batch = Vec::with_capacity(inputs.len());
         for input in inputs {
             let (row, state) = self.sequences.get(input.sequence)?;
             let (new, queries) = input.counts()?;
@@ -152,18 +150,15 @@ impl<B: Backend> KvCache<B> {
             };
             let new_tokens = u32::try_from(new).map_err(too_many)?;
             let queries = u32::try_from(queries).map_err(too_many)?;
-            let entry = BatchEntry { row, cached: state.len, new_tokens, queries };
-            demand.add(group, &entry, input.details().lookahead);
+            batch.push(BatchEntry { row, cached: state.len, new_tokens, queries });
             if new_tokens > 0 {
-                for block in group.leaving(row, state.len) {
-                    let rows = leaving.entry(*block).or_default();
-                    *rows = rows.saturating_add(1);
-                }
+                group.leaving(row, state.len).iter().for_each(|block| demand.leave(*block));
             }
         }
-        // Blocks that all of their holders leave.
-        let left = leaving.iter().filter(|(block, rows)| group.pool.holders(**block) == **rows);
-        let free = group.pool.num_free().saturating_add(to_u32(left.count()));
+        for (entry, input) in batch.iter().zip(inputs) {
+            demand.add(group, entry, input.details().lookahead);
+        }
+        let free = group.pool.num_free().saturating_add(demand.left_by_all(&group.pool));
         Ok(BlockDemand { needed: demand.blocks, free })
     }
 

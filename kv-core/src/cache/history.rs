@@ -1,6 +1,7 @@
 //! What the tokens of a sequence are, and the names of the blocks they fill.
 use crate::block::Ledger;
-use crate::eviction::Priority;
+use crate::cache::StartOptions;
+use crate::eviction::{Priority, Retention};
 use crate::num::{to_u32, to_usize};
 use crate::reuse::{BlockContent, BlockKey, Content, ContentSpan, NamespaceId};
 use crate::slot_map::SlotMap;
@@ -20,6 +21,8 @@ pub(crate) struct History {
     keys: Vec<Vec<BlockKey>>,
     /// Leading blocks that need not be offered to the index any more, by group.
     stored: Vec<u32>,
+    retention: Option<Retention>,
+    prompt_len: u32,
     /// Contents of the block last asked for.
     parts: Vec<BlockContent>,
 }
@@ -29,13 +32,15 @@ impl History {
     pub(crate) fn begin(
         &mut self,
         space: Option<(NamespaceId, BlockKey)>,
-        (prompt, contents): (&[u32], &[ContentSpan]),
+        (prompt, options): (&[u32], &StartOptions<'_>),
         (chains, groups): (usize, usize),
     ) {
         self.space = space;
         self.tokens.clear();
         self.contents.clear();
-        self.contents.extend_from_slice(contents);
+        self.contents.extend_from_slice(options.contents);
+        self.retention = options.retention.cloned();
+        self.prompt_len = to_u32(prompt.len());
         self.parts.clear();
         self.keys.iter_mut().for_each(Vec::clear);
         self.keys.resize_with(chains, Vec::new);
@@ -63,6 +68,8 @@ impl History {
         let known = parent.tokens.get(..to_usize(len)).unwrap_or(&parent.tokens);
         self.tokens.extend_from_slice(known);
         self.contents.clone_from(&parent.contents);
+        self.retention.clone_from(&parent.retention);
+        self.prompt_len = parent.prompt_len;
         self.keys.clone_from(&parent.keys);
         self.stored.clone_from(&parent.stored);
     }
@@ -90,9 +97,14 @@ impl History {
         }
     }
 
-    /// Notes what a step brings at `position`; `None`: tokens whose ids nobody knows. Returns
-    /// whether keys became void that were made of other tokens.
-    #[inline]
+    /// Adds tokens behind those known.
+    pub(crate) fn push(&mut self, tokens: &[u32]) {
+        if self.space.is_some() {
+            self.tokens.extend_from_slice(tokens);
+        }
+    }
+
+    /// Notes what a step brings at `position`; `None`: tokens whose ids nobody knows.
     pub(crate) fn note(&mut self, position: u32, brought: Option<&[u32]>, maps: &[SlotMap]) {
         if self.space.is_none() {
             return;
@@ -180,8 +192,8 @@ impl History {
     }
 
     /// Priority of the block that begins at `position`.
-    #[expect(clippy::unused_self, reason = "retention comes with the policies")]
-    pub(crate) fn priority(&self, _position: u32) -> Priority {
-        Priority::default()
+    pub(crate) fn priority(&self, position: u32) -> Priority {
+        let retention = self.retention.as_ref();
+        retention.map_or_else(Priority::default, |all| all.priority_at(position, self.prompt_len))
     }
 }

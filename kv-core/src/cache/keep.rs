@@ -7,7 +7,7 @@ use crate::cache::start::Lookup;
 use crate::cache::{KvCache, StartOptions};
 use crate::error::{CacheError, PlanError};
 use crate::events::{Event, Snapshot, StoredBlock, Tier};
-use crate::eviction::Priority;
+use crate::eviction::{EvictionPolicy, Priority};
 use crate::ids::{BlockId, GroupId, SequenceId};
 use crate::num::to_u32;
 
@@ -126,7 +126,7 @@ impl<B: Backend> KvCache<B> {
                 forgotten = forgotten.saturating_add(1);
             }
         }
-        if let Some(history) = self.sequences.history_mut(row) {
+        if let Some((_, history)) = self.sequences.both_mut(row) {
             history.end(&mut self.ledger);
         }
         Ok(forgotten)
@@ -207,11 +207,19 @@ impl<B: Backend> KvCache<B> {
     pub(super) fn restart_reuse(&mut self) {
         self.clear_index();
         for row in 0..to_u32(self.sequences.num_rows()) {
-            if let Some(history) = self.sequences.history_mut(row) {
+            if let Some((_, history)) = self.sequences.both_mut(row) {
                 history.end(&mut self.ledger);
             }
         }
         self.ledger.set_encoding(self.constants.key());
+    }
+
+    /// Exchanges what decides which cached block of a group goes first, for a policy of the
+    /// caller's own or for another clock. It must be made for the group's number of blocks.
+    /// `false`, and no change, for an unknown group or one that has anything cached.
+    pub fn set_policy(&mut self, group: GroupId, policy: Box<dyn EvictionPolicy>) -> bool {
+        let group = self.groups.get_mut(usize::from(group.0));
+        group.is_some_and(|group| group.pool.set_policy(policy))
     }
 
     /// Sets the priority of the cached blocks of a prompt. Returns how many tokens that are.

@@ -2,7 +2,7 @@
 use crate::cache::history::History;
 use crate::cache::{Group, slot_map};
 use crate::ids::BlockId;
-use crate::num::to_usize;
+use crate::num::{to_u32, to_usize};
 use crate::slot_map::SlotMap;
 use crate::spec::{PrefixReuse, Window};
 
@@ -137,6 +137,11 @@ impl Needed<'_> {
         let whole = whole.map(move |(block, i)| if is_vacant(i) { None } else { *block });
         whole.chain(self.donor.filter(|_| part).map(Some))
     }
+    /// Whole blocks, vacant entries aside.
+    pub(super) fn num_blocks(&self, part: bool) -> u32 {
+        let vacant = self.live(part).saturating_sub(self.sinks);
+        to_u32(self.blocks.len()).saturating_sub(vacant)
+    }
     pub(super) fn live(&self, part: bool) -> u32 {
         let [whole, with_part] = self.live;
         if part { with_part } else { whole }
@@ -178,7 +183,7 @@ impl FoundBlocks {
     /// The longest prefix of at most `len` tokens that this group can serve.
     fn longest<Buf>(&self, group: &Group<Buf>, len: u32) -> u32 {
         let map = slot_map(group);
-        let most = map.full_blocks(len).min(crate::num::to_u32(self.blocks.len()));
+        let most = map.full_blocks(len).min(to_u32(self.blocks.len()));
         let Some(window) = group.window else {
             return map.tokens(most);
         };

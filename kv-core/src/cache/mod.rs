@@ -22,11 +22,13 @@ mod tests;
 mod usage;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::backend::{AnyBackend, Backend, Queue};
 use crate::block::{BlockPool, BlockTables, Ledger};
 use crate::calibration::Calibration;
 use crate::error::{CacheError, DeviceError, PlanError};
+use crate::eviction::{Clock, SystemClock};
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
 use crate::num::to_u64;
 use crate::plan::PlanBuffers;
@@ -68,6 +70,7 @@ pub struct KvCache<B: Backend = AnyBackend> {
     /// Where the blocks of tokens end, for each of the ways groups have.
     chains: Vec<SlotMap>,
     ledger: Ledger,
+    has_windows: bool,
     /// Buffers of the last lookup.
     lookup: start::Lookup,
     pins: keep::Pins,
@@ -132,6 +135,7 @@ impl<B: Backend> KvCache<B> {
     ) -> Result<Self, CacheError> {
         let constants = constants::Constants::new(&spec, calibration)?;
         let mut queue = backend.queue()?;
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
         let mut groups = Vec::with_capacity(spec.groups().len());
         let mut chains = Vec::new();
         for group in spec.groups() {
@@ -143,7 +147,7 @@ impl<B: Backend> KvCache<B> {
             }
             let tables = BlockTables::new(group.num_blocks(), table_width(&spec, group));
             let num_blocks = group.num_blocks();
-            let policy = Box::new(crate::eviction::Lru::new(num_blocks));
+            let policy = spec.eviction().policy(num_blocks, &clock);
             let id = GroupId(u8::try_from(groups.len()).unwrap_or(u8::MAX));
             let pool = BlockPool::new(id, num_blocks, group.block_size(), policy);
             let map = *group.slot_map();
@@ -159,6 +163,7 @@ impl<B: Backend> KvCache<B> {
         Ok(Self {
             ledger,
             chains,
+            has_windows: groups.iter().any(|group| group.window.is_some()),
             lookup: start::Lookup::default(),
             pins: keep::Pins::default(),
             stats: Stats::default(),
@@ -289,7 +294,7 @@ impl<B: Backend> KvCache<B> {
 
     fn drop_row(&mut self, sequence: SequenceId, row: u32) {
         self.drop_blocks(row, 0, 0);
-        if let Some(history) = self.sequences.history_mut(row) {
+        if let Some((_, history)) = self.sequences.both_mut(row) {
             history.end(&mut self.ledger);
         }
         self.sequences.remove(sequence);

@@ -4,7 +4,6 @@
 //! borrow; front ends whose callers come back layer by layer keep it open across calls.
 use crate::backend::{Backend, Queue};
 use crate::cache::reserve::Undo;
-use crate::cache::sequences::Sequence;
 use crate::cache::{Group, KvCache, StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
@@ -42,6 +41,8 @@ pub(super) struct OpenStep {
     written: Vec<bool>,
     num_written: usize,
     pub(super) undo: Vec<Undo>,
+    /// Entries that were last added and that need blocks, or others than they have.
+    pub(super) growing: Vec<usize>,
     /// Blocks that were exchanged for a copy, and that nobody else holds: let go when the step
     /// ends.
     pub(super) kept: Vec<(usize, BlockId)>,
@@ -59,6 +60,7 @@ impl OpenStep {
             number: 0,
             batch: Vec::new(),
             entries: Vec::new(),
+            growing: Vec::new(),
             kept: Vec::new(),
             stored_targets: Vec::new(),
             plans: (0..groups).map(|_| PlanBuffers::default()).collect(),
@@ -105,9 +107,10 @@ impl<B: Backend> KvCache<B> {
         self.open.batch.clear();
         self.open.entries.clear();
         self.open.positions.clear();
+        self.open.growing.clear();
         self.read_inputs(inputs)?;
         self.open.is_open = true;
-        let planned = self.take_inputs(inputs, 0);
+        let planned = self.take_inputs(0);
         if planned.is_err() {
             self.roll_back();
         }
@@ -124,15 +127,17 @@ impl<B: Backend> KvCache<B> {
         let first = self.open.batch.len();
         let (positions, undo) = (self.open.positions.len(), self.open.undo.len());
         let inputs = [input];
+        self.open.growing.clear();
         let added = self
             .read_inputs(&inputs)
             .map_err(CacheError::from)
-            .and_then(|()| self.take_inputs(&inputs, first));
+            .and_then(|()| self.take_inputs(first));
         if added.is_err() {
             self.undo_to(undo);
             self.open.batch.truncate(first);
             self.open.entries.truncate(first);
             self.open.positions.truncate(positions);
+            self.open.growing.clear();
             self.sequences.unmark(input.sequence);
             // What the failed entry left in the plans goes; the others fit as before.
             self.plan_open()?;
@@ -154,24 +159,26 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Reserves and plans the batch from entry `first` on.
-    fn take_inputs(&mut self, inputs: &[StepInput<'_>], first: usize) -> Result<(), CacheError> {
+    fn take_inputs(&mut self, first: usize) -> Result<(), CacheError> {
         let copied: Vec<usize> =
             if first == 0 { Vec::new() } else { self.open.copies.iter().map(Vec::len).collect() };
         self.reserve(first)?;
         self.wipe()?;
         self.plan_open()?;
         self.copy_open(&copied)?;
-        self.note_tokens(inputs, first);
+        if self.spec.publish_at() == PublishAt::Begin {
+            self.store_early(first);
+        }
         Ok(())
     }
 
     /// Checks inputs and adds them to the batch; changes no table.
     fn read_inputs(&mut self, inputs: &[StepInput<'_>]) -> Result<(), PlanError> {
         let max = self.spec.max_seq_len();
-        let has_windows = self.groups.iter().any(|group| group.window.is_some());
         for input in inputs {
             let sequence = input.sequence;
-            let (row, Sequence { len, .. }) = self.sequences.mark(sequence, self.open.number)?;
+            let (row, state) = self.sequences.mark(sequence, self.open.number)?;
+            let (len, own_end) = (state.len, state.own_end);
             let (new, queries) = input.counts()?;
             let kv_len = u64::from(len).saturating_add(new);
             if kv_len > u64::from(max) {
@@ -180,36 +187,41 @@ impl<B: Backend> KvCache<B> {
             let too_many = |got| PlanError::TooMany { what: "queries", got, max: max.into() };
             let queries = u32::try_from(queries).map_err(|_| too_many(queries))?;
             let new_tokens = u32::try_from(new).map_err(|_| too_many(new))?;
+            let details = input.details();
+            if new_tokens > 0 {
+                // Tokens of a step that never happens are no harm: the next ones replace them.
+                self.sequences.note(row, len, input.ids(), &self.chains);
+                if kv_len.saturating_add(u64::from(details.lookahead)) > u64::from(own_end) {
+                    self.open.growing.push(self.open.batch.len());
+                }
+            }
             self.open.batch.push(BatchEntry { row, cached: len, new_tokens, queries });
-            self.open.entries.push(input.details());
+            self.open.entries.push(details);
             // Query i stands at kv_len - queries + i; queries beyond the keys stand at 0.
             let first = len.saturating_add(new_tokens).saturating_sub(queries);
-            if has_windows && queries > new_tokens {
+            if self.has_windows && queries > new_tokens {
                 self.check_in_windows(sequence, row, (first, len))?;
             }
-            self.open.positions.extend((0..queries).map(|i| first.saturating_add(i)));
+            if queries == 1 {
+                self.open.positions.push(first);
+            } else {
+                self.open.positions.extend((0..queries).map(|i| first.saturating_add(i)));
+            }
         }
         Ok(())
     }
 
-    /// Notes the ids of the new tokens, and offers the blocks they fill where that is wanted now.
-    fn note_tokens(&mut self, inputs: &[StepInput<'_>], first: usize) {
-        let at_begin = self.spec.publish_at() == PublishAt::Begin;
-        for (input, number) in inputs.iter().zip(first..) {
+    /// Offers the blocks that entries from `first` on are about to fill.
+    fn store_early(&mut self, first: usize) {
+        for number in first..self.open.batch.len() {
             let Some(&BatchEntry { row, cached, new_tokens, .. }) = self.open.batch.get(number)
             else {
                 continue;
             };
-            if new_tokens == 0 {
-                continue;
-            }
-            let Some((state, history)) = self.sequences.both_mut(row) else {
-                continue;
-            };
-            history.note(cached, input.ids(), &self.chains);
             let len = cached.saturating_add(new_tokens);
             let certain = len.saturating_sub(self.open.entry(number).drafts);
-            if at_begin && certain >= state.store_at {
+            let store_at = self.sequences.at_mut(row).map_or(u32::MAX, |state| state.store_at);
+            if new_tokens > 0 && certain >= store_at {
                 self.store_full(row, (certain, len), true);
             }
         }
@@ -220,7 +232,7 @@ impl<B: Backend> KvCache<B> {
         let policy = SplitPolicy { workers, determinism: self.spec.determinism() };
         for (group, plans) in self.groups.iter().zip(&mut self.open.plans) {
             let [layout, _] = group.storage.layouts();
-            plans.fill(layout, &group.tables, &self.open.batch, policy)?;
+            plans.fill_private(layout, &group.tables, &self.open.batch, policy)?;
         }
         Ok(())
     }
@@ -417,6 +429,10 @@ fn check_window<Buf>(group: &Group<Buf>, options: &AttentionOptions<'_>) -> Resu
     if options.window().is_none_or(|left| left > window.left) {
         let problem = "is none, or larger than what the group of the layer keeps";
         return Err(PlanError::Option { option: "window_left", problem });
+    }
+    if options.num_sink_tokens() > window.sink_tokens {
+        let problem = "are more than what the group of the layer keeps";
+        return Err(PlanError::Option { option: "sink_tokens", problem });
     }
     Ok(())
 }

@@ -78,15 +78,21 @@ impl Written {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Takes the blocks that the batch writes from its entry `first` on, and a private copy of each
-    /// that others hold. Changes nothing but windows when there are not enough.
+    /// Takes the blocks that growing entries write, and a private copy of each that others hold.
+    /// Changes nothing but windows when there are not enough.
     pub(super) fn reserve(&mut self, first: usize) -> Result<(), CacheError> {
-        self.leave_windows(first);
-        for index in 0..self.groups.len() {
-            self.check_demand(index, first)?;
+        if self.has_windows {
+            self.leave_windows(first);
+        }
+        if self.open.growing.is_empty() {
+            return Ok(());
         }
         for index in 0..self.groups.len() {
-            for number in first..self.open.batch.len() {
+            self.check_demand(index)?;
+        }
+        for index in 0..self.groups.len() {
+            for at in 0..self.open.growing.len() {
+                let number = self.open.growing.get(at).copied().unwrap_or(usize::MAX);
                 if let Some(&entry) = self.open.batch.get(number) {
                     let lookahead = self.open.entry(number).lookahead;
                     self.reserve_entry(index, entry, lookahead);
@@ -94,22 +100,44 @@ impl<B: Backend> KvCache<B> {
             }
             self.keep_stored(index);
         }
+        self.note_own();
         Ok(())
     }
 
+    /// Notes up to where the blocks of growing entries are their own, so that further tokens there
+    /// ask nothing.
+    fn note_own(&mut self) {
+        // Windows are left step by step, and a tail grows in its own way.
+        if self.has_windows || self.chains.iter().any(|map| !map.is_plain()) {
+            return;
+        }
+        for number in &self.open.growing {
+            let Some(entry) = self.open.batch.get(*number) else {
+                continue;
+            };
+            let len = entry.cached.saturating_add(entry.new_tokens);
+            let end = |map: &SlotMap| map.tokens(map.blocks(len));
+            if let Some(state) = self.sequences.at_mut(entry.row) {
+                state.own_end = self.chains.iter().map(end).min().unwrap_or(0);
+            }
+        }
+    }
+
     /// Refuses a batch that needs more blocks than there are.
-    fn check_demand(&self, index: usize, first: usize) -> Result<(), CacheError> {
+    fn check_demand(&self, index: usize) -> Result<(), CacheError> {
         let Some(group) = self.groups.get(index) else {
             return Ok(());
         };
-        let batch = self.open.batch.get(first..).unwrap_or_default();
-        let details = self.open.entries.get(first..).unwrap_or_default();
+        let growing = || {
+            let numbers = self.open.growing.iter();
+            numbers.filter_map(|n| Some((self.open.batch.get(*n)?, self.open.entries.get(*n)?)))
+        };
         let free = group.pool.num_free();
-        if demand_at_most(group, batch, details) <= free {
+        if demand_at_most(group, growing()) <= free {
             return Ok(());
         }
         let mut demand = Demand::default();
-        for (entry, detail) in batch.iter().zip(details) {
+        for (entry, detail) in growing() {
             demand.add(group, entry, detail.lookahead);
         }
         if demand.blocks <= free {
@@ -334,10 +362,12 @@ impl<B: Backend> KvCache<B> {
         };
         let freed = match undo {
             Undo::Pushed { row, .. } => {
+                self.sequences.disown(row);
                 let block = group.tables.pop(row);
                 block.filter(|block| group.pool.release(*block))
             }
             Undo::Replaced { row, index: at, old, kept, .. } => {
+                self.sequences.disown(row);
                 if kept {
                     self.open.kept.pop();
                 } else {
@@ -376,7 +406,12 @@ impl<Buf> Group<Buf> {
         };
         let map = slot_map(self);
         let begin = self.tables.live(row).max(sink_blocks(self.window, &map));
-        begin..first_live(&map, window, len).max(begin)
+        let mut end = first_live(&map, window, len);
+        if map.has_tail() {
+            // The rows of a tail are read once more, when they become codes.
+            end = end.min(map.full_blocks(self.tables.coded(row)));
+        }
+        begin..end.max(begin)
     }
 }
 
@@ -389,15 +424,20 @@ fn is_copied_from(undo: &[Undo], index: usize, blocks: &[BlockId]) -> bool {
 }
 
 /// A bound on the blocks a batch needs that costs nothing; above it they are counted.
-fn demand_at_most<Buf>(group: &Group<Buf>, batch: &[BatchEntry], details: &[OpenEntry]) -> u32 {
+fn demand_at_most<'a, Buf>(
+    group: &Group<Buf>,
+    entries: impl Iterator<Item = (&'a BatchEntry, &'a OpenEntry)>,
+) -> u32 {
     let map = slot_map(group);
-    let tokens = batch.iter().zip(details).fold(0_u32, |n, (entry, detail)| {
-        n.saturating_add(entry.new_tokens).saturating_add(detail.lookahead)
-    });
+    let (mut tokens, mut count) = (0_u32, 0_u32);
+    for (entry, detail) in entries {
+        tokens = tokens.saturating_add(entry.new_tokens).saturating_add(detail.lookahead);
+        count = count.saturating_add(1);
+    }
     let rows = tokens.saturating_mul(map.wide_slots());
     let blocks = rows.checked_div(super::block_size(group)).unwrap_or(u32::MAX);
     let each = map.tail_blocks_max().saturating_mul(3).saturating_add(3);
-    blocks.saturating_add(to_u32(batch.len()).saturating_mul(each))
+    blocks.saturating_add(count.saturating_mul(each))
 }
 
 /// Counts the blocks that a batch needs of one group.
@@ -406,6 +446,9 @@ pub(super) struct Demand {
     pub(super) blocks: u32,
     /// Rows of the batch that write a block others hold too.
     writers: HashMap<BlockId, u32>,
+    /// Rows of the batch that let go of a block before any is written, because it leaves their
+    /// window.
+    leavers: HashMap<BlockId, u32>,
 }
 
 impl Demand {
@@ -429,8 +472,25 @@ impl Demand {
         }
     }
 
+    /// Notes that a row lets go of a block before the batch writes.
+    pub(super) fn leave(&mut self, block: BlockId) {
+        let leavers = self.leavers.entry(block).or_default();
+        *leavers = leavers.saturating_add(1);
+    }
+
+    /// Blocks that all of their holders leave.
+    pub(super) fn left_by_all(&self, pool: &BlockPool) -> u32 {
+        let left = |(block, rows): &(&BlockId, &u32)| pool.holders(**block) == **rows;
+        to_u32(self.leavers.iter().filter(left).count())
+    }
+
     fn share(&mut self, pool: &BlockPool, block: BlockId) {
         let holders = pool.holders(block);
+        if holders < 2 {
+            return;
+        }
+        let leavers = self.leavers.get(&block).copied().unwrap_or(0);
+        let holders = holders.saturating_sub(leavers);
         if holders < 2 {
             return;
         }

@@ -2,10 +2,12 @@
 use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
 
+use crate::block::Ledger;
 use crate::cache::history::History;
 use crate::error::PlanError;
 use crate::ids::SequenceId;
 use crate::num::{to_u32, to_usize};
+use crate::slot_map::SlotMap;
 
 /// What the cache knows of one sequence.
 #[derive(Debug, Clone, Copy)]
@@ -18,8 +20,41 @@ pub(crate) struct Sequence {
     pub(crate) certain: u32,
     /// Certain tokens at which the next block can be stored; no sooner, perhaps later.
     pub(crate) store_at: u32,
+    /// Positions below this and behind `len` lie in blocks that the sequence has and that it alone
+    /// may write: tokens there need nothing from the pools. 0 where that is not known.
+    pub(crate) own_end: u32,
     /// The step that last named this sequence, to find a second mention.
     mark: u64,
+    /// Leading tokens whose ids are known, those in `recent` included.
+    known: u32,
+    /// The last tokens noted, before they go to the history in one piece: a decode step then
+    /// touches nothing else.
+    recent: [u32; RECENT],
+    num_recent: u8,
+}
+
+/// Tokens that wait to go to the history.
+const RECENT: usize = 15;
+
+impl Sequence {
+    /// Notes one token behind those known; `false` when there is no room or a gap.
+    #[inline]
+    fn note(&mut self, position: u32, token: u32) -> bool {
+        let slot = self.recent.get_mut(usize::from(self.num_recent));
+        let Some(slot) = slot.filter(|_| position == self.known) else {
+            return false;
+        };
+        *slot = token;
+        self.num_recent = self.num_recent.saturating_add(1);
+        self.known = self.known.saturating_add(1);
+        true
+    }
+
+    fn flush(&mut self, history: &mut History) {
+        let recent = self.recent.get(..usize::from(self.num_recent)).unwrap_or_default();
+        history.push(recent);
+        self.num_recent = 0;
+    }
 }
 
 /// Live sequences; a sequence keeps its row, in every group's tables, for life.
@@ -61,18 +96,64 @@ impl Sequences {
         self.states.get_mut(to_usize(row))?.as_mut()
     }
 
-    pub(crate) fn history_mut(&mut self, row: u32) -> Option<&mut History> {
-        self.histories.get_mut(to_usize(row))
-    }
+    /// State and history of a row, with all its tokens.
     pub(crate) fn both_mut(&mut self, row: u32) -> Option<(&mut Sequence, &mut History)> {
         let state = self.states.get_mut(to_usize(row))?.as_mut()?;
-        Some((state, self.histories.get_mut(to_usize(row))?))
+        let history = self.histories.get_mut(to_usize(row))?;
+        state.flush(history);
+        Some((state, history))
     }
-    /// Two histories at once, to copy from the first to the second.
-    pub(crate) fn histories(&mut self, from: u32, to: u32) -> Option<(&History, &mut History)> {
-        let pair = self.histories.get_disjoint_mut([to_usize(from), to_usize(to)]).ok()?;
-        let [from, to] = pair;
-        Some((from, to))
+    /// Exchanges the history of a row.
+    pub(crate) fn swap_history(&mut self, row: u32, history: &mut History) {
+        if let Some((state, own)) = self.both_mut(row) {
+            std::mem::swap(own, history);
+            state.known = own.known();
+        }
+    }
+    /// Makes the history of row `to` a copy of that of `from`, with `len` tokens.
+    pub(crate) fn fork_history(&mut self, (from, to): (u32, u32), len: u32, ledger: &mut Ledger) {
+        if self.both_mut(from).is_none() {
+            return;
+        }
+        let pair = self.histories.get_disjoint_mut([to_usize(from), to_usize(to)]);
+        let Ok([parent, child]) = pair else {
+            return;
+        };
+        child.fork_from(parent, len, ledger);
+        let known = child.known();
+        if let Some(state) = self.at_mut(to) {
+            state.known = known;
+        }
+    }
+
+    /// Notes the ids of tokens that a step brings at `position`, if they are known.
+    #[inline]
+    pub(crate) fn note(
+        &mut self,
+        row: u32,
+        position: u32,
+        ids: Option<&[u32]>,
+        chains: &[SlotMap],
+    ) {
+        let Some(state) = self.at_mut(row) else {
+            return;
+        };
+        // Behind tokens nobody knows, knowing more is of no use.
+        let is_gap = position > state.known || (ids.is_none() && position == state.known);
+        if is_gap || matches!(ids, Some(&[token]) if state.note(position, token)) {
+            return;
+        }
+        if let Some((state, history)) = self.both_mut(row) {
+            history.note(position, ids, chains);
+            state.known = history.known();
+        }
+    }
+
+    /// Notes that a block of the row may no longer be its own.
+    pub(crate) fn disown(&mut self, row: u32) {
+        if let Some(state) = self.at_mut(row) {
+            state.own_end = 0;
+        }
     }
 
     pub(crate) fn insert(&mut self, id: SequenceId, len: u32) -> Result<u32, PlanError> {
@@ -86,7 +167,17 @@ impl Sequences {
         });
         vacant.insert(row);
         if let Some(state) = self.states.get_mut(to_usize(row)) {
-            *state = Some(Sequence { len, reserved: 0, certain: len, store_at: 0, mark: 0 });
+            *state = Some(Sequence {
+                len,
+                reserved: 0,
+                certain: len,
+                store_at: 0,
+                own_end: 0,
+                mark: 0,
+                known: 0,
+                recent: [0; RECENT],
+                num_recent: 0,
+            });
         }
         Ok(row)
     }
@@ -107,13 +198,18 @@ impl Sequences {
     }
 
     /// Finds a sequence for step `step` and refuses a second mention in the same step.
-    pub(crate) fn mark(&mut self, id: SequenceId, step: u64) -> Result<(u32, Sequence), PlanError> {
+    #[inline]
+    pub(crate) fn mark(
+        &mut self,
+        id: SequenceId,
+        step: u64,
+    ) -> Result<(u32, &Sequence), PlanError> {
         let row = self.row(id)?;
         let state = self.at_mut(row).ok_or(PlanError::UnknownSequence { sequence: id })?;
         if state.mark == step {
             return Err(PlanError::DuplicateSequence { sequence: id });
         }
         state.mark = step;
-        Ok((row, *state))
+        Ok((row, state))
     }
 }

@@ -4,6 +4,7 @@ use crate::cache::history::History;
 use crate::cache::lookup::Found;
 use crate::cache::{KvCache, push_held, slot_map};
 use crate::error::{BlocksExhausted, CacheError, PlanError};
+use crate::eviction::Retention;
 use crate::ids::{BlockId, GroupId, SequenceId};
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::reuse::{ContentSpan, Namespace};
@@ -28,6 +29,9 @@ pub struct StartOptions<'a> {
     pub adapter: Option<u64>,
     /// What lies behind placeholder tokens of the prompt.
     pub contents: &'a [ContentSpan],
+    /// What the blocks of this sequence are worth once nobody holds them; the default level for all
+    /// unless set. Blocks that it takes over get these priorities too.
+    pub retention: Option<&'a Retention>,
     /// Takes over so many full blocks less than are there, for draft models that read ahead of the
     /// tokens they have seen (EAGLE: 1).
     pub backoff_blocks: u32,
@@ -58,6 +62,11 @@ impl<'a> StartOptions<'a> {
     #[must_use]
     pub fn contents(self, contents: &'a [ContentSpan]) -> Self {
         Self { contents, ..self }
+    }
+    /// Sets [`Self::retention`].
+    #[must_use]
+    pub fn retention(self, retention: &'a Retention) -> Self {
+        Self { retention: Some(retention), ..self }
     }
     /// Sets [`Self::backoff_blocks`].
     #[must_use]
@@ -175,7 +184,7 @@ impl<B: Backend> KvCache<B> {
         options: &StartOptions<'_>,
     ) {
         let sizes = (self.chains.len(), self.groups.len());
-        lookup.history.begin(space, (prompt, options.contents), sizes);
+        lookup.history.begin(space, (prompt, options), sizes);
         let limits = (limit, options.backoff_blocks);
         let reuse = self.spec.prefix_reuse();
         lookup.found.search(&self.groups, &mut lookup.history, limits, reuse);
@@ -189,7 +198,8 @@ impl<B: Backend> KvCache<B> {
         options: &StartOptions<'_>,
     ) -> Result<(u32, u32), CacheError> {
         let Lookup { found, history } = lookup;
-        for (index, group) in self.groups.iter().enumerate() {
+        let reserving = self.groups.iter().enumerate().filter(|_| options.reserve > 0);
+        for (index, group) in reserving {
             let map = slot_map(group);
             let needed = found.needed(index, group.window, &map);
             let taken = to_u32(needed.iter(found.part > 0).count());
@@ -208,9 +218,13 @@ impl<B: Backend> KvCache<B> {
             let map = slot_map(group);
             let needed = found.needed(index, group.window, &map);
             group.tables.set_live(row, needed.live(found.part > 0));
-            for block in needed.iter(found.part > 0) {
+            for (block, at) in needed.iter(found.part > 0).zip(0..) {
                 if let Some(block) = block {
                     group.pool.reuse(block);
+                    if options.retention.is_some() {
+                        let priority = history.priority(map.tokens(at));
+                        group.pool.set_priority(block, priority, &mut self.ledger);
+                    }
                 }
                 // A vacant entry is in range and never read.
                 push_held(&mut group.tables, row, Some(block.unwrap_or(BlockId(0))));
@@ -230,9 +244,7 @@ impl<B: Backend> KvCache<B> {
         if let Some(state) = self.sequences.at_mut(row) {
             state.reserved = options.reserve;
         }
-        if let Some(own) = self.sequences.history_mut(row) {
-            std::mem::swap(own, history);
-        }
+        self.sequences.swap_history(row, history);
         Ok((row, tokens))
     }
 
@@ -249,9 +261,8 @@ impl<B: Backend> KvCache<B> {
         if let Some(state) = self.sequences.at_mut(row) {
             (state.certain, state.store_at) = (certain, store_at);
         }
-        if let Some((from, to)) = self.sequences.histories(parent_row, row) {
-            to.fork_from(from, len, &mut self.ledger);
-        }
+        self.sequences.fork_history((parent_row, row), len, &mut self.ledger);
+        self.sequences.disown(parent_row);
         for group in &mut self.groups {
             let coded = group.tables.coded(parent_row);
             group.tables.set_coded(row, coded);

@@ -1,7 +1,6 @@
 //! What a cache has done so far: plain counters.
 use crate::backend::Backend;
 use crate::cache::KvCache;
-use crate::num::to_u64;
 
 /// What a cache has done since it was made. How full it is now says
 /// [`Usage`](crate::Usage).
@@ -55,7 +54,7 @@ impl<B: Backend> KvCache<B> {
         let hits = u64::from(found.tokens());
         let blocks = self.groups.iter().enumerate().fold(0_u64, |n, (index, group)| {
             let needed = found.needed(index, group.window, &super::slot_map(group));
-            n.saturating_add(to_u64(needed.iter(false).flatten().count()))
+            n.saturating_add(u64::from(needed.num_blocks(found.part > 0)))
         });
         let stats = &mut self.stats;
         let [requests, asked, hit] = if resumed {

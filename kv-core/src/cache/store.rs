@@ -85,7 +85,7 @@ impl<B: Backend> KvCache<B> {
             return;
         };
         state.certain = state.certain.min(len);
-        state.store_at = 0;
+        (state.store_at, state.own_end) = (0, 0);
         for (index, group) in groups.iter().enumerate() {
             let map = slot_map(group);
             let full = map.full_blocks(len);

@@ -3,12 +3,28 @@
 //! A block with reusable content that nobody holds is a *candidate*. The pool tells an
 //! [`EvictionPolicy`] what happens to each block and asks it for a candidate when no empty block is
 //! left.
+mod clock;
+mod lfu;
+mod lists;
 mod lru;
+mod priority;
+mod retention;
+mod reuse_rate;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
 
+pub use clock::{Clock, ManualClock, SystemClock};
+pub use lfu::Lfu;
 pub use lru::Lru;
+pub use priority::ByPriority;
+pub use retention::{Retention, RetentionError, RetentionRange};
+pub use reuse_rate::ReuseRate;
 
+use crate::error::UnknownName;
 use crate::ids::BlockId;
 use crate::reuse::BlockKey;
 
@@ -74,4 +90,54 @@ pub trait EvictionPolicy: fmt::Debug + Send {
     fn set_priority(&mut self, block: BlockId, priority: Priority);
     /// Names a candidate and forgets it; `None` when there is none.
     fn evict(&mut self) -> Option<BlockId>;
+}
+
+/// The policies that come with the crate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Eviction {
+    /// [`Lru`].
+    Lru,
+    /// [`Lfu`].
+    Lfu,
+    /// [`ByPriority`].
+    Priority,
+    /// [`ReuseRate`]: lowest priority first, and then what will be missed least.
+    #[default]
+    Default,
+}
+
+impl Eviction {
+    /// Every policy.
+    pub const ALL: [Self; 4] = [Self::Lru, Self::Lfu, Self::Priority, Self::Default];
+
+    /// Makes the policy for blocks `0..num_blocks`; durations of priorities run by `clock`.
+    pub fn policy(self, num_blocks: u32, clock: &Arc<dyn Clock>) -> Box<dyn EvictionPolicy> {
+        match self {
+            Self::Lru => Box::new(Lru::new(num_blocks)),
+            Self::Lfu => Box::new(Lfu::new(num_blocks)),
+            Self::Priority => Box::new(ByPriority::new(num_blocks, Arc::clone(clock))),
+            Self::Default => Box::new(ReuseRate::new(num_blocks, Arc::clone(clock))),
+        }
+    }
+}
+
+impl fmt::Display for Eviction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Lru => "lru",
+            Self::Lfu => "lfu",
+            Self::Priority => "priority",
+            Self::Default => "default",
+        })
+    }
+}
+
+impl FromStr for Eviction {
+    type Err = UnknownName;
+    fn from_str(name: &str) -> Result<Self, UnknownName> {
+        let known = Self::ALL.into_iter().find(|policy| policy.to_string() == name);
+        known
+            .ok_or_else(|| UnknownName::new("eviction policy", name, "lru, lfu, priority, default"))
+    }
 }

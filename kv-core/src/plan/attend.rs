@@ -13,7 +13,8 @@ use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, To
 ///
 /// Guarantees a backend may index by:
 /// - every block of every table is inside the plane, and `kv_len` tokens fit each sequence's table,
-///   at [`SlotMap::place_in`](crate::SlotMap::place_in) with the sequence's `coded`;
+///   at [`SlotMap::place_in`](crate::SlotMap::place_in) with the sequence's `coded`; what lies in a
+///   block is said only where a query sees a key in it, see [`AttentionOptions::visible`];
 /// - the splits of a sequence are `splits()[split_start..][..num_splits]`, in order, and cover
 ///   `0..kv_len` exactly.
 #[derive(Debug, Clone, Copy)]
@@ -83,6 +84,7 @@ pub struct AttentionOptions<'a> {
     scale: f32,
     mask: Mask,
     window_left: Option<u32>,
+    sink_tokens: u32,
     soft_cap: Option<f32>,
     sinks: Option<&'a [f32]>,
     qkv_format: QkvFormat,
@@ -95,6 +97,7 @@ impl<'a> AttentionOptions<'a> {
             scale,
             mask: Mask::Causal,
             window_left: None,
+            sink_tokens: 0,
             soft_cap: None,
             sinks: None,
             qkv_format: QkvFormat::Thd,
@@ -109,6 +112,18 @@ impl<'a> AttentionOptions<'a> {
     #[must_use]
     pub fn window_left(self, window_left: u32) -> Self {
         Self { window_left: Some(window_left), ..self }
+    }
+    /// First tokens of the sequence that every query sees besides its window: keys `j <
+    /// sink_tokens`, as far as mask and length let it. Says nothing without a window. Positions
+    /// stay as they are: keys are met as they were stored.
+    ///
+    /// Not the sink *logits* of [`Self::sinks`], which have no token.
+    ///
+    /// # Source
+    /// Xiao et al., "Efficient streaming language models with attention sinks" (2023).
+    #[must_use]
+    pub fn sink_tokens(self, sink_tokens: u32) -> Self {
+        Self { sink_tokens, ..self }
     }
     /// Soft cap `c > 0`: a scaled score `s` becomes `c * tanh(s / c)` before masking (Gemma 2).
     #[must_use]
@@ -138,6 +153,10 @@ impl<'a> AttentionOptions<'a> {
     pub fn window(&self) -> Option<u32> {
         self.window_left
     }
+    /// First tokens that every query sees besides its window; says nothing without one.
+    pub fn num_sink_tokens(&self) -> u32 {
+        self.sink_tokens
+    }
     /// Soft cap of the scores.
     pub fn cap(&self) -> Option<f32> {
         self.soft_cap
@@ -151,7 +170,12 @@ impl<'a> AttentionOptions<'a> {
         self.qkv_format
     }
 
-    /// Keys that query `i` of a sequence sees: `begin..end`, empty when it sees none.
+    /// Keys that query `i` of a sequence sees, short of sink tokens before its window:
+    /// `begin..end`, empty when it sees none. Neither bound falls from one query to the next.
+    ///
+    /// Together with [`Self::visible_sink_tokens`] these are all keys that count. A block in which
+    /// no query of the sequence sees a key is not read at all: its entry of the block table may
+    /// name a block of another owner.
     pub fn visible(&self, sequence: &PlannedSequence, i: u32) -> (u32, u32) {
         // Position of the query plus one, which is negative when there are more queries than keys.
         let end = i64::from(sequence.kv_len)
@@ -167,6 +191,17 @@ impl<'a> AttentionOptions<'a> {
         };
         let begin = begin.min(end);
         (u32::try_from(begin).unwrap_or(0), u32::try_from(end).unwrap_or(0))
+    }
+
+    /// How many sink tokens query `i` of a sequence sees before its window: keys `0..n`, where `n`
+    /// is at most `begin` of [`Self::visible`]. Never falls from one query to the next.
+    ///
+    /// A kernel that ends a tile at [`Self::num_sink_tokens`] where there is a window meets one
+    /// range in every tile: below that position a query sees `0..end`, from there on what `visible`
+    /// says.
+    pub fn visible_sink_tokens(&self, sequence: &PlannedSequence, i: u32) -> u32 {
+        let (begin, _) = self.visible(sequence, i);
+        self.sink_tokens.min(begin)
     }
 
     fn check(&self, q_heads: u32) -> Result<(), PlanError> {

@@ -2,11 +2,12 @@
 use crate::block::BlockTables;
 use crate::error::PlanError;
 use crate::geometry::PlaneLayout;
-use crate::ids::Slot;
+use crate::ids::{BlockId, Slot};
 use crate::num::{to_u32, to_usize};
 use crate::plan::growth::Growth;
 use crate::plan::split::{self, Determinism, KvSplit};
 use crate::plan::{AttentionPlan, WritePlan};
+use crate::slot_map::SlotMap;
 
 /// What one sequence brings to a step, before the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,6 +65,8 @@ pub struct PlanBuffers {
     slots: Vec<Slot>,
     stamps: Vec<u64>,
     stamp: u64,
+    /// Whether blocks are checked for a second writer.
+    claims: bool,
     total_q: u32,
     total_new: u32,
     q_len_max: u32,
@@ -96,18 +99,30 @@ impl PlanBuffers {
         workers: u32,
         determinism: Determinism,
     ) -> Result<(WritePlan<'p>, AttentionPlan<'p>), PlanError> {
-        self.fill(layout, tables, batch, SplitPolicy { workers, determinism })?;
+        self.fill(layout, tables, batch, (SplitPolicy { workers, determinism }, true))?;
         Ok((self.write_plan(layout, tables), self.attention_plan(layout, tables)))
     }
 
-    pub(crate) fn fill(
+    /// As [`Self::plan`] for a caller that has seen to it that no two entries write one block.
+    pub(crate) fn fill_private(
         &mut self,
         layout: &PlaneLayout,
         tables: &BlockTables,
         batch: &[BatchEntry],
         policy: SplitPolicy,
     ) -> Result<(), PlanError> {
+        self.fill(layout, tables, batch, (policy, cfg!(debug_assertions)))
+    }
+
+    fn fill(
+        &mut self,
+        layout: &PlaneLayout,
+        tables: &BlockTables,
+        batch: &[BatchEntry],
+        (policy, claims): (SplitPolicy, bool),
+    ) -> Result<(), PlanError> {
         self.clear();
+        self.claims = claims;
         layout.check_tables(tables)?;
         self.stamps.resize(to_usize(tables.num_blocks()), 0);
         for (index, entry) in batch.iter().enumerate() {
@@ -169,23 +184,10 @@ impl PlanBuffers {
         }
         let total_q = sum(self.total_q, entry.queries)?;
         let total_new = sum(self.total_new, entry.new_tokens)?;
-        // A tail that becomes codes is written to the block that it was for.
-        let mut claimed = None;
-        if growth.seals() {
-            let index = map.place_in(growth.tail_begin, growth.coded).index;
-            let block = table.get(to_usize(index)).map_or(0, |block| block.0);
-            self.claim(block)?;
-            claimed = Some(index);
-        }
-        for position in entry.cached..kv_len {
-            let place = map.place_in(position, growth.coded);
-            let block = table.get(to_usize(place.index)).map_or(0, |block| block.0);
-            if claimed != Some(place.index) {
-                self.claim(block)?;
-                claimed = Some(place.index);
-            }
-            // `num_blocks * block_size` fits u32, by the layout's constructor.
-            self.slots.push(Slot(block.saturating_mul(block_size).saturating_add(place.inside)));
+        if map.is_plain() {
+            self.claim_plain(table, block_size, (entry.cached, kv_len))?;
+        } else {
+            self.claim_places(table, map, &growth, (entry.cached, kv_len))?;
         }
         self.sequences.push(PlannedSequence {
             row: entry.row,
@@ -206,8 +208,70 @@ impl PlanBuffers {
         Ok(())
     }
 
+    /// Claims the blocks of new tokens and lists their slots, where a token is a slot.
+    #[inline]
+    fn claim_plain(
+        &mut self,
+        table: &[BlockId],
+        block_size: u32,
+        (cached, kv_len): (u32, u32),
+    ) -> Result<(), PlanError> {
+        let mut position = cached;
+        while position < kv_len {
+            // `block_size` is at least 1, by the layout's constructor.
+            let index = position.checked_div(block_size).unwrap_or(0);
+            let begin = index.saturating_mul(block_size);
+            let end = begin.saturating_add(block_size).min(kv_len);
+            let block = table.get(to_usize(index)).map_or(0, |block| block.0);
+            self.claim(block)?;
+            // `num_blocks * block_size` fits u32, by the layout's constructor.
+            let first = block.saturating_mul(block_size);
+            let slot = |position: u32| Slot(first.saturating_add(position.saturating_sub(begin)));
+            if end.saturating_sub(position) == 1 {
+                self.slots.push(slot(position));
+            } else {
+                self.slots.extend((position..end).map(slot));
+            }
+            position = end;
+        }
+        Ok(())
+    }
+
+    fn claim_places(
+        &mut self,
+        table: &[BlockId],
+        map: &SlotMap,
+        growth: &Growth,
+        (cached, kv_len): (u32, u32),
+    ) -> Result<(), PlanError> {
+        let block_size = map.block_size();
+        // A tail that becomes codes is written to the block that it was for.
+        let mut claimed = None;
+        if growth.seals() {
+            let index = map.place_in(growth.tail_begin, growth.coded).index;
+            let block = table.get(to_usize(index)).map_or(0, |block| block.0);
+            self.claim(block)?;
+            claimed = Some(index);
+        }
+        for position in cached..kv_len {
+            let place = map.place_in(position, growth.coded);
+            let block = table.get(to_usize(place.index)).map_or(0, |block| block.0);
+            if claimed != Some(place.index) {
+                self.claim(block)?;
+                claimed = Some(place.index);
+            }
+            // `num_blocks * block_size` fits u32, by the layout's constructor.
+            self.slots.push(Slot(block.saturating_mul(block_size).saturating_add(place.inside)));
+        }
+        Ok(())
+    }
+
     /// Marks a block as written by this batch: two writers of one block would race.
+    #[inline]
     fn claim(&mut self, block: u32) -> Result<(), PlanError> {
+        if !self.claims {
+            return Ok(());
+        }
         match self.stamps.get_mut(to_usize(block)) {
             Some(stamp) if *stamp == self.stamp => Err(PlanError::BlockShared { block }),
             Some(stamp) => {

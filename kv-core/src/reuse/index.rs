@@ -1,5 +1,5 @@
 //! Finds the block that holds given content.
-use hashbrown::{HashMap, HashTable};
+use hashbrown::{HashMap, HashTable, hash_table};
 
 use crate::eviction::Priority;
 use crate::ids::BlockId;
@@ -181,12 +181,16 @@ impl PrefixIndex {
     /// The block that holds exactly this content; of several the one that came first.
     #[inline]
     pub fn find(&self, content: &Content<'_>) -> Option<BlockId> {
-        let block = *self.keys.find(hash(content.key), |block| self.key(*block) == content.key)?;
+        let block = self.first_of_key(content.key)?;
         self.confirms(block, content).then_some(BlockId(block))
     }
     /// Whether any block has this key.
     pub fn contains_key(&self, key: BlockKey) -> bool {
-        self.keys.find(hash(key), |block| self.key(*block) == key).is_some()
+        self.first_of_key(key).is_some()
+    }
+    #[inline]
+    fn first_of_key(&self, key: BlockKey) -> Option<u32> {
+        self.keys.find(hash(key), |block| self.key(*block) == key).copied()
     }
     /// Whether any block comes directly behind the content of this key.
     pub fn has_children(&self, key: BlockKey) -> bool {
@@ -243,21 +247,21 @@ impl PrefixIndex {
     ) -> Inserted {
         let at = to_usize(block.0).saturating_mul(self.block_tokens);
         let len = content.tokens.len();
-        let room = self.tokens.get_mut(at..at.saturating_add(len));
-        let Some(room) = room.filter(|_| len > 0 && len <= self.block_tokens) else {
+        if len == 0 || len > self.block_tokens {
             return Inserted::Refused;
-        };
+        }
         if self.entries.get(to_usize(block.0)).is_none_or(|entry| entry.len > 0) {
             return Inserted::Refused;
         }
-        let entries = &self.entries;
-        let key_of = |block: &u32| entries.get(to_usize(*block)).map_or(BlockKey(0), |e| e.key);
-        let twin = self.keys.find(hash(content.key), |block| key_of(block) == content.key).copied();
-        let twin = twin.filter(|_| !is_partial);
-        room.copy_from_slice(content.tokens);
+        // A partial block is found among its siblings alone.
+        let twin = if is_partial { None } else { self.first_of_key(content.key) };
         if twin.is_some_and(|twin| !self.confirms(twin, content)) {
             return Inserted::Refused;
         }
+        let Some(room) = self.tokens.get_mut(at..at.saturating_add(len)) else {
+            return Inserted::Refused;
+        };
+        room.copy_from_slice(content.tokens);
         if let Some(entry) = self.entries.get_mut(to_usize(block.0)) {
             *entry = Entry {
                 key: content.key,
@@ -382,14 +386,23 @@ impl PrefixIndex {
 
     /// Makes a block the newest child of its parent.
     fn adopt(&mut self, block: u32, parent: BlockKey) {
-        let older = self.first_child(parent);
+        let entries = &self.entries;
+        let parent_of = |block: &u32| entries.get(to_usize(*block)).map(|entry| entry.parent);
+        let hash_of = |block: &u32| parent_of(block).map_or(0, hash);
+        let is_child = |child: &u32| parent_of(child) == Some(parent);
+        let older = match self.children.entry(hash(parent), is_child, hash_of) {
+            hash_table::Entry::Occupied(mut newest) => std::mem::replace(newest.get_mut(), block),
+            hash_table::Entry::Vacant(none) => {
+                none.insert(block);
+                NONE
+            }
+        };
         if let Some(entry) = self.entries.get_mut(to_usize(older)) {
             entry.siblings[0] = block;
         }
         if let Some(entry) = self.entries.get_mut(to_usize(block)) {
             entry.siblings = [NONE, older];
         }
-        self.set_first_child(parent, older, Some(block));
     }
 
     fn disown(&mut self, block: u32, entry: &Entry) {
@@ -404,16 +417,13 @@ impl PrefixIndex {
         }
     }
 
-    /// Exchanges the newest child of a parent, `from` (none: [`NONE`]) for `to`.
+    /// Makes `to`, if any, the newest child of a parent in the place of `from`.
     fn set_first_child(&mut self, parent: BlockKey, from: u32, to: Option<u32>) {
-        let entries = &self.entries;
-        let hash_of =
-            |block: &u32| entries.get(to_usize(*block)).map_or(0, |entry| hash(entry.parent));
-        match (self.children.find_entry(hash(parent), |child| *child == from), to) {
-            (Ok(mut found), Some(to)) => *found.get_mut() = to,
-            (Ok(found), None) => drop(found.remove()),
-            (Err(_), Some(to)) => drop(self.children.insert_unique(hash(parent), to, hash_of)),
-            (Err(_), None) => {}
+        if let Ok(mut found) = self.children.find_entry(hash(parent), |child| *child == from) {
+            match to {
+                Some(to) => *found.get_mut() = to,
+                None => drop(found.remove()),
+            }
         }
     }
 }

@@ -95,7 +95,18 @@ impl BlockKey {
 
     #[inline]
     fn chunk(self, tokens: &[u32]) -> Self {
-        let mut bytes = [[0_u8; 4]; CHUNK + 4];
+        // The usual sizes of blocks get buffers that need no clearing.
+        match tokens.len() {
+            16 => self.hashed::<20>(tokens),
+            32 => self.hashed::<36>(tokens),
+            _ => self.hashed::<{ CHUNK + 4 }>(tokens),
+        }
+    }
+
+    /// Hashes at most `WORDS - 4` tokens.
+    #[inline]
+    fn hashed<const WORDS: usize>(self, tokens: &[u32]) -> Self {
+        let mut bytes = [[0_u8; 4]; WORDS];
         let (head, rows) = bytes.split_at_mut(4);
         head.as_flattened_mut().copy_from_slice(&self.0.to_le_bytes());
         for (row, token) in rows.iter_mut().zip(tokens) {

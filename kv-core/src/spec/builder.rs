@@ -1,5 +1,6 @@
 //! From settings to a checked [`CacheSpec`].
 use crate::error::SpecError;
+use crate::eviction::Eviction;
 use crate::format::KvFormat;
 use crate::geometry::BlockOrder;
 use crate::ids::{GroupId, LayerId};
@@ -123,6 +124,12 @@ impl CacheSpecBuilder {
     #[must_use]
     pub fn publish_at(mut self, publish_at: PublishAt) -> Self {
         self.reuse.publish_at = publish_at;
+        self
+    }
+    /// Which cached block is given up first; [`Eviction::Default`] unless set.
+    #[must_use]
+    pub fn eviction(mut self, eviction: Eviction) -> Self {
+        self.reuse.eviction = eviction;
         self
     }
     /// Keeps the last `events` [events](crate::events) until they are taken; none unless set.

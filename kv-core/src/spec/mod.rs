@@ -10,6 +10,7 @@ pub use group::{GroupBuilder, KeyMean, Transform};
 pub(crate) use reuse::Reuse;
 pub use reuse::{PrefixReuse, PublishAt, Window};
 
+use crate::eviction::Eviction;
 use crate::geometry::PlaneLayout;
 use crate::ids::{GroupId, LayerId};
 use crate::num::to_u64;
@@ -141,6 +142,10 @@ impl CacheSpec {
     /// When the blocks that a step fills can be reused.
     pub fn publish_at(&self) -> PublishAt {
         self.reuse.publish_at
+    }
+    /// Which cached block is given up first.
+    pub fn eviction(&self) -> Eviction {
+        self.reuse.eviction
     }
     /// Events kept until they are taken; 0 for none.
     pub fn events(&self) -> usize {

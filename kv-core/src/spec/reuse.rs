@@ -1,4 +1,5 @@
 //! How a cache reuses prompt prefixes.
+use crate::eviction::Eviction;
 
 /// What of a cached prompt another one may take over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -32,6 +33,8 @@ pub enum PublishAt {
 pub(crate) struct Reuse {
     pub(crate) prefixes: PrefixReuse,
     pub(crate) publish_at: PublishAt,
+    /// Which cached block goes first.
+    pub(crate) eviction: Eviction,
     /// Events kept until they are taken.
     pub(crate) events: usize,
 }

@@ -2,17 +2,21 @@
 //!
 //! A unit is one kv head of one part of one context, with as many queries as share its tiles well.
 //! Its content depends on the plan alone, so neither the number of threads nor their order changes
-//! a bit. Contexts cut into several parts leave partial results, which [`merge`] joins.
+//! a bit. Contexts cut into several parts leave partial results, which [`merge`] joins. What
+//! no query sees costs nothing: neither a unit nor a read.
 mod merge;
+mod reach;
 mod stage;
 mod tile;
 mod unit;
+mod walk;
 
 use kv_core::plan::{AttendArgs, AttentionOptions, AttentionPlan, PlannedSequence};
 use kv_core::{DeviceError, PlaneLayout};
 use kv_quant::transform;
 
 pub(crate) use merge::Merge;
+use reach::Reach;
 pub(crate) use unit::{Scratch, Unit};
 
 use crate::access::Access;
@@ -150,10 +154,9 @@ impl Job<'_> {
 
     /// Multiplications of the whole call, about.
     fn work(&self) -> u64 {
-        let pairs = self.plan.splits().iter().map(|split| {
-            let keys = u64::from(split.kv_end.saturating_sub(split.kv_begin));
-            let q_len = self.sequence(to_usize(split.sequence)).map_or(0, |s| s.q_len);
-            keys.saturating_mul(u64::from(q_len))
+        let pairs = self.plan.sequences().iter().map(|sequence| {
+            let seen = Reach::of(&self.options, sequence, (0, sequence.q_len));
+            u64::from(seen.num_keys()).saturating_mul(u64::from(sequence.q_len))
         });
         pairs
             .fold(0_u64, u64::saturating_add)

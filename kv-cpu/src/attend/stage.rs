@@ -4,7 +4,8 @@ use kv_core::plan::PlannedSequence;
 
 use super::Job;
 use super::tile::{Stored, Tile, Tiles, meet};
-use super::unit::{TileRows, Unit};
+use super::unit::Unit;
+use super::walk::TileRows;
 use crate::encoding::{Element, Encoding, RowLayout};
 use crate::kernel::{RowScale, TILE};
 

@@ -59,9 +59,12 @@ pub(super) fn meet(
     let rows = state.running.len();
     let (begin, end) = tile.bounds;
     let group = state.group;
+    let sinks = job.options.window().map_or(0, |_| job.options.num_sink_tokens());
     let seen = |row: usize| {
         let query = unit.q_begin + u32::try_from(row / group).unwrap_or(0);
         let (low, high) = job.options.visible(sequence, query);
+        // A tile of sink tokens holds no other, and a query sees what lies before its end.
+        let low = if begin < sinks { 0 } else { low };
         let (low, high) = (low.clamp(begin, end) - begin, high.clamp(begin, end) - begin);
         (to_usize(low), to_usize(high.max(low)))
     };

@@ -1,7 +1,7 @@
 //! One unit of attention: some queries of one kv head against one part of a context, tile by tile.
 //!
-//! Every tile of K and V is brought in once for all query rows of the unit, decoded first where
-//! many rows share it and fetched ahead where few do. What the rows do with a tile is in `tile.rs`.
+//! Here a call is cut into units and a unit runs; which tiles it meets is in `walk.rs`, what its
+//! rows do with a tile in `tile.rs`.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -10,18 +10,18 @@
 use std::marker::PhantomData;
 
 use kv_core::plan::PlannedSequence;
-use kv_core::{PlaneLayout, SlotMap};
 use kv_quant::block::BlockMean;
 use kv_quant::transform;
 
 use super::merge::Merge;
-use super::stage::meet_staged;
-use super::tile::{Stored, Tile, Tiles, meet};
+use super::reach::Reach;
+use super::tile::Tiles;
+use super::walk::for_tiles;
 use super::{Blank, Heads, Job, ROWS_PER_UNIT};
 use crate::encoding::RowLayout;
 use crate::kernel::{Running, TILE};
-use crate::num::{offset, to_usize};
-use crate::rows::{PlaneRows, RowAt};
+use crate::num::to_usize;
+use crate::rows::RowAt;
 use crate::workspace::AlignedFloats;
 
 /// Query rows from which on a tile is decoded once instead of at each use.
@@ -31,11 +31,11 @@ const ROWS_STAGED: usize = 16;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Unit {
     entry: usize,
-    kv_head: u32,
-    kv_begin: u32,
-    kv_end: u32,
+    pub(super) kv_head: u32,
+    pub(super) kv_begin: u32,
+    pub(super) kv_end: u32,
     pub(super) q_begin: u32,
-    q_end: u32,
+    pub(super) q_end: u32,
     /// Partial result of the first head of the sequence's first query, where the context is cut.
     partial: Option<usize>,
 }
@@ -68,7 +68,8 @@ impl Scratch {
     }
 }
 
-/// Cuts a call into units and returns how many partial results they leave.
+/// Cuts a call into units and returns how many partial results they leave. Parts of a context in
+/// which no query sees a key have no unit.
 pub(super) fn plan(
     job: &Job<'_>,
     units: &mut Vec<Unit>,
@@ -87,8 +88,11 @@ pub(super) fn plan(
         let first = to_usize(sequence.split_start);
         let splits = &splits[first..first + to_usize(sequence.num_splits)];
         let rows = to_usize(sequence.q_len) * q_heads;
-        let cut = splits.len() > 1;
-        if splits.is_empty() && sequence.q_len > 0 {
+        let reach = Reach::of(&job.options, sequence, (0, sequence.q_len));
+        let splits = splits.iter().filter(|split| reach.meets(split.kv_begin, split.kv_end));
+        let parts = splits.clone().count();
+        let cut = parts > 1;
+        if parts == 0 && sequence.q_len > 0 {
             blanks.push(Blank { entry });
         }
         if cut {
@@ -97,7 +101,7 @@ pub(super) fn plan(
                 query,
                 first: partials + to_usize(query) * q_heads,
                 stride: rows,
-                parts: splits.len(),
+                parts,
             }));
         }
         for split in splits {
@@ -177,9 +181,6 @@ impl<'a> Partials<'a> {
     }
 }
 
-/// Encoded rows of the tokens of a tile.
-pub(super) type TileRows<'a> = [&'a [u8]; TILE];
-
 /// Runs one unit.
 pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &Partials<'_>) {
     let Some(sequence) = job.sequence(unit.entry).copied() else {
@@ -256,137 +257,5 @@ fn load_queries(
             *bias = values.iter().zip(constants.mean).map(|(q, mean)| q * mean).sum();
             transform::query(values, constants);
         }
-    }
-}
-
-/// Looks up the rows of tokens `begin..end` of a sequence, which are all wide or none.
-fn find_rows<'a>(
-    job: &Job<'a>,
-    plane: &PlaneRows<'a>,
-    (sequence, head): (&PlannedSequence, u32),
-    (begin, end): (u32, u32),
-    rows: &mut TileRows<'a>,
-) {
-    let table = job.plan.tables().row(sequence.row);
-    let layout = plane.layout();
-    let block_size = layout.block_size();
-    let mut position = begin;
-    while position < end {
-        let found = layout.slot_map().place_in(position, sequence.coded);
-        let bytes = plane.rows(found.is_wide).bytes();
-        // Wide rows are few and leave gaps; the others follow each other to the end of a block.
-        let (tokens, stride) = if found.is_wide {
-            (1, bytes)
-        } else {
-            ((block_size - found.inside).min(end - position), offset(layout.token_stride()))
-        };
-        // One bounds check a block: from the first token's row to the end of the last one's.
-        let reach = to_usize(tokens - 1) * stride + bytes;
-        let run = plane.get(table[to_usize(found.index)].0, layout.row_begin(found, head), reach);
-        let to = &mut rows[to_usize(position - begin)..][..to_usize(tokens)];
-        for (row, from) in to.iter_mut().zip(run.chunks(stride)) {
-            *row = &from[..bytes];
-        }
-        position += tokens;
-    }
-}
-
-/// Which rows of a sequence are stored alike, and may share a tile: sinks, codes, the tail; codes
-/// of one block where blocks have means.
-struct Alike<'a> {
-    map: &'a SlotMap,
-    sequence: &'a PlannedSequence,
-    /// First position of the tail.
-    tail: u32,
-    by_block: bool,
-}
-
-impl<'a> Alike<'a> {
-    fn new(layout: &'a PlaneLayout, sequence: &'a PlannedSequence) -> Self {
-        let map = layout.slot_map();
-        let tail = map.tail_begin(sequence.kv_len, sequence.coded);
-        Self { map, sequence, tail, by_block: layout.has_block_means() }
-    }
-
-    fn is_wide(&self, position: u32) -> bool {
-        position < self.map.sinks() || position >= self.tail
-    }
-
-    /// One past the last row that is stored like that of `position`.
-    fn end(&self, position: u32) -> u32 {
-        if position < self.map.sinks() {
-            self.map.sinks()
-        } else if position >= self.tail {
-            u32::MAX
-        } else if self.by_block {
-            self.tail.min(self.map.tokens(self.map.place(position).index.saturating_add(1)))
-        } else {
-            self.tail
-        }
-    }
-
-    /// The mean that is off the row of `position`, as stored.
-    fn mean<'k>(&self, job: &Job<'k>, position: u32, head: u32) -> Option<&'k [u8]> {
-        if !self.by_block || self.is_wide(position) {
-            return None;
-        }
-        let index = to_usize(self.map.place(position).index);
-        let block = job.plan.tables().row(self.sequence.row)[index];
-        Some(job.k.mean(block.0, head))
-    }
-}
-
-/// Meets every tile of the unit's keys that any of its queries sees.
-fn for_tiles(
-    job: &Job<'_>,
-    unit: &Unit,
-    sequence: &PlannedSequence,
-    state: &mut Tiles<'_>,
-    (k_stage, v_stage): (&mut [f32], &mut [f32]),
-) {
-    // Bounds never fall from one query to the next, so the first and the last tell the union.
-    let (begin, _) = job.options.visible(sequence, unit.q_begin);
-    let (_, end) = job.options.visible(sequence, unit.q_end - 1);
-    let (begin, end) = (begin.max(unit.kv_begin), end.min(unit.kv_end));
-    if begin >= end {
-        return;
-    }
-    let tile = u32::try_from(TILE).unwrap_or(1);
-    let at = (sequence, unit.kv_head);
-    let alike = Alike::new(job.k.layout(), sequence);
-    // Tiles lie at multiples of their length, so that a sum's order does not depend on the queries.
-    let next_bounds = |from: u32| {
-        let limit = alike.end(from).min(end);
-        (from, (from / tile * tile).saturating_add(tile).min(limit))
-    };
-    let (mut some, mut others, mut v_rows): (TileRows<'_>, TileRows<'_>, TileRows<'_>) =
-        ([&[]; TILE], [&[]; TILE], [&[]; TILE]);
-    let (mut k_rows, mut k_next) = (&mut some, &mut others);
-    let mut bounds = next_bounds(begin);
-    find_rows(job, &job.k, at, bounds, k_rows);
-    while bounds.0 < bounds.1 {
-        let len = to_usize(bounds.1 - bounds.0);
-        find_rows(job, &job.v, at, bounds, &mut v_rows);
-        let next = next_bounds(bounds.1);
-        let next = (next.0.min(end), next.1);
-        find_rows(job, &job.k, at, next, k_next);
-        let next_len = to_usize(next.1.saturating_sub(next.0));
-        let is_wide = alike.is_wide(bounds.0);
-        let stored = |plane: &'_ PlaneRows<'_>| plane.scale(unit.kv_head, is_wide);
-        let tile = Tile {
-            bounds,
-            k: Stored { rows: &k_rows[..len], layout: job.k.rows(is_wide), scale: stored(&job.k) },
-            v: Stored { rows: &v_rows[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
-            k_mean: alike.mean(job, bounds.0, unit.kv_head),
-            v_ahead: &v_rows[..len],
-            k_ahead: &k_next[..next_len],
-        };
-        if k_stage.is_empty() {
-            meet(job, unit, sequence, state, &tile);
-        } else {
-            meet_staged(job, unit, sequence, state, &tile, (k_stage, v_stage));
-        }
-        std::mem::swap(&mut k_rows, &mut k_next);
-        bounds = next;
     }
 }

@@ -6,11 +6,11 @@ use super::world::{Case, Choice, World};
 use super::{DTYPES, FORMATS, Random, backends};
 use crate::{CpuBackend, CpuOptions, Isa};
 
-fn entry(row: u32, cached: u32, new_tokens: u32, queries: u32) -> BatchEntry {
+pub(super) fn entry(row: u32, cached: u32, new_tokens: u32, queries: u32) -> BatchEntry {
     BatchEntry { row, cached, new_tokens, queries }
 }
 
-fn case(batch: Vec<BatchEntry>) -> Case {
+pub(super) fn case(batch: Vec<BatchEntry>) -> Case {
     Case {
         seed: 1,
         batch,
@@ -32,7 +32,7 @@ fn case(batch: Vec<BatchEntry>) -> Case {
     }
 }
 
-fn random_case(random: &mut Random) -> Case {
+pub(super) fn random_case(random: &mut Random) -> Case {
     let batch = (0..=random.below(4))
         .map(|row| {
             let new_tokens = random.pick(&[0, 1, 1, 3, 9, 20, 70]);
@@ -65,11 +65,12 @@ fn random_case(random: &mut Random) -> Case {
     }
 }
 
-fn random_choice(random: &mut Random, case: &Case) -> Choice {
+pub(super) fn random_choice(random: &mut Random, case: &Case) -> Choice {
     let heads = case.kv_heads * case.group;
     Choice {
         full: random.below(3) == 0,
         window: (random.below(3) == 0).then(|| random.below(40)),
+        sink_tokens: random.pick(&[0, 0, 1, 4, 33, 50]),
         cap: (random.below(4) == 0).then_some(1.5),
         sinks: (random.below(3) == 0).then(|| {
             let mut sinks: Vec<_> = (0..heads).map(|_| random.unit() * 3.0).collect();

@@ -5,7 +5,6 @@
     clippy::arithmetic_side_effects,
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
-    clippy::cast_sign_loss,
     clippy::float_cmp,
     reason = "tests: numbers are small, and zeros are exact"
 )]
@@ -13,6 +12,7 @@ mod attend;
 mod errors;
 mod moves;
 mod stored;
+mod unseen;
 mod world;
 
 use kv_core::{DType, KvFormat};

@@ -41,6 +41,7 @@ pub(super) struct Case {
 pub(super) struct Choice {
     pub(super) full: bool,
     pub(super) window: Option<u32>,
+    pub(super) sink_tokens: u32,
     pub(super) cap: Option<f32>,
     pub(super) sinks: Option<Vec<f32>>,
 }
@@ -53,6 +54,7 @@ impl Choice {
         if let Some(window) = self.window {
             options = options.window_left(window);
         }
+        options = options.sink_tokens(self.sink_tokens);
         if let Some(cap) = self.cap {
             options = options.soft_cap(cap);
         }
@@ -60,6 +62,13 @@ impl Choice {
             options = options.sinks(sinks);
         }
         options.qkv_format(case.qkv)
+    }
+
+    /// Whether a query at `position` sees `key`.
+    pub(super) fn sees(&self, position: i64, key: u32) -> bool {
+        let after = !self.full && i64::from(key) > position;
+        let before = |left| i64::from(key) < position - i64::from(left) && key >= self.sink_tokens;
+        !after && !self.window.is_some_and(before)
     }
 }
 
@@ -355,7 +364,7 @@ impl World {
     ) -> (Vec<f64>, f64) {
         let case = &self.case;
         let options = choice.options(case);
-        let row = |which: usize, position: i64| {
+        let row = |which: usize, position: u32| {
             let dim = case.dims[which] as usize;
             let width = dim * case.kv_heads as usize;
             let kv_head = (head / case.group) as usize;
@@ -363,12 +372,7 @@ impl World {
         };
         let position = i64::from(sequence.kv_len) - i64::from(sequence.q_len) + i64::from(token);
         let mut scores = Vec::new();
-        for key in 0..i64::from(sequence.kv_len) {
-            let after = !choice.full && key > position;
-            let before = choice.window.is_some_and(|left| key < position - i64::from(left));
-            if after || before {
-                continue;
-            }
+        for key in (0..sequence.kv_len).filter(|key| choice.sees(position, *key)) {
             let pairs = query.iter().zip(row(0, key));
             let dot: f64 = pairs.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
             let score = dot * f64::from(options.scale());

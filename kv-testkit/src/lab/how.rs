@@ -45,6 +45,8 @@ pub struct How {
     pub causal: bool,
     /// Sliding window.
     pub window_left: Option<u32>,
+    /// First tokens that are seen besides the window.
+    pub sink_tokens: u32,
     /// Soft cap.
     pub soft_cap: Option<f32>,
     /// Whether heads have sinks.
@@ -72,6 +74,7 @@ impl Default for How {
             group: 2,
             causal: true,
             window_left: None,
+            sink_tokens: 0,
             soft_cap: None,
             sinks: false,
             spread: 1.0,
@@ -107,6 +110,7 @@ impl How {
             lse: rng.one_in(2),
             shuffled: rng.one_in(2),
             finish: Finish::Commit,
+            sink_tokens: rng.pick(&[0, 1, 3, 9]),
         }
     }
 
@@ -116,6 +120,7 @@ impl How {
         Attention {
             causal: self.causal,
             window_left: self.window_left,
+            sink_tokens: self.sink_tokens,
             soft_cap: self.soft_cap,
             sinks: self.sinks.then(|| sinks.to_vec()),
             turn: shape.turn(),
@@ -134,6 +139,7 @@ pub(crate) fn options(oracle: &Attention, format: QkvFormat) -> AttentionOptions
     if let Some(left) = oracle.window_left {
         options = options.window_left(left);
     }
+    options = options.sink_tokens(oracle.sink_tokens);
     if let Some(cap) = oracle.soft_cap {
         options = options.soft_cap(cap);
     }

@@ -5,6 +5,7 @@
 pub(crate) mod agree;
 mod how;
 mod step;
+mod unseen;
 
 use kv_core::{
     CacheError, CacheSpec, Calibration, DType, KvCache, KvFormat, LayerId, Plane, QkvFormat,
@@ -21,6 +22,7 @@ pub(crate) use how::{DTYPES, FORMATS, options};
 pub use how::{Finish, How};
 pub use step::{Brings, Outputs};
 pub(crate) use step::{calibrate, dense, join, judge_layer, judge_values};
+pub(crate) use unseen::Spoiled;
 
 /// What one layer stores.
 #[derive(Debug, Clone)]

@@ -23,7 +23,8 @@ pub enum Brings {
 }
 
 impl Brings {
-    fn counts(self) -> (usize, usize) {
+    /// New tokens and queries.
+    pub(super) fn counts(self) -> (usize, usize) {
         match self {
             Self::Tokens(n) => (n as usize, n as usize),
             Self::Query(n) => (0, n as usize),

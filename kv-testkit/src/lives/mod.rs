@@ -10,6 +10,7 @@ mod choose;
 mod play;
 mod step;
 
+use kv_core::eviction::Eviction;
 use kv_core::{CacheSpec, KvCache, KvFormat, Pin, PrefixReuse, PublishAt, SequenceId};
 
 use crate::case::{At, CaseError};
@@ -135,6 +136,7 @@ fn geometry(bytes: &mut Bytes<'_>, num_blocks: Option<u32>) -> Result<CacheSpec,
     let (kind, window) = (bytes.below(6), bytes.below(10));
     let events = bytes.pick(&[64, 0, 1, 3, 8]) as usize;
     let rest = bytes.next();
+    let eviction = bytes.pick(&Eviction::ALL);
     let layers = if kind < 3 { 1 } else { 2 };
     let spec = CacheSpec::builder().layers(layers).kv_heads(1).head_dim(2).format(KvFormat::F32);
     let spec = spec.paged(block_size, blocks);
@@ -150,7 +152,12 @@ fn geometry(bytes: &mut Bytes<'_>, num_blocks: Option<u32>) -> Result<CacheSpec,
                 .sink_tokens(u32::from(rest >> 6))
         }),
     };
-    let spec = spec.prefix_reuse(reuse).publish_at(publish_at).events(events).max_seq_len(40);
+    let spec = spec
+        .prefix_reuse(reuse)
+        .publish_at(publish_at)
+        .eviction(eviction)
+        .events(events)
+        .max_seq_len(40);
     Ok(spec.wipe_on_release(rest.is_multiple_of(4)).max_sequences(6).build()?)
 }
 

@@ -120,7 +120,9 @@ impl<B: Device> Life<B> {
         }
         self.check().at("started")?;
         let fits = self.first_step(chunk, ahead)?;
-        same("a first step fits, and was admitted", fits, admitted.is_ok())?;
+        ensure(fits == admitted.is_ok(), || {
+            format!("a first step of {chunk} fits: {fits}, behind {reused}: {admitted:?}")
+        })?;
         if let Ok(tokens) = admitted {
             same("check_admission and start", tokens, reused)?;
         }

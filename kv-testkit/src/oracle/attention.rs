@@ -90,6 +90,8 @@ pub struct Attention {
     pub causal: bool,
     /// Keys before its own position that a query sees.
     pub window_left: Option<u32>,
+    /// First tokens of the sequence that a query sees besides its window.
+    pub sink_tokens: u32,
     /// Soft cap of the scaled scores.
     pub soft_cap: Option<f32>,
     /// An extra logit for every query head, without a value.
@@ -142,6 +144,7 @@ impl Attention {
             scale,
             causal: true,
             window_left: None,
+            sink_tokens: 0,
             soft_cap: None,
             sinks: None,
             turn: Turn::default(),
@@ -151,8 +154,9 @@ impl Attention {
     /// Whether query `i` of `nq` sees key `j` of `nk`.
     pub fn sees(&self, i: usize, nq: usize, j: usize, nk: usize) -> bool {
         let (position, j) = (i as i64 + nk as i64 - nq as i64, j as i64);
+        let is_sink = j < i64::from(self.sink_tokens);
         (!self.causal || j <= position)
-            && self.window_left.is_none_or(|left| j >= position - i64::from(left))
+            && (is_sink || self.window_left.is_none_or(|left| j >= position - i64::from(left)))
     }
 
     /// The reference: attends `q` (`[nq, q_heads, dk]`) over `k` (`[nk, kv_heads, dk]`) and `v`.
@@ -321,6 +325,10 @@ mod tests {
         assert_eq!(got.lse[0], f64::NEG_INFINITY);
         let windowed = Attention { window_left: Some(0), ..attention.clone() };
         near(&windowed.exact(&[1.0; 2], &[0.0; 2], &[4.0, 8.0]).out, &[4.0, 8.0]);
+        let sink = Attention { sink_tokens: 1, ..windowed };
+        near(&sink.exact(&[1.0; 3], &[0.0; 3], &[4.0, 8.0, 6.0]).out, &[4.0, 6.0, 5.0]);
+        let all = Attention { window_left: None, ..sink };
+        near(&all.exact(&[1.0], &[0.0; 3], &[4.0, 8.0, 6.0]).out, &[6.0]);
         let full = Attention { causal: false, ..attention };
         near(&full.exact(&[1.0; 3], &[0.0; 2], &[4.0, 8.0]).out, &[6.0; 3]);
     }

@@ -100,6 +100,12 @@ fn options_alone<B: Device>(backend: &B) -> CaseResult {
         forms.push(How { window_left: Some(left), ..base.clone() });
         forms.push(How { window_left: Some(left), causal: false, ..base.clone() });
     }
+    for (left, sink_tokens) in [(0, 1), (1, 3), (3, 4), (3, 5), (8, 40), (2, u32::MAX)] {
+        let base = How { window_left: Some(left), sink_tokens, ..base.clone() };
+        forms.push(How { causal: false, ..base.clone() });
+        forms.push(base);
+    }
+    forms.push(How { sink_tokens: 4, ..base });
     for how in forms {
         let mut lab = Lab::new(backend, small().build()?, 4)?;
         conversation(&mut lab, &how)?;
@@ -140,9 +146,10 @@ fn more_queries<B: Device>(backend: &B) -> CaseResult {
     lab.fill(2, 0)?;
     lab.fill(3, 1)?;
     for causal in [true, false] {
-        for window_left in [None, Some(0), Some(2)] {
+        for (window_left, sink_tokens) in [(None, 0), (Some(0), 0), (Some(2), 0), (Some(0), 2)] {
             for format in FORMATS {
-                let how = How { causal, window_left, q_format: format, ..How::default() };
+                let base = How { causal, q_format: format, ..How::default() };
+                let how = How { window_left, sink_tokens, ..base };
                 let queries = |id, n| (id, Brings::Query(n));
                 lab.step(&[queries(1, 7), queries(2, 2), queries(3, 1)], &how)?;
                 lab.step(&[queries(2, 1)], &how).at("only a sequence without keys")?;
@@ -232,6 +239,8 @@ fn splits<B: Device>(backend: &B) -> CaseResult {
                 How { q_dtype: DTYPES[2], sinks: true, soft_cap: Some(5.0), ..base.clone() },
                 // Whole splits lie outside the window.
                 How { window_left: Some(100), spread: 4.0, ..base.clone() },
+                How { window_left: Some(100), sink_tokens: 4, ..base.clone() },
+                How { window_left: Some(1100), sink_tokens: 300, group: 3, ..base.clone() },
                 How { causal: false, group: 1, ..base.clone() },
             ] {
                 let inputs = [tokens(1, 1), tokens(2, 3), tokens(3, 1)];
@@ -244,7 +253,10 @@ fn splits<B: Device>(backend: &B) -> CaseResult {
 
 fn batch_invariant<B: Device>(backend: &B) -> CaseResult {
     let device = limited(backend, |capabilities| capabilities.with_workers(7));
-    for (context, queries) in [(2300, 1), (1023, 1), (1022, 4), (40, 1), (300, 12)] {
+    let all = [(2300, 1), (1023, 1), (1022, 4), (40, 1), (300, 12)].map(|form| (form, None));
+    // Parts that a window leaves out, and those of sink tokens, depend on the sequence alone too.
+    let some = [(2300, 1), (1100, 4)].map(|form| (form, Some(200)));
+    for ((context, queries), window_left) in all.into_iter().chain(some) {
         let run = |neighbours: &[u32]| -> Result<_, CaseError> {
             let spec = small().layers(1).paged(16, 700).determinism(Determinism::BatchInvariant);
             let mut lab = Lab::new(&device, spec.build()?, 12)?;
@@ -255,7 +267,7 @@ fn batch_invariant<B: Device>(backend: &B) -> CaseResult {
             }
             lab.rng = Rng::new(55);
             lab.fill(100, context)?;
-            let how = How::default();
+            let how = How { window_left, sink_tokens: 4, ..How::default() };
             let mut rows = lab.random_rows(&[queries as usize], &how);
             let others = lab.random_rows(&vec![1; neighbours.len()], &how);
             rows.extend(others);

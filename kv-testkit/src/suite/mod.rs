@@ -15,6 +15,7 @@ mod quant;
 mod queue;
 mod random;
 mod segments;
+mod unseen;
 mod write;
 
 use kv_core::{BlockOrder, CacheSpec, CacheSpecBuilder, KvFormat};
@@ -34,6 +35,7 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         queue::cases(),
         write::cases(),
         attend::cases(),
+        unseen::cases(),
         copy::cases(),
         gather::cases(),
         convert::cases(),

@@ -20,10 +20,10 @@ fn calibration(mean: f32) -> Calibration {
 #[test]
 fn constants_are_checked_before_anything_is_allocated() {
     let fp8 = KvFormat::Fp8E4m3(Scaling::Tensor);
-    let backend = std::sync::Arc::new(NullBackend::new());
+    let backend = Arc::new(NullBackend::new());
     let open = |spec, given: Option<Calibration>| match given {
-        None => KvCache::new(std::sync::Arc::clone(&backend), spec),
-        Some(given) => KvCache::with_calibration(std::sync::Arc::clone(&backend), spec, given),
+        None => KvCache::new(Arc::clone(&backend), spec),
+        Some(given) => KvCache::with_calibration(Arc::clone(&backend), spec, given),
     };
     let missing = open(spec(fp8), None).unwrap_err();
     assert!(matches!(missing, CacheError::Calibration(CalibrationError::MissingScale { .. })));

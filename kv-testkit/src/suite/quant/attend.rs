@@ -121,6 +121,7 @@ fn large_means<B: Device>(backend: &B) -> CaseResult {
         How { sinks: true, ..base.clone() },
         How { sinks: true, soft_cap: Some(20.0), spread: 0.25, ..base.clone() },
         How { window_left: Some(2), sinks: true, group: 3, ..base.clone() },
+        How { window_left: Some(2), sink_tokens: 3, sinks: true, ..base.clone() },
         How { causal: false, soft_cap: Some(0.5), ..base },
     ];
     for format in

@@ -1,0 +1,145 @@
+//! The life of blocks beside other crates, in one run: `cargo run --release` in this folder.
+//!
+//! Rounds alternate between the contenders, so that a busy machine is busy for all of them; what is
+//! printed is the median of the rounds and the ratio of medians. All do the same work: 1,000
+//! sequences that each grow by a token, blocks of 16; and a prompt of 1,025 tokens of which 64
+//! blocks are cached, from its token ids to blocks that are held.
+use std::time::{Duration, Instant};
+
+use kv_bench::life::{Decode, Hit};
+use kvbm_logical::{BlockManager, BlockRegistry, SchedulableSequence};
+
+const SEQUENCES: u32 = 1000;
+const CONTEXT: u32 = 256;
+const BLOCK_SIZE: u32 = 16;
+const ROUNDS: usize = 400;
+
+fn main() -> anyhow::Result<()> {
+    let mut ours = Decode::new(SEQUENCES, CONTEXT)?;
+    let mut theirs = Kvbm::new(SEQUENCES)?;
+    let (mut a, mut b) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        a.push(ours.step()? / SEQUENCES);
+        b.push(theirs.step()? / SEQUENCES);
+    }
+    report("decode step, per sequence", a, b);
+
+    let mut ours = Hit::new(64, 100)?;
+    let theirs = KvbmHit::new(64)?;
+    let (mut a, mut b) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS * 10 {
+        let (took, hit) = ours.start()?;
+        anyhow::ensure!(hit == 1024, "{hit} tokens hit");
+        a.push(took);
+        b.push(theirs.start()?);
+    }
+    report("look up and hold 64 cached blocks", a, b);
+    Ok(())
+}
+
+fn report(what: &str, ours: Vec<Duration>, theirs: Vec<Duration>) {
+    let [ours, theirs] = [ours, theirs].map(|mut times| {
+        times.sort();
+        times.get(times.len() / 2).copied().unwrap_or_default()
+    });
+    let ratio = theirs.as_secs_f64() / ours.as_secs_f64();
+    println!("{what}: kv {ours:?}, kvbm-logical {theirs:?}, {ratio:.1} times");
+}
+
+#[derive(Clone)]
+struct Device;
+
+fn manager(blocks: u32) -> anyhow::Result<BlockManager<Device>> {
+    let builder = BlockManager::<Device>::builder().block_count(usize::try_from(blocks)?);
+    let builder = builder.block_size(usize::try_from(BLOCK_SIZE)?);
+    Ok(builder.registry(BlockRegistry::new()).with_lru_backend().build()?)
+}
+
+/// Sequences of the peer that grow by one token a step.
+struct Kvbm {
+    manager: BlockManager<Device>,
+    sequences: Vec<SchedulableSequence<Device>>,
+    count: u32,
+    steps: u32,
+}
+
+impl Kvbm {
+    fn new(count: u32) -> anyhow::Result<Self> {
+        let blocks = (CONTEXT * 2).div_ceil(BLOCK_SIZE) + 2;
+        let mut all =
+            Self { manager: manager(blocks * count)?, sequences: Vec::new(), count, steps: 0 };
+        all.restart()?;
+        Ok(all)
+    }
+
+    fn restart(&mut self) -> anyhow::Result<()> {
+        self.sequences.clear();
+        for id in 0..self.count {
+            let len = CONTEXT - id % 16;
+            let tokens: Vec<u32> = (0..len).map(|n| n + id * 65_537).collect();
+            let mut sequence = SchedulableSequence::<Device>::builder()
+                .tokens(tokens)
+                .max_output_tokens(usize::try_from(CONTEXT)? + 1)
+                .block_size(BLOCK_SIZE)
+                .build()?;
+            sequence.match_and_add_prefix(&self.manager)?;
+            let rest = usize::try_from(len)? - sequence.prefill_position();
+            if rest > 0 {
+                sequence.schedule_prefill(rest, &self.manager)?;
+                sequence.apply_prefill(Some(0), &self.manager)?;
+            }
+            self.sequences.push(sequence);
+        }
+        self.steps = 0;
+        Ok(())
+    }
+
+    fn step(&mut self) -> anyhow::Result<Duration> {
+        if self.steps >= CONTEXT {
+            self.manager = manager((CONTEXT * 2).div_ceil(BLOCK_SIZE).wrapping_add(2) * self.count)?;
+            self.restart()?;
+        }
+        self.steps += 1;
+        let begin = Instant::now();
+        for sequence in &mut self.sequences {
+            sequence.schedule_decode(&self.manager)?;
+        }
+        for sequence in &mut self.sequences {
+            sequence.apply_decode(self.steps, &self.manager)?;
+        }
+        Ok(begin.elapsed())
+    }
+}
+
+/// A prompt whose blocks the peer has cached.
+struct KvbmHit {
+    manager: BlockManager<Device>,
+    prompt: Vec<u32>,
+}
+
+impl KvbmHit {
+    fn new(blocks: u32) -> anyhow::Result<Self> {
+        let prompt: Vec<u32> = (0..blocks * BLOCK_SIZE + 1).collect();
+        let all = Self { manager: manager(blocks * 100)?, prompt };
+        let mut sequence = all.sequence()?;
+        sequence.schedule_prefill(all.prompt.len(), &all.manager)?;
+        sequence.apply_prefill(Some(0), &all.manager)?;
+        drop(sequence);
+        Ok(all)
+    }
+
+    fn sequence(&self) -> anyhow::Result<SchedulableSequence<Device>> {
+        let builder = SchedulableSequence::<Device>::builder().tokens(self.prompt.clone());
+        builder.max_output_tokens(2).block_size(BLOCK_SIZE).build()
+    }
+
+    /// From token ids to blocks that are held; letting go of them is outside the time.
+    fn start(&self) -> anyhow::Result<Duration> {
+        let begin = Instant::now();
+        let mut sequence = self.sequence()?;
+        let blocks = sequence.match_and_add_prefix(&self.manager)?;
+        let took = begin.elapsed();
+        anyhow::ensure!(blocks == 64, "{blocks} blocks hit");
+        Ok(took)
+    }
+}

@@ -1,0 +1,66 @@
+//! Arguments of `kv replay`.
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::at_least_1;
+use crate::replay::Policy;
+
+/// Replay a request trace through a cache's blocks, prefix index and eviction, without a model.
+///
+/// TRACE is of Mooncake (JSON lines of `timestamp`, `input_length`, `output_length` and `hash_ids`,
+/// an id for every 512 tokens) or of Azure (a CSV of TIMESTAMP,ContextTokens,GeneratedTokens),
+/// plain or compressed with zstd. Requests run one at a time, in the file's order. A request hits
+/// the blocks of its input up to the first that is not cached; then all of them are cached, as far
+/// as they fit. It never gives up its own. What is generated is not cached.
+///
+/// An Azure trace has no content: every block is new and nothing is ever hit. It tells evictions,
+/// peak blocks and time.
+///
+/// Policies: those of caches, lru (least recently used first), lfu (least frequently used first),
+/// priority (by the caller's priorities, of which a trace has none) and default (what will be
+/// missed least); and two limits: min gives up what is needed again last, the most that any policy
+/// can hit with that capacity (where ids name whole prefixes, as they do in these traces); infinite
+/// gives up nothing, and its capacity is what it came to need.
+#[derive(Debug, Args)]
+#[command(
+    allow_negative_numbers = true,
+    after_help = "Examples:
+  kv replay conversation.jsonl.zst
+  kv replay conversation.jsonl.zst --policy lru --policy min --capacity-blocks 1000 \\
+    --capacity-blocks 10000 --plot hits.svg
+  kv replay azure.csv --block-size 32 --capacity-blocks 100000 --json"
+)]
+pub(crate) struct ReplayArgs {
+    /// The trace
+    #[arg(value_name = "TRACE")]
+    pub(crate) trace: PathBuf,
+
+    /// Tokens of a block; for a Mooncake trace a divisor or a multiple of 512. 512 for Mooncake and
+    /// 16 for Azure unless given
+    #[arg(long, value_name = "N", value_parser = block_size)]
+    pub(crate) block_size: Option<NonZeroU32>,
+
+    /// Blocks of the cache, may be repeated; a 128th, a 32nd, an eighth and half of the trace's
+    /// different blocks unless given, rounded to two digits
+    #[arg(long, value_name = "N", value_parser = at_least_1)]
+    pub(crate) capacity_blocks: Vec<u32>,
+
+    /// How blocks are given up: lru, lfu, priority, default, infinite or min; may be repeated; lru,
+    /// default, infinite and min unless given
+    #[arg(long, value_name = "NAME")]
+    pub(crate) policy: Vec<Policy>,
+
+    /// Draw the token hit ratio against the capacity, one line a policy
+    #[arg(long, value_name = "FILE.svg")]
+    pub(crate) plot: Option<PathBuf>,
+
+    /// Print one JSON list instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+fn block_size(text: &str) -> Result<NonZeroU32, String> {
+    at_least_1(text).and_then(|n| NonZeroU32::new(n).ok_or_else(|| "0".to_owned()))
+}

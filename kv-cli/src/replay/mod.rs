@@ -1,0 +1,96 @@
+//! `kv replay`: a request trace through pool, prefix index and eviction, without a model.
+//!
+//! The pool, the index and the policies are those of a cache. A trace's ids stand for tokens: each
+//! names a block and everything before it, so the key of a block is a hash of its id.
+mod azure;
+mod min;
+mod mooncake;
+mod plot;
+mod policy;
+mod report;
+mod run;
+mod source;
+mod trace;
+
+use std::sync::Arc;
+
+use anyhow::Context;
+use indicatif::ProgressBar;
+
+pub(crate) use self::policy::Policy;
+use crate::args::ReplayArgs;
+use crate::num::to_u64;
+use crate::{output, progress};
+use report::{Line, Report};
+use trace::Trace;
+
+/// One thing to measure: a policy, and the capacity where it has one.
+type Case = (Policy, Option<u32>);
+
+pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
+    if let Some(path) = &args.plot {
+        output::check_writable(path)?;
+    }
+    let trace = Arc::new(Trace::read(&args.trace, args.block_size)?);
+    let cases = cases(&args.policy, &args.capacity_blocks, trace.num_blocks());
+    let total = to_u64(trace.requests().len().saturating_mul(cases.len()));
+    let bar = progress::requests(total);
+    let lines = cases.into_iter().map(|case| measure(&trace, case, &bar)).collect();
+    bar.finish_and_clear();
+    let report = Report { name: args.trace.display().to_string(), trace: &trace, lines };
+    if args.json {
+        output::json(&report.lines)?;
+    } else {
+        output::text(&report.show())?;
+    }
+    if let Some(path) = &args.plot {
+        let svg = plot::draw(&report.lines)?;
+        std::fs::write(path, svg).with_context(|| path.display().to_string())?;
+    }
+    Ok(())
+}
+
+/// Every policy with every capacity, once each.
+fn cases(policies: &[Policy], capacities: &[u32], num_blocks: u32) -> Vec<Case> {
+    let default = default_capacities(num_blocks);
+    let policies = if policies.is_empty() { &Policy::DEFAULT } else { policies };
+    let capacities = if capacities.is_empty() { &default } else { capacities };
+    let mut cases = Vec::new();
+    for policy in policies {
+        let with = |capacity: &u32| (*policy, (*policy != Policy::Infinite).then_some(*capacity));
+        for case in capacities.iter().map(with) {
+            if !cases.contains(&case) {
+                cases.push(case);
+            }
+        }
+    }
+    cases
+}
+
+/// From where little fits to where most does, in steps of four.
+fn default_capacities(num_blocks: u32) -> Vec<u32> {
+    let part = |divisor: u32| two_digits(num_blocks.checked_div(divisor).unwrap_or(0)).max(1);
+    let mut capacities = [128, 32, 8, 2].map(part).to_vec();
+    capacities.dedup();
+    capacities
+}
+
+/// Rounds down to a number that is easily read.
+fn two_digits(n: u32) -> u32 {
+    let powers = std::iter::successors(Some(1_u32), |power| power.checked_mul(10));
+    let unit = powers.take_while(|power| n.checked_div(*power).unwrap_or(0) >= 10).last();
+    let unit = unit.unwrap_or(1);
+    n.checked_div(unit).unwrap_or(0).saturating_mul(unit)
+}
+
+fn measure(trace: &Arc<Trace>, (policy, capacity): Case, bar: &ProgressBar) -> Line {
+    let all = trace.num_blocks().max(1);
+    // Blocks beyond those of the trace would stay empty.
+    let num_blocks = capacity.unwrap_or(all).min(all);
+    let built = policy.build(trace, num_blocks);
+    let outcome = run::replay(trace, num_blocks, built, |requests| bar.inc(to_u64(requests)));
+    Line::new(policy, capacity, trace, &outcome)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,96 @@
+//! The policies that can be replayed, by name.
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use kv::BlockId;
+use kv::error::UnknownName;
+use kv::eviction::{BlockInfo, Clock, Eviction, EvictionPolicy, Priority, SystemClock};
+
+use super::min::Min;
+use super::trace::Trace;
+
+/// What `--policy` names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Policy {
+    /// One that caches use.
+    Real(Eviction),
+    /// Nothing is ever given up: the most that reuse can give.
+    Infinite,
+    /// The most that a capacity can give.
+    Min,
+}
+
+impl Policy {
+    /// What is replayed unless something is asked for.
+    pub(super) const DEFAULT: [Self; 4] =
+        [Self::Real(Eviction::Lru), Self::Real(Eviction::Default), Self::Infinite, Self::Min];
+
+    /// The policy for a pool of so many blocks.
+    pub(super) fn build(self, trace: &Arc<Trace>, num_blocks: u32) -> Box<dyn EvictionPolicy> {
+        match self {
+            Self::Real(eviction) => {
+                // A trace gives no priorities, so that nothing depends on the time.
+                let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
+                eviction.policy(num_blocks, &clock)
+            }
+            Self::Infinite => Box::new(Keep),
+            Self::Min => Box::new(Min::new(Arc::clone(trace), num_blocks)),
+        }
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Real(eviction) => write!(f, "{eviction}"),
+            Self::Infinite => f.write_str("infinite"),
+            Self::Min => f.write_str("min"),
+        }
+    }
+}
+
+impl FromStr for Policy {
+    type Err = UnknownName;
+
+    fn from_str(name: &str) -> Result<Self, UnknownName> {
+        let real = Eviction::ALL.into_iter().map(Self::Real);
+        let found =
+            real.chain([Self::Infinite, Self::Min]).find(|policy| policy.to_string() == name);
+        let names = "lru, lfu, priority, default, infinite, min";
+        found.ok_or_else(|| UnknownName::new("policy", name, names))
+    }
+}
+
+/// Never gives anything up, for a pool that is large enough.
+#[derive(Debug)]
+struct Keep;
+
+impl EvictionPolicy for Keep {
+    fn stored(&mut self, _: BlockId, _: &BlockInfo) {}
+    fn reused(&mut self, _: BlockId) {}
+    fn idle(&mut self, _: BlockId) {}
+    fn dropped(&mut self, _: BlockId) {}
+    fn set_priority(&mut self, _: BlockId, _: Priority) {}
+    fn evict(&mut self) -> Option<BlockId> {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_policy_has_a_name_that_is_told() {
+        let error = "fifo".parse::<Policy>().expect_err("no policy").to_string();
+        let (_, names) = error.split_once("expected one of ").expect("names");
+        for name in names.split(", ") {
+            assert_eq!(name.parse::<Policy>().expect(name).to_string(), name);
+        }
+        let all = Eviction::ALL.map(Policy::Real);
+        for policy in all.into_iter().chain(Policy::DEFAULT) {
+            assert!(names.split(", ").any(|name| name == policy.to_string()), "{policy}");
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! One trace through one pool: the bookkeeping of a cache, without rows and without a model.
+use std::time::{Duration, Instant};
+
+use kv::block::{BlockPool, Ledger};
+use kv::eviction::{EvictionPolicy, Priority};
+use kv::reuse::{BlockKey, Content, NamespaceId};
+use kv::{BlockId, GroupId};
+
+use super::trace::{Request, Trace};
+use crate::num::to_u32;
+
+/// Tokens in the pool's index that stand for one block: its id and its part of the id.
+const BLOCK_TOKENS: u32 = 3;
+/// Requests between two signs of life.
+const REPORT_EVERY: usize = 256;
+
+/// What a replay gives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Outcome {
+    /// Input tokens whose blocks were there.
+    pub(super) hit_tokens: u64,
+    /// Blocks given up for others.
+    pub(super) evictions: u64,
+    /// Most blocks with content at once.
+    pub(super) peak_blocks: u32,
+    /// Of the whole replay.
+    pub(super) elapsed: Duration,
+}
+
+/// What names one block of a request.
+#[derive(Debug, Clone, Copy)]
+struct Named {
+    tokens: [u32; 3],
+    key: BlockKey,
+    parent: BlockKey,
+    /// Once the request holds it.
+    block: Option<BlockId>,
+}
+
+/// A pool, and where its blocks' names come from.
+struct Replay<'t> {
+    trace: &'t Trace,
+    pool: BlockPool,
+    ledger: Ledger,
+    namespace: NamespaceId,
+    root: BlockKey,
+    numbers: Vec<u32>,
+    named: Vec<Named>,
+}
+
+/// Replays all requests, one at a time. `advance` hears of every few that are done.
+pub(super) fn replay(
+    trace: &Trace,
+    num_blocks: u32,
+    policy: Box<dyn EvictionPolicy>,
+    advance: impl Fn(usize),
+) -> Outcome {
+    let mut ledger = Ledger::new(0, 0);
+    let (namespace, root) = ledger.join(b"", None);
+    let pool = BlockPool::new(GroupId(0), num_blocks, BLOCK_TOKENS, policy);
+    let (numbers, named) = (Vec::new(), Vec::new());
+    let mut replay = Replay { trace, pool, ledger, namespace, root, numbers, named };
+    let (mut hit_tokens, mut peak_blocks) = (0_u64, 0);
+    let start = Instant::now();
+    for requests in trace.requests().chunks(REPORT_EVERY) {
+        for request in requests {
+            hit_tokens = hit_tokens.saturating_add(replay.request(request));
+            peak_blocks = peak_blocks.max(num_blocks.saturating_sub(replay.pool.num_empty()));
+        }
+        advance(requests.len());
+    }
+    let (elapsed, evictions) = (start.elapsed(), replay.pool.stats().evictions);
+    Outcome { hit_tokens, evictions, peak_blocks, elapsed }
+}
+
+impl Replay<'_> {
+    /// Holds the blocks of a request that are there, stores the others as far as they fit, and
+    /// lets go of all; the tokens that were there.
+    fn request(&mut self, request: &Request) -> u64 {
+        self.pool.tick();
+        self.name(request);
+        let hits = self.hold();
+        self.store(request.has_repeats);
+        for named in self.named.iter().rev() {
+            if let Some(block) = named.block {
+                self.pool.release(block);
+            }
+        }
+        let tokens = u64::from(hits).saturating_mul(self.trace.block_size.get().into());
+        tokens.min(request.tokens.into())
+    }
+
+    fn name(&mut self, request: &Request) {
+        self.trace.blocks(request, &mut self.numbers);
+        self.named.clear();
+        let mut previous: Option<(u32, BlockKey)> = None;
+        for number in &self.numbers {
+            // A block's parent is the one it was first seen behind: with another one it would not
+            // be the same block to the index.
+            let parent = match self.trace.parent(*number, previous.map(|(number, _)| number)) {
+                None => self.root,
+                Some(parent) => match previous {
+                    Some((number, key)) if number == parent => key,
+                    _ => self.root.child(&self.trace.tokens(parent), &[]),
+                },
+            };
+            let tokens = self.trace.tokens(*number);
+            let key = self.root.child(&tokens, &[]);
+            self.named.push(Named { tokens, key, parent, block: None });
+            previous = Some((*number, key));
+        }
+    }
+
+    /// Holds every block that is there, so that none is given up for another one of the request;
+    /// how many the first that is not there comes behind.
+    fn hold(&mut self) -> u32 {
+        let mut hits = None;
+        for (index, named) in (0_u32..).zip(&mut self.named) {
+            named.block = self.pool.find(&content(self.namespace, index, named));
+            match named.block {
+                Some(block) => self.pool.reuse(block),
+                None => hits = hits.or(Some(index)),
+            }
+        }
+        hits.unwrap_or(to_u32(self.named.len()))
+    }
+
+    fn store(&mut self, has_repeats: bool) {
+        for (index, named) in (0_u32..).zip(&mut self.named) {
+            if named.block.is_some() {
+                continue;
+            }
+            let content = content(self.namespace, index, named);
+            if let Some(block) = has_repeats.then(|| self.pool.find(&content)).flatten() {
+                self.pool.reuse(block);
+                named.block = Some(block);
+                continue;
+            }
+            let Some(taken) = self.pool.allocate(&mut self.ledger) else {
+                return;
+            };
+            self.pool.store(taken.block, &content, Priority::default(), &mut self.ledger);
+            named.block = Some(taken.block);
+        }
+    }
+}
+
+fn content(namespace: NamespaceId, index: u32, named: &Named) -> Content<'_> {
+    let Named { tokens, key, parent, .. } = named;
+    Content { key: *key, parent: *parent, namespace, index, tokens, contents: &[] }
+}

@@ -1,0 +1,392 @@
+//! A request trace, held as ids: which blocks each request asks for, in the file's order.
+use std::collections::HashMap;
+use std::io;
+use std::num::NonZeroU32;
+use std::path::Path;
+
+use anyhow::Context;
+
+use super::source::Lines;
+use super::{azure, mooncake};
+use crate::num::{to_u32, to_usize};
+
+/// Tokens of one request, far more than any model reads.
+const INPUT_TOKENS_MAX: u64 = 1 << 24;
+/// Blocks that all requests ask for together: what the memory of a replay is bounded by.
+const BLOCKS_MAX: u64 = 1 << 25;
+/// No id.
+const NONE: u32 = u32::MAX;
+
+/// Which of the public traces a file is like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Format {
+    /// JSON lines with ids of 512 tokens each.
+    Mooncake,
+    /// CSV with lengths alone.
+    Azure,
+}
+
+impl Format {
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Mooncake => "Mooncake",
+            Self::Azure => "Azure",
+        }
+    }
+}
+
+/// What is wrong with a line of a trace, or with the trace up to it.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum TraceError {
+    #[error("cannot be read")]
+    Read(#[source] io::Error),
+    #[error("no request up to here, the trace is empty")]
+    Empty,
+    #[error("neither a JSON object (Mooncake) nor the header {} (Azure)", azure::HEADER)]
+    UnknownFormat,
+    #[error("no request of a Mooncake trace, column {}: {}", .0.column(), without_place(.0))]
+    Json(serde_json::Error),
+    #[error("{field} is {got}, at least 0 is needed")]
+    Negative { field: &'static str, got: f64 },
+    #[error("the header is {got:?}, expected {}", azure::HEADER)]
+    Header { got: String },
+    #[error("{got} fields, expected the {expected} of {}", azure::HEADER)]
+    Fields { got: usize, expected: usize },
+    #[error("{field} is {got:?}, expected {expected}")]
+    Field { field: &'static str, got: String, expected: &'static str },
+    #[error("{got} input tokens, a request has at most {max}")]
+    TooLong { got: u64, max: u64 },
+    #[error("{got} ids for {tokens} input tokens, {expected} are needed: one for every 512 begun")]
+    Ids { got: u64, expected: u64, tokens: u64 },
+    #[error(
+        "--block-size {got}: an id stands for {id_tokens} tokens, which must be a multiple of the \
+         block size or divide it"
+    )]
+    BlockSize { got: u32, id_tokens: u32 },
+    #[error(
+        "more than {max} blocks of {block_size} tokens are asked for up to here; larger blocks or \
+         a part of the trace can be replayed"
+    )]
+    TooManyBlocks { max: u64, block_size: u32 },
+}
+
+/// What the parser says; the line it counts is the only one it sees.
+fn without_place(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    text.rsplit_once(" at line ").map_or(text.as_str(), |(what, _)| what).to_owned()
+}
+
+/// Where in the file an error is.
+#[derive(Debug, thiserror::Error)]
+#[error("line {line}")]
+pub(super) struct AtLine {
+    line: u64,
+    #[source]
+    pub(super) error: TraceError,
+}
+
+/// One request of a trace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Request {
+    /// Of its input.
+    pub(super) tokens: u32,
+    /// Of its input, the last one may be partial.
+    pub(super) num_blocks: u32,
+    /// First of its ids or, where blocks have none, of its blocks.
+    first: u32,
+    num_ids: u32,
+    /// Whether it asks for a block twice, which a trace of prefixes never does.
+    pub(super) has_repeats: bool,
+}
+
+/// What the blocks of a trace are called.
+#[derive(Debug)]
+enum Names {
+    /// Every block is new.
+    Fresh {
+        num_blocks: u32,
+    },
+    Ids(Ids),
+}
+
+/// Ids, numbered in the order in which they appear.
+#[derive(Debug)]
+struct Ids {
+    /// Of all requests, one after another.
+    asked: Vec<u32>,
+    /// The request that asked last; for repeats.
+    last: Vec<u32>,
+    /// As the file has them.
+    values: Vec<u64>,
+    /// The id before, where it was seen first: an id names its whole prefix, so there is one.
+    parents: Vec<u32>,
+    numbers: HashMap<u64, u32>,
+    /// Blocks of one id.
+    split: NonZeroU32,
+}
+
+/// The requests of a trace, in the file's order.
+#[derive(Debug)]
+pub(super) struct Trace {
+    pub(super) format: Format,
+    pub(super) block_size: NonZeroU32,
+    pub(super) total_tokens: u64,
+    requests: Vec<Request>,
+    names: Names,
+    total_blocks: u64,
+    /// Ids that are one block together.
+    ids_per_block: NonZeroU32,
+}
+
+impl Trace {
+    /// Reads a file; unless given, blocks are as large as [`Self::new`] says.
+    pub(super) fn read(path: &Path, block_size: Option<NonZeroU32>) -> anyhow::Result<Self> {
+        let read = || -> anyhow::Result<Self> {
+            let lines = Lines::open(path)?;
+            Ok(Self::from_lines(lines, Format::of_name(path), block_size)?)
+        };
+        read().with_context(|| path.display().to_string())
+    }
+
+    /// Reads lines whose content says what they are, or the name of their file.
+    pub(super) fn from_lines(
+        mut lines: Lines,
+        named: Option<Format>,
+        block_size: Option<NonZeroU32>,
+    ) -> Result<Self, AtLine> {
+        let read = Self::try_from_lines(&mut lines, named, block_size);
+        read.map_err(|error| AtLine { line: lines.number(), error })
+    }
+
+    fn try_from_lines(
+        lines: &mut Lines,
+        named: Option<Format>,
+        block_size: Option<NonZeroU32>,
+    ) -> Result<Self, TraceError> {
+        let mut is_line = lines.advance().map_err(TraceError::Read)?;
+        let format = match lines.text() {
+            _ if !is_line => return Err(TraceError::Empty),
+            [b'{', ..] => Format::Mooncake,
+            line if line == azure::HEADER.as_bytes() => Format::Azure,
+            _ => named.ok_or(TraceError::UnknownFormat)?,
+        };
+        let mut trace = Self::new(format, block_size)?;
+        if format == Format::Azure {
+            azure::check_header(lines.text())?;
+            is_line = lines.advance().map_err(TraceError::Read)?;
+        }
+        while is_line {
+            match format {
+                Format::Mooncake => {
+                    let line = mooncake::parse(lines.text())?;
+                    trace.push(line.input_length, Some(&line.hash_ids))?;
+                }
+                Format::Azure => trace.push(azure::parse(lines.text())?, None)?,
+            }
+            is_line = lines.advance().map_err(TraceError::Read)?;
+        }
+        if trace.requests.is_empty() {
+            return Err(TraceError::Empty);
+        }
+        Ok(trace)
+    }
+
+    /// An empty trace; unless given, blocks have the tokens of an id, or 16 where there is none.
+    fn new(format: Format, block_size: Option<NonZeroU32>) -> Result<Self, TraceError> {
+        let one = NonZeroU32::MIN;
+        let (default, id_tokens) = match format {
+            Format::Mooncake => (mooncake::ID_TOKENS, Some(mooncake::ID_TOKENS)),
+            Format::Azure => (azure::BLOCK_SIZE, None),
+        };
+        let block_size = block_size.unwrap_or(default);
+        let (names, ids_per_block) = match id_tokens {
+            None => (Names::Fresh { num_blocks: 0 }, one),
+            Some(tokens) => {
+                let quotient = |a: NonZeroU32, b: NonZeroU32| {
+                    let is_whole = a.get().checked_rem(b.get()) == Some(0);
+                    NonZeroU32::new(a.get().checked_div(b.get())?).filter(|_| is_whole)
+                };
+                let (split, joined) = (quotient(tokens, block_size), quotient(block_size, tokens));
+                if split.or(joined).is_none() {
+                    let (got, id_tokens) = (block_size.get(), tokens.get());
+                    return Err(TraceError::BlockSize { got, id_tokens });
+                }
+                (Names::Ids(Ids::new(split.unwrap_or(one))), joined.unwrap_or(one))
+            }
+        };
+        let (total_tokens, total_blocks, requests) = (0, 0, Vec::new());
+        Ok(Self { format, block_size, total_tokens, requests, names, total_blocks, ids_per_block })
+    }
+
+    /// Adds a request; nothing changes when it is refused.
+    fn push(&mut self, tokens: u64, ids: Option<&[u64]>) -> Result<(), TraceError> {
+        let Some(len) = u32::try_from(tokens).ok().filter(|_| tokens <= INPUT_TOKENS_MAX) else {
+            return Err(TraceError::TooLong { got: tokens, max: INPUT_TOKENS_MAX });
+        };
+        if let Some(ids) = ids {
+            let expected = tokens.div_ceil(mooncake::ID_TOKENS.get().into());
+            let got = u64::try_from(ids.len()).unwrap_or(u64::MAX);
+            if got != expected {
+                return Err(TraceError::Ids { got, expected, tokens });
+            }
+        }
+        let num_blocks = len.div_ceil(self.block_size.get());
+        // A partial id counts whole: its blocks have numbers, whether they are asked for or not.
+        let split = u64::from(self.blocks_per_id().get());
+        let numbered = u64::from(num_blocks).checked_next_multiple_of(split).unwrap_or(u64::MAX);
+        let total_blocks = self.total_blocks.saturating_add(numbered);
+        if total_blocks > BLOCKS_MAX {
+            let (max, block_size) = (BLOCKS_MAX, self.block_size.get());
+            return Err(TraceError::TooManyBlocks { max, block_size });
+        }
+        self.total_blocks = total_blocks;
+        self.total_tokens = self.total_tokens.saturating_add(tokens);
+        let request = to_u32(self.requests.len());
+        let (first, num_ids, has_repeats) = match &mut self.names {
+            Names::Fresh { num_blocks: first } => {
+                let next = first.saturating_add(num_blocks);
+                (std::mem::replace(first, next), 0, false)
+            }
+            Names::Ids(names) => {
+                // The last id of a block names all before it, and so the block.
+                let size = to_usize(self.ids_per_block.get());
+                let ids = ids.unwrap_or_default().chunks(size).filter_map(|ids| ids.last());
+                names.push(request, ids.copied())
+            }
+        };
+        self.requests.push(Request { tokens: len, num_blocks, first, num_ids, has_repeats });
+        Ok(())
+    }
+
+    pub(super) fn requests(&self) -> &[Request] {
+        &self.requests
+    }
+
+    /// Numbers from 0 up to this may name a block; a few of them may name none.
+    pub(super) fn num_blocks(&self) -> u32 {
+        match &self.names {
+            Names::Fresh { num_blocks } => *num_blocks,
+            Names::Ids(ids) => to_u32(ids.values.len()).saturating_mul(ids.split.get()),
+        }
+    }
+
+    /// Writes the numbers of a request's blocks to `out`, in order.
+    pub(super) fn blocks(&self, request: &Request, out: &mut Vec<u32>) {
+        out.clear();
+        let num_blocks = to_usize(request.num_blocks);
+        match &self.names {
+            Names::Fresh { .. } => out.extend((request.first..).take(num_blocks)),
+            Names::Ids(ids) => {
+                let split = ids.split.get();
+                let blocks = ids.asked_by(request).iter().flat_map(|id| {
+                    let first = id.saturating_mul(split);
+                    first..first.saturating_add(split)
+                });
+                out.extend(blocks.take(num_blocks));
+            }
+        }
+    }
+
+    /// The block before the block of this number, which is `previous` in the request at hand.
+    pub(super) fn parent(&self, block: u32, previous: Option<u32>) -> Option<u32> {
+        let Names::Ids(ids) = &self.names else {
+            return previous;
+        };
+        if block.checked_rem(ids.split.get()) != Some(0) {
+            return block.checked_sub(1);
+        }
+        let parent = *ids.parents.get(to_usize(ids.id_of(block)))?;
+        let end = parent.checked_add(1)?.checked_mul(ids.split.get())?;
+        end.checked_sub(1)
+    }
+
+    /// What confirms that two blocks are one: the id as two numbers, and the part of it.
+    pub(super) fn tokens(&self, block: u32) -> [u32; 3] {
+        let Names::Ids(ids) = &self.names else {
+            return [block, 0, 0];
+        };
+        let id = ids.values.get(to_usize(ids.id_of(block))).copied().unwrap_or(0);
+        let part = block.checked_rem(ids.split.get()).unwrap_or(0);
+        let half = |n: u64| u32::try_from(n & u64::from(u32::MAX)).unwrap_or(0);
+        [half(id), half(id >> 32), part]
+    }
+
+    /// Ids of a request with the index of the first among all; empty where blocks have none.
+    pub(super) fn ids(&self, request: &Request) -> (u32, &[u32]) {
+        match &self.names {
+            Names::Fresh { .. } => (0, &[]),
+            Names::Ids(ids) => (request.first, ids.asked_by(request)),
+        }
+    }
+
+    /// All ids that are asked for, in order; `None` where blocks have none.
+    pub(super) fn all_ids(&self) -> Option<&[u32]> {
+        match &self.names {
+            Names::Fresh { .. } => None,
+            Names::Ids(ids) => Some(&ids.asked),
+        }
+    }
+
+    /// Blocks of one id.
+    pub(super) fn blocks_per_id(&self) -> NonZeroU32 {
+        match &self.names {
+            Names::Fresh { .. } => NonZeroU32::MIN,
+            Names::Ids(ids) => ids.split,
+        }
+    }
+}
+
+impl Ids {
+    fn new(split: NonZeroU32) -> Self {
+        let (asked, last, values, parents) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { asked, last, values, parents, numbers: HashMap::new(), split }
+    }
+
+    /// Index of the first id among all, how many there are, and whether one comes twice.
+    fn push(&mut self, request: u32, ids: impl Iterator<Item = u64>) -> (u32, u32, bool) {
+        let first = to_u32(self.asked.len());
+        let (mut parent, mut has_repeats) = (NONE, false);
+        for id in ids {
+            let next = to_u32(self.values.len());
+            let number = *self.numbers.entry(id).or_insert(next);
+            if number == next {
+                self.values.push(id);
+                self.parents.push(parent);
+                self.last.push(NONE);
+            }
+            if let Some(last) = self.last.get_mut(to_usize(number)) {
+                has_repeats |= std::mem::replace(last, request) == request;
+            }
+            self.asked.push(number);
+            parent = number;
+        }
+        (first, to_u32(self.asked.len()).saturating_sub(first), has_repeats)
+    }
+
+    fn asked_by(&self, request: &Request) -> &[u32] {
+        let first = to_usize(request.first);
+        let end = first.saturating_add(to_usize(request.num_ids));
+        self.asked.get(first..end).unwrap_or_default()
+    }
+
+    fn id_of(&self, block: u32) -> u32 {
+        block.checked_div(self.split.get()).unwrap_or(block)
+    }
+}
+
+impl Format {
+    /// What the name of a file says, without the ending of its compression.
+    fn of_name(path: &Path) -> Option<Self> {
+        let is_zst = path.extension().is_some_and(|ext| ext.eq_ignore_ascii_case("zst"));
+        let stem = if is_zst { path.file_stem() } else { path.file_name() };
+        let extension = Path::new(stem?).extension()?.to_str()?.to_ascii_lowercase();
+        match extension.as_str() {
+            "json" | "jsonl" => Some(Self::Mooncake),
+            "csv" => Some(Self::Azure),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,191 @@
+//! Traces as they should be, and everything else that a file may hold.
+use super::*;
+use crate::replay::source::tests::lines;
+
+const LINE: &str =
+    r#"{"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [7, 9]}"#;
+const ROW: &str = "2023-11-16 18:15:46.6805900,374,44";
+
+fn read(text: impl Into<Vec<u8>>) -> Result<Trace, AtLine> {
+    Trace::from_lines(lines(text), None, None)
+}
+
+fn size(tokens: u32) -> Option<NonZeroU32> {
+    NonZeroU32::new(tokens)
+}
+
+/// Refused at this line with these words.
+#[track_caller]
+fn refused(text: impl Into<Vec<u8>>, line: u64, words: &str) {
+    let error = read(text).expect_err("no trace");
+    let AtLine { line: at, error } = error;
+    let cause = std::error::Error::source(&error).map(ToString::to_string);
+    let told = format!("{error}: {}", cause.unwrap_or_default());
+    assert!(at == line && told.contains(words), "line {at}: {told}");
+}
+
+fn mooncake(input_length: &str, hash_ids: &str) -> String {
+    let lengths = format!(r#""input_length": {input_length}, "output_length": 1"#);
+    format!(r#"{{"timestamp": 0, {lengths}, "hash_ids": {hash_ids}}}"#)
+}
+
+/// Blocks of every request as their names.
+fn asked(trace: &Trace) -> Vec<Vec<[u32; 3]>> {
+    let mut blocks = Vec::new();
+    let requests = trace.requests().iter().map(|request| {
+        trace.blocks(request, &mut blocks);
+        assert_eq!(blocks.len(), to_usize(request.num_blocks));
+        blocks.iter().map(|block| trace.tokens(*block)).collect()
+    });
+    requests.collect()
+}
+
+#[test]
+fn a_trace_is_what_it_says() {
+    let trace = read(format!("{LINE}\n{LINE}")).expect("a trace");
+    assert_eq!((trace.format, trace.block_size.get()), (Format::Mooncake, 512));
+    assert_eq!((trace.total_tokens, trace.num_blocks()), (2000, 2));
+    assert_eq!(asked(&trace), [[[7, 0, 0], [9, 0, 0]], [[7, 0, 0], [9, 0, 0]]]);
+    let trace = read(format!("{}\n{ROW}\n{ROW}\n", azure::HEADER)).expect("a trace");
+    assert_eq!((trace.format, trace.block_size.get()), (Format::Azure, 16));
+    assert_eq!((trace.total_tokens, trace.num_blocks()), (748, 48));
+    assert_eq!(asked(&trace)[1][0], [24, 0, 0], "every block is new");
+}
+
+#[test]
+fn harmless_differences_change_nothing() {
+    let odd = format!("\u{feff}{LINE}\r\n\r\n   \n{LINE}\r\n\n");
+    assert_eq!(asked(&read(odd).expect("a trace")).len(), 2);
+    let odd = format!("\u{feff}\n{}\r\n\r\n{ROW}\r\n", azure::HEADER);
+    assert_eq!(read(odd).expect("a trace").total_tokens, 374);
+    let more = LINE.replace('}', r#", "chat_id": 3}"#);
+    assert_eq!(read(more).expect("a trace").total_tokens, 1000);
+    let nothing = read(format!("{LINE}\n{}", mooncake("0", "[]"))).expect("a trace");
+    assert_eq!(asked(&nothing)[1].len(), 0);
+}
+
+#[test]
+fn an_id_is_split_or_joined() {
+    let text = mooncake("2100", "[1, 2, 4294967296, 4, 5]");
+    let with = |tokens| Trace::from_lines(lines(text.as_str()), None, size(tokens));
+    let split = with(256).expect("a trace");
+    let expected = [
+        [[1, 0, 0], [1, 0, 1], [2, 0, 0], [2, 0, 1], [0, 1, 0]],
+        [[0, 1, 1], [4, 0, 0], [4, 0, 1], [5, 0, 0], [0; 3]],
+    ];
+    assert_eq!(asked(&split)[0], expected.as_flattened()[..9]);
+    let joined = with(1024).expect("a trace");
+    assert_eq!(asked(&joined)[0], [[2, 0, 0], [4, 0, 0], [5, 0, 0]]);
+    for tokens in [3, 500, 513, 768, 1000] {
+        let AtLine { line, error } = with(tokens).expect_err("no size");
+        assert!(error.to_string().starts_with(&format!("--block-size {tokens}: ")), "{error}");
+        assert_eq!(line, 1);
+    }
+}
+
+#[test]
+fn the_parent_of_a_block_is_the_one_it_was_first_seen_behind() {
+    let text = [mooncake("1024", "[1, 2]"), mooncake("1024", "[3, 2]")].join("\n");
+    let trace = Trace::from_lines(lines(text), None, size(256)).expect("a trace");
+    let mut blocks = Vec::new();
+    trace.blocks(&trace.requests()[1], &mut blocks);
+    assert_eq!(blocks, [4, 5, 2, 3]);
+    let parents: Vec<_> = blocks.iter().map(|block| trace.parent(*block, Some(99))).collect();
+    assert_eq!(parents, [None, Some(4), Some(1), Some(2)]);
+    assert!(trace.requests().iter().all(|request| !request.has_repeats));
+    assert!(read(mooncake("1024", "[1, 1]")).expect("a trace").requests()[0].has_repeats);
+}
+
+#[test]
+fn what_is_no_json_is_refused() {
+    refused(format!("{LINE}\nhello"), 2, "expected value");
+    refused(format!("{LINE}\n\n{}", &LINE[..40]), 3, "EOF while parsing");
+    refused(format!("{LINE}\n{LINE}{LINE}"), 2, "trailing characters");
+    refused(format!("{LINE}\n[]"), 2, "invalid length 0");
+    refused(format!("{LINE}\n\u{1f4a5}"), 2, "expected value");
+    refused([LINE.as_bytes(), b"\n\xff\xfe{}"].concat(), 2, "expected value");
+    for field in ["timestamp", "input_length", "output_length", "hash_ids"] {
+        let without = LINE.replace(field, "other");
+        refused(format!("{LINE}\n{without}"), 2, &format!("missing field `{field}`"));
+        let twice = LINE.replace('}', &format!(", \"{field}\": 0}}"));
+        refused(twice, 1, "");
+    }
+}
+
+#[test]
+fn numbers_must_be_counts() {
+    for (length, ids, words) in [
+        ("-1", "[]", "invalid value: integer `-1`"),
+        ("1.5", "[1]", "invalid type: floating point"),
+        ("\"9\"", "[1]", "invalid type: string"),
+        ("null", "[1]", "invalid type: null"),
+        ("99999999999999999999", "[1]", "invalid type: floating point"),
+        ("1e999", "[1]", "number out of range"),
+        ("1152921504606846976", "[1]", "1152921504606846976 input tokens, a request has at most"),
+        ("512", "7", "invalid type: integer `7`"),
+        ("512", "null", "invalid type: null"),
+        ("512", "[-1]", "invalid value: integer `-1`"),
+        ("512", "[\"a\"]", "invalid type: string"),
+        ("512", "[18446744073709551616]", "invalid type: floating point"),
+        ("512", "[1, 2]", "2 ids for 512 input tokens, 1 are needed"),
+        ("513", "[1]", "1 ids for 513 input tokens, 2 are needed"),
+        ("0", "[1]", "1 ids for 0 input tokens, 0 are needed"),
+        ("1", "[]", "0 ids for 1 input tokens, 1 are needed"),
+    ] {
+        refused(format!("{LINE}\n{}", mooncake(length, ids)), 2, words);
+    }
+    refused(LINE.replace("\": 0", "\": -1"), 1, "timestamp is -1");
+    refused(LINE.replace("\": 5", "\": -5"), 1, "invalid value: integer `-5`");
+    assert!(read(mooncake("512", "[18446744073709551615]")).is_ok());
+}
+
+#[test]
+fn a_csv_has_the_header_and_three_fields() {
+    let csv = |text: &str| Trace::from_lines(lines(text), Some(Format::Azure), None);
+    let error = csv(&format!("time,in,out\n{ROW}")).expect_err("no header");
+    assert_eq!(error.line, 1);
+    assert!(error.error.to_string().starts_with("the header is \"time,in,out\", expected TIME"));
+    refused(format!("{}\n{ROW}\n{ROW},1", azure::HEADER), 3, "4 fields, expected the 3");
+    refused(format!("{}\n{ROW}\n{LINE}", azure::HEADER), 3, "5 fields");
+    let huge = ROW.replace("374", "1152921504606846976");
+    refused(format!("{}\n{huge}", azure::HEADER), 2, "1152921504606846976 input tokens");
+    refused(format!("{ROW}\n"), 1, "neither a JSON object (Mooncake) nor the header");
+}
+
+#[test]
+fn nothing_is_no_trace() {
+    for text in ["", "\n", "\r\n\r\n", "\u{feff}"] {
+        let error = read(text).expect_err("nothing").error;
+        assert!(matches!(error, TraceError::Empty), "{text:?}: {error}");
+    }
+    refused(azure::HEADER, 1, "the trace is empty");
+}
+
+#[test]
+fn memory_has_a_bound() {
+    let row = ROW.replace("374", &INPUT_TOKENS_MAX.to_string());
+    let rows = |count| [&[azure::HEADER][..], &vec![row.as_str(); count]].concat().join("\n");
+    let with = |count, tokens| Trace::from_lines(lines(rows(count)), None, size(tokens));
+    assert_eq!(u64::from(with(2, 1).expect("fits").num_blocks()), BLOCKS_MAX);
+    let AtLine { line, error } = with(4, 1).expect_err("too many");
+    assert_eq!(line, 4);
+    assert!(error.to_string().starts_with("more than 33554432 blocks of 1 tokens"), "{error}");
+    // One token of each id: their other 511 blocks have numbers too.
+    let text: Vec<_> = (0..65_537).map(|id| mooncake("1", &format!("[{id}]"))).collect();
+    let AtLine { line, error } =
+        Trace::from_lines(lines(text.join("\n")), None, size(1)).expect_err("too many");
+    assert!(matches!(error, TraceError::TooManyBlocks { .. }), "{error}");
+    assert_eq!(line, 65_537);
+}
+
+#[test]
+fn names_tell_the_format() {
+    let named = |name: &str| Format::of_name(Path::new(name));
+    assert_eq!(named("a/b.jsonl.zst"), Some(Format::Mooncake));
+    assert_eq!(named("b.JSON"), Some(Format::Mooncake));
+    assert_eq!(named("b.csv"), Some(Format::Azure));
+    assert_eq!(named("b.csv.ZST"), Some(Format::Azure));
+    for name in ["b", "b.zst", "b.txt", "csv"] {
+        assert_eq!(named(name), None, "{name}");
+    }
+}

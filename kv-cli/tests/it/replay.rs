@@ -1,0 +1,182 @@
+//! `kv replay`: real bookkeeping, a small trace with figures that were worked out by hand.
+use std::fs;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::support::{data, fails, kv, number};
+
+const FIELDS: [&str; 9] = [
+    "policy",
+    "capacity_blocks",
+    "hit_tokens",
+    "total_tokens",
+    "token_hit_ratio",
+    "evictions",
+    "ns_per_request",
+    "peak_blocks",
+    "requests",
+];
+
+/// Runs with `--json`: one list on one line, each element with the same fields in the same order.
+fn replay(args: &[&str]) -> Vec<Value> {
+    let output = kv(&[&["replay", "--json"], args].concat());
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{args:?}");
+    assert_eq!(output.stdout.lines().count(), 1, "{}", output.stdout);
+    let list: Value = serde_json::from_str(&output.stdout).expect("JSON");
+    let lines = list.as_array().expect("a list").clone();
+    for text in output.stdout.trim_matches(['[', ']', '\n']).split("},{") {
+        let places: Vec<_> =
+            FIELDS.iter().map(|field| text.find(&format!("\"{field}\":"))).collect();
+        assert!(places.is_sorted() && places[0].is_some(), "{text}");
+    }
+    for line in &lines {
+        assert_eq!(line.as_object().expect("an object").len(), FIELDS.len(), "{line}");
+        let ratio = number(line, "hit_tokens") / number(line, "total_tokens");
+        assert!((number(line, "token_hit_ratio") - ratio).abs() < 1e-12, "{line}");
+        assert!(line["ns_per_request"].is_u64(), "{line}");
+    }
+    lines
+}
+
+fn figures(line: &Value) -> [&Value; 5] {
+    ["policy", "capacity_blocks", "hit_tokens", "evictions", "peak_blocks"].map(|name| &line[name])
+}
+
+/// A file of this name and content.
+fn file(dir: &TempDir, name: &str, content: impl AsRef<[u8]>) -> String {
+    let path = dir.path().join(name);
+    fs::write(&path, content).expect(name);
+    path.to_str().expect("UTF-8").to_owned()
+}
+
+#[test]
+fn figures_are_those_worked_out_by_hand() {
+    for name in ["replay.jsonl", "replay.jsonl.zst"] {
+        let trace = data(name);
+        let capacities = ["--capacity-blocks", "4", "--capacity-blocks", "7"];
+        let policies = ["--policy", "lru", "--policy", "min", "--policy", "infinite"];
+        let lines = replay(&[&[trace.as_str()], &policies[..], &capacities[..]].concat());
+        let expected = [
+            json!(["lru", 4, 2536, 6, 4]),
+            json!(["lru", 7, 4048, 0, 7]),
+            json!(["min", 4, 3048, 5, 4]),
+            json!(["min", 7, 4048, 0, 7]),
+            json!(["infinite", 7, 4048, 0, 7]),
+        ];
+        assert_eq!(lines.len(), expected.len(), "{lines:?}");
+        for (line, expected) in lines.iter().zip(&expected) {
+            assert_eq!(json!(figures(line)), *expected);
+            assert_eq!((&line["total_tokens"], &line["requests"]), (&json!(7284), &json!(6)));
+        }
+    }
+}
+
+#[test]
+fn a_block_size_splits_or_joins_ids() {
+    let trace = data("replay.jsonl");
+    let infinite = |size| replay(&[&trace, "--policy", "infinite", "--block-size", size]);
+    assert_eq!(json!(figures(&infinite("256")[0])), json!(["infinite", 13, 4048, 0, 13]));
+    assert_eq!(json!(figures(&infinite("1024")[0])), json!(["infinite", 5, 3024, 0, 5]));
+    fails(&["replay", &trace, "--block-size", "500"], 1, "line 1: --block-size 500");
+}
+
+#[test]
+fn a_capacity_beyond_the_trace_takes_no_memory() {
+    let trace = data("replay.jsonl");
+    let lines = replay(&[&trace, "--policy", "lru", "--capacity-blocks", "4294967295"]);
+    assert_eq!(json!(figures(&lines[0])), json!(["lru", 4_294_967_295_u32, 4048, 0, 7]));
+}
+
+#[test]
+fn lengths_alone_hit_nothing() {
+    let dir = TempDir::new().expect("a directory");
+    let csv = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,33,44\n\
+               2023-11-16 18:15:50.9951690,100,109\n";
+    let trace = file(&dir, "azure.csv", csv);
+    let lines = replay(&[&trace, "--policy", "lru", "--capacity-blocks", "8"]);
+    assert_eq!(json!(figures(&lines[0])), json!(["lru", 8, 0, 2, 8]));
+    let output = kv(&["replay", &trace]);
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""));
+    assert!(output.stdout.contains("every block is new"), "{}", output.stdout);
+}
+
+#[test]
+fn a_table_and_a_plot_are_for_people() {
+    let (trace, dir) = (data("replay.jsonl"), TempDir::new().expect("a directory"));
+    let plot = dir.path().join("hits.svg");
+    let output = kv(&["replay", &trace, "--plot", plot.to_str().expect("UTF-8")]);
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""));
+    let mut lines = output.stdout.lines();
+    let first = lines.next().expect("a heading");
+    assert!(first.ends_with("6 requests of 7284 input tokens, Mooncake trace, blocks of 512"));
+    let rows: Vec<_> = lines.collect();
+    assert!(rows[0].starts_with("policy") && rows[0].ends_with("ns/request"), "{rows:?}");
+    assert!(rows.iter().all(|row| row.len() == rows[0].len()), "columns line up: {rows:?}");
+    for policy in ["lru", "default", "infinite", "min"] {
+        assert!(rows.iter().any(|row| row.starts_with(policy)), "{policy}: {rows:?}");
+    }
+    let svg = fs::read_to_string(&plot).expect("a plot");
+    assert!(svg.starts_with("<svg ") && svg.contains("infinite"), "{svg}");
+    fails(&["replay", &trace, "--plot", "/no/such/folder/a.svg"], 1, "/no/such/folder/a.svg");
+}
+
+#[test]
+fn a_broken_file_is_told_with_its_line() {
+    let dir = TempDir::new().expect("a directory");
+    let good = fs::read_to_string(data("replay.jsonl")).expect("the trace");
+    let zst = fs::read(data("replay.jsonl.zst")).expect("the trace");
+    let with = |line: &str| format!("{good}{line}\n").into_bytes();
+    let mut damaged = zst.clone();
+    let last = damaged.len() - 1;
+    damaged[last] ^= 1;
+    let huge = r#"{"timestamp": 0, "input_length": 1152921504606846976, "output_length": 1,
+                   "hash_ids": [1]}"#
+        .replace('\n', " ");
+    let negative = r#"{"timestamp": 0, "input_length": -5, "output_length": 1, "hash_ids": [1]}"#;
+    let ids = r#"{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1, 2]}"#;
+    for (name, content, words) in [
+        ("no.jsonl", with("{"), "no.jsonl: line 7: no request of a Mooncake trace, column 1: EOF"),
+        (
+            "fields.jsonl",
+            with("{\"timestamp\": 0}"),
+            "line 7: no request of a Mooncake trace, column 16: missing field `input_length`",
+        ),
+        (
+            "negative.jsonl",
+            with(negative),
+            "line 7: no request of a Mooncake trace, column 35: invalid value: integer `-5`",
+        ),
+        ("huge.jsonl", with(&huge), "line 7: 1152921504606846976 input tokens"),
+        ("ids.jsonl", with(ids), "line 7: 2 ids for 5 input tokens, 1 are needed"),
+        ("empty.jsonl", Vec::new(), "empty.jsonl: line 1: no request"),
+        ("short.jsonl.zst", zst[..zst.len() / 2].to_vec(), "the zstd data end early"),
+        ("damaged.zst", damaged, "checksum"),
+        ("plain.zst", good.clone().into_bytes(), "line 1: cannot be read: the zstd data are dam"),
+        ("header.csv", b"a,b,c\n1,2,3\n".to_vec(), "header.csv: line 1: the header is \"a,b,c\""),
+        ("trace.txt", b"hello\n".to_vec(), "trace.txt: line 1: neither a JSON object"),
+    ] {
+        fails(&["replay", &file(&dir, name, content)], 1, words);
+    }
+    fails(&["replay", "/no/such/trace"], 1, "/no/such/trace: No such file");
+    fails(&["replay", dir.path().to_str().expect("UTF-8")], 1, "Is a directory");
+}
+
+#[test]
+fn wrong_usage_is_2_and_help_has_examples() {
+    let trace = data("replay.jsonl");
+    for (args, words) in [
+        (&["--policy", "fifo"][..], "unknown policy \"fifo\", expected"),
+        (&["--capacity-blocks", "0"], "at least 1"),
+        (&["--capacity-blocks", "-1"], "--capacity-blocks"),
+        (&["--capacity-blocks", "4294967296"], "too large"),
+        (&["--block-size", "0"], "at least 1"),
+        (&["another"], "another"),
+    ] {
+        fails(&[&["replay", &trace], args].concat(), 2, words);
+    }
+    fails(&["replay"], 2, "TRACE");
+    let help = kv(&["replay", "--help"]);
+    assert_eq!((help.code, help.stderr.as_str()), (0, ""));
+    assert!(help.stdout.contains("Examples:\n  kv replay "), "{}", help.stdout);
+}

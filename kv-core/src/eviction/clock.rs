@@ -1,0 +1,82 @@
+//! Where the time comes from, so that tests can make it pass.
+use std::fmt;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Tells how much time has passed since some fixed moment.
+pub trait Clock: fmt::Debug + Send + Sync {
+    /// Time since a moment that never changes; never less than an earlier answer.
+    fn now(&self) -> Duration;
+}
+
+/// The machine's steady clock, counted from when this value was made.
+#[derive(Debug, Clone, Copy)]
+pub struct SystemClock {
+    start: Instant,
+}
+
+impl SystemClock {
+    /// Starts at zero.
+    pub fn new() -> Self {
+        Self { start: Instant::now() }
+    }
+}
+
+impl Default for SystemClock {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Clock for SystemClock {
+    fn now(&self) -> Duration {
+        self.start.elapsed()
+    }
+}
+
+/// A clock that stands still until it is told to go on.
+#[derive(Debug, Default)]
+pub struct ManualClock {
+    now: Mutex<Duration>,
+}
+
+impl ManualClock {
+    /// Starts at zero.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Lets time pass; a sum out of range stays at the longest duration.
+    pub fn advance(&self, by: Duration) {
+        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
+        *now = now.saturating_add(by);
+    }
+}
+
+impl Clock for ManualClock {
+    fn now(&self) -> Duration {
+        *self.now.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_passes_when_told_to() {
+        let clock = ManualClock::new();
+        clock.advance(Duration::from_secs(2));
+        clock.advance(Duration::from_millis(5));
+        assert_eq!(clock.now(), Duration::from_millis(2005));
+        clock.advance(Duration::MAX);
+        assert_eq!(clock.now(), Duration::MAX);
+    }
+
+    #[test]
+    fn the_steady_clock_never_goes_back() {
+        let clock = SystemClock::new();
+        let (first, second) = (clock.now(), clock.now());
+        assert!(first <= second);
+    }
+}

@@ -1,0 +1,50 @@
+//! Least frequently used first.
+use crate::eviction::lists::Buckets;
+use crate::eviction::{BlockInfo, EvictionPolicy, Priority};
+use crate::ids::BlockId;
+use crate::num::to_usize;
+
+/// Least frequently used first, the longest idle of equals; O(1) everywhere.
+///
+/// Uses are counted while the content stays, up to 255. Content that was popular once stays ahead
+/// of anything new: this is the textbook policy, to compare with.
+#[derive(Debug, Clone)]
+pub struct Lfu {
+    candidates: Buckets,
+    uses: Vec<u8>,
+}
+
+impl Lfu {
+    /// For blocks `0..num_blocks`.
+    pub fn new(num_blocks: u32) -> Self {
+        Self { candidates: Buckets::new(num_blocks), uses: vec![0; to_usize(num_blocks)] }
+    }
+}
+
+impl EvictionPolicy for Lfu {
+    fn stored(&mut self, block: BlockId, _: &BlockInfo) {
+        self.candidates.remove(block.0);
+        if let Some(uses) = self.uses.get_mut(to_usize(block.0)) {
+            *uses = 1;
+        }
+    }
+    fn reused(&mut self, block: BlockId) {
+        self.candidates.remove(block.0);
+        if let Some(uses) = self.uses.get_mut(to_usize(block.0)) {
+            *uses = uses.saturating_add(1);
+        }
+    }
+    fn idle(&mut self, block: BlockId) {
+        let uses = self.uses.get(to_usize(block.0)).copied().unwrap_or(0);
+        self.candidates.push_back(uses, block.0);
+    }
+    fn dropped(&mut self, block: BlockId) {
+        self.candidates.remove(block.0);
+    }
+    fn set_priority(&mut self, _: BlockId, _: Priority) {}
+    fn evict(&mut self) -> Option<BlockId> {
+        let (_, block) = self.candidates.first()?;
+        self.candidates.remove(block);
+        Some(BlockId(block))
+    }
+}

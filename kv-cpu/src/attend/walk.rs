@@ -1,0 +1,164 @@
+//! The tiles that a unit meets: where a tile begins and ends, and where its rows are.
+//!
+//! Every tile of K and V is brought in once for all query rows of the unit, decoded first where
+//! many rows share it and fetched ahead where few do. Only keys that a query of the unit sees are
+//! looked up: table entries of others may name blocks of another owner. What the rows do with a
+//! tile is in `tile.rs`.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::indexing_slicing,
+    reason = "kernel code: indices come from the plan's guarantees and the unit's own bounds"
+)]
+use kv_core::plan::PlannedSequence;
+use kv_core::{PlaneLayout, SlotMap};
+
+use super::Job;
+use super::reach::Reach;
+use super::stage::meet_staged;
+use super::tile::{Stored, Tile, Tiles, meet};
+use super::unit::Unit;
+use crate::kernel::TILE;
+use crate::num::{offset, to_usize};
+use crate::rows::PlaneRows;
+
+/// Encoded rows of the tokens of a tile.
+pub(super) type TileRows<'a> = [&'a [u8]; TILE];
+
+/// Meets every tile of the unit's keys that any of its queries sees.
+pub(super) fn for_tiles(
+    job: &Job<'_>,
+    unit: &Unit,
+    sequence: &PlannedSequence,
+    state: &mut Tiles<'_>,
+    (k_stage, v_stage): (&mut [f32], &mut [f32]),
+) {
+    let reach = Reach::of(&job.options, sequence, (unit.q_begin, unit.q_end))
+        .within(unit.kv_begin, unit.kv_end);
+    let at = (sequence, unit.kv_head);
+    let alike = Alike::new(job, sequence);
+    let (mut some, mut others, mut v_rows): (TileRows<'_>, TileRows<'_>, TileRows<'_>) =
+        ([&[]; TILE], [&[]; TILE], [&[]; TILE]);
+    let (mut k_rows, mut k_next) = (&mut some, &mut others);
+    let mut bounds = alike.tile(reach, unit.kv_begin);
+    find_rows(job, &job.k, at, bounds, k_rows);
+    while bounds.0 < bounds.1 {
+        let len = to_usize(bounds.1 - bounds.0);
+        find_rows(job, &job.v, at, bounds, &mut v_rows);
+        let next = alike.tile(reach, bounds.1);
+        find_rows(job, &job.k, at, next, k_next);
+        let next_len = to_usize(next.1 - next.0);
+        let is_wide = alike.is_wide(bounds.0);
+        let stored = |plane: &'_ PlaneRows<'_>| plane.scale(unit.kv_head, is_wide);
+        let tile = Tile {
+            bounds,
+            k: Stored { rows: &k_rows[..len], layout: job.k.rows(is_wide), scale: stored(&job.k) },
+            v: Stored { rows: &v_rows[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
+            k_mean: alike.mean(job, bounds.0, unit.kv_head),
+            v_ahead: &v_rows[..len],
+            k_ahead: &k_next[..next_len],
+        };
+        if k_stage.is_empty() {
+            meet(job, unit, sequence, state, &tile);
+        } else {
+            meet_staged(job, unit, sequence, state, &tile, (k_stage, v_stage));
+        }
+        std::mem::swap(&mut k_rows, &mut k_next);
+        bounds = next;
+    }
+}
+
+/// Looks up the rows of tokens `begin..end` of a sequence, which are all wide or none.
+fn find_rows<'a>(
+    job: &Job<'a>,
+    plane: &PlaneRows<'a>,
+    (sequence, head): (&PlannedSequence, u32),
+    (begin, end): (u32, u32),
+    rows: &mut TileRows<'a>,
+) {
+    let table = job.plan.tables().row(sequence.row);
+    let layout = plane.layout();
+    let block_size = layout.block_size();
+    let mut position = begin;
+    while position < end {
+        let found = layout.slot_map().place_in(position, sequence.coded);
+        let bytes = plane.rows(found.is_wide).bytes();
+        // Wide rows are few and leave gaps; the others follow each other to the end of a block.
+        let (tokens, stride) = if found.is_wide {
+            (1, bytes)
+        } else {
+            ((block_size - found.inside).min(end - position), offset(layout.token_stride()))
+        };
+        // One bounds check a block: from the first token's row to the end of the last one's.
+        let reach = to_usize(tokens - 1) * stride + bytes;
+        let run = plane.get(table[to_usize(found.index)].0, layout.row_begin(found, head), reach);
+        let to = &mut rows[to_usize(position - begin)..][..to_usize(tokens)];
+        for (row, from) in to.iter_mut().zip(run.chunks(stride)) {
+            *row = &from[..bytes];
+        }
+        position += tokens;
+    }
+}
+
+/// Which rows of a sequence are stored alike, and may share a tile: sinks, codes, the tail; codes
+/// of one block where blocks have means.
+struct Alike<'a> {
+    map: &'a SlotMap,
+    sequence: &'a PlannedSequence,
+    /// First position of the tail.
+    tail: u32,
+    by_block: bool,
+    /// First position behind sink tokens that are seen besides a window. A tile ends there, so that
+    /// every query sees one range of it.
+    sink_tokens: u32,
+}
+
+impl<'a> Alike<'a> {
+    fn new(job: &'a Job<'_>, sequence: &'a PlannedSequence) -> Self {
+        let layout: &PlaneLayout = job.k.layout();
+        let map = layout.slot_map();
+        let tail = map.tail_begin(sequence.kv_len, sequence.coded);
+        let sink_tokens = job.options.window().map_or(0, |_| job.options.num_sink_tokens());
+        Self { map, sequence, tail, by_block: layout.has_block_means(), sink_tokens }
+    }
+
+    /// The tile at `from` or, where nothing is seen there, the next one; empty behind the last.
+    /// Tiles lie at multiples of their length, so that a sum's order does not depend on the
+    /// queries.
+    fn tile(&self, reach: Reach, from: u32) -> (u32, u32) {
+        let (from, end) = reach.seen_from(from);
+        if from >= end {
+            return (end, end);
+        }
+        let tile = u32::try_from(TILE).unwrap_or(1);
+        let cut = if from < self.sink_tokens { self.sink_tokens } else { u32::MAX };
+        let limit = self.end(from).min(cut).min(end);
+        (from, (from / tile * tile).saturating_add(tile).min(limit))
+    }
+
+    fn is_wide(&self, position: u32) -> bool {
+        position < self.map.sinks() || position >= self.tail
+    }
+
+    /// One past the last row that is stored like that of `position`.
+    fn end(&self, position: u32) -> u32 {
+        if position < self.map.sinks() {
+            self.map.sinks()
+        } else if position >= self.tail {
+            u32::MAX
+        } else if self.by_block {
+            self.tail.min(self.map.tokens(self.map.place(position).index.saturating_add(1)))
+        } else {
+            self.tail
+        }
+    }
+
+    /// The mean that is off the row of `position`, as stored.
+    fn mean<'k>(&self, job: &Job<'k>, position: u32, head: u32) -> Option<&'k [u8]> {
+        if !self.by_block || self.is_wide(position) {
+            return None;
+        }
+        let index = to_usize(self.map.place(position).index);
+        let block = job.plan.tables().row(self.sequence.row)[index];
+        Some(job.k.mean(block.0, head))
+    }
+}

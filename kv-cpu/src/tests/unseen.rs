@@ -1,0 +1,115 @@
+//! What no query sees is not read: blocks that belong to somebody else by now, rows full of NaN.
+use kv_core::backend::{Backend, Queue};
+use kv_core::plan::BatchEntry;
+use kv_core::{BlockId, Determinism, KvFormat};
+
+use super::attend::{case, entry, random_case, random_choice};
+use super::world::{Case, Choice, World};
+use super::{Random, backends};
+use crate::CpuBackend;
+
+/// Whether some query of an entry sees `key`.
+fn is_seen(entry: &BatchEntry, choice: &Choice, key: u32) -> bool {
+    let kv_len = i64::from(entry.cached + entry.new_tokens);
+    let first = kv_len - i64::from(entry.queries);
+    (first..kv_len).any(|position| choice.sees(position, key))
+}
+
+/// Overwrites what no query sees: entries of the tables name a block full of NaN where nothing of
+/// theirs is seen, and rows beside seen ones become NaN, as far as their format has any. Returns
+/// how many entries and how many rows.
+fn hide(world: &mut World, backend: &CpuBackend, choice: &Choice) -> (usize, usize) {
+    let layouts = world.layouts;
+    let map = *layouts[0].slot_map();
+    let used: Vec<_> = world.tables.entries().to_vec();
+    let spare = (0..layouts[0].num_blocks()).map(BlockId);
+    let spare = spare.rev().find(|block| !used.contains(block)).unwrap();
+    let mut queue = backend.queue().unwrap();
+    let (mut entries, mut rows) = (0, 0);
+    for entry in world.case.batch.clone() {
+        let kv_len = entry.cached + entry.new_tokens;
+        let table: Vec<_> = world.tables.row(entry.row).to_vec();
+        let mut seen = vec![false; table.len()];
+        let places = (0..kv_len).map(|key| (map.place(key), is_seen(&entry, choice, key)));
+        // What the step writes is its own until it ends.
+        for ((place, is_seen), key) in places.clone().zip(0..) {
+            seen[place.index as usize] |= is_seen || key >= entry.cached;
+        }
+        for (index, _) in seen.iter().enumerate().filter(|(_, seen)| !**seen) {
+            world.tables.replace(entry.row, index, spare).unwrap();
+            entries += 1;
+        }
+        for (place, _) in places.filter(|(place, row)| seen[place.index as usize] && !row) {
+            rows += 1;
+            for (layout, segments) in layouts.iter().zip(&world.segments) {
+                let (segment, begin) = layout.locate(table[place.index as usize].0);
+                let bytes =
+                    if place.is_wide { layout.wide_row_bytes() } else { layout.row_bytes() };
+                for head in 0..layout.num_kv_heads() {
+                    let at = begin + layout.row_begin(place, head);
+                    queue.upload(&segments[segment], at, &vec![0xff; bytes as usize]).unwrap();
+                }
+            }
+        }
+    }
+    (entries, rows)
+}
+
+/// The same bits as before, which agree with the reference.
+fn check(case: &Case, choice: &Choice) -> (usize, usize) {
+    let mut hidden = (0, 0);
+    for (name, backend) in backends() {
+        let mut world = World::new(&backend, case.clone());
+        let bits = |both: [Vec<f32>; 2]| both.map(|x| x.iter().map(|x| x.to_bits()).collect());
+        let before: [Vec<_>; 2] = bits(world.attend(&name, &backend, choice));
+        hidden = hide(&mut world, &backend, choice);
+        let after = bits(world.attend(&format!("{name}, hidden"), &backend, choice));
+        assert!(before == after, "{name}: other bits: {case:?} {choice:?}");
+    }
+    hidden
+}
+
+#[test]
+fn random_batches_do_not_read_it() {
+    let mut random = Random::new(11);
+    let mut hidden = (0, 0);
+    for _ in 0..60 {
+        let case = Case {
+            determinism: random.pick(&[Determinism::Fast, Determinism::BatchInvariant]),
+            ..random_case(&mut random)
+        };
+        let window = Some(random.pick(&[0, 1, 5, 20, 40]));
+        let choice = Choice { window, ..random_choice(&mut random, &case) };
+        let (entries, rows) = check(&case, &choice);
+        hidden = (hidden.0 + entries, hidden.1 + rows);
+    }
+    assert!(hidden.0 > 500 && hidden.1 > 200, "too little was hidden: {hidden:?}");
+}
+
+/// Long contexts in parts, of which most have nothing to see: one query, several, and so many that
+/// a context is not cut; beside a sequence that sees all it has.
+#[test]
+fn every_format_in_parts_does_not_read_it() {
+    let formats: Vec<_> = KvFormat::all().collect();
+    let kinds = [
+        (1, 4, Determinism::Fast),
+        (5, 37, Determinism::BatchInvariant),
+        (30, 4, Determinism::Fast),
+        (1, 0, Determinism::BatchInvariant),
+    ];
+    for (index, format) in formats.into_iter().enumerate() {
+        for (queries, sink_tokens, determinism) in kinds {
+            let case = Case {
+                formats: [format, KvFormat::F16],
+                sinks: [0, 3][index % 2],
+                block_size: 16,
+                workers: 8,
+                determinism,
+                ..case(vec![entry(0, 2100, queries, queries), entry(1, 7, 1, 1)])
+            };
+            let choice = Choice { window: Some(60), sink_tokens, ..Choice::default() };
+            let (entries, _) = check(&case, &choice);
+            assert!(entries > 120, "{format}: {entries}");
+        }
+    }
+}
