@@ -90,8 +90,10 @@ impl<B: Backend> KvCache<B> {
             let held = to_u32(blocks.iter(has_part).count());
             let idle = blocks.iter(has_part).flatten().filter(|block| group.pool.is_idle(*block));
             let idle = to_u32(idle.count());
-            // A block that somebody runs on is copied before it is written.
-            let copied = blocks.donor().filter(|block| has_part && !group.pool.is_idle(*block));
+            // A block that somebody runs on is copied before it is written. One that is taken over
+            // to its end, as the smaller blocks of another group may be, is not written.
+            let is_written = has_part && map.tokens(map.full_blocks(reused)) < reused;
+            let copied = blocks.donor().filter(|block| is_written && !group.pool.is_idle(*block));
             let needed = |new: u32, ahead: u32| {
                 let growth = Growth::new(&map, found.whole, reused, reused.saturating_add(new));
                 let ahead = reused.saturating_add(new).saturating_add(ahead);

@@ -75,6 +75,8 @@ struct Life<B: Device> {
     consumer: Consumer,
     next_id: u64,
     lived: Lived,
+    /// What happened, where it is wanted.
+    trace: Option<Vec<String>>,
 }
 
 /// Lives by `bytes`; with none left, ends everything and looks for leaks.
@@ -94,6 +96,18 @@ pub fn live_in<B: Device>(
     bytes: &[u8],
     num_blocks: Option<u32>,
 ) -> Result<Lived, CaseError> {
+    live_told(backend, bytes, num_blocks, false).or_else(|error| {
+        // Once more, to tell how it came to this.
+        live_told(backend, bytes, num_blocks, true).and(Err(error))
+    })
+}
+
+fn live_told<B: Device>(
+    backend: &B,
+    bytes: &[u8],
+    num_blocks: Option<u32>,
+    is_told: bool,
+) -> Result<Lived, CaseError> {
     let mut bytes = Bytes::new(bytes);
     let spec = geometry(&mut bytes, num_blocks)?;
     let mut life = Life {
@@ -106,15 +120,12 @@ pub fn live_in<B: Device>(
         consumer: Consumer::default(),
         next_id: 0,
         lived: Lived::default(),
+        trace: is_told.then(Vec::new),
     };
     while !bytes.is_empty() {
-        let number = life.lived.operations;
-        let name = life.operate(&mut bytes).at(format!("operation {number}"));
-        let name = name.at(life.describe())?;
+        let done = life.operate(&mut bytes).and_then(|()| life.check());
+        done.map_err(|error| error.at(life.describe()))?;
         life.lived.operations += 1;
-        let place = || format!("after operation {number}, {name}, {}", life.describe());
-        let place = place();
-        life.check().at(place)?;
     }
     life.end().at("at the end")?;
     Ok(life.lived)
