@@ -32,6 +32,7 @@ Usage: cargo xtask COMMAND
       --fix            first break comments anew where lines are too long
   setup                what the suites need on this machine, installed where that is possible
   bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
+  bench peers          block life beside other crates in one run; builds what they depend on
   help                 this text
 ";
 

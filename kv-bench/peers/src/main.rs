@@ -96,7 +96,8 @@ impl Kvbm {
 
     fn step(&mut self) -> anyhow::Result<Duration> {
         if self.steps >= CONTEXT {
-            self.manager = manager((CONTEXT * 2).div_ceil(BLOCK_SIZE).wrapping_add(2) * self.count)?;
+            self.manager =
+                manager((CONTEXT * 2).div_ceil(BLOCK_SIZE).wrapping_add(2) * self.count)?;
             self.restart()?;
         }
         self.steps += 1;

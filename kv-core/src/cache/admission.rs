@@ -1,7 +1,7 @@
 //! What a scheduler asks before it lets a sequence in, answered with the counts that allocation
 //! goes by.
 use crate::backend::Backend;
-use crate::cache::reserve::Demand;
+use crate::cache::demand::Demand;
 use crate::cache::start::{Lookup, exhausted};
 use crate::cache::{Group, KvCache, StartOptions, StepInput, slot_map};
 use crate::error::{CacheError, PlanError};

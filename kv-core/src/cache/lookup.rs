@@ -139,8 +139,8 @@ impl Needed<'_> {
     }
     /// Whole blocks, vacant entries aside.
     pub(super) fn num_blocks(&self, part: bool) -> u32 {
-        let vacant = self.live(part).saturating_sub(self.sinks);
-        to_u32(self.blocks.len()).saturating_sub(vacant)
+        let whole = to_u32(self.blocks.len());
+        whole.saturating_sub(self.live(part).min(whole).saturating_sub(self.sinks))
     }
     pub(super) fn live(&self, part: bool) -> u32 {
         let [whole, with_part] = self.live;

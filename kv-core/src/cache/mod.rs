@@ -3,7 +3,10 @@
 //! [`KvCache`] owns the life of sequences; [`Step`] is one forward pass over some of them. Every
 //! call checks its arguments before it changes anything, and a step applies whole or not at all.
 mod admission;
+mod commit;
 mod constants;
+mod demand;
+mod end;
 mod front;
 mod history;
 mod keep;
@@ -19,6 +22,7 @@ mod step;
 mod store;
 #[cfg(test)]
 mod tests;
+mod undo;
 mod usage;
 
 use std::ops::Range;
@@ -215,109 +219,6 @@ impl<B: Backend> KvCache<B> {
         let constants = constants.each_ref().map(Option::as_ref);
         let device = (&self.backend, &mut self.queue);
         Ok(group.storage.allocate_with(device, index, constants)?)
-    }
-
-    /// Takes tokens back, so that `sequence` has `len`; blocks beyond go back unless reserved.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`], [`PlanError::OutOfWindow`]
-    /// when what the next token sees has fallen out of a window; a device failure of the wipe,
-    /// after which the truncation stands and the wipe is tried again before any block is
-    /// handed out.
-    pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
-        let (row, state) = self.sequences.get(sequence)?;
-        if len > state.len {
-            let (asked, len) = (len, state.len);
-            return Err(PlanError::SequenceTooShort { sequence, len, asked }.into());
-        }
-        if len < state.len {
-            let reserved = state.reserved;
-            self.check_in_windows(sequence, row, (len, len))?;
-            if let Some(state) = self.sequences.at_mut(row) {
-                state.len = len;
-            }
-            self.drop_blocks(row, len, reserved);
-            self.unstore_from(row, len);
-        }
-        Ok(self.wipe()?)
-    }
-
-    /// Takes tokens back whose slots stay with the sequence.
-    fn cut_back(&mut self, row: u32, len: u32) {
-        if self.groups.iter().any(|group| slot_map(group).has_tail()) {
-            let reserved = self.sequences.at_mut(row).map_or(0, |state| state.reserved);
-            self.drop_blocks(row, len, reserved);
-        }
-        if let Some(state) = self.sequences.at_mut(row) {
-            state.len = len;
-        }
-        self.unstore_from(row, len);
-    }
-
-    /// Refuses queries from position `first` on, behind `len` tokens, that would see what fell out
-    /// of a window.
-    fn check_in_windows(
-        &self,
-        sequence: SequenceId,
-        row: u32,
-        (first, len): (u32, u32),
-    ) -> Result<(), PlanError> {
-        for group in &self.groups {
-            let (map, vacant) = (slot_map(group), group.vacant(row));
-            let Some(window) = group.window.filter(|_| !vacant.is_empty()) else {
-                continue;
-            };
-            let seen = lookup::first_live(&map, window, first).max(vacant.start);
-            if seen < vacant.end.min(map.blocks(len)) {
-                let kept = map.tokens(vacant.end);
-                return Err(PlanError::OutOfWindow { sequence, asked: first, kept });
-            }
-        }
-        Ok(())
-    }
-
-    /// Ends a sequence; blocks that nobody else holds are free. What they hold can be reused until
-    /// they are needed.
-    ///
-    /// # Errors
-    /// [`PlanError::UnknownSequence`]; a device failure of the wipe as for [`Self::truncate`].
-    pub fn release(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
-        let row = self.sequences.row(sequence)?;
-        self.end(sequence, row);
-        Ok(self.wipe()?)
-    }
-
-    fn end(&mut self, sequence: SequenceId, row: u32) {
-        self.store_rest(row);
-        self.drop_row(sequence, row);
-    }
-
-    fn drop_row(&mut self, sequence: SequenceId, row: u32) {
-        self.drop_blocks(row, 0, 0);
-        if let Some((_, history)) = self.sequences.both_mut(row) {
-            history.end(&mut self.ledger);
-        }
-        self.sequences.remove(sequence);
-    }
-
-    /// Ends a sequence that began in a step that never happened.
-    fn unstart(&mut self, sequence: SequenceId) {
-        if let Ok(row) = self.sequences.row(sequence) {
-            self.drop_row(sequence, row);
-        }
-    }
-
-    /// Ends every sequence; what they leave behind can be reused.
-    ///
-    /// # Errors
-    /// A device failure of the wipe as for [`Self::truncate`].
-    pub fn reset(&mut self) -> Result<(), CacheError> {
-        let ids: Vec<_> = self.sequences.ids().collect();
-        for id in ids {
-            let row = self.sequences.row(id)?;
-            self.end(id, row);
-        }
-        Ok(self.wipe()?)
     }
 
     /// Committed tokens of a sequence, `None` for an unknown one.

@@ -261,7 +261,8 @@ impl<B: Backend> KvCache<B> {
         if let Some(state) = self.sequences.at_mut(row) {
             (state.certain, state.store_at) = (certain, store_at);
         }
-        self.sequences.fork_history((parent_row, row), len, &mut self.ledger);
+        let known = (len, self.chains.as_slice());
+        self.sequences.fork_history((parent_row, row), known, &mut self.ledger);
         self.sequences.disown(parent_row);
         for group in &mut self.groups {
             let coded = group.tables.coded(parent_row);

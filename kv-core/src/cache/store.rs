@@ -1,6 +1,6 @@
 //! Which blocks become reusable, and when.
 use crate::backend::Backend;
-use crate::cache::reserve::Undo;
+use crate::cache::undo::Undo;
 use crate::cache::{KvCache, slot_map};
 use crate::num::to_usize;
 use crate::spec::{PrefixReuse, PublishAt};

@@ -35,7 +35,7 @@ impl Lists {
         }
     }
 
-    fn head(&self, list: u32) -> u32 {
+    fn end(&self, list: u32) -> u32 {
         self.num_nodes.saturating_add(list)
     }
 
@@ -46,12 +46,12 @@ impl Lists {
 
     /// Appends a node that is in no list.
     pub(super) fn push_back(&mut self, list: u32, node: u32) {
-        let head = self.head(list);
-        if node < self.num_nodes && to_usize(head) < self.links.len() {
+        let end = self.end(list);
+        if node < self.num_nodes && to_usize(end) < self.links.len() {
             debug_assert!(!self.contains(node), "a node is in one list at most");
-            let [newest, _] = self.get(head);
-            self.link(newest, node);
-            self.link(node, head);
+            let [before, _] = self.get(end);
+            self.link(before, node);
+            self.link(node, end);
         }
     }
 
@@ -66,7 +66,7 @@ impl Lists {
 
     /// The first node of a list.
     pub(super) fn front(&self, list: u32) -> Option<u32> {
-        let [_, first] = self.get(self.head(list));
+        let [_, first] = self.get(self.end(list));
         (first < self.num_nodes).then_some(first)
     }
 

@@ -17,7 +17,9 @@ impl Lru {
 }
 
 impl EvictionPolicy for Lru {
-    fn stored(&mut self, _: BlockId, _: &BlockInfo) {}
+    fn stored(&mut self, block: BlockId, _: &BlockInfo) {
+        self.lists.remove(block.0);
+    }
     fn reused(&mut self, block: BlockId) {
         self.lists.remove(block.0);
     }

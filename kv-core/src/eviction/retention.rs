@@ -19,7 +19,8 @@ pub struct RetentionRange {
 /// use kv_core::eviction::{Priority, Retention, RetentionRange};
 ///
 /// let system = Priority { level: 90, duration: None };
-/// let retention = Retention::new(vec![RetentionRange { begin: 0, end: Some(64), priority: system }])?;
+/// let range = RetentionRange { begin: 0, end: Some(64), priority: system };
+/// let retention = Retention::new(vec![range])?;
 /// assert_eq!(retention.priority_at(48, 100), system);
 /// assert_eq!(retention.priority_at(64, 100), Priority::default());
 /// # Ok::<(), kv_core::eviction::RetentionError>(())

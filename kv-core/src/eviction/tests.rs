@@ -1,1 +1,311 @@
+//! What holds for every policy, and each beside a naive model.
+#![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
+use std::time::Duration;
 
+use proptest::prelude::*;
+
+use super::*;
+use crate::num::{to_u32, to_u64, to_usize};
+
+const NUM_BLOCKS: u32 = 6;
+
+/// One call; numbers of blocks reach past the pool.
+#[derive(Debug, Clone)]
+enum Call {
+    Tick,
+    Stored(u32, u8, Priority),
+    Reused(u32),
+    Idle(u32),
+    Dropped(u32),
+    SetPriority(u32, Priority),
+    Wait(u64),
+    Evict,
+}
+
+fn priorities() -> impl Strategy<Value = Priority> {
+    let level = prop_oneof![Just(Priority::DEFAULT_LEVEL), 0..=Priority::MAX_LEVEL];
+    let duration = proptest::option::of((0..20_u64).prop_map(Duration::from_secs));
+    (level, duration).prop_map(|(level, duration)| Priority { level, duration })
+}
+
+fn calls() -> impl Strategy<Value = Vec<Call>> {
+    let block = || 0..NUM_BLOCKS + 2;
+    let call = prop_oneof![
+        Just(Call::Tick),
+        (block(), 0..12_u8, priorities()).prop_map(|(b, k, p)| Call::Stored(b, k, p)),
+        (block(), 0..12_u8).prop_map(|(b, k)| Call::Stored(b, k, Priority::default())),
+        block().prop_map(Call::Reused),
+        block().prop_map(Call::Idle),
+        block().prop_map(Call::Idle),
+        block().prop_map(Call::Dropped),
+        (block(), priorities()).prop_map(|(b, p)| Call::SetPriority(b, p)),
+        (0..15_u64).prop_map(Call::Wait),
+        Just(Call::Evict),
+    ];
+    proptest::collection::vec(call, 0..200)
+}
+
+/// What any policy must know of a block; `idle` counts the calls that made it a candidate.
+#[derive(Debug, Clone, Copy)]
+struct Known {
+    uses: u64,
+    priority: Priority,
+    idle: Option<(u64, Duration)>,
+}
+
+/// The obvious way: a list of everything, searched from one end to the other.
+#[derive(Debug, Default)]
+struct Model {
+    blocks: [Option<Known>; to_usize(NUM_BLOCKS)],
+    calls: u64,
+    now: Duration,
+}
+
+impl Model {
+    /// The levels that have run out fall back, in the order in which they did.
+    fn expire(&mut self) {
+        let end = |known: &Known| {
+            let since = known.idle.filter(|_| known.priority.level != 35)?.1;
+            Some(since + known.priority.duration?)
+        };
+        let blocks = self.blocks.iter_mut().flatten();
+        let mut expired: Vec<_> = blocks
+            .filter_map(|known| Some((end(known)?, known)))
+            .filter(|(end, _)| *end <= self.now)
+            .collect();
+        expired.sort_by_key(|(end, _)| *end);
+        for (_, known) in expired {
+            self.calls += 1;
+            known.priority = Priority::default();
+            known.idle = Some((self.calls, self.now));
+        }
+    }
+
+    fn known(&mut self, block: u32) -> Option<&mut Known> {
+        self.blocks.get_mut(to_usize(block)).and_then(Option::as_mut)
+    }
+
+    /// The candidates whose key is least.
+    fn least<K: Ord>(&self, key: impl Fn(&Known) -> K) -> Option<K> {
+        let idle = self.blocks.iter().flatten().filter(|known| known.idle.is_some());
+        idle.map(key).min()
+    }
+}
+
+/// Drives a policy; `check` compares each eviction with the model, before it happens there.
+fn drive(policy: Eviction, calls: &[Call], check: impl Fn(&Model, Option<Known>)) {
+    let time = Arc::new(ManualClock::new());
+    let clock: Arc<dyn Clock> = Arc::<ManualClock>::clone(&time);
+    let mut policy = policy.policy(NUM_BLOCKS, &clock);
+    let mut model = Model::default();
+    for call in calls {
+        model.calls += 1;
+        let (calls, now) = (model.calls, model.now);
+        match *call {
+            Call::Tick => policy.tick(),
+            Call::Stored(block, key, priority) => {
+                let key_of = |key: u8| BlockKey(u128::from(key) << 60 | u128::from(key));
+                let parent = key.checked_sub(1).map(key_of);
+                let (key, index) = (key_of(key), u32::from(key));
+                policy.stored(BlockId(block), &BlockInfo { key, parent, index, priority });
+                if let Some(slot) = model.blocks.get_mut(to_usize(block)) {
+                    *slot = Some(Known { uses: 1, priority, idle: None });
+                }
+            }
+            // Only what is known: a pool never speaks of other blocks.
+            Call::Reused(block) => {
+                if let Some(known) = model.known(block) {
+                    known.idle = None;
+                    known.uses += 1;
+                    policy.reused(BlockId(block));
+                }
+            }
+            Call::Idle(block) => {
+                if let Some(known) = model.known(block) {
+                    known.idle = known.idle.or(Some((calls, now)));
+                    policy.idle(BlockId(block));
+                }
+            }
+            Call::Dropped(block) => {
+                policy.dropped(BlockId(block));
+                if let Some(slot) = model.blocks.get_mut(to_usize(block)) {
+                    *slot = None;
+                }
+            }
+            Call::SetPriority(block, priority) => {
+                if let Some(known) = model.known(block) {
+                    known.priority = priority;
+                    policy.set_priority(BlockId(block), priority);
+                    known.idle = known.idle.map(|_| (calls, now));
+                }
+            }
+            Call::Wait(seconds) => {
+                time.advance(Duration::from_secs(seconds));
+                model.now += Duration::from_secs(seconds);
+            }
+            Call::Evict => {
+                model.expire();
+                let evicted = policy.evict().map(|block| {
+                    model.blocks[to_usize(block.0)].expect("only what is known can be evicted")
+                });
+                check(&model, evicted);
+                let at = |slot: &Option<Known>| slot.and_then(|known| known.idle);
+                let same = |slot: &&mut Option<Known>| {
+                    evicted.is_some_and(|evicted| at(slot) == evicted.idle)
+                };
+                if let Some(slot) = model.blocks.iter_mut().find(same) {
+                    *slot = None;
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn lru_gives_up_the_longest_idle(calls in calls()) {
+        // Priorities mean nothing here: a call that changes one must not change the order.
+        let calls: Vec<_> =
+            calls.into_iter().filter(|call| !matches!(call, Call::SetPriority(..))).collect();
+        let calls: Vec<_> = calls.into_iter().map(|call| match call {
+            Call::Stored(block, key, _) => Call::Stored(block, key, Priority::default()),
+            call => call,
+        }).collect();
+        drive(Eviction::Lru, &calls, |model, evicted| {
+            assert_eq!(evicted.map(|known| known.idle), model.least(|known| known.idle));
+        });
+        drive(Eviction::Lfu, &calls, |model, evicted| {
+            let key = |known: &Known| (known.uses.min(255), known.idle);
+            assert_eq!(evicted.as_ref().map(key), model.least(key));
+        });
+    }
+
+    #[test]
+    fn priority_gives_up_the_lowest_level_and_there_the_longest_idle(calls in calls()) {
+        drive(Eviction::Priority, &calls, |model, evicted| {
+            let key = |known: &Known| (known.priority.level, known.idle);
+            assert_eq!(evicted.as_ref().map(key), model.least(key));
+        });
+    }
+
+    #[test]
+    fn the_default_gives_up_the_lowest_level_and_any_candidate_there(calls in calls()) {
+        drive(Eviction::Default, &calls, |model, evicted| {
+            let level = |known: &Known| known.priority.level;
+            assert_eq!(evicted.as_ref().map(level), model.least(level));
+            assert!(evicted.is_none_or(|known| known.idle.is_some()), "a held block was evicted");
+            // Other levels than the default one have an order.
+            let key = |known: &Known| (known.priority.level, known.idle);
+            if evicted.is_some_and(|known| known.priority.level != 35) {
+                assert_eq!(evicted.as_ref().map(key), model.least(key));
+            }
+        });
+    }
+}
+
+/// Conversations with pauses and repeated prompts among documents that nobody asks for again: the
+/// share of blocks that were there, in thousandths.
+fn hits_per_mille(policy: Eviction, num_blocks: u32) -> u64 {
+    let clock: Arc<dyn Clock> = Arc::new(ManualClock::new());
+    let mut policy = policy.policy(num_blocks, &clock);
+    let mut random = 7_u64;
+    let mut below = |n: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (random >> 33) % n
+    };
+    let mut due: Vec<(u64, Vec<u64>)> = Vec::new();
+    let (mut resident, mut held) = (std::collections::HashMap::new(), vec![0; 4096]);
+    let (mut empty, mut next, mut hits, mut total) = (0, 0, 0_u64, 0_u64);
+    for now in 0..3000_u64 {
+        let at = due.iter().position(|(when, _)| *when <= now);
+        let mut prompt = at.map_or_else(|| vec![below(3)], |at| due.swap_remove(at).1);
+        let new = if below(2) == 0 { 1 + below(3) } else { 8 + below(16) };
+        prompt.extend((0..new).map(|n| 100 + next + n));
+        next += new;
+        if new < 4 && below(4) > 0 {
+            due.push((now + 15 + below(60), prompt.clone()));
+        }
+        prompt.truncate(40);
+        policy.tick();
+        total += to_u64(prompt.len());
+        let found = prompt.iter().take_while(|key| resident.contains_key(*key)).count();
+        hits += to_u64(found);
+        for key in prompt.iter().filter(|key| resident.contains_key(*key)) {
+            policy.reused(resident[key]);
+        }
+        for (index, key) in prompt.iter().enumerate() {
+            if resident.contains_key(key) {
+                continue;
+            }
+            let block = if empty < num_blocks {
+                empty += 1;
+                BlockId(empty - 1)
+            } else {
+                let block = policy.evict().expect("a prompt is shorter than the pool");
+                resident.remove(&held[to_usize(block.0)]);
+                block
+            };
+            held[to_usize(block.0)] = *key;
+            resident.insert(*key, block);
+            let parent = index.checked_sub(1).map(|at| BlockKey(u128::from(prompt[at])));
+            let (key, index) = (BlockKey(u128::from(*key)), to_u32(index));
+            policy.stored(block, &BlockInfo { key, parent, index, priority: Priority::default() });
+        }
+        prompt.iter().rev().for_each(|key| policy.idle(resident[key]));
+    }
+    hits * 1000 / total
+}
+
+#[test]
+fn the_default_finds_no_less_than_lru() {
+    for (num_blocks, gain) in [(64, 10), (256, 20), (512, 10), (1024, 0), (4096, 0)] {
+        let [lru, default] =
+            [Eviction::Lru, Eviction::Default].map(|policy| hits_per_mille(policy, num_blocks));
+        println!("{num_blocks}: {lru} {default}");
+        assert!(default >= lru + gain, "{num_blocks} blocks: {default} against {lru}");
+    }
+}
+
+#[test]
+fn names_are_read_back() {
+    for policy in Eviction::ALL {
+        assert_eq!(policy.to_string().parse(), Ok(policy));
+    }
+    let error = "arc".parse::<Eviction>().unwrap_err();
+    let expected = "unknown eviction policy \"arc\", expected one of lru, lfu, priority, default";
+    assert_eq!(error.to_string(), expected);
+}
+
+#[test]
+fn a_priority_counts_from_when_the_block_is_idle() {
+    for policy in [Eviction::Priority, Eviction::Default] {
+        let time = Arc::new(ManualClock::new());
+        let clock: Arc<dyn Clock> = Arc::<ManualClock>::clone(&time);
+        let mut policy = policy.policy(3, &clock);
+        let high = Priority { level: 80, duration: Some(Duration::from_secs(10)) };
+        for (block, priority) in [(0, high), (1, Priority { level: 50, duration: None })] {
+            let key = BlockKey(u128::from(block) + 1);
+            let info = BlockInfo { key, parent: None, index: 0, priority };
+            policy.stored(BlockId(block), &info);
+        }
+        time.advance(Duration::from_mins(1)); // held all the time
+        policy.idle(BlockId(0));
+        policy.idle(BlockId(1));
+        time.advance(Duration::from_secs(9));
+        assert_eq!(policy.evict(), Some(BlockId(1)), "level 80 still holds");
+        policy.stored(
+            BlockId(1),
+            &BlockInfo {
+                key: BlockKey(2),
+                parent: None,
+                index: 0,
+                priority: Priority { level: 36, duration: None },
+            },
+        );
+        policy.idle(BlockId(1));
+        time.advance(Duration::from_secs(1));
+        assert_eq!(policy.evict(), Some(BlockId(0)), "level 80 ran out and fell to 35");
+        assert_eq!(policy.evict(), Some(BlockId(1)));
+        assert_eq!(policy.evict(), None);
+    }
+}

@@ -26,7 +26,7 @@ struct Cohort {
 /// All cohorts, by age and by what their rate of reuse is.
 #[derive(Debug, Clone)]
 pub(super) struct Cohorts {
-    cohorts: Vec<Cohort>,
+    all: Vec<Cohort>,
     /// Cohorts by bin, the oldest first, and free ones.
     by_age: Lists,
     /// Cohorts with candidates by (rank, bin), the oldest first.
@@ -47,7 +47,7 @@ impl Cohorts {
         let mut by_age = Lists::new(num_contents, FREE.saturating_add(1));
         (0..num_contents).for_each(|cohort| by_age.push_back(FREE, cohort));
         Self {
-            cohorts: vec![Cohort::default(); to_usize(num_contents)],
+            all: vec![Cohort::default(); to_usize(num_contents)],
             by_age,
             with_candidates: Lists::new(num_contents, num_numbers),
             filled: BitSet::new(num_numbers),
@@ -58,7 +58,7 @@ impl Cohorts {
     }
 
     fn get(&self, cohort: u32) -> Cohort {
-        self.cohorts.get(to_usize(cohort)).copied().unwrap_or_default()
+        self.all.get(to_usize(cohort)).copied().unwrap_or_default()
     }
 
     /// The class and bin of a cohort.
@@ -70,7 +70,7 @@ impl Cohorts {
     /// Counts a content into the cohort of this request; `None` if there is no room.
     pub(super) fn enter(&mut self, class: u8, rank: u8, now: u32) -> Option<u32> {
         let latest = self.latest.get_mut(usize::from(class))?;
-        if let Some(cohort) = self.cohorts.get_mut(to_usize(*latest))
+        if let Some(cohort) = self.all.get_mut(to_usize(*latest))
             && cohort.len > 0
             && (cohort.since, cohort.class, cohort.rank) == (now, class, rank)
         {
@@ -79,14 +79,14 @@ impl Cohorts {
         }
         let new = self.by_age.pop_front(FREE)?;
         *latest = new;
-        *self.cohorts.get_mut(to_usize(new))? = Cohort { since: now, len: 1, class, rank, bin: 0 };
+        *self.all.get_mut(to_usize(new))? = Cohort { since: now, len: 1, class, rank, bin: 0 };
         self.by_age.push_back(0, new);
         Some(new)
     }
 
     /// A content without candidates leaves.
     pub(super) fn leave(&mut self, cohort: u32) {
-        if let Some(slot) = self.cohorts.get_mut(to_usize(cohort)) {
+        if let Some(slot) = self.all.get_mut(to_usize(cohort)) {
             slot.len = slot.len.saturating_sub(1);
             if slot.len == 0 {
                 self.by_age.remove(cohort);
@@ -131,7 +131,7 @@ impl Cohorts {
         if is_candidate {
             self.set_candidates(cohort, false);
         }
-        if let Some(slot) = self.cohorts.get_mut(to_usize(cohort)) {
+        if let Some(slot) = self.all.get_mut(to_usize(cohort)) {
             slot.bin = slot.bin.saturating_add(1);
             let Cohort { class, bin, len, .. } = *slot;
             rates.reached(class, bin, count(len));
@@ -150,11 +150,11 @@ impl Cohorts {
     }
 
     /// Takes over a new order of rates, which names every (rank, bin) in use.
-    pub(super) fn rank(&mut self, order: &[u16]) {
+    pub(super) fn rank(&mut self, order: &[(f32, u32)]) {
         self.filled.clear();
         self.at_place.clear();
-        for (place, number) in order.iter().enumerate() {
-            let number = u32::from(*number);
+        for (place, (_, number)) in order.iter().enumerate() {
+            let number = *number;
             self.at_place.push(number);
             if let Some(slot) = self.place.get_mut(to_usize(number)) {
                 *slot = to_u32(place);

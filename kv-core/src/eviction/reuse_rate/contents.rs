@@ -49,7 +49,7 @@ const UNKNOWN: Content = Content {
 /// All contents: a fixed number, so that the longest gone is forgotten for a new one.
 #[derive(Debug, Clone)]
 pub(super) struct Contents {
-    contents: Vec<Content>,
+    all: Vec<Content>,
     lists: Lists,
     by_key: HashTable<u32>,
     /// What each block holds.
@@ -62,7 +62,7 @@ impl Contents {
         let mut lists = Lists::new(len, CANDIDATES.saturating_add(len));
         (0..len).for_each(|content| lists.push_back(FREE, content));
         Self {
-            contents: vec![UNKNOWN; to_usize(len)],
+            all: vec![UNKNOWN; to_usize(len)],
             lists,
             // Twice what is ever in it: what was removed is then cleared away in place.
             by_key: HashTable::with_capacity(to_usize(len).saturating_mul(2)),
@@ -75,11 +75,11 @@ impl Contents {
     }
 
     pub(super) fn get(&self, content: u32) -> Content {
-        self.contents.get(to_usize(content)).copied().unwrap_or(UNKNOWN)
+        self.all.get(to_usize(content)).copied().unwrap_or(UNKNOWN)
     }
 
     pub(super) fn get_mut(&mut self, content: u32) -> Option<&mut Content> {
-        self.contents.get_mut(to_usize(content))
+        self.all.get_mut(to_usize(content))
     }
 
     /// What a block holds.
@@ -106,15 +106,15 @@ impl Contents {
 
     /// Writes down new content and where it is; under its key unless it is a copy.
     pub(super) fn insert(&mut self, content: u32, new: Content) {
-        let Self { contents, by_key, of_block, .. } = self;
-        if let Some(slot) = contents.get_mut(to_usize(content)) {
+        let Self { all, by_key, of_block, .. } = self;
+        if let Some(slot) = all.get_mut(to_usize(content)) {
             *slot = new;
         }
         if let Some(slot) = of_block.get_mut(to_usize(new.block)) {
             *slot = content;
         }
         if new.is_found {
-            let key = |content: &u32| contents.get(to_usize(*content)).map_or(0, |c| c.key);
+            let key = |content: &u32| all.get(to_usize(*content)).map_or(0, |c| c.key);
             by_key.insert_unique(new.key, content, key);
         }
     }

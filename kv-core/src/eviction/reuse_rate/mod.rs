@@ -9,8 +9,9 @@
 //! the chance falls with age, it is least recently used first.
 //!
 //! Counts are taken of content that was evicted too, as long as it is remembered, so they do not
-//! depend on what the policy did. Nothing is tuned: what has not been seen yet is taken to be as
-//! likely as over all classes, and at an age nobody has reached as likely as at the age before.
+//! depend on what the policy did. As long as little was seen of a class, it is taken to be used as
+//! all classes are at each age, more or less often by one factor; and an age that nobody has
+//! reached to be like the age before.
 //!
 //! # Source
 //! Beckmann, Chen, Cidon, *LHD: Improving Cache Hit Rate by Maximizing Hit Density* (2018), for
@@ -25,24 +26,22 @@ use cohorts::Cohorts;
 use contents::{Content, Contents, NONE, short_key};
 use rates::Rates;
 
-use crate::eviction::lists::Lists;
 use crate::eviction::priority::Levels;
 use crate::eviction::{BlockInfo, Clock, EvictionPolicy, Priority};
 use crate::ids::BlockId;
 
-/// Conclusions are drawn again after this share of the requests there were, but no more seldom than
-/// after so many.
-/// Test
-const GUARD: u32 = 2;
-
+/// Conclusions are drawn again after one in so many of the requests there were, but no more seldom
+/// than after so many requests.
 const LESSON_SHARE: u32 = 32;
 const REQUESTS_PER_LESSON_MAX: u32 = 128;
 
 /// Least expected use per room and time first, among the blocks of the default priority; those of
 /// lower levels go before, those of higher levels after them, least recently used first.
 ///
-/// O(1) for each call (O(log n) with durations of priorities), and O(classes x ages) every 32
-/// requests; about 300 bytes for each block, allocated at once.
+/// Each call takes O(1), or O(log n) with durations of priorities, a request further time that
+/// depends on its own blocks and the numbers of classes and ages. Contents are remembered up to
+/// four times the number of blocks after they are gone; about 500 bytes for each block, allocated
+/// at once.
 #[derive(Debug)]
 pub struct ReuseRate {
     /// Idle blocks of all levels but the default one.
@@ -50,13 +49,9 @@ pub struct ReuseRate {
     contents: Contents,
     cohorts: Cohorts,
     rates: Rates,
-    /// Idle blocks of the default level, the longest idle first.
-    by_age: Lists,
     /// Requests so far, and until conclusions are drawn.
     now: u32,
     requests_to_lesson: u32,
-    /// Requests until the pool was full.
-    filled_at: Option<u32>,
     released: Released,
     /// The latest new content and its number: often the parent of the next.
     stored: (u64, u32),
@@ -83,10 +78,8 @@ impl ReuseRate {
             cohorts: Cohorts::new(contents.len()),
             contents,
             rates: Rates::new(),
-            by_age: Lists::new(num_blocks, 1),
             now: 0,
             requests_to_lesson: 0,
-            filled_at: None,
             released: Released::default(),
             stored: (0, NONE),
         }
@@ -165,7 +158,6 @@ impl ReuseRate {
     /// The block no longer holds its content.
     fn remove(&mut self, block: u32) {
         self.levels.remove(block);
-        self.by_age.remove(block);
         if let Some(content) = self.contents.of_block(block) {
             self.set_candidate(content, false);
             if let Some(cohort) = self.contents.remove_from_block(content) {
@@ -178,9 +170,7 @@ impl ReuseRate {
     fn place(&mut self, block: u32, content: u32) {
         let is_default = self.levels.priority(block).level == Priority::DEFAULT_LEVEL;
         self.set_candidate(content, is_default);
-        if is_default {
-            self.by_age.push_back(0, block);
-        } else {
+        if !is_default {
             self.levels.push(block);
         }
     }
@@ -228,7 +218,6 @@ impl EvictionPolicy for ReuseRate {
     fn reused(&mut self, block: BlockId) {
         if let Some(content) = self.contents.of_block(block.0) {
             self.levels.remove(block.0);
-            self.by_age.remove(block.0);
             self.count_use(content);
             if let Some(slot) = self.contents.get_mut(content) {
                 slot.is_idle = false;
@@ -264,7 +253,6 @@ impl EvictionPolicy for ReuseRate {
         self.levels.set(block.0, priority);
         if self.contents.get(content).is_idle {
             self.levels.remove(block.0);
-            self.by_age.remove(block.0);
             self.place(block.0, content);
         }
     }
@@ -285,14 +273,100 @@ impl EvictionPolicy for ReuseRate {
 
 impl ReuseRate {
     /// The candidate of the default level that will be missed least.
-    fn first_of_default_level(&mut self) -> Option<(u8, u32)> {
-        let filled_at = *self.filled_at.get_or_insert(self.now);
-        let block = if self.now / GUARD < filled_at {
-            self.by_age.front(0)?
-        } else {
-            let content = self.contents.first_candidate(self.cohorts.first()?)?;
-            self.contents.get(content).block
-        };
-        Some((Priority::DEFAULT_LEVEL, block))
+    fn first_of_default_level(&self) -> Option<(u8, u32)> {
+        let content = self.contents.first_candidate(self.cohorts.first()?)?;
+        Some((Priority::DEFAULT_LEVEL, self.contents.get(content).block))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
+    use super::*;
+    use crate::eviction::ManualClock;
+    use crate::reuse::BlockKey;
+
+    fn policy(num_blocks: u32) -> ReuseRate {
+        ReuseRate::new(num_blocks, Arc::new(ManualClock::new()))
+    }
+
+    fn info(key: u128, parent: Option<u128>) -> BlockInfo {
+        let parent = parent.map(BlockKey);
+        BlockInfo { key: BlockKey(key), parent, index: 0, priority: Priority::default() }
+    }
+
+    /// One request after another with a block that is never asked for again.
+    fn fill(policy: &mut ReuseRate, first: u128, num_blocks: u32) {
+        for block in 0..num_blocks {
+            policy.tick();
+            let found = policy.evict().unwrap_or(BlockId(block));
+            policy.stored(found, &info(first + u128::from(block), None));
+            policy.idle(found);
+        }
+    }
+
+    #[test]
+    fn inside_a_prompt_tails_go_before_heads() {
+        let mut policy = policy(6);
+        for prompt in 0..2 {
+            policy.tick();
+            for at in 0..3_u32 {
+                let key = u128::from(prompt * 3 + at);
+                let block = BlockId(prompt * 3 + at);
+                policy.stored(block, &info(key, key.checked_sub(1).filter(|_| at > 0)));
+            }
+            (0..3).rev().for_each(|at| policy.idle(BlockId(prompt * 3 + at)));
+        }
+        (0..8).for_each(|_| policy.tick());
+        let order: Vec<_> = std::iter::from_fn(|| policy.evict()).map(|block| block.0).collect();
+        assert_eq!(order.len(), 6);
+        // The last blocks, 2 and 5, are a class of their own.
+        let inside = [0..2, 3..5].map(|prompt| {
+            let of_prompt = order.iter().copied().filter(|block| prompt.contains(block));
+            of_prompt.collect::<Vec<_>>()
+        });
+        assert_eq!(inside, [[1, 0], [4, 3]]);
+    }
+
+    #[test]
+    fn what_is_forgotten_makes_room_and_the_memory_stays_as_it_is() {
+        let mut policy = policy(4);
+        let capacity = policy.contents.len();
+        assert_eq!(capacity, 20);
+        for round in 0..50 {
+            fill(&mut policy, round * 4, 4);
+        }
+        assert_eq!(policy.contents.len(), capacity);
+        assert!(policy.contents.find(short_key(BlockKey(199))).is_some());
+        assert!(policy.contents.find(short_key(BlockKey(180))).is_some(), "remembered 16 more");
+        assert!(policy.contents.find(short_key(BlockKey(179))).is_none(), "the 21st is forgotten");
+    }
+
+    #[test]
+    fn content_that_returns_is_known_by_its_uses() {
+        let mut policy = policy(2);
+        fill(&mut policy, 0, 2);
+        fill(&mut policy, 10, 2); // 0 and 1 are gone, but remembered
+        policy.tick();
+        let block = policy.evict().unwrap();
+        policy.stored(block, &info(1, None));
+        let content = policy.contents.of_block(block.0).unwrap();
+        assert_eq!(policy.contents.get(content).uses, 2);
+    }
+
+    #[test]
+    fn a_longer_prompt_is_the_next_turn() {
+        let mut policy = policy(8);
+        for (turn, range) in [(1, 0..2_u32), (2, 2..4), (3, 4..5)] {
+            policy.tick();
+            (0..range.start).for_each(|block| policy.reused(BlockId(block)));
+            for block in range.clone() {
+                let key = u128::from(block);
+                policy.stored(BlockId(block), &info(key, key.checked_sub(1)));
+                let content = policy.contents.of_block(block).unwrap();
+                assert_eq!(policy.contents.get(content).turn, turn, "block {block}");
+            }
+            (0..range.end).rev().for_each(|block| policy.idle(BlockId(block)));
+        }
     }
 }

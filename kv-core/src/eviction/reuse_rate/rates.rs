@@ -9,6 +9,12 @@ const BEGIN: [u16; NUM_BINS] = [
     2048, 2896, 4096, 5793, 8192, 11585, 16384,
 ];
 
+/// How wide each bin is; the last as wide as the age at which it begins.
+const WIDTH: [f32; NUM_BINS] = [
+    1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 3.0, 5.0, 7.0, 9.0, 13.0, 19.0, 27.0, 37.0, 53.0, 75.0, 106.0,
+    150.0, 212.0, 300.0, 424.0, 600.0, 848.0, 1200.0, 1697.0, 2399.0, 3393.0, 4799.0, 16384.0,
+];
+
 /// Bins of age.
 pub(super) const NUM_BINS: usize = 29;
 
@@ -21,9 +27,13 @@ pub(super) const NUM_CLASSES: usize = 98;
 /// Share of blocks that come back within one bin while nothing is known.
 const PRIOR: f32 = 0.025;
 
-/// Observations a guess is worth: as much weight has a bin's neighbour for the bin of all classes,
-/// and the bin of all classes for that of one.
+/// Observations the guess for a bin of all classes is worth: that it is like the bin before. Also
+/// the uses that the guess for a class is worth: that it is like all classes.
 const GUESS: f32 = 20.0;
+
+/// Observations the guess for a bin of one class is worth. Blocks of one sequence are used
+/// together, so that many of them are one observation.
+const CLASS_GUESS: f32 = 1000.0;
 
 /// Observations of a class after which all its counts are halved, so that it follows the times.
 const ENOUGH: f32 = 1_048_576.0;
@@ -66,12 +76,28 @@ struct Seen {
     in_use: bool,
 }
 
+impl Seen {
+    /// Works out the rates, where `chance` is the chance of a use in each bin over all classes.
+    fn conclude(&mut self, chance: &[f32; NUM_BINS]) {
+        let used: f32 = self.used.iter().sum();
+        let expected: f32 = self.reached.iter().zip(chance).map(|(n, chance)| n * chance).sum();
+        // How much more often this class is used than all classes at the same ages.
+        let factor = (used + GUESS) / (expected + GUESS);
+        let counts = self.used.iter().zip(&self.reached).zip(chance);
+        let mut chances = [0.0; NUM_BINS];
+        for (chance, ((used, reached), of_all)) in chances.iter_mut().zip(counts) {
+            *chance = share(*used, *reached, (factor * of_all).min(1.0), CLASS_GUESS);
+        }
+        self.rate = array::from_fn(|bin| best_rate(&chances, bin));
+    }
+}
+
 /// Counts of reuse, and what they say about the future.
 #[derive(Debug, Clone)]
 pub(super) struct Rates {
     classes: Vec<Seen>,
-    /// Numbers of (class, bin), by rising rate; only the classes in use.
-    order: Vec<u16>,
+    /// (class, bin) by number, by rising rate; only the classes in use.
+    order: Vec<(f32, u32)>,
 }
 
 impl Rates {
@@ -117,30 +143,23 @@ impl Rates {
 
     /// Draws the conclusions from what was seen; answers with the numbers of (class, bin) by rising
     /// rate.
-    pub(super) fn learn(&mut self) -> &[u16] {
+    pub(super) fn learn(&mut self) -> &[(f32, u32)] {
         let guess = self.of_all_classes();
         let Self { classes, order } = self;
         order.clear();
+        let unseen = array::from_fn(|bin| best_rate(&guess, bin));
         for (class, seen) in classes.iter_mut().enumerate() {
-            let chance: [f32; NUM_BINS] = array::from_fn(|bin| {
-                let at = |of: &[f32; NUM_BINS]| of.get(bin).copied().unwrap_or(0.0);
-                share(at(&seen.used), at(&seen.reached), at(&guess))
-            });
-            if seen.in_use || seen.rate[0] == 0.0 || class == 0 {
-                seen.rate = array::from_fn(|bin| best_rate(&chance, bin));
+            if seen.reached[0] > 0.0 {
+                seen.conclude(&guess);
+            } else {
+                seen.rate = unseen;
             }
             if seen.in_use {
-                let first = class.saturating_mul(NUM_BINS);
-                let numbers = first..first.saturating_add(NUM_BINS);
-                order.extend(numbers.filter_map(|number| u16::try_from(number).ok()));
+                let numbers = to_u32(class.saturating_mul(NUM_BINS))..;
+                order.extend(seen.rate.iter().copied().zip(numbers));
             }
         }
-        let rate = |number: u16| {
-            let number = usize::from(number);
-            let seen = classes.get(number / NUM_BINS);
-            seen.and_then(|seen| seen.rate.get(number % NUM_BINS)).copied().unwrap_or(0.0)
-        };
-        order.sort_unstable_by(|a, b| rate(*a).total_cmp(&rate(*b)).then(b.cmp(a)));
+        order.sort_unstable_by(|(a, left), (b, right)| a.total_cmp(b).then(right.cmp(left)));
         order
     }
 
@@ -152,38 +171,35 @@ impl Rates {
             let sum = |of: fn(&Seen) -> &[f32; NUM_BINS]| {
                 self.classes.iter().filter_map(|seen| of(seen).get(bin)).sum::<f32>()
             };
-            before = share(sum(|seen| &seen.used), sum(|seen| &seen.reached), before);
+            before = share(sum(|seen| &seen.used), sum(|seen| &seen.reached), before, GUESS);
             before
         })
     }
 }
 
 /// A share of events, drawn to a guess as long as there are few.
-fn share(events: f32, of: f32, guess: f32) -> f32 {
-    (events + GUESS * guess) / (of + GUESS)
+fn share(events: f32, of: f32, guess: f32, weight: f32) -> f32 {
+    (events + weight * guess) / (of + weight)
 }
 
 /// The Gittins index of a block in the middle of a bin: the largest ratio, over all times to give
 /// it up, of the chance that it is used before to the time it is expected to take room.
 fn best_rate(chance: &[f32; NUM_BINS], bin: usize) -> f32 {
-    let (mut alive, mut waited, mut best) = (1.0_f32, 0.0_f32, 0.0_f32);
+    let (mut alive, mut waited) = (1.0_f32, 0.0_f32);
+    // Chance and time of the best so far, compared without a division.
+    let mut best = (0.0_f32, 1.0_f32);
     // Half of the first bin is over.
     let mut part = 0.5;
-    for (at, chance) in chance.iter().enumerate().skip(bin) {
+    for (chance, width) in chance.iter().zip(&WIDTH).skip(bin) {
         let left = alive * (1.0 - (part * chance).min(1.0));
-        waited += part * width(at) * 0.5 * (alive + left);
+        waited += part * width * 0.5 * (alive + left);
         alive = left;
-        best = best.max((1.0 - alive) / waited);
+        if (1.0 - alive) * best.1 > best.0 * waited {
+            best = (1.0 - alive, waited);
+        }
         part = 1.0;
     }
-    best
-}
-
-/// Requests that a bin is wide; the last is as wide as the age at which it begins.
-fn width(bin: usize) -> f32 {
-    let at = |bin: usize| BEGIN.get(bin).map(|age| f32::from(*age));
-    let begin = at(bin).unwrap_or(0.0);
-    at(bin.saturating_add(1)).map_or(begin, |end| end - begin)
+    best.0 / best.1
 }
 
 /// The number of (class, bin).
@@ -197,4 +213,51 @@ pub(super) const fn num_numbers() -> u32 {
     const NUMBERS: u32 = 2842;
     const _: () = assert!(to_usize(NUMBERS) == NUM_CLASSES * NUM_BINS, "one for each");
     NUMBERS
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::float_cmp, reason = "small whole numbers are exact")]
+    use super::*;
+
+    #[test]
+    fn bins_are_as_wide_as_they_say() {
+        for (bin, width) in WIDTH.iter().enumerate() {
+            let begin = f32::from(BEGIN[bin]);
+            let end = BEGIN.get(bin + 1).map_or(2.0 * begin, |end| f32::from(*end));
+            assert_eq!(end - begin, *width, "bin {bin}");
+        }
+    }
+
+    #[test]
+    fn every_class_is_in_range() {
+        for (uses, turn) in (0..=u8::MAX).flat_map(|uses| (0..30).map(move |turn| (uses, turn))) {
+            for is_last in [false, true] {
+                assert!(usize::from(class(uses, turn, is_last)) < NUM_CLASSES);
+            }
+        }
+    }
+
+    #[test]
+    fn without_observations_the_rate_falls_with_age() {
+        let rates = Rates::new();
+        let rate = rates.classes[0].rate;
+        assert!(rate.is_sorted_by(|young, old| young > old), "{rate:?}");
+    }
+
+    #[test]
+    fn a_pause_is_worth_waiting_for() {
+        let mut rates = Rates::new();
+        // Half of all blocks are used again, between 64 and 91 requests later and never else.
+        let pause = 13;
+        for bin in 0..29 {
+            rates.reached(0, bin, if bin <= pause { 10_000.0 } else { 5_000.0 });
+        }
+        (0..5_000).for_each(|_| rates.used(0, pause));
+        rates.learn();
+        let rate = rates.classes[0].rate;
+        assert!(rate[8] > rate[0], "the nearer the pause's end, the better: {rate:?}");
+        assert!(rate[12] > rate[8]);
+        assert!(rate[14] < rate[0] / 10.0, "who did not come is not waited for: {rate:?}");
+    }
 }

@@ -1,0 +1,83 @@
+//! Holders, idle blocks and what is told of them.
+use super::*;
+use crate::eviction::Lru;
+
+fn pool(num_blocks: u32) -> (BlockPool, Ledger) {
+    let policy = Box::new(Lru::new(num_blocks));
+    (BlockPool::new(GroupId(0), num_blocks, 2, policy), Ledger::new(0, 16))
+}
+
+/// Holds a block with the content of the prompt `[token; 2]`.
+fn stored(pool: &mut BlockPool, ledger: &mut Ledger, token: u32) -> BlockId {
+    let block = pool.allocate(ledger).unwrap().block;
+    let (namespace, parent) = ledger.join(b"", None);
+    let tokens = [token; 2];
+    let key = parent.child(&tokens, &[]);
+    let content = Content { key, parent, namespace, index: 0, tokens: &tokens, contents: &[] };
+    assert!(pool.store(block, &content, Priority::default(), ledger));
+    block
+}
+
+#[test]
+fn hands_out_each_block_once() {
+    let (mut pool, mut ledger) = pool(3);
+    let taken: Vec<_> = std::iter::from_fn(|| pool.allocate(&mut ledger)).collect();
+    let ids: Vec<_> = taken.iter().map(|taken| taken.block).collect();
+    assert_eq!(ids, [BlockId(0), BlockId(1), BlockId(2)]);
+    assert_eq!((pool.num_free(), pool.num_used()), (0, 3));
+}
+
+#[test]
+fn frees_only_after_the_last_holder() {
+    let (mut pool, mut ledger) = pool(1);
+    let block = pool.allocate(&mut ledger).unwrap().block;
+    pool.retain(block);
+    assert!(!pool.release(block));
+    assert_eq!(pool.holders(block), 1);
+    assert!(pool.release(block));
+    assert_eq!(pool.num_free(), 1);
+}
+
+#[test]
+fn content_stays_until_the_block_is_needed() {
+    let (mut pool, mut ledger) = pool(2);
+    let (a, b) = (stored(&mut pool, &mut ledger, 1), stored(&mut pool, &mut ledger, 2));
+    assert!(!pool.release(a) && !pool.release(b));
+    assert_eq!((pool.num_free(), pool.num_idle(), pool.num_empty()), (2, 2, 0));
+    pool.reuse(a);
+    assert_eq!(pool.allocate(&mut ledger), Some(Taken { block: b, evicted: true }));
+    assert_eq!(pool.allocate(&mut ledger), None);
+    assert!(pool.is_stored(a) && !pool.is_stored(b));
+    assert!(!pool.forget(a, &mut ledger), "somebody holds it");
+    assert!(pool.release(a));
+    assert_eq!(pool.stats().evictions, 1);
+}
+
+#[test]
+fn of_two_blocks_with_the_same_content_one_is_news() {
+    let (mut pool, mut ledger) = pool(2);
+    let (a, b) = (stored(&mut pool, &mut ledger, 1), stored(&mut pool, &mut ledger, 1));
+    assert_eq!((pool.stats().stored, pool.stats().duplicates), (2, 1));
+    assert_eq!(ledger.take_events().len(), 1);
+    let key = pool.content(a).unwrap().key;
+    pool.forget(a, &mut ledger);
+    assert!(pool.index().contains_key(key) && ledger.take_events().is_empty());
+    pool.forget(b, &mut ledger);
+    assert!(!pool.index().contains_key(key) && !pool.index().has_children(key));
+    assert_eq!(ledger.take_events().len(), 1);
+}
+
+#[test]
+#[should_panic(expected = "nobody holds")]
+fn refuses_a_double_release() {
+    let (mut pool, mut ledger) = pool(1);
+    let block = pool.allocate(&mut ledger).unwrap().block;
+    pool.release(block);
+    pool.release(block);
+}
+
+#[test]
+#[should_panic(expected = "nobody holds")]
+fn refuses_to_retain_a_free_block() {
+    pool(1).0.retain(BlockId(0));
+}

@@ -1,0 +1,137 @@
+//! How many blocks a step needs of one group, and which it writes.
+use std::ops::Range;
+
+use hashbrown::HashMap;
+
+use crate::block::BlockPool;
+use crate::cache::open::OpenEntry;
+use crate::cache::{Group, block_size, slot_map};
+use crate::ids::BlockId;
+use crate::num::{to_u32, to_usize};
+use crate::plan::{BatchEntry, Growth};
+use crate::slot_map::SlotMap;
+
+/// What of a row's blocks a step writes.
+#[derive(Debug, Clone)]
+pub(super) struct Written {
+    pub(super) growth: Growth,
+    /// Blocks the row must have.
+    pub(super) blocks: u32,
+    /// Entries that are written, of codes and sinks and of the tail.
+    pub(super) entries: [Range<u32>; 2],
+}
+
+impl Written {
+    pub(super) fn new<Buf>(group: &Group<Buf>, entry: &BatchEntry, lookahead: u32) -> Self {
+        let map = slot_map(group);
+        let (cached, len) = (entry.cached, entry.cached.saturating_add(entry.new_tokens));
+        let growth = Growth::new(&map, group.tables.coded(entry.row), cached, len);
+        let ahead = if map.has_tail() { 0 } else { map.blocks(len.saturating_add(lookahead)) };
+        let blocks = growth.blocks().max(ahead);
+        if !map.has_tail() {
+            let entries = [map.place(cached).index..growth.code_blocks, 0..0];
+            return Self { growth, blocks, entries };
+        }
+        // The first row that is written among the codes, and the first in the tail.
+        let first_code = if cached < map.sinks() { cached } else { growth.tail_begin };
+        let tail_begin = map.tail_begin(len, growth.coded);
+        let codes = if first_code < tail_begin {
+            map.place(first_code).index..growth.code_blocks
+        } else {
+            0..0
+        };
+        let tail = if growth.tail_blocks > 0 {
+            let first = map.place_in(tail_begin.max(cached), growth.coded).index;
+            first..growth.code_blocks.saturating_add(growth.tail_blocks)
+        } else {
+            0..0
+        };
+        Self { growth, blocks, entries: [codes, tail] }
+    }
+
+    /// Slots of entry `index` that hold rows from before, in the places they keep.
+    pub(super) fn kept(&self, map: &SlotMap, index: u32, cached: u32) -> u32 {
+        let kept = if self.growth.seals() { self.growth.tail_begin } else { cached };
+        map.filled(index, kept, self.growth.coded_before)
+    }
+}
+
+/// A bound on the blocks a batch needs that costs nothing; above it they are counted.
+pub(super) fn demand_at_most<'a, Buf>(
+    group: &Group<Buf>,
+    entries: impl Iterator<Item = (&'a BatchEntry, &'a OpenEntry)>,
+) -> u32 {
+    let map = slot_map(group);
+    let (mut tokens, mut count) = (0_u32, 0_u32);
+    for (entry, detail) in entries {
+        tokens = tokens.saturating_add(entry.new_tokens).saturating_add(detail.lookahead);
+        count = count.saturating_add(1);
+    }
+    let rows = tokens.saturating_mul(map.wide_slots());
+    let blocks = rows.checked_div(block_size(group)).unwrap_or(u32::MAX);
+    let each = map.tail_blocks_max().saturating_mul(3).saturating_add(3);
+    blocks.saturating_add(count.saturating_mul(each))
+}
+
+/// Counts the blocks that a batch needs of one group.
+#[derive(Debug, Default)]
+pub(super) struct Demand {
+    pub(super) blocks: u32,
+    /// Rows of the batch that write a block others hold too.
+    writers: HashMap<BlockId, u32>,
+    /// Rows of the batch that let go of a block before any is written, because it leaves their
+    /// window.
+    leavers: HashMap<BlockId, u32>,
+}
+
+impl Demand {
+    /// Adds one sequence.
+    pub(super) fn add<Buf>(&mut self, group: &Group<Buf>, entry: &BatchEntry, lookahead: u32) {
+        if entry.new_tokens == 0 {
+            return;
+        }
+        let written = Written::new(group, entry, lookahead);
+        let row = group.tables.row(entry.row);
+        let new = written.blocks.saturating_sub(to_u32(row.len()));
+        self.blocks = self.blocks.saturating_add(new);
+        let growth = &written.growth;
+        let (begin, by) = (growth.code_blocks_before, growth.tail_blocks_before);
+        for at in written.entries.iter().cloned().flatten() {
+            // Where the entry is before the blocks of the tail go behind the others.
+            let at = if growth.seals() && at >= begin { at.saturating_add(by) } else { at };
+            if let Some(block) = row.get(to_usize(at)) {
+                self.share(&group.pool, *block);
+            }
+        }
+    }
+
+    /// Notes that a row lets go of a block before the batch writes.
+    pub(super) fn leave(&mut self, block: BlockId) {
+        let leavers = self.leavers.entry(block).or_default();
+        *leavers = leavers.saturating_add(1);
+    }
+
+    /// Blocks that all of their holders leave.
+    pub(super) fn left_by_all(&self, pool: &BlockPool) -> u32 {
+        let left = |(block, rows): &(&BlockId, &u32)| pool.holders(**block) == **rows;
+        to_u32(self.leavers.iter().filter(left).count())
+    }
+
+    fn share(&mut self, pool: &BlockPool, block: BlockId) {
+        let holders = pool.holders(block);
+        if holders < 2 {
+            return;
+        }
+        let leavers = self.leavers.get(&block).copied().unwrap_or(0);
+        let holders = holders.saturating_sub(leavers);
+        if holders < 2 {
+            return;
+        }
+        let writers = self.writers.entry(block).or_default();
+        *writers = writers.saturating_add(1);
+        // The last of the holders keeps it.
+        if *writers < holders {
+            self.blocks = self.blocks.saturating_add(1);
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! How a step that never happened is taken back.
+use crate::backend::Backend;
+use crate::cache::KvCache;
+use crate::ids::{BlockId, SequenceId};
+
+/// How to take back one change of an open step, last first.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Undo {
+    /// A block was appended.
+    Pushed { group: usize, row: u32 },
+    /// A block that others hold or may reuse was exchanged for a copy; `kept`: nobody else holds
+    /// it, so it stays held until the step ends.
+    Replaced { group: usize, row: u32, index: usize, old: BlockId, kept: bool },
+    /// The blocks of a tail went behind the others.
+    Rotated { group: usize, row: u32, begin: usize, by: usize },
+    /// A block was offered to the index; `is_new` where the index took it.
+    Stored { group: usize, row: u32, block: BlockId, is_new: bool },
+    /// A sequence began.
+    Started { sequence: SequenceId },
+}
+
+impl<B: Backend> KvCache<B> {
+    /// Takes back every change of the open step; nothing to do when none is open.
+    pub(crate) fn roll_back(&mut self) {
+        self.undo_to(0);
+        self.close();
+    }
+
+    /// Takes back the changes of the open step but for the first `keep`.
+    pub(super) fn undo_to(&mut self, keep: usize) {
+        while self.open.undo.len() > keep {
+            let Some(undo) = self.open.undo.pop() else {
+                break;
+            };
+            self.undo(undo);
+        }
+    }
+
+    fn undo(&mut self, undo: Undo) {
+        let index = match undo {
+            Undo::Started { sequence } => return self.unstart(sequence),
+            Undo::Pushed { group, .. }
+            | Undo::Replaced { group, .. }
+            | Undo::Rotated { group, .. }
+            | Undo::Stored { group, .. } => group,
+        };
+        let Some(group) = self.groups.get_mut(index) else {
+            return;
+        };
+        let freed = match undo {
+            Undo::Pushed { row, .. } => {
+                self.sequences.disown(row);
+                let block = group.tables.pop(row);
+                block.filter(|block| group.pool.release(*block))
+            }
+            Undo::Replaced { row, index: at, old, kept, .. } => {
+                self.sequences.disown(row);
+                if kept {
+                    self.open.kept.pop();
+                } else {
+                    group.pool.retain(old);
+                }
+                let copy = group.tables.replace(row, at, old).ok().flatten();
+                copy.filter(|copy| group.pool.release(*copy))
+            }
+            Undo::Rotated { row, begin, by, .. } => {
+                group.tables.rotate_back(row, begin, by);
+                None
+            }
+            Undo::Stored { row, block, is_new, .. } => {
+                if is_new {
+                    group.pool.forget(block, &mut self.ledger);
+                }
+                if let Some((state, history)) = self.sequences.both_mut(row) {
+                    state.store_at = 0;
+                    history.set_stored(index, history.stored(index).saturating_sub(1));
+                }
+                None
+            }
+            Undo::Started { .. } => None,
+        };
+        if let Some(block) = freed.filter(|_| self.spec.wipe_on_release()) {
+            self.unwiped.push((index, block));
+        }
+    }
+}
