@@ -59,7 +59,12 @@ impl History {
     }
 
     /// Begins as a copy of another sequence with `len` tokens.
-    pub(crate) fn fork_from(&mut self, parent: &Self, len: u32, ledger: &mut Ledger) {
+    pub(crate) fn fork_from(
+        &mut self,
+        parent: &Self,
+        (len, maps): (u32, &[SlotMap]),
+        ledger: &mut Ledger,
+    ) {
         self.space = parent.space;
         if let Some((id, _)) = self.space {
             ledger.namespaces_mut().enter(id);
@@ -71,6 +76,10 @@ impl History {
         self.retention.clone_from(&parent.retention);
         self.prompt_len = parent.prompt_len;
         self.keys.clone_from(&parent.keys);
+        // Further keys are of what the parent's prompt goes on with.
+        for (keys, map) in self.keys.iter_mut().zip(maps) {
+            keys.truncate(to_usize(map.full_blocks(to_u32(self.tokens.len()))));
+        }
         self.stored.clone_from(&parent.stored);
     }
 
