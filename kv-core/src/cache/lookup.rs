@@ -44,6 +44,19 @@ impl Found {
         }
     }
 
+    /// Blocks that have the further tokens, with their groups.
+    pub(super) fn donors(&self) -> impl Iterator<Item = (usize, BlockId)> + '_ {
+        let has_part = self.part > 0;
+        let donors = self.groups.iter().enumerate().filter(move |_| has_part);
+        donors.filter_map(|(index, found)| Some((index, found.donor?)))
+    }
+
+    /// Does without the further tokens.
+    pub(super) fn leave_part(&mut self) {
+        self.part = 0;
+        self.groups.iter_mut().for_each(|found| found.donor = None);
+    }
+
     /// Looks a prompt up; `limit` is the most tokens that may be taken.
     pub(super) fn search<Buf>(
         &mut self,
