@@ -51,12 +51,14 @@ fn shape(spec: &CacheSpec, layer: u16, plane: Plane) -> Result<[usize; 2], CaseE
     Ok([layout.num_kv_heads() as usize, layout.head_dim() as usize])
 }
 
-/// K or V of tokens: integers of 24 bits, so exact in f32.
+/// K or V of tokens: multiples of 2^-23 in -1..1, exact in f32.
 pub(crate) fn rows(names: &[Name], layer: u16, plane: Plane, width: usize) -> Vec<f32> {
     let salt = u64::from(layer) * 2 + u64::from(plane == Plane::Value);
     let row = |name: &Name| {
         let name = mix(*name, salt);
-        (0..width as u64).map(move |at| (mix(name, at) >> 40) as f32).collect::<Vec<_>>()
+        (0..width as u64)
+            .map(move |at| (mix(name, at) >> 40) as f32 / 8_388_608.0 - 1.0)
+            .collect::<Vec<_>>()
     };
     names.iter().flat_map(row).collect()
 }

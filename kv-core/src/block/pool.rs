@@ -196,6 +196,11 @@ impl BlockPool {
         if self.holders(block) == 0 {
             return false;
         }
+        // A block that another holder left behind unfull may be full by now: that says more.
+        if !is_partial && self.index.get(block).is_some_and(|entry| entry.is_partial) {
+            self.unindex(block, ledger);
+            self.policy.dropped(block);
+        }
         let inserted = self.index.insert_as(block, content, priority, is_partial);
         if inserted == Inserted::Refused {
             return false;

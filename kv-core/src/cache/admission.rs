@@ -1,7 +1,5 @@
 //! What a scheduler asks before it lets a sequence in, answered with the counts that allocation
 //! goes by.
-use hashbrown::HashMap;
-
 use crate::backend::Backend;
 use crate::cache::demand::Demand;
 use crate::cache::start::{Lookup, exhausted};
@@ -92,8 +90,10 @@ impl<B: Backend> KvCache<B> {
             let held = to_u32(blocks.iter(has_part).count());
             let idle = blocks.iter(has_part).flatten().filter(|block| group.pool.is_idle(*block));
             let idle = to_u32(idle.count());
-            // A block that somebody runs on is copied before it is written.
-            let copied = blocks.donor().filter(|block| has_part && !group.pool.is_idle(*block));
+            // A block that somebody runs on is copied before it is written. One that is taken over
+            // to its end, as the smaller blocks of another group may be, is not written.
+            let is_written = has_part && map.tokens(map.full_blocks(reused)) < reused;
+            let copied = blocks.donor().filter(|block| is_written && !group.pool.is_idle(*block));
             let needed = |new: u32, ahead: u32| {
                 let growth = Growth::new(&map, found.whole, reused, reused.saturating_add(new));
                 let ahead = reused.saturating_add(new).saturating_add(ahead);
@@ -141,7 +141,7 @@ impl<B: Backend> KvCache<B> {
             return Ok(BlockDemand { needed: 0, free: 0 });
         };
         let mut demand = Demand::default();
-        let mut leaving: HashMap<BlockId, u32> = HashMap::new();
+        let mut batch = Vec::with_capacity(inputs.len());
         for input in inputs {
             let (row, state) = self.sequences.get(input.sequence)?;
             let (new, queries) = input.counts()?;
@@ -152,18 +152,15 @@ impl<B: Backend> KvCache<B> {
             };
             let new_tokens = u32::try_from(new).map_err(too_many)?;
             let queries = u32::try_from(queries).map_err(too_many)?;
-            let entry = BatchEntry { row, cached: state.len, new_tokens, queries };
-            demand.add(group, &entry, input.details().lookahead);
+            batch.push(BatchEntry { row, cached: state.len, new_tokens, queries });
             if new_tokens > 0 {
-                for block in group.leaving(row, state.len) {
-                    let rows = leaving.entry(*block).or_default();
-                    *rows = rows.saturating_add(1);
-                }
+                group.leaving(row, state.len).iter().for_each(|block| demand.leave(*block));
             }
         }
-        // Blocks that all of their holders leave.
-        let left = leaving.iter().filter(|(block, rows)| group.pool.holders(**block) == **rows);
-        let free = group.pool.num_free().saturating_add(to_u32(left.count()));
+        for (entry, input) in batch.iter().zip(inputs) {
+            demand.add(group, entry, input.details().lookahead);
+        }
+        let free = group.pool.num_free().saturating_add(demand.left_by_all(&group.pool));
         Ok(BlockDemand { needed: demand.blocks, free })
     }
 

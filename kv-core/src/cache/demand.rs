@@ -79,6 +79,9 @@ pub(super) struct Demand {
     pub(super) blocks: u32,
     /// Rows of the batch that write a block others hold too.
     writers: HashMap<BlockId, u32>,
+    /// Rows of the batch that let go of a block before any is written, because it leaves their
+    /// window.
+    leavers: HashMap<BlockId, u32>,
 }
 
 impl Demand {
@@ -102,8 +105,25 @@ impl Demand {
         }
     }
 
+    /// Notes that a row lets go of a block before the batch writes.
+    pub(super) fn leave(&mut self, block: BlockId) {
+        let leavers = self.leavers.entry(block).or_default();
+        *leavers = leavers.saturating_add(1);
+    }
+
+    /// Blocks that all of their holders leave.
+    pub(super) fn left_by_all(&self, pool: &BlockPool) -> u32 {
+        let left = |(block, rows): &(&BlockId, &u32)| pool.holders(**block) == **rows;
+        to_u32(self.leavers.iter().filter(left).count())
+    }
+
     fn share(&mut self, pool: &BlockPool, block: BlockId) {
         let holders = pool.holders(block);
+        if holders < 2 {
+            return;
+        }
+        let leavers = self.leavers.get(&block).copied().unwrap_or(0);
+        let holders = holders.saturating_sub(leavers);
         if holders < 2 {
             return;
         }

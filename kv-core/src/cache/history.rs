@@ -59,7 +59,12 @@ impl History {
     }
 
     /// Begins as a copy of another sequence with `len` tokens.
-    pub(crate) fn fork_from(&mut self, parent: &Self, len: u32, ledger: &mut Ledger) {
+    pub(crate) fn fork_from(
+        &mut self,
+        parent: &Self,
+        (len, maps): (u32, &[SlotMap]),
+        ledger: &mut Ledger,
+    ) {
         self.space = parent.space;
         if let Some((id, _)) = self.space {
             ledger.namespaces_mut().enter(id);
@@ -71,6 +76,10 @@ impl History {
         self.retention.clone_from(&parent.retention);
         self.prompt_len = parent.prompt_len;
         self.keys.clone_from(&parent.keys);
+        // Further keys are of what the parent's prompt goes on with.
+        for (keys, map) in self.keys.iter_mut().zip(maps) {
+            keys.truncate(to_usize(map.full_blocks(to_u32(self.tokens.len()))));
+        }
         self.stored.clone_from(&parent.stored);
     }
 
@@ -153,6 +162,37 @@ impl History {
             key
         };
         Some(Content { key, parent, namespace, index, tokens, contents: &self.parts })
+    }
+
+    /// Shows the contents of the first `count` full blocks, one after another, until `go_on` has
+    /// enough.
+    pub(crate) fn each_full(
+        &mut self,
+        chain: usize,
+        map: &SlotMap,
+        count: u32,
+        mut go_on: impl FnMut(&Content<'_>) -> bool,
+    ) {
+        let plain = self.keys.get_mut(chain).filter(|_| map.is_plain() && self.contents.is_empty());
+        let (Some((namespace, root)), Some(keys)) = (self.space, plain) else {
+            (0..count).all(|index| self.full(chain, map, index).is_some_and(|c| go_on(&c)));
+            return;
+        };
+        // What nearly every prompt comes by.
+        let (mut parent, contents) = (root, &[][..]);
+        let blocks = self.tokens.chunks_exact(to_usize(map.block_size()).max(1));
+        for (index, tokens) in (0..count).zip(blocks) {
+            let known = keys.get(to_usize(index)).copied();
+            let key = known.unwrap_or_else(|| {
+                let key = parent.child(tokens, contents);
+                keys.push(key);
+                key
+            });
+            if !go_on(&Content { key, parent, namespace, index, tokens, contents }) {
+                return;
+            }
+            parent = key;
+        }
     }
 
     /// Makes the keys of the first `blocks` full blocks.

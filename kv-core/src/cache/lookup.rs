@@ -182,15 +182,14 @@ impl FoundBlocks {
     fn find_blocks<Buf>(&mut self, group: &Group<Buf>, history: &mut History, len: u32) {
         let map = slot_map(group);
         self.blocks.clear();
-        for index in 0..map.full_blocks(len) {
-            let Some(content) = history.full(group.chain, &map, index) else {
-                break;
-            };
-            match (group.pool.find(&content), group.window) {
-                (None, None) => break,
-                (found, _) => self.blocks.push(found),
+        let (blocks, may_lack) = (&mut self.blocks, group.window.is_some());
+        history.each_full(group.chain, &map, map.full_blocks(len), |content| {
+            let found = group.pool.find(content);
+            if found.is_some() || may_lack {
+                blocks.push(found);
             }
-        }
+            found.is_some() || may_lack
+        });
     }
 
     /// The longest prefix of at most `len` tokens that this group can serve.

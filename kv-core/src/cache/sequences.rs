@@ -111,7 +111,12 @@ impl Sequences {
         }
     }
     /// Makes the history of row `to` a copy of that of `from`, with `len` tokens.
-    pub(crate) fn fork_history(&mut self, (from, to): (u32, u32), len: u32, ledger: &mut Ledger) {
+    pub(crate) fn fork_history(
+        &mut self,
+        (from, to): (u32, u32),
+        known: (u32, &[SlotMap]),
+        ledger: &mut Ledger,
+    ) {
         if self.both_mut(from).is_none() {
             return;
         }
@@ -119,7 +124,7 @@ impl Sequences {
         let Ok([parent, child]) = pair else {
             return;
         };
-        child.fork_from(parent, len, ledger);
+        child.fork_from(parent, known, ledger);
         let known = child.known();
         if let Some(state) = self.at_mut(to) {
             state.known = known;

@@ -202,8 +202,8 @@ impl<B: Backend> KvCache<B> {
         options: &StartOptions<'_>,
     ) -> Result<(u32, u32), CacheError> {
         let Lookup { found, history } = lookup;
-        let reserving = self.groups.iter().filter(|_| options.reserve > 0);
-        for (index, group) in reserving.enumerate() {
+        let reserving = self.groups.iter().enumerate().filter(|_| options.reserve > 0);
+        for (index, group) in reserving {
             let map = slot_map(group);
             let needed = found.needed(index, group.window, &map);
             let taken = to_u32(needed.iter(found.part > 0).count());
@@ -265,7 +265,8 @@ impl<B: Backend> KvCache<B> {
         if let Some(state) = self.sequences.at_mut(row) {
             (state.certain, state.store_at) = (certain, store_at);
         }
-        self.sequences.fork_history((parent_row, row), len, &mut self.ledger);
+        let known = (len, self.chains.as_slice());
+        self.sequences.fork_history((parent_row, row), known, &mut self.ledger);
         self.sequences.disown(parent_row);
         for group in &mut self.groups {
             let coded = group.tables.coded(parent_row);

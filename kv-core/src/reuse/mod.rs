@@ -2,6 +2,8 @@
 mod index;
 mod key;
 mod namespace;
+#[cfg(test)]
+mod tests;
 
 pub use index::{Content, IndexedBlock, Inserted, PrefixIndex, Removed};
 pub use key::{BlockContent, BlockKey, ContentSpan};

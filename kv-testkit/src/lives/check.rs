@@ -213,8 +213,12 @@ impl<B: Device> Life<B> {
         let group = |group: &kv_core::GroupSpec| {
             format!("{}x{} {:?}", group.num_blocks(), group.block_size(), group.window())
         };
+        let trace = self.trace.iter().flatten();
+        let last: Vec<_> = trace.rev().take(40).map(String::as_str).collect();
         format!(
-            "groups {:?}, {:?}, {:?}, lengths {:?}",
+            "{}\noperation {}, groups {:?}, {:?}, {:?}, lengths {:?}",
+            last.into_iter().rev().collect::<Vec<_>>().join("\n"),
+            self.lived.operations,
             groups.map(group).collect::<Vec<_>>(),
             self.spec.prefix_reuse(),
             self.spec.publish_at(),

@@ -10,6 +10,7 @@ mod choose;
 mod play;
 mod step;
 
+use kv_core::eviction::Eviction;
 use kv_core::{CacheSpec, KvCache, KvFormat, Pin, PrefixReuse, PublishAt, SequenceId};
 
 use crate::case::{At, CaseError};
@@ -74,6 +75,8 @@ struct Life<B: Device> {
     consumer: Consumer,
     next_id: u64,
     lived: Lived,
+    /// What happened, where it is wanted.
+    trace: Option<Vec<String>>,
 }
 
 /// Lives by `bytes`; with none left, ends everything and looks for leaks.
@@ -93,6 +96,18 @@ pub fn live_in<B: Device>(
     bytes: &[u8],
     num_blocks: Option<u32>,
 ) -> Result<Lived, CaseError> {
+    live_told(backend, bytes, num_blocks, false).or_else(|error| {
+        // Once more, to tell how it came to this.
+        live_told(backend, bytes, num_blocks, true).and(Err(error))
+    })
+}
+
+fn live_told<B: Device>(
+    backend: &B,
+    bytes: &[u8],
+    num_blocks: Option<u32>,
+    is_told: bool,
+) -> Result<Lived, CaseError> {
     let mut bytes = Bytes::new(bytes);
     let spec = geometry(&mut bytes, num_blocks)?;
     let mut life = Life {
@@ -105,15 +120,12 @@ pub fn live_in<B: Device>(
         consumer: Consumer::default(),
         next_id: 0,
         lived: Lived::default(),
+        trace: is_told.then(Vec::new),
     };
     while !bytes.is_empty() {
-        let number = life.lived.operations;
-        let name = life.operate(&mut bytes).at(format!("operation {number}"));
-        let name = name.at(life.describe())?;
+        let done = life.operate(&mut bytes).and_then(|()| life.check());
+        done.map_err(|error| error.at(life.describe()))?;
         life.lived.operations += 1;
-        let place = || format!("after operation {number}, {name}, {}", life.describe());
-        let place = place();
-        life.check().at(place)?;
     }
     life.end().at("at the end")?;
     Ok(life.lived)
@@ -135,6 +147,7 @@ fn geometry(bytes: &mut Bytes<'_>, num_blocks: Option<u32>) -> Result<CacheSpec,
     let (kind, window) = (bytes.below(6), bytes.below(10));
     let events = bytes.pick(&[64, 0, 1, 3, 8]) as usize;
     let rest = bytes.next();
+    let eviction = bytes.pick(&Eviction::ALL);
     let layers = if kind < 3 { 1 } else { 2 };
     let spec = CacheSpec::builder().layers(layers).kv_heads(1).head_dim(2).format(KvFormat::F32);
     let spec = spec.paged(block_size, blocks);
@@ -150,7 +163,12 @@ fn geometry(bytes: &mut Bytes<'_>, num_blocks: Option<u32>) -> Result<CacheSpec,
                 .sink_tokens(u32::from(rest >> 6))
         }),
     };
-    let spec = spec.prefix_reuse(reuse).publish_at(publish_at).events(events).max_seq_len(40);
+    let spec = spec
+        .prefix_reuse(reuse)
+        .publish_at(publish_at)
+        .eviction(eviction)
+        .events(events)
+        .max_seq_len(40);
     Ok(spec.wipe_on_release(rest.is_multiple_of(4)).max_sequences(6).build()?)
 }
 

@@ -12,22 +12,30 @@ use crate::named;
 const PROMPTS: usize = 6;
 
 impl<B: Device> Life<B> {
-    /// Runs the next operation; its name.
-    pub(super) fn operate(&mut self, bytes: &mut Bytes<'_>) -> Result<&'static str, CaseError> {
+    /// Runs the next operation.
+    pub(super) fn operate(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let kind = bytes.below(20);
         if self.sequences.is_empty() && kind > 4 && kind < 16 {
-            return self.start(bytes).map(|()| "start");
+            return self.start(bytes);
         }
         match kind {
-            0..=4 => self.start(bytes).map(|()| "start"),
-            5..=10 => self.step(bytes).map(|()| "step"),
-            11 => self.fork(bytes).map(|()| "fork"),
-            12 | 13 => self.truncate(bytes).map(|()| "truncate"),
-            14 | 15 => self.leave(bytes).map(|()| "release"),
-            16 => self.pin(bytes).map(|()| "pin"),
-            17 => self.unpin(bytes).map(|()| "unpin"),
-            18 => self.forget(bytes).map(|()| "forget"),
-            _ => self.reset(bytes).map(|()| "reset"),
+            0..=4 => self.start(bytes),
+            5..=10 => self.step(bytes),
+            11 => self.fork(bytes),
+            12 | 13 => self.truncate(bytes),
+            14 | 15 => self.leave(bytes),
+            16 => self.pin(bytes),
+            17 => self.unpin(bytes),
+            18 => self.forget(bytes),
+            _ => self.reset(bytes),
+        }
+    }
+
+    /// Notes what is about to happen.
+    pub(super) fn tell(&mut self, what: impl FnOnce() -> String) {
+        let number = self.lived.operations;
+        if let Some(trace) = &mut self.trace {
+            trace.push(format!("{number}: {}", what()));
         }
     }
 
@@ -82,6 +90,7 @@ impl<B: Device> Life<B> {
     fn start(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let (prompt, options) = self.prompt(bytes);
         let (id, before) = (self.new_id(), self.see());
+        self.tell(|| format!("start {id}, {prompt:?}, {options:?}"));
         let probed = self.cache.probe(&prompt, options.all());
         // The last token is computed, and a pool of that many blocks can hold no more.
         ensure(probed <= prompt.len().saturating_sub(1), || format!("{probed} tokens found"))?;
@@ -120,7 +129,9 @@ impl<B: Device> Life<B> {
         }
         self.check().at("started")?;
         let fits = self.first_step(chunk, ahead)?;
-        same("a first step fits, and was admitted", fits, admitted.is_ok())?;
+        ensure(fits == admitted.is_ok(), || {
+            format!("a first step of {chunk} fits: {fits}, behind {reused}: {admitted:?}")
+        })?;
         if let Ok(tokens) = admitted {
             same("check_admission and start", tokens, reused)?;
         }
@@ -130,6 +141,7 @@ impl<B: Device> Life<B> {
     fn fork(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let parent = self.sequences[bytes.index(self.sequences.len())].clone();
         let (id, before) = (self.new_id(), self.see());
+        self.tell(|| format!("fork {} to {id}", parent.id));
         match self.cache.fork(parent.id, id) {
             Ok(()) => {
                 let prompt = Vec::new();
@@ -148,8 +160,9 @@ impl<B: Device> Life<B> {
         let at = bytes.index(self.sequences.len());
         let before = self.see();
         let has_window = self.spec.groups().iter().any(|group| group.window().is_some());
+        let (id, len) = (self.sequences[at].id, bytes.index(self.sequences[at].names.len() + 1));
+        self.tell(|| format!("truncate {id} to {len}"));
         let sequence = &mut self.sequences[at];
-        let len = bytes.index(sequence.names.len() + 1);
         match self.cache.truncate(sequence.id, len as u32) {
             Ok(()) => {
                 sequence.tokens.truncate(len);
@@ -168,6 +181,7 @@ impl<B: Device> Life<B> {
     /// Releases a sequence or preempts it; what it offered stays to be found.
     fn leave(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let sequence = self.sequences.remove(bytes.index(self.sequences.len()));
+        self.tell(|| format!("end {}", sequence.id));
         if bytes.one_in(3) {
             Ok(self.cache.preempt(sequence.id)?)
         } else {
@@ -178,6 +192,7 @@ impl<B: Device> Life<B> {
     fn pin(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let (prompt, options) = self.prompt(bytes);
         if self.pins.len() < 3 {
+            self.tell(|| format!("pin {prompt:?}, {options:?}"));
             let pin = self.cache.pin_prefix(&prompt, options.naming());
             ensure(pin.tokens as usize <= prompt.len(), || format!("{pin:?}"))?;
             self.pins.push(pin);
@@ -191,12 +206,14 @@ impl<B: Device> Life<B> {
             return Ok(());
         }
         let pin = self.pins.remove(bytes.index(self.pins.len()));
+        self.tell(|| format!("unpin {pin:?}"));
         ensure(self.cache.unpin(pin.id)?, || format!("{pin:?} was not pinned"))?;
         ensure(!self.cache.unpin(pin.id)?, || format!("{pin:?} was pinned twice"))
     }
 
     fn forget(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let kind = bytes.below(3);
+        self.tell(|| format!("forget in way {kind}"));
         if kind == 0 && !self.sequences.is_empty() {
             let at = bytes.index(self.sequences.len());
             let sequence = &mut self.sequences[at];
@@ -217,6 +234,7 @@ impl<B: Device> Life<B> {
 
     /// Gives up what is cached, which nobody may hold.
     fn reset(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
+        self.tell(|| "reset".to_owned());
         if bytes.one_in(4) {
             for sequence in std::mem::take(&mut self.sequences) {
                 self.cache.release(sequence.id)?;

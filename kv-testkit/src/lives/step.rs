@@ -120,6 +120,9 @@ impl<B: Device> Life<B> {
         let (fits, left) = self.demand(&inputs)?;
         let before = self.see();
         let late = self.late(bytes, &entries);
+        if let Some(trace) = &mut self.trace {
+            trace.push(format!("step {inputs:?}, then {late:?}, {finish:?}, fits: {fits}"));
+        }
         let spec = self.spec.clone();
         if !fits {
             let refused = self.cache.begin_step(&inputs).map(drop);
@@ -215,6 +218,7 @@ impl<B: Device> Life<B> {
 }
 
 /// Joins an open step.
+#[derive(Debug)]
 enum Late {
     Add(Entry),
     Start(SequenceId, Vec<u32>, Options),

@@ -14,6 +14,7 @@ mod lives;
 mod quant;
 mod queue;
 mod random;
+mod reuse;
 mod segments;
 mod unseen;
 mod write;
@@ -47,6 +48,7 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         quant::cases(),
         random::cases(),
         lives::cases(),
+        reuse::cases(),
     ];
     areas.into_iter().flatten().collect()
 }

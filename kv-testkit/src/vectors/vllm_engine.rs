@@ -2,6 +2,7 @@
 use std::collections::BTreeMap;
 
 use kv_core::block::BlockPool;
+use kv_core::eviction::Eviction;
 use kv_core::{
     Admission, CacheError, CacheSpec, GroupId, KvCache, KvFormat, PrefixReuse, PublishAt,
     SequenceId, StartOptions, Stats, StepInput,
@@ -88,7 +89,10 @@ impl<B: Device> Engine<B> {
                 spec = spec.group([layer], |group| group);
             }
         }
-        let spec = spec.prefix_reuse(PrefixReuse::FullBlocks).publish_at(PublishAt::Begin);
+        let spec = spec
+            .prefix_reuse(PrefixReuse::FullBlocks)
+            .publish_at(PublishAt::Begin)
+            .eviction(Eviction::Lru);
         let spec = spec.events(if config.events { 1 << 16 } else { 0 });
         let spec = spec.build()?;
         // Groups that list their layers come behind the others.

@@ -1,5 +1,6 @@
 //! What sequences take over from each other, on a device that computes nothing.
 use super::*;
+use crate::eviction::Eviction;
 use crate::{PrefixReuse, PublishAt};
 
 fn cache_with(
@@ -12,7 +13,8 @@ fn cache_with(
 
 fn full_blocks(num_blocks: u32) -> KvCache<NullBackend> {
     cache_with(num_blocks, |spec| {
-        spec.prefix_reuse(PrefixReuse::FullBlocks).publish_at(PublishAt::Begin)
+        let spec = spec.prefix_reuse(PrefixReuse::FullBlocks).publish_at(PublishAt::Begin);
+        spec.eviction(Eviction::Lru)
     })
 }
 
