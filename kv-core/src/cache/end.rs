@@ -137,7 +137,12 @@ impl<B: Backend> KvCache<B> {
             let map = slot_map(group);
             let coded = map.coded_truncated(group.tables.coded(row), len);
             group.tables.set_coded(row, coded);
-            let keep = map.blocks_in(len, coded).max(map.blocks_reserved(reserved));
+            let needed = map.blocks_in(len, coded);
+            // Reserved entries that fell out of a window are no blocks any more: what comes anew
+            // gets others.
+            let is_left = group.vacant(row).end > needed;
+            let reserved = if is_left { 0 } else { map.blocks_reserved(reserved) };
+            let keep = needed.max(reserved);
             self.shorten(index, row, to_usize(keep));
         }
     }

@@ -19,6 +19,9 @@ use crate::device::Device;
 use crate::named::Name;
 use choose::{Bytes, Options};
 
+/// Set, each operation is written to standard error before it runs: for panics and hangs.
+const TRACE: &str = "KV_CONFORMANCE_TRACE";
+
 /// What happened in one life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Lived {
@@ -96,7 +99,8 @@ pub fn live_in<B: Device>(
     bytes: &[u8],
     num_blocks: Option<u32>,
 ) -> Result<Lived, CaseError> {
-    live_told(backend, bytes, num_blocks, false).or_else(|error| {
+    let is_told = std::env::var_os(TRACE).is_some();
+    live_told(backend, bytes, num_blocks, is_told).or_else(|error| {
         // Once more, to tell how it came to this.
         live_told(backend, bytes, num_blocks, true).and(Err(error))
     })

@@ -1,4 +1,6 @@
 //! Operations outside a step.
+use std::io::Write;
+
 use kv_core::eviction::Priority;
 use kv_core::{CacheError, PlanError, PrefixReuse, SequenceId};
 
@@ -35,7 +37,11 @@ impl<B: Device> Life<B> {
     pub(super) fn tell(&mut self, what: impl FnOnce() -> String) {
         let number = self.lived.operations;
         if let Some(trace) = &mut self.trace {
-            trace.push(format!("{number}: {}", what()));
+            let line = format!("{number}: {}", what());
+            if std::env::var_os(super::TRACE).is_some() {
+                let _ = writeln!(std::io::stderr(), "{line}");
+            }
+            trace.push(line);
         }
     }
 

@@ -120,8 +120,9 @@ impl<B: Device> Life<B> {
         let (fits, left) = self.demand(&inputs)?;
         let before = self.see();
         let late = self.late(bytes, &entries);
-        if let Some(trace) = &mut self.trace {
-            trace.push(format!("step {inputs:?}, then {late:?}, {finish:?}, fits: {fits}"));
+        if self.trace.is_some() {
+            let what = format!("step {inputs:?}, then {late:?}, {finish:?}, fits: {fits}");
+            self.tell(|| what);
         }
         let spec = self.spec.clone();
         if !fits {
