@@ -33,6 +33,16 @@ pub struct SlotMap {
     /// Wide rows that fit one block.
     per_block: u32,
     tail: bool,
+    /// Logarithm of a block size that is a power of two, [`NO_SHIFT`] for any other: a division is
+    /// what a step would spend most of its time on.
+    shift: u8,
+}
+
+const NO_SHIFT: u8 = u8::MAX;
+
+fn shift_of(block_size: u32) -> u8 {
+    let log = u8::try_from(block_size.trailing_zeros()).unwrap_or(NO_SHIFT);
+    if block_size.is_power_of_two() { log } else { NO_SHIFT }
 }
 
 /// Where one token lies.
@@ -50,7 +60,8 @@ pub struct Place {
 impl SlotMap {
     /// A slot for every token.
     pub(crate) fn plain(block_size: u32) -> Self {
-        Self { block_size, sinks: 0, wide_slots: 1, per_block: block_size, tail: false }
+        let shift = shift_of(block_size);
+        Self { block_size, sinks: 0, wide_slots: 1, per_block: block_size, tail: false, shift }
     }
 
     /// `sinks` first tokens, and the tail if asked for, that take `wide_slots` slots each; one slot
@@ -76,7 +87,8 @@ impl SlotMap {
             );
             return Err(SpecError::Conflict { what: "sinks", problem });
         }
-        Ok(Self { block_size, sinks, wide_slots, per_block, tail })
+        let shift = shift_of(block_size);
+        Ok(Self { block_size, sinks, wide_slots, per_block, tail, shift })
     }
 
     pub(crate) fn block_size(&self) -> u32 {
@@ -123,7 +135,9 @@ impl SlotMap {
     /// Blocks that hold `tokens` tokens without a tail.
     #[inline]
     pub fn blocks(&self, tokens: u32) -> u32 {
-        self.slots(tokens).div_ceil(self.block_size)
+        let slots = self.slots(tokens);
+        let whole = self.whole_blocks(slots);
+        whole.saturating_add(u32::from(whole.saturating_mul(self.block_size) < slots))
     }
 
     /// The most blocks of one tail.
@@ -162,7 +176,14 @@ impl SlotMap {
     /// Blocks that the first `tokens` tokens fill.
     #[inline]
     pub fn full_blocks(&self, tokens: u32) -> u32 {
-        self.slots(tokens).checked_div(self.block_size).unwrap_or(0)
+        self.whole_blocks(self.slots(tokens))
+    }
+
+    /// How often a block's slots go into `slots`.
+    #[inline]
+    fn whole_blocks(&self, slots: u32) -> u32 {
+        let slow = || slots.checked_div(self.block_size).unwrap_or(0);
+        slots.checked_shr(self.shift.into()).unwrap_or_else(slow)
     }
 
     /// Where token `position` lies once it is a code, or as a sink.

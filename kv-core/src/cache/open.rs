@@ -32,6 +32,8 @@ pub(super) struct OpenStep {
     /// Number of this step, to mark sequences with.
     number: u64,
     pub(super) batch: Vec<BatchEntry>,
+    /// Rows of the entries, and of those of a longer batch before.
+    rows: Vec<u32>,
     /// What else is known of the batch, entry by entry.
     pub(super) entries: Vec<OpenEntry>,
     /// Plans, by group.
@@ -59,6 +61,7 @@ impl OpenStep {
             is_open: false,
             number: 0,
             batch: Vec::new(),
+            rows: Vec::new(),
             entries: Vec::new(),
             growing: Vec::new(),
             kept: Vec::new(),
@@ -185,7 +188,10 @@ impl<B: Backend> KvCache<B> {
         let max = self.spec.max_seq_len();
         for input in inputs {
             let sequence = input.sequence;
-            let (row, state) = self.sequences.mark(sequence, self.open.number)?;
+            // Batches follow each other in the same order, mostly.
+            let place = self.open.batch.len();
+            let guess = self.open.rows.get(place).copied().unwrap_or(0);
+            let (row, state) = self.sequences.mark(sequence, guess, self.open.number)?;
             let (len, own_end) = (state.len, state.own_end);
             let (new, queries) = input.counts()?;
             let kv_len = u64::from(len).saturating_add(new);
@@ -200,11 +206,15 @@ impl<B: Backend> KvCache<B> {
                 // Tokens of a step that never happens are no harm: the next ones replace them.
                 self.sequences.note(row, len, input.ids(), &self.chains);
                 if kv_len.saturating_add(u64::from(details.lookahead)) > u64::from(own_end) {
-                    self.open.growing.push(self.open.batch.len());
+                    self.open.growing.push(place);
                 }
             }
             self.open.batch.push(BatchEntry { row, cached: len, new_tokens, queries });
             self.open.entries.push(details);
+            match self.open.rows.get_mut(place) {
+                Some(known) => *known = row,
+                None => self.open.rows.push(row),
+            }
             // Query i stands at kv_len - queries + i; queries beyond the keys stand at 0.
             let first = len.saturating_add(new_tokens).saturating_sub(queries);
             if self.has_windows && queries > new_tokens {

@@ -1,4 +1,6 @@
 //! The sequences of a cache: names, lengths, and the table row each owns.
+use std::num::NonZeroU8;
+
 use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
 
@@ -11,6 +13,7 @@ use crate::slot_map::SlotMap;
 
 /// What the cache knows of one sequence.
 #[derive(Debug, Clone, Copy)]
+#[repr(align(64))]
 pub(crate) struct Sequence {
     /// Committed tokens.
     pub(crate) len: u32,
@@ -30,30 +33,37 @@ pub(crate) struct Sequence {
     /// The last tokens noted, before they go to the history in one piece: a decode step then
     /// touches nothing else.
     recent: [u32; RECENT],
-    num_recent: u8,
+    /// One more than there are in `recent`: the value that is never there tells a free row.
+    recent_end: NonZeroU8,
 }
 
-/// Tokens that wait to go to the history.
-const RECENT: usize = 15;
+/// Tokens that wait to go to the history: as many as fill a cache line with the rest.
+const RECENT: usize = 6;
+const _: () = assert!(size_of::<Option<Sequence>>() == 64, "a step touches one line a sequence");
 
 impl Sequence {
     /// Notes one token behind those known; `false` when there is no room or a gap.
     #[inline]
     fn note(&mut self, position: u32, token: u32) -> bool {
-        let slot = self.recent.get_mut(usize::from(self.num_recent));
+        let end = self.num_recent();
+        let slot = self.recent.get_mut(end);
         let Some(slot) = slot.filter(|_| position == self.known) else {
             return false;
         };
         *slot = token;
-        self.num_recent = self.num_recent.saturating_add(1);
+        self.recent_end = self.recent_end.saturating_add(1);
         self.known = self.known.saturating_add(1);
         true
     }
 
     fn flush(&mut self, history: &mut History) {
-        let recent = self.recent.get(..usize::from(self.num_recent)).unwrap_or_default();
+        let recent = self.recent.get(..self.num_recent()).unwrap_or_default();
         history.push(recent);
-        self.num_recent = 0;
+        self.recent_end = NonZeroU8::MIN;
+    }
+
+    fn num_recent(&self) -> usize {
+        usize::from(self.recent_end.get()).saturating_sub(1)
     }
 }
 
@@ -61,6 +71,8 @@ impl Sequence {
 #[derive(Debug, Default)]
 pub(crate) struct Sequences {
     rows: HashMap<SequenceId, u32>,
+    /// Who has each row.
+    ids: Vec<Option<SequenceId>>,
     states: Vec<Option<Sequence>>,
     histories: Vec<History>,
     free: Vec<u32>,
@@ -166,11 +178,15 @@ impl Sequences {
             return Err(PlanError::SequenceExists { sequence: id });
         };
         let row = self.free.pop().unwrap_or_else(|| {
+            self.ids.push(None);
             self.states.push(None);
             self.histories.push(History::default());
             to_u32(self.states.len().saturating_sub(1))
         });
         vacant.insert(row);
+        if let Some(name) = self.ids.get_mut(to_usize(row)) {
+            *name = Some(id);
+        }
         if let Some(state) = self.states.get_mut(to_usize(row)) {
             *state = Some(Sequence {
                 len,
@@ -181,7 +197,7 @@ impl Sequences {
                 mark: 0,
                 known: 0,
                 recent: [0; RECENT],
-                num_recent: 0,
+                recent_end: NonZeroU8::MIN,
             });
         }
         Ok(row)
@@ -190,6 +206,9 @@ impl Sequences {
         if let Some(row) = self.rows.remove(&id) {
             if let Some(state) = self.states.get_mut(to_usize(row)) {
                 *state = None;
+            }
+            if let Some(name) = self.ids.get_mut(to_usize(row)) {
+                *name = None;
             }
             self.free.push(row);
         }
@@ -202,14 +221,17 @@ impl Sequences {
         }
     }
 
-    /// Finds a sequence for step `step` and refuses a second mention in the same step.
+    /// Finds a sequence for step `step` and refuses a second mention in the same step. `guess`: its
+    /// row, most likely, which saves the search.
     #[inline]
     pub(crate) fn mark(
         &mut self,
         id: SequenceId,
+        guess: u32,
         step: u64,
     ) -> Result<(u32, &Sequence), PlanError> {
-        let row = self.row(id)?;
+        let is_right = self.ids.get(to_usize(guess)) == Some(&Some(id));
+        let row = if is_right { guess } else { self.row(id)? };
         let state = self.at_mut(row).ok_or(PlanError::UnknownSequence { sequence: id })?;
         if state.mark == step {
             return Err(PlanError::DuplicateSequence { sequence: id });

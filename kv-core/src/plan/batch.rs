@@ -177,7 +177,8 @@ impl PlanBuffers {
         let kv_len = sum(entry.cached, entry.new_tokens)?;
         let table = tables.row(entry.row);
         let (map, block_size) = (layout.slot_map(), layout.block_size());
-        let growth = Growth::new(map, tables.coded(entry.row), entry.cached, kv_len);
+        let coded = if map.has_tail() { tables.coded(entry.row) } else { 0 };
+        let growth = Growth::new(map, coded, entry.cached, kv_len);
         if to_usize(growth.blocks()) > table.len() {
             let blocks = table.len();
             return Err(PlanError::TableTooShort { index, tokens: kv_len, blocks, block_size });
@@ -185,7 +186,7 @@ impl PlanBuffers {
         let total_q = sum(self.total_q, entry.queries)?;
         let total_new = sum(self.total_new, entry.new_tokens)?;
         if map.is_plain() {
-            self.claim_plain(table, block_size, (entry.cached, kv_len))?;
+            self.claim_plain(table, map, (entry.cached, kv_len))?;
         } else {
             self.claim_places(table, map, &growth, (entry.cached, kv_len))?;
         }
@@ -213,13 +214,13 @@ impl PlanBuffers {
     fn claim_plain(
         &mut self,
         table: &[BlockId],
-        block_size: u32,
+        map: &SlotMap,
         (cached, kv_len): (u32, u32),
     ) -> Result<(), PlanError> {
+        let block_size = map.block_size();
         let mut position = cached;
         while position < kv_len {
-            // `block_size` is at least 1, by the layout's constructor.
-            let index = position.checked_div(block_size).unwrap_or(0);
+            let index = map.full_blocks(position);
             let begin = index.saturating_mul(block_size);
             let end = begin.saturating_add(block_size).min(kv_len);
             let block = table.get(to_usize(index)).map_or(0, |block| block.0);

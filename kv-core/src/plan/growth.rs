@@ -30,6 +30,7 @@ pub(crate) struct Growth {
 
 impl Growth {
     /// From `cached` tokens, of which the tables say that `coded` are codes, to `kv_len`.
+    #[inline]
     pub(crate) fn new(map: &SlotMap, coded: u32, cached: u32, kv_len: u32) -> Self {
         if !map.has_tail() {
             // Every sequence of every step comes by here, and most caches have no tail.
@@ -43,6 +44,10 @@ impl Growth {
                 tail_blocks: 0,
             };
         }
+        Self::with_tail(map, coded, cached, kv_len)
+    }
+
+    fn with_tail(map: &SlotMap, coded: u32, cached: u32, kv_len: u32) -> Self {
         let coded_before = coded.min(cached);
         let coded = map.coded_after(coded_before, kv_len);
         Self {
