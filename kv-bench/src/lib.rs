@@ -3,6 +3,7 @@
 pub mod life;
 
 use kv::backend::Backend;
+pub use kv::eviction::Eviction;
 use kv::{
     BlockOrder, CacheSpec, Error, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
     StepInput, TensorView,

@@ -2,13 +2,14 @@
 use std::time::{Duration, Instant};
 
 use kv::backend::NullBackend;
+use kv::eviction::Eviction;
 use kv::{CacheSpec, Error, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView};
 
 use crate::{BLOCK_SIZE, values};
 
 /// A cache of one layer that stores nothing.
-fn cache(num_blocks: u32) -> Result<KvCache<NullBackend>, Error> {
-    let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2);
+fn cache(num_blocks: u32, eviction: Eviction) -> Result<KvCache<NullBackend>, Error> {
+    let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).eviction(eviction);
     Ok(KvCache::new(NullBackend::new(), spec.paged(BLOCK_SIZE, num_blocks).build()?)?)
 }
 
@@ -31,6 +32,7 @@ fn feed(
 pub struct Decode {
     cache: KvCache<NullBackend>,
     num_blocks: u32,
+    eviction: Eviction,
     ids: Vec<SequenceId>,
     rows: Vec<f32>,
     context: u32,
@@ -42,13 +44,14 @@ impl Decode {
     ///
     /// # Errors
     /// The cache's own.
-    pub fn new(sequences: u32, context: u32) -> Result<Self, Error> {
+    pub fn new(sequences: u32, context: u32, eviction: Eviction) -> Result<Self, Error> {
         // Room for as many tokens again before they start anew.
         let blocks = context.saturating_mul(2).div_ceil(BLOCK_SIZE).saturating_add(1);
         let num_blocks = blocks.saturating_mul(sequences);
         let mut decode = Self {
-            cache: cache(num_blocks)?,
+            cache: cache(num_blocks, eviction)?,
             num_blocks,
+            eviction,
             ids: (0..u64::from(sequences)).map(SequenceId).collect(),
             rows: values(u64::from(sequences).saturating_mul(2)),
             context,
@@ -60,7 +63,7 @@ impl Decode {
 
     fn restart(&mut self) -> Result<(), Error> {
         // An empty pool: what evictions cost is measured apart.
-        self.cache = cache(self.num_blocks)?;
+        self.cache = cache(self.num_blocks, self.eviction)?;
         let prompt: Vec<u32> = (0..self.context).collect();
         for (id, short) in self.ids.iter().zip((0..16_usize).cycle()) {
             // Nothing is shared: every prompt has a salt of its own.
@@ -107,9 +110,9 @@ impl Hit {
     ///
     /// # Errors
     /// The cache's own.
-    pub fn new(blocks: u32, others: u32) -> Result<Self, Error> {
+    pub fn new(blocks: u32, others: u32, eviction: Eviction) -> Result<Self, Error> {
         let all = blocks.saturating_add(1).saturating_mul(others.saturating_add(1));
-        let mut cache = cache(all)?;
+        let mut cache = cache(all, eviction)?;
         let len = blocks.saturating_mul(BLOCK_SIZE).saturating_add(1);
         let prompts = (0..=others).map(|n| n.wrapping_mul(65_537));
         let prompts = prompts.map(|first| (first..first.saturating_add(len)).collect::<Vec<_>>());
@@ -149,8 +152,8 @@ impl Full {
     ///
     /// # Errors
     /// The cache's own.
-    pub fn new(num_blocks: u32) -> Result<Self, Error> {
-        let mut full = Self { cache: cache(num_blocks)?, next: 0 };
+    pub fn new(num_blocks: u32, eviction: Eviction) -> Result<Self, Error> {
+        let mut full = Self { cache: cache(num_blocks, eviction)?, next: 0 };
         for _ in 0..num_blocks.div_ceil(64).saturating_add(1) {
             full.turn()?;
         }

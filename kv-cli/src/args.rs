@@ -4,7 +4,8 @@ mod replay;
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use kv::Device;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
@@ -42,6 +43,9 @@ pub(crate) enum Command {
   kv generate --prompt 'Once upon a time'
   kv generate --prompts prompts.txt --max-batch 16 --paged 16,256 --json
   kv generate --compare --max-new-tokens 256
+  kv generate --prompts chats.txt --no-reuse
+  kv generate --beams 4 --length-penalty 0.8 --prompt 'Lily and Ben'
+  kv generate --draft-tokens 6 --paged 8,128
   kv generate --format l4,calib=calib.safetensors
   kv generate --model smollm2.gguf --tokenizer tokenizer.json --temperature 0.8 --seed 7"
 )]
@@ -114,14 +118,31 @@ pub(crate) struct GenerateArgs {
     #[arg(long)]
     pub(crate) no_cache: bool,
 
-    /// Do not reuse cached prompt prefixes. Accepted, and without effect so far: nothing is reused
-    /// yet
+    /// Compute every prompt whole. Without this a prompt takes over the longest prefix that is
+    /// cached of the others, and prompts that arrive together compute what they share once
     #[arg(long)]
     pub(crate) no_reuse: bool,
 
-    /// Run paged, contiguous and uncached at several lengths and print what was measured; tokens
-    /// after an end of text are generated too, so that all runs do the same work
-    #[arg(long, conflicts_with_all = ["no_cache", "contiguous"])]
+    /// Beam search: go on from the N most likely texts at once, as forks that share their blocks,
+    /// until N texts have ended or are --max-new-tokens long; the best one is printed, all are in
+    /// the JSON object. Without sampling (--temperature) and guesses (--draft-tokens)
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_1)]
+    pub(crate) beams: u32,
+
+    /// With --beams: texts are ranked by log-probability / length^A; above 1 favours long ones
+    #[arg(long, value_name = "A", default_value = "1", value_parser = finite)]
+    pub(crate) length_penalty: f64,
+
+    /// Guess up to N next tokens of each sequence from its own text (what followed its last words
+    /// before) and check them all in one step. The text stays the same, with --temperature too;
+    /// formats of few bits may turn a close call, as they may in a batch of another size
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) draft_tokens: u32,
+
+    /// Run paged, contiguous and uncached at several lengths, then a second request behind a long
+    /// system prompt with and without reuse, and print what was measured; tokens after an end of
+    /// text are generated too, so that all runs do the same work
+    #[arg(long, conflicts_with_all = ["no_cache", "contiguous", "no_reuse"])]
     pub(crate) compare: bool,
 
     /// Print one JSON object instead of text
@@ -193,6 +214,38 @@ fn at_least_1(text: &str) -> Result<u32, String> {
     }
 }
 
+impl Cli {
+    /// Refuses options that exclude each other by their values.
+    pub(crate) fn checked(self) -> Result<Self, clap::Error> {
+        let Command::Generate(args) = &self.command else {
+            return Ok(self);
+        };
+        let (has_beams, has_drafts) = (args.beams > 1, args.draft_tokens > 0);
+        let conflict = [
+            (has_beams && args.temperature > 0.0, "--beams", "--temperature"),
+            (has_beams && has_drafts, "--beams", "--draft-tokens"),
+            (has_beams && args.compare, "--beams", "--compare"),
+            (has_drafts && args.compare, "--draft-tokens", "--compare"),
+            (has_drafts && args.no_cache, "--draft-tokens", "--no-cache"),
+        ];
+        match conflict.into_iter().find(|(is_there, ..)| *is_there) {
+            None => Ok(self),
+            Some((_, one, other)) => {
+                let message = format!("the argument '{one}' cannot be used with '{other}'");
+                Err(Self::command().error(ErrorKind::ArgumentConflict, message))
+            }
+        }
+    }
+}
+
+fn finite(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(number) if number.is_finite() => Ok(number),
+        Ok(_) => Err("a finite number is needed".to_owned()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
 fn temperature(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(t) if t.is_finite() && t >= 0.0 => Ok(t),
@@ -208,7 +261,6 @@ fn backend(text: &str) -> Result<Device, kv::Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_command_line_is_consistent() {

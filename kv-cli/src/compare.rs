@@ -1,4 +1,7 @@
-//! `kv generate --compare`: the same prompts with and without a cache, measured in one run.
+//! `kv generate --compare`: the same prompts with and without a cache, and a second request behind
+//! a long system prompt with and without reuse, measured in one run.
+mod reuse;
+
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
@@ -15,6 +18,9 @@ struct Report {
     format: String,
     sequences: usize,
     compare: Vec<Line>,
+    /// Absent where the model's context is too short for a shared prompt.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reuse: Option<reuse::Comparison>,
 }
 
 #[derive(Debug, Serialize)]
@@ -45,8 +51,10 @@ pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> 
         let mut tokens: Option<Vec<Generated>> = None;
         let first_of_length = compare.len();
         for (variant, layout, forget) in variants {
-            let runs = Variant { layout, max_new_tokens, forget, ignore_eos: true };
-            let (generated, stats) = session.run(args, runs, &mut |_| Ok(()))?;
+            let asked = Variant::new(args, layout);
+            let runs = Variant { max_new_tokens, forget, ignore_eos: true, ..asked };
+            let runs = Variant { reuse: !forget, ..runs };
+            let (generated, stats) = session.run(args, &runs, &mut |_| Ok(()))?;
             let first = tokens.get_or_insert_with(|| generated.clone());
             let pairs = first.iter().zip(&generated);
             let first_ms = generated.iter().map(|generated| generated.first_token_ms);
@@ -75,6 +83,7 @@ pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> 
         format: args.format.to_string(),
         sequences: session.prompts.len(),
         compare,
+        reuse: reuse::measure(args, session)?,
     };
     if args.json { output::json(&report) } else { output::text(&show(&report)) }
 }
@@ -116,8 +125,10 @@ fn show(report: &Report) -> String {
         ]
     }));
     let plural = if report.sequences == 1 { "" } else { "s" };
+    let reuse = report.reuse.as_ref().map(reuse::Comparison::show).unwrap_or_default();
     format!(
-        "{} on {}, {} stored, {} sequence{plural}; speed-up is against no cache at that length\n{}",
+        "{} on {}, {} stored, {} sequence{plural}; speed-up is against no cache at that length\n\
+         {}{reuse}",
         report.model,
         report.backend,
         report.format,

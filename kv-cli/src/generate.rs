@@ -17,14 +17,9 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
         return crate::compare::run(args, &session);
     }
     let layout = if args.contiguous { session.contiguous(args) } else { session.paged(args)? };
-    let variant = Variant {
-        layout,
-        max_new_tokens: args.max_new_tokens,
-        forget: args.no_cache,
-        ignore_eos: args.ignore_eos,
-    };
+    let variant = Variant::new(args, layout);
     let mut show = Show::new(args, &session, &variant);
-    let (generated, stats) = session.run(args, variant, &mut |event| show.event(&event))?;
+    let (generated, stats) = session.run(args, &variant, &mut |event| show.event(&event))?;
     show.end();
     let report = Report::new(args, &session, &variant, &generated, &stats)?;
     if args.json {

@@ -50,7 +50,7 @@ const WRONG_USAGE: u8 = 2;
 fn main() -> ExitCode {
     // A panic is our bug or a dependency's; it too ends in one line and an exit code.
     panic::set_hook(Box::new(|info| complain(&format!("internal error: {info}"))));
-    let cli = match Cli::try_parse() {
+    let cli = match Cli::try_parse().and_then(Cli::checked) {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };

@@ -24,8 +24,10 @@ use crate::weights::{WeightError, Weights};
 pub(crate) struct Chunk {
     pub(crate) sequence: SequenceId,
     pub(crate) tokens: u32,
-    /// Whether the logits after the last token are wanted.
-    pub(crate) wants_logits: bool,
+    /// Of these, the last ones that are guesses.
+    pub(crate) drafts: u32,
+    /// Last tokens behind which logits are wanted.
+    pub(crate) logits: u32,
 }
 
 /// One forward pass: all tokens of the step, one sequence after another.
@@ -33,6 +35,8 @@ pub(crate) struct Chunk {
 pub(crate) struct Batch {
     pub(crate) tokens: Vec<u32>,
     pub(crate) chunks: Vec<Chunk>,
+    /// Guesses of one sequence, on their way into [`Self::tokens`].
+    pub(crate) drafts: Vec<u32>,
 }
 
 impl Batch {
@@ -42,7 +46,7 @@ impl Batch {
         let mut inputs = Vec::with_capacity(self.chunks.len());
         for chunk in &self.chunks {
             let (tokens, behind) = rest.split_at(to_usize(chunk.tokens).min(rest.len()));
-            inputs.push(StepInput::tokens(chunk.sequence, tokens));
+            inputs.push(StepInput::tokens(chunk.sequence, tokens).drafts(chunk.drafts));
             rest = behind;
         }
         inputs
@@ -51,8 +55,8 @@ impl Batch {
 
 /// What turns tokens into logits; the scheduler's tests bring their own.
 pub(crate) trait Model<B: Backend> {
-    /// Writes K and V of every layer and answers with logits, one row for each chunk that wants
-    /// them.
+    /// Writes K and V of every layer and answers with logits: the rows that the first chunk wants,
+    /// in the order of its tokens, then those of the next.
     fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> anyhow::Result<Vec<Vec<f32>>>;
 }
 
@@ -187,9 +191,7 @@ impl<B: Backend> Model<B> for Llama {
         let mut rows = Vec::new();
         for chunk in &batch.chunks {
             end = end.saturating_add(chunk.tokens);
-            if chunk.wants_logits {
-                rows.push(end.saturating_sub(1));
-            }
+            rows.extend(end.saturating_sub(chunk.logits)..end);
         }
         if rows.is_empty() {
             return Ok(Vec::new());

@@ -3,7 +3,7 @@ use serde::Serialize;
 
 use crate::args::GenerateArgs;
 use crate::memory::Bytes;
-use crate::scheduler::{Finish, Generated, Stats};
+use crate::scheduler::{self, Finish, Generated, Stats};
 use crate::session::{Session, Variant};
 
 /// The object `--json` prints.
@@ -30,7 +30,21 @@ struct Sequence {
     /// `length`, `eos` or `context`.
     finish: &'static str,
     reused_tokens: usize,
+    /// From the start of the run to its first token.
     ttft_ms: f64,
+    /// What beam search ended with, best first; empty without it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    hypotheses: Vec<Hypothesis>,
+}
+
+/// One text of a beam search.
+#[derive(Debug, Serialize)]
+struct Hypothesis {
+    tokens: Vec<u32>,
+    text: String,
+    finish: &'static str,
+    log_prob: f64,
+    score: f64,
 }
 
 #[derive(Debug, Serialize)]
@@ -42,14 +56,31 @@ struct Figures {
     steps: usize,
     prompt_tokens: usize,
     generated_tokens: usize,
-    reused_tokens: usize,
+    /// Prompt tokens that were cached when their prompt came.
+    reused_tokens: u64,
+    /// These over all prompt tokens.
+    hit_ratio: f64,
+    /// Tokens taken over in full blocks and in parts of blocks, after preemptions too.
+    reused_full_tokens: u64,
+    reused_partial_tokens: u64,
     bytes_per_token: u64,
     cache_bytes: u64,
     peak_bytes: u64,
     blocks_total: u32,
     blocks_peak: u32,
     waste_ratio: f64,
+    /// Full blocks that sequences took over.
+    blocks_shared: u64,
+    /// Blocks at the end whose content a further prompt could reuse.
+    blocks_cached: u32,
+    evictions: u64,
+    cow_copies: u64,
     preemptions: usize,
+    beams: u32,
+    drafted_tokens: u64,
+    accepted_tokens: u64,
+    acceptance_ratio: f64,
+    tokens_per_step: f64,
 }
 
 impl Report {
@@ -62,22 +93,25 @@ impl Report {
     ) -> anyhow::Result<Self> {
         let mut sequences = Vec::with_capacity(generated.len());
         for (prompt, generated) in session.prompts.iter().zip(generated) {
-            let shown = match generated.tokens.split_last() {
-                Some((_, shown)) if generated.finish == Finish::Stop => shown,
-                _ => &generated.tokens,
+            let show = |hypothesis: &scheduler::Hypothesis| {
+                Ok(Hypothesis {
+                    tokens: hypothesis.tokens.clone(),
+                    text: session.text.decode(shown(&hypothesis.tokens, hypothesis.finish))?,
+                    finish: name(hypothesis.finish),
+                    log_prob: hypothesis.log_prob,
+                    score: hypothesis.score,
+                })
             };
+            let hypotheses = generated.hypotheses.iter().map(show);
             sequences.push(Sequence {
                 prompt: prompt.text.clone(),
                 prompt_tokens: prompt.ids.clone(),
                 tokens: generated.tokens.clone(),
-                text: session.text.decode(shown)?,
-                finish: match generated.finish {
-                    Finish::Length => "length",
-                    Finish::Stop => "eos",
-                    Finish::Context => "context",
-                },
+                text: session.text.decode(shown(&generated.tokens, generated.finish))?,
+                finish: name(generated.finish),
                 reused_tokens: generated.reused,
                 ttft_ms: generated.first_token_ms,
+                hypotheses: hypotheses.collect::<anyhow::Result<_>>()?,
             });
         }
         Ok(Self {
@@ -86,27 +120,10 @@ impl Report {
             format: args.format.to_string(),
             layout: variant.layout.to_string(),
             cached: !variant.forget,
-            stats: Figures {
-                tokens_per_s: stats.tokens_per_s(),
-                prefill_tokens_per_s: stats.prefill_tokens_per_s(),
-                decode_tokens_per_s: stats.decode_tokens_per_s(),
-                seconds: stats.seconds,
-                steps: stats.steps,
-                prompt_tokens: stats.prompt_tokens,
-                generated_tokens: stats.generated_tokens,
-                reused_tokens: sequences.iter().map(|sequence| sequence.reused_tokens).sum(),
-                bytes_per_token: stats.bytes_per_token,
-                cache_bytes: stats.cache_bytes,
-                peak_bytes: stats.peak_bytes(),
-                blocks_total: stats.blocks_total,
-                blocks_peak: stats.blocks_peak,
-                waste_ratio: stats.waste_ratio(),
-                preemptions: stats.preemptions,
-            },
+            stats: Figures::new(variant, stats),
             sequences,
         })
     }
-
     /// The same for people, without the texts.
     pub(crate) fn show(&self) -> String {
         let s = &self.stats;
@@ -119,12 +136,11 @@ impl Report {
             format!("{first:.1} ms")
         };
         let mode = if self.cached { "" } else { ", every token computed again" };
-        format!(
+        let mut text = format!(
             "{} tokens in {:.2} s: {:.1} tokens/s (prefill {:.0}, decode {:.1})\n\
              time to first token {first}\n\
              cache {} of {} on {}, {} bytes a token, {}{mode}\n\
-             {} of {} blocks used at the peak ({}), {:.1} % of held slots wasted\n\
-             {} tokens reused, {} preemptions\n",
+             {} of {} blocks used at the peak ({}), {:.1} % of held slots wasted\n",
             s.generated_tokens,
             s.seconds,
             s.tokens_per_s,
@@ -139,8 +155,92 @@ impl Report {
             s.blocks_total,
             Bytes(s.peak_bytes),
             s.waste_ratio * 100.0,
+        );
+        text.push_str(&self.show_reuse());
+        if s.drafted_tokens > 0 {
+            text.push_str(&self.show_guesses());
+        }
+        text
+    }
+
+    fn show_guesses(&self) -> String {
+        let s = &self.stats;
+        format!(
+            "{} tokens guessed, {} confirmed ({:.1} %), {} steps of {:.2} tokens\n",
+            s.drafted_tokens,
+            s.accepted_tokens,
+            s.acceptance_ratio * 100.0,
+            s.steps,
+            s.tokens_per_step,
+        )
+    }
+
+    fn show_reuse(&self) -> String {
+        let s = &self.stats;
+        format!(
+            "{} of {} prompt tokens reused ({:.1} %); {} in {} full blocks, {} in parts of blocks\n\
+             {} blocks cached at the end, {} evictions, {} copies on write, {} preemptions\n",
             s.reused_tokens,
+            s.prompt_tokens,
+            s.hit_ratio * 100.0,
+            s.reused_full_tokens,
+            s.blocks_shared,
+            s.reused_partial_tokens,
+            s.blocks_cached,
+            s.evictions,
+            s.cow_copies,
             s.preemptions,
         )
+    }
+}
+
+impl Figures {
+    fn new(variant: &Variant, stats: &Stats) -> Self {
+        let (full, partial) = stats.reused();
+        Self {
+            tokens_per_s: stats.tokens_per_s(),
+            prefill_tokens_per_s: stats.prefill_tokens_per_s(),
+            decode_tokens_per_s: stats.decode_tokens_per_s(),
+            seconds: stats.seconds,
+            steps: stats.steps,
+            prompt_tokens: stats.prompt_tokens,
+            generated_tokens: stats.generated_tokens,
+            reused_tokens: stats.cache.hit_tokens,
+            hit_ratio: stats.hit_ratio(),
+            reused_full_tokens: full,
+            reused_partial_tokens: partial,
+            bytes_per_token: stats.bytes_per_token,
+            cache_bytes: stats.cache_bytes,
+            peak_bytes: stats.peak_bytes(),
+            blocks_total: stats.blocks_total,
+            blocks_peak: stats.blocks_peak,
+            waste_ratio: stats.waste_ratio(),
+            blocks_shared: stats.cache.hit_blocks,
+            blocks_cached: stats.blocks_cached,
+            evictions: stats.cache.evictions,
+            cow_copies: stats.cache.cow_copies,
+            preemptions: stats.preemptions,
+            beams: variant.beams.map_or(1, |beams| beams.width),
+            drafted_tokens: stats.drafted_tokens,
+            accepted_tokens: stats.accepted_tokens,
+            acceptance_ratio: stats.acceptance_ratio(),
+            tokens_per_step: stats.tokens_per_step(),
+        }
+    }
+}
+
+/// Tokens whose text is shown: not the one that ended it.
+fn shown(tokens: &[u32], finish: Finish) -> &[u32] {
+    match tokens.split_last() {
+        Some((_, shown)) if finish == Finish::Stop => shown,
+        _ => tokens,
+    }
+}
+
+fn name(finish: Finish) -> &'static str {
+    match finish {
+        Finish::Length => "length",
+        Finish::Stop => "eos",
+        Finish::Context => "context",
     }
 }

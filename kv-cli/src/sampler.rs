@@ -30,13 +30,8 @@ impl Sampler {
 
     /// The next token. The lowest id wins a tie.
     pub(crate) fn sample(&mut self, logits: &[f32]) -> Result<u32, SampleError> {
-        let first = logits.first().ok_or(SampleError::Empty)?;
-        if !logits.iter().all(|logit| logit.is_finite()) {
-            return Err(SampleError::NotFinite);
-        }
-        let (best, max) = (0..).zip(logits).fold((0, *first), |(best, max), (index, logit)| {
-            if *logit > max { (index, *logit) } else { (best, max) }
-        });
+        let max = check_logits(logits)?;
+        let best = logits.iter().zip(0..).find(|(logit, _)| **logit >= max).map_or(0, |(_, id)| id);
         if self.temperature <= 0.0 {
             return Ok(best);
         }
@@ -59,6 +54,15 @@ impl Sampler {
         self.state = self.state.wrapping_add(GOLDEN);
         crate::num::to_f64(mix(self.state) >> 11) / crate::num::to_f64(1 << 53)
     }
+}
+
+/// Refuses logits from which nothing can be chosen; the largest of the others.
+pub(crate) fn check_logits(logits: &[f32]) -> Result<f32, SampleError> {
+    let first = *logits.first().ok_or(SampleError::Empty)?;
+    if !logits.iter().all(|logit| logit.is_finite()) {
+        return Err(SampleError::NotFinite);
+    }
+    Ok(logits.iter().copied().fold(first, f32::max))
 }
 
 /// Output function of `SplitMix64` (Steele, Lea, Flood 2014).

@@ -3,36 +3,38 @@
 //!
 //! A sequence is its tokens and how many of them are cached; whatever is not cached is brought to a
 //! step, all at once, in chunks, or again after a preemption. That one rule serves prefill, decode,
-//! recomputation and the mode without a cache. The oldest sequence never gives way and fits alone,
-//! which is checked before anything runs, so every step moves something forward.
+//! recomputation and the mode without a cache. Requests come in while a step is open, so that
+//! those that arrive together compute what they share once. The oldest request never gives way and
+//! fits alone, which is checked before anything runs, so every step moves something forward.
+mod beams;
+mod draft;
+mod forks;
+mod judge;
+mod queues;
 mod stats;
+mod task;
 #[cfg(test)]
 mod tests;
 
-use std::collections::VecDeque;
 use std::time::Instant;
 
-use kv::{Backend, BlocksExhausted, CacheError, GroupId, KvCache, SequenceId, StartOptions};
+use kv::{Backend, BlocksExhausted, CacheError, KvCache, SequenceId};
 
-use crate::model::{Batch, Chunk, Model};
+use crate::model::{Chunk, Model};
 use crate::num::{to_u32, to_usize};
-use crate::sampler::Sampler;
 use crate::stored::blocks_of;
+use beams::BeamSearch;
+pub(crate) use beams::{BeamOptions, Hypothesis};
+use judge::Outcome;
+use queues::Queues;
 pub(crate) use stats::Stats;
-
-/// One prompt to go on from.
-#[derive(Debug, Clone)]
-pub(crate) struct Request {
-    /// At least one token.
-    pub(crate) prompt: Vec<u32>,
-    pub(crate) max_new_tokens: u32,
-    pub(crate) sampler: Sampler,
-}
+pub(crate) use task::{Finish, Generated, Request};
+use task::{Search, Sequence, Task, full_blocks};
 
 /// What the scheduler may do.
 #[derive(Debug, Clone)]
 pub(crate) struct Limits {
-    /// Sequences that run at once.
+    /// Sequences that run at once; a request that needs more runs alone.
     pub(crate) max_batch: usize,
     /// Tokens of one step.
     pub(crate) max_step_tokens: usize,
@@ -42,28 +44,8 @@ pub(crate) struct Limits {
     pub(crate) stop: Vec<u32>,
     /// Whether each token computes everything before it again.
     pub(crate) forget: bool,
-}
-
-/// Why a sequence ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Finish {
-    /// It has as many new tokens as were asked for.
-    Length,
-    /// It generated a token that ends a text; that token is the last one.
-    Stop,
-    /// It is as long as the model's context.
-    Context,
-}
-
-/// What came of one request.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Generated {
-    pub(crate) tokens: Vec<u32>,
-    pub(crate) finish: Finish,
-    /// Prompt tokens that were cached already when the sequence first started.
-    pub(crate) reused: usize,
-    /// From the start of the run to the first token.
-    pub(crate) first_token_ms: f64,
+    /// Guesses of the next tokens that a sequence brings to a step.
+    pub(crate) draft_tokens: usize,
 }
 
 /// News of the requests, by their index.
@@ -81,6 +63,9 @@ pub(crate) enum Event<'a> {
     },
 }
 
+/// Hears the news.
+pub(crate) type News<'n> = dyn FnMut(Event<'_>) -> anyhow::Result<()> + 'n;
+
 /// A request that can never run, or a failure on the way.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ScheduleError {
@@ -91,29 +76,16 @@ pub(crate) enum ScheduleError {
          the cache has {available}"
     )]
     DoesNotFit { index: usize, tokens: u32, needed: u32, available: u32 },
+    #[error("prompt {index} needs {needed} sequences at once, the cache has room for {available}")]
+    TooManyBeams { index: usize, needed: usize, available: u32 },
     #[error("prompt {index} has no tokens")]
     EmptyPrompt { index: usize },
     #[error("the model gave {got} rows of logits, {expected} were asked for")]
     Logits { got: usize, expected: usize },
+    #[error("no sequence can go on")]
+    Stuck,
     #[error(transparent)]
     Cache(#[from] CacheError),
-}
-
-/// A request on its way.
-#[derive(Debug)]
-struct Sequence {
-    index: usize,
-    id: SequenceId,
-    /// Prompt and generated tokens.
-    tokens: Vec<u32>,
-    prompt_len: usize,
-    /// Tokens whose K and V are cached.
-    cached: usize,
-    tokens_max: usize,
-    finish_at_max: Finish,
-    sampler: Sampler,
-    reused: Option<usize>,
-    first_token_ms: f64,
 }
 
 /// Runs requests over one cache and one model.
@@ -121,13 +93,12 @@ pub(crate) struct Scheduler<'m, B: Backend, M> {
     cache: KvCache<B>,
     model: &'m M,
     limits: Limits,
-    waiting: VecDeque<Sequence>,
-    /// Oldest first.
-    running: Vec<Sequence>,
+    queues: Queues,
     done: Vec<Option<Generated>>,
-    batch: Batch,
     stats: Stats,
     begun: Instant,
+    /// For the next fork.
+    next_id: u64,
 }
 
 impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
@@ -136,12 +107,11 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
             cache,
             model,
             limits,
-            waiting: VecDeque::new(),
-            running: Vec::new(),
+            queues: Queues::default(),
             done: Vec::new(),
-            batch: Batch::default(),
             stats: Stats::default(),
             begun: Instant::now(),
+            next_id: 0,
         }
     }
 
@@ -149,31 +119,26 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
     pub(crate) fn run(
         mut self,
         requests: Vec<Request>,
-        news: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
+        news: &mut News<'_>,
     ) -> anyhow::Result<(Vec<Generated>, Stats)> {
         self.done = requests.iter().map(|_| None).collect();
         self.stats.prompt_tokens = requests.iter().map(|request| request.prompt.len()).sum();
         for (index, request) in requests.into_iter().enumerate() {
-            let sequence = self.accept(index, request)?;
-            self.waiting.push_back(sequence);
+            let task = self.accept(index, request)?;
+            self.queues.waiting.push_back(task);
         }
         news(Event::Accepted)?;
         self.begun = Instant::now();
-        while !(self.waiting.is_empty() && self.running.is_empty()) {
-            self.admit()?;
-            let logits = self.step()?;
-            self.take(&logits, news)?;
+        while !(self.queues.waiting.is_empty() && self.queues.running.is_empty()) {
+            self.step(news)?;
         }
         self.stats.seconds = self.begun.elapsed().as_secs_f64();
-        self.stats.blocks_total = self.cache.usage().blocks_total;
-        let memory = self.cache.spec().memory();
-        self.stats.bytes_per_token = memory.bytes_per_token;
-        self.stats.cache_bytes = memory.bytes_total.saturating_add(memory.bytes_constants);
+        self.stats.note_end(&self.cache);
         Ok((self.done.into_iter().flatten().collect(), self.stats))
     }
 
     /// Refuses what can never run.
-    fn accept(&self, index: usize, request: Request) -> Result<Sequence, ScheduleError> {
+    fn accept(&mut self, index: usize, request: Request) -> Result<Task, ScheduleError> {
         let Limits { context, .. } = self.limits;
         let tokens = request.prompt.len();
         if tokens == 0 {
@@ -188,204 +153,222 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         } else {
             (wanted, Finish::Length)
         };
-        // The last token is never brought to a step.
-        let cached_max = to_u32(tokens_max.saturating_sub(1));
-        let needed = blocks_of(self.cache.spec(), cached_max);
-        let available = self.num_blocks();
-        if needed > available || cached_max > self.cache.spec().max_seq_len() {
-            return Err(ScheduleError::DoesNotFit { index, tokens: cached_max, needed, available });
-        }
-        Ok(Sequence {
+        let id = self.new_id();
+        let task = Task {
             index,
-            id: SequenceId(u64::try_from(index).unwrap_or(u64::MAX)),
-            tokens: request.prompt,
             prompt_len: tokens,
-            cached: 0,
             tokens_max,
             finish_at_max,
-            sampler: request.sampler,
+            sequences: vec![Sequence::new(id, request.prompt)],
+            search: match request.beams {
+                None => Search::Sample(request.sampler),
+                Some(options) => Search::Beams(BeamSearch::new(options)),
+            },
             reused: None,
+            admitted_ms: None,
             first_token_ms: 0.0,
-        })
+            was_preempted: false,
+        };
+        self.check_fits(&task)?;
+        Ok(task)
     }
 
-    fn block_size(&self) -> u32 {
-        self.cache.spec().groups().first().map_or(1, kv::GroupSpec::block_size)
-    }
-
-    fn num_blocks(&self) -> u32 {
-        self.cache.spec().groups().first().map_or(0, kv::GroupSpec::num_blocks)
-    }
-
-    /// Blocks a sequence still has to take for all tokens it has now.
-    fn blocks_to_take(&self, sequence: &Sequence) -> u32 {
-        let held = self.cache.block_table(sequence.id, GroupId(0)).map_or(0, <[_]>::len);
-        let needed = blocks_of(self.cache.spec(), to_u32(sequence.tokens.len()));
-        needed.saturating_sub(to_u32(held))
-    }
-
-    /// Starts waiting sequences while the blocks for everything that already runs are left.
-    fn admit(&mut self) -> Result<(), ScheduleError> {
-        let room = to_usize(self.cache.spec().max_sequences()).min(self.limits.max_batch.max(1));
-        while self.running.len() < room {
-            let Some(next) = self.waiting.front() else {
-                return Ok(());
-            };
-            let promised = self.running.iter().map(|running| self.blocks_to_take(running));
-            let promised = promised.fold(0_u32, u32::saturating_add);
-            let needed = promised.saturating_add(self.blocks_to_take(next));
-            let is_alone = self.running.is_empty();
-            if needed > self.cache.free_blocks(GroupId(0)) && !is_alone {
-                return Ok(());
-            }
-            let Some(mut next) = self.waiting.pop_front() else {
-                return Ok(());
-            };
-            let reused = self.cache.start(next.id, &next.tokens, StartOptions::default())?;
-            // One token at least must be brought to a step, or there are no logits to go on from.
-            let last = next.tokens.len().saturating_sub(1);
-            if reused > last {
-                self.cache.truncate(next.id, to_u32(last))?;
-            }
-            next.cached = reused.min(last);
-            next.reused = next.reused.or(Some(next.cached.min(next.prompt_len)));
-            self.running.push(next);
+    fn check_fits(&self, task: &Task) -> Result<(), ScheduleError> {
+        let Task { index, .. } = *task;
+        let spec = self.cache.spec();
+        // The last token is never brought to a step.
+        let tokens = to_u32(task.tokens_max.saturating_sub(1));
+        let available = spec.groups().first().map_or(0, kv::GroupSpec::num_blocks);
+        // Beams share what their prompt fills.
+        let all = self.blocks_alone(tokens);
+        let shared = full_blocks(spec, to_u32(task.prompt_len)).min(all);
+        let width = to_u32(task.width());
+        let own = all.saturating_sub(shared);
+        let needed = own.saturating_mul(width).saturating_add(shared);
+        if needed > available || tokens > spec.max_seq_len() {
+            return Err(ScheduleError::DoesNotFit { index, tokens, needed, available });
+        }
+        if width > spec.max_sequences() {
+            let (needed, available) = (task.width(), spec.max_sequences());
+            return Err(ScheduleError::TooManyBeams { index, needed, available });
         }
         Ok(())
     }
 
-    /// Fills the batch with what each sequence brings: first those that need one token, so that no
-    /// prompt holds up the others, then as much of the rest as a step may have.
-    fn fill_batch(&mut self) {
-        let mut left = self.limits.max_step_tokens.max(1);
-        let Batch { tokens, chunks } = &mut self.batch;
-        tokens.clear();
-        chunks.clear();
-        let pending = |sequence: &Sequence| sequence.tokens.len().saturating_sub(sequence.cached);
-        for decoding in [true, false] {
-            for sequence in self.running.iter().filter(|s| (pending(s) <= 1) == decoding) {
-                let count = pending(sequence).min(left);
-                let end = sequence.cached.saturating_add(count);
-                let Some(new) =
-                    sequence.tokens.get(sequence.cached..end).filter(|new| !new.is_empty())
-                else {
-                    continue;
-                };
-                left = left.saturating_sub(count);
-                tokens.extend_from_slice(new);
-                chunks.push(Chunk {
-                    sequence: sequence.id,
-                    tokens: to_u32(count),
-                    wants_logits: end == sequence.tokens.len(),
-                });
+    /// Blocks that are enough for one sequence to grow to `tokens` tokens.
+    fn blocks_alone(&self, tokens: u32) -> u32 {
+        let spec = self.cache.spec();
+        let all = blocks_of(spec, tokens);
+        let chunk = to_u32(self.limits.max_step_tokens.max(1)).min(tokens);
+        match spec.groups().first().filter(|group| group.window().is_some()) {
+            // What leaves a window comes back, before the next chunk.
+            Some(group) => {
+                let grown = group.blocks_to_grow(tokens);
+                all.min(grown.saturating_add(group.slot_map().blocks(chunk)))
             }
+            None => all,
         }
     }
 
-    /// Runs one step; sequences give way, youngest first, until its blocks are there.
-    fn step(&mut self) -> anyhow::Result<Vec<Vec<f32>>> {
+    fn new_id(&mut self) -> SequenceId {
+        let id = SequenceId(self.next_id);
+        self.next_id = self.next_id.wrapping_add(1);
+        id
+    }
+
+    /// Runs one step; first guesses are left out, then requests give way, youngest first, until its
+    /// blocks are there.
+    fn step(&mut self, news: &mut News<'_>) -> anyhow::Result<()> {
+        let mut with_drafts = self.limits.draft_tokens > 0;
         loop {
-            self.fill_batch();
-            match self.try_step()? {
-                Ok(logits) => return Ok(logits),
+            self.queues.fill(&self.limits, with_drafts);
+            match self.try_step(news)? {
+                Ok(()) => return Ok(()),
+                Err(_) if self.queues.batch.chunks.iter().any(|chunk| chunk.drafts > 0) => {
+                    with_drafts = false;
+                }
                 Err(exhausted) => self.preempt(exhausted)?,
             }
         }
     }
 
-    fn try_step(&mut self) -> anyhow::Result<Result<Vec<Vec<f32>>, BlocksExhausted>> {
+    fn try_step(&mut self, news: &mut News<'_>) -> anyhow::Result<Result<(), BlocksExhausted>> {
         let begun = Instant::now();
-        let mut step = match self.cache.begin_step(&self.batch.inputs()) {
+        let Self { cache, model, limits, queues, .. } = self;
+        let mut step = match cache.begin_step(&queues.batch.inputs()) {
             Ok(step) => step,
             Err(CacheError::Exhausted(exhausted)) => return Ok(Err(exhausted)),
             Err(error) => return Err(error.into()),
         };
-        let logits = self.model.forward(&mut step, &self.batch)?;
-        step.commit()?;
-        self.note_step(begun);
-        Ok(Ok(logits))
+        let refused = queues.admit(&mut step, limits, self.begun)?;
+        if queues.batch.chunks.is_empty() {
+            return refused.map(Err).ok_or_else(|| ScheduleError::Stuck.into());
+        }
+        let logits = model.forward(&mut step, &queues.batch)?;
+        let outcomes = queues.judge(logits, limits)?;
+        if queues.batch.chunks.iter().any(|chunk| chunk.drafts > 0) {
+            let kept: Vec<_> = outcomes.iter().map(|outcome| outcome.kept).collect();
+            step.commit_accepted(&kept)?;
+        } else {
+            step.commit()?;
+        }
+        self.note_step(begun, &outcomes);
+        self.take(outcomes, news)?;
+        Ok(Ok(()))
     }
 
-    /// Takes the youngest sequence's blocks; it computes everything again later.
+    /// Takes the youngest request's blocks; it comes back with what nobody needed, and computes the
+    /// rest again.
     fn preempt(&mut self, exhausted: BlocksExhausted) -> Result<(), ScheduleError> {
-        if self.running.len() <= 1 {
+        if self.queues.running.len() <= 1 {
             return Err(CacheError::from(exhausted).into());
         }
-        if let Some(mut youngest) = self.running.pop() {
-            self.cache.release(youngest.id)?;
-            youngest.cached = 0;
+        if let Some(mut youngest) = self.queues.running.pop() {
+            for sequence in youngest.sequences.iter_mut().filter(|sequence| sequence.is_live) {
+                self.cache.preempt(sequence.id)?;
+                (sequence.is_live, sequence.cached, sequence.logits) = (false, 0, None);
+            }
+            youngest.was_preempted = true;
             self.stats.preemptions = self.stats.preemptions.saturating_add(1);
-            self.waiting.push_front(youngest);
+            self.queues.waiting.push_front(youngest);
         }
         Ok(())
     }
 
-    fn note_step(&mut self, begun: Instant) {
+    fn note_step(&mut self, begun: Instant, outcomes: &[Outcome]) {
+        let Self { queues, stats, cache, .. } = self;
         let is_decode = |chunk: &Chunk| {
-            let sequence = self.running.iter().find(|sequence| sequence.id == chunk.sequence);
-            chunk.tokens == 1 && sequence.is_some_and(|s| s.cached >= s.prompt_len)
+            let task = queues.position(chunk.sequence).and_then(|at| queues.running.get(at));
+            task.is_some_and(|task| {
+                let sequence = task.sequences.iter().find(|s| s.id == chunk.sequence);
+                chunk.logits > 0 && sequence.is_some_and(|s| s.cached >= task.prompt_len)
+            })
         };
-        let decode = self.batch.chunks.iter().filter(|chunk| is_decode(chunk)).count();
-        self.stats.note_step(begun.elapsed().as_secs_f64(), self.batch.tokens.len(), decode);
-        self.stats.note_usage(&self.cache.usage(), self.block_size());
+        let (mut decode, mut kept) = (0_u32, 0_u32);
+        for (chunk, outcome) in queues.batch.chunks.iter().zip(outcomes) {
+            if is_decode(chunk) {
+                decode = decode.saturating_add(chunk.tokens);
+                kept = kept.saturating_add(outcome.kept);
+            }
+            let accepted = outcome.kept.saturating_add(chunk.drafts).saturating_sub(chunk.tokens);
+            stats.note_drafts(chunk.drafts, accepted);
+        }
+        let seconds = begun.elapsed().as_secs_f64();
+        stats.note_step(seconds, queues.batch.tokens.len(), (decode, kept));
+        let block_size = cache.spec().groups().first().map_or(1, kv::GroupSpec::block_size);
+        stats.note_usage(&cache.usage(), block_size);
     }
 
-    /// Samples from the logits of a step that was committed, and lets go of what is finished.
-    fn take(
-        &mut self,
-        logits: &[Vec<f32>],
-        news: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
-    ) -> anyhow::Result<()> {
-        let expected = self.batch.chunks.iter().filter(|chunk| chunk.wants_logits).count();
-        if logits.len() != expected {
-            return Err(ScheduleError::Logits { got: logits.len(), expected }.into());
-        }
-        let mut rows = logits.iter();
-        for chunk in &self.batch.chunks {
-            let Some(at) = self.running.iter().position(|s| s.id == chunk.sequence) else {
+    /// Takes what a committed step said, and lets go of what is finished.
+    fn take(&mut self, outcomes: Vec<Outcome>, news: &mut News<'_>) -> anyhow::Result<()> {
+        let chunks = std::mem::take(&mut self.queues.batch.chunks);
+        for (chunk, outcome) in chunks.iter().zip(outcomes) {
+            let Some(at) = self.queues.position(chunk.sequence) else {
                 continue;
             };
-            let Some(sequence) = self.running.get_mut(at) else {
+            let Some(task) = self.queues.running.get_mut(at) else {
                 continue;
             };
-            sequence.cached = sequence.cached.saturating_add(to_usize(chunk.tokens));
-            let Some(row) = chunk.wants_logits.then(|| rows.next()).flatten() else {
+            let (index, prompt_len) = (task.index, task.prompt_len);
+            let Some(sequence) = task.sequence_mut(chunk.sequence) else {
                 continue;
             };
-            let token = sequence.sampler.sample(row)?;
-            if sequence.tokens.len() == sequence.prompt_len {
-                sequence.first_token_ms = self.begun.elapsed().as_secs_f64() * 1e3;
+            sequence.cached = sequence.cached.saturating_add(to_usize(outcome.kept));
+            sequence.logits = outcome.row;
+            let is_first = sequence.tokens.len() == prompt_len;
+            sequence.tokens.extend_from_slice(&outcome.new);
+            let (len, last) = (sequence.tokens.len(), outcome.new.last().copied());
+            if is_first {
+                task.first_token_ms = self.begun.elapsed().as_secs_f64() * 1e3;
             }
-            sequence.tokens.push(token);
-            self.stats.generated_tokens = self.stats.generated_tokens.saturating_add(1);
-            news(Event::Token { index: sequence.index, token })?;
-            let finish = if self.limits.stop.contains(&token) {
-                Some(Finish::Stop)
-            } else {
-                (sequence.tokens.len() >= sequence.tokens_max).then_some(sequence.finish_at_max)
+            for token in outcome.new {
+                self.stats.generated_tokens = self.stats.generated_tokens.saturating_add(1);
+                news(Event::Token { index, token })?;
+            }
+            let Some(last) = last else {
+                continue;
             };
-            if let Some(finish) = finish {
-                let sequence = self.running.remove(at);
-                self.cache.release(sequence.id)?;
-                let generated = sequence.into_generated(finish);
-                news(Event::Finished { index: generated.0, generated: &generated.1 })?;
-                if let Some(done) = self.done.get_mut(generated.0) {
-                    *done = Some(generated.1);
-                }
+            if self.limits.stop.contains(&last) {
+                self.end(at, Finish::Stop, news)?;
+            } else if len >= task.tokens_max {
+                let finish = task.finish_at_max;
+                self.end(at, finish, news)?;
             } else if self.limits.forget {
-                self.cache.truncate(sequence.id, 0)?;
-                sequence.cached = 0;
+                forget(&mut self.cache, task)?;
             }
+        }
+        self.queues.batch.chunks = chunks;
+        self.fork_waiting()?;
+        self.advance_beams(news)
+    }
+
+    /// Ends a running request.
+    fn end(&mut self, at: usize, finish: Finish, news: &mut News<'_>) -> anyhow::Result<()> {
+        let task = self.queues.running.remove(at);
+        for sequence in task.sequences.iter().filter(|sequence| sequence.is_live) {
+            self.cache.release(sequence.id)?;
+        }
+        let is_beams = matches!(task.search, Search::Beams(_));
+        let (index, generated) = task.into_generated(finish);
+        if is_beams {
+            for token in &generated.tokens {
+                self.stats.generated_tokens = self.stats.generated_tokens.saturating_add(1);
+                news(Event::Token { index, token: *token })?;
+            }
+        }
+        news(Event::Finished { index, generated: &generated })?;
+        if let Some(done) = self.done.get_mut(index) {
+            *done = Some(generated);
         }
         Ok(())
     }
 }
 
-impl Sequence {
-    fn into_generated(mut self, finish: Finish) -> (usize, Generated) {
-        let tokens = self.tokens.split_off(self.prompt_len.min(self.tokens.len()));
-        let reused = self.reused.unwrap_or(0);
-        let first_token_ms = self.first_token_ms;
-        (self.index, Generated { tokens, finish, reused, first_token_ms })
+/// Lets a request compute everything again.
+fn forget<B: Backend>(cache: &mut KvCache<B>, task: &mut Task) -> Result<(), CacheError> {
+    for sequence in &mut task.sequences {
+        cache.truncate(sequence.id, 0)?;
+        sequence.cached = 0;
     }
+    Ok(())
 }

@@ -1,6 +1,8 @@
 //! Everything a run needs, opened once: the model, its tokenizer, the device, the prompts.
 use anyhow::Context;
-use kv::{AnyBackend, CacheSpec, Calibration, Determinism, KvCache, SpecError};
+use kv::{
+    AnyBackend, CacheSpec, Calibration, Determinism, KvCache, PrefixReuse, PublishAt, SpecError,
+};
 
 use crate::args::{GenerateArgs, Paged};
 use crate::config::ModelConfig;
@@ -10,7 +12,7 @@ use crate::model::Llama;
 use crate::num::{to_u32, to_usize};
 use crate::prompts;
 use crate::sampler::Sampler;
-use crate::scheduler::{Event, Generated, Limits, Request, Scheduler, Stats};
+use crate::scheduler::{BeamOptions, Generated, Limits, News, Request, Scheduler, Stats};
 use crate::stored::{Source, Stored, blocks_of};
 use crate::text::Text;
 
@@ -57,6 +59,31 @@ pub(crate) struct Variant {
     pub(crate) max_new_tokens: u32,
     pub(crate) forget: bool,
     pub(crate) ignore_eos: bool,
+    /// Whether prompts take over what is cached of others.
+    pub(crate) reuse: bool,
+    /// Beam search, where it was asked for.
+    pub(crate) beams: Option<BeamOptions>,
+    /// Guesses of the next tokens that each sequence brings to a step.
+    pub(crate) draft_tokens: u32,
+    /// Sequences that run at once.
+    pub(crate) max_batch: u32,
+}
+
+impl Variant {
+    /// What the command line asks for.
+    pub(crate) fn new(args: &GenerateArgs, layout: Layout) -> Self {
+        let (width, length_penalty) = (args.beams, args.length_penalty);
+        Self {
+            layout,
+            max_new_tokens: args.max_new_tokens,
+            forget: args.no_cache,
+            ignore_eos: args.ignore_eos,
+            reuse: !(args.no_reuse || args.no_cache),
+            beams: (width > 1).then_some(BeamOptions { width, length_penalty }),
+            draft_tokens: args.draft_tokens,
+            max_batch: args.max_batch,
+        }
+    }
 }
 
 /// Block size and bytes of a cache that was not described.
@@ -95,9 +122,10 @@ impl Session {
         })
     }
 
-    /// Sequences that can run at once.
+    /// Sequences that can run at once: the beams of one prompt at least.
     fn batch(&self, args: &GenerateArgs) -> u32 {
-        args.max_batch.min(to_u32(self.prompts.len())).max(1)
+        let all = to_u32(self.prompts.len()).saturating_mul(args.beams);
+        args.max_batch.min(all).max(args.beams)
     }
 
     pub(crate) fn contiguous(&self, args: &GenerateArgs) -> Layout {
@@ -118,18 +146,22 @@ impl Session {
         let affordable = slots.checked_div(BLOCK_SIZE.into()).unwrap_or(0);
         let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
         let wanted = blocks_of(&few, context).saturating_mul(self.batch(args));
-        let num_blocks = wanted.min(affordable).max(blocks_of(&few, longest)).max(1);
+        let alone = blocks_of(&few, longest).saturating_mul(args.beams);
+        let num_blocks = wanted.min(affordable).max(alone).max(1);
         Ok(Layout::Paged(Paged { block_size: BLOCK_SIZE, num_blocks }))
     }
 
-    fn spec(&self, layout: Layout, stored: &Stored) -> Result<CacheSpec, SpecError> {
+    fn spec(&self, variant: &Variant, stored: &Stored) -> Result<CacheSpec, SpecError> {
         let config = self.model.config();
         let builder = stored
             .cache(config)
             .max_seq_len(config.context)
             // What a sequence says must not depend on its neighbours.
-            .determinism(Determinism::BatchInvariant);
-        match layout {
+            .determinism(Determinism::BatchInvariant)
+            .prefix_reuse(if variant.reuse { PrefixReuse::Partial } else { PrefixReuse::Off })
+            // Prompts that arrive together compute what they share once.
+            .publish_at(PublishAt::Begin);
+        match variant.layout {
             Layout::Paged(Paged { block_size, num_blocks }) => {
                 builder.paged(block_size, num_blocks).build()
             }
@@ -148,27 +180,41 @@ impl Session {
     pub(crate) fn run(
         &self,
         args: &GenerateArgs,
-        variant: Variant,
-        news: &mut dyn FnMut(Event<'_>) -> anyhow::Result<()>,
+        variant: &Variant,
+        news: &mut News<'_>,
     ) -> anyhow::Result<(Vec<Generated>, Stats)> {
-        let (backend, spec) = (self.backend.clone(), self.spec(variant.layout, &args.format)?);
+        let prompts = self.prompts.iter().map(|prompt| prompt.ids.clone()).collect();
+        self.run_prompts(args, variant, prompts, news)
+    }
+
+    /// Runs these prompts once, through a cache of their own.
+    pub(crate) fn run_prompts(
+        &self,
+        args: &GenerateArgs,
+        variant: &Variant,
+        prompts: Vec<Vec<u32>>,
+        news: &mut News<'_>,
+    ) -> anyhow::Result<(Vec<Generated>, Stats)> {
+        let (backend, spec) = (self.backend.clone(), self.spec(variant, &args.format)?);
         let cache = match &self.calibration {
             Some(calibration) => KvCache::with_calibration(backend, spec, calibration.clone())?,
             None => KvCache::new(backend, spec)?,
         };
         let limits = Limits {
-            max_batch: to_usize(args.max_batch),
+            max_batch: to_usize(variant.max_batch),
             max_step_tokens: to_usize(args.max_step_tokens),
             context: self.model.config().context,
-            stop: self.stop(&variant),
+            stop: self.stop(variant),
             forget: variant.forget,
+            draft_tokens: to_usize(variant.draft_tokens),
         };
-        let request = |(index, prompt): (usize, &Prompt)| Request {
-            prompt: prompt.ids.clone(),
+        let request = |(index, prompt)| Request {
+            prompt,
             max_new_tokens: variant.max_new_tokens,
             sampler: Sampler::new(args.temperature, args.seed, index),
+            beams: variant.beams,
         };
-        let requests = self.prompts.iter().enumerate().map(request).collect();
+        let requests = prompts.into_iter().enumerate().map(request).collect();
         Scheduler::new(cache, &self.model, limits).run(requests, news)
     }
 }

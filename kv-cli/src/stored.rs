@@ -83,7 +83,13 @@ impl Stored {
 
     /// Settings of a cache for this model; how its memory is cut is left open.
     pub(crate) fn cache(&self, config: &ModelConfig) -> CacheSpecBuilder {
-        CacheSpec::builder()
+        let builder = CacheSpec::builder();
+        // What has left the window is never read again.
+        let builder = match config.window_left {
+            Some(left) => builder.window_left(left),
+            None => builder,
+        };
+        builder
             .layers(config.layers)
             .kv_heads(config.kv_heads)
             .head_dim(config.head_dim)

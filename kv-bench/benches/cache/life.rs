@@ -2,28 +2,32 @@
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput};
+use kv::eviction::Eviction;
 use kv_bench::is_smoke;
 use kv_bench::life::{Decode, Full, Hit};
 
 pub(crate) fn benches(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("life");
     let sequences = if is_smoke() { 10 } else { 1000 };
-    group.throughput(Throughput::Elements(sequences.into()));
-    group.bench_function(BenchmarkId::new("decode", sequences), |bencher| {
-        let mut decode = Decode::new(sequences, 256).unwrap();
-        bencher.iter_custom(|n| (0..n).map(|_| decode.step().unwrap()).sum());
-    });
-    group.throughput(Throughput::Elements(1));
-    group.bench_function("hit/64", |bencher| {
-        let mut hit = Hit::new(64, 100).unwrap();
-        assert_eq!(hit.start().unwrap().1, 1024);
-        bencher.iter_custom(|n| (0..n).map(|_| hit.start().unwrap().0).sum());
-    });
     let pools: &[u32] = if is_smoke() { &[128] } else { &[1_000, 30_000, 1_000_000] };
-    for &num_blocks in pools {
-        group.bench_function(BenchmarkId::new("evict", num_blocks), |bencher| {
-            let mut full = Full::new(num_blocks).unwrap();
-            bencher.iter_custom(|n| (0..n).map(|_| full.turn().unwrap()).sum::<Duration>());
+    for eviction in [Eviction::Lru, Eviction::Default] {
+        group.throughput(Throughput::Elements(sequences.into()));
+        group.bench_function(BenchmarkId::new("decode", eviction), |bencher| {
+            let mut decode = Decode::new(sequences, 256, eviction).unwrap();
+            bencher.iter_custom(|n| (0..n).map(|_| decode.step().unwrap()).sum());
         });
+        group.throughput(Throughput::Elements(1));
+        group.bench_function(BenchmarkId::new("hit/64", eviction), |bencher| {
+            let mut hit = Hit::new(64, 100, eviction).unwrap();
+            assert_eq!(hit.start().unwrap().1, 1024);
+            bencher.iter_custom(|n| (0..n).map(|_| hit.start().unwrap().0).sum());
+        });
+        for &num_blocks in pools {
+            let name = format!("evict/{eviction}");
+            group.bench_function(BenchmarkId::new(name, num_blocks), |bencher| {
+                let mut full = Full::new(num_blocks, eviction).unwrap();
+                bencher.iter_custom(|n| (0..n).map(|_| full.turn().unwrap()).sum::<Duration>());
+            });
+        }
     }
 }

@@ -6,6 +6,7 @@
 //! blocks are cached, from its token ids to blocks that are held.
 use std::time::{Duration, Instant};
 
+use kv_bench::Eviction;
 use kv_bench::life::{Decode, Hit};
 use kvbm_logical::{BlockManager, BlockRegistry, SchedulableSequence};
 
@@ -15,25 +16,27 @@ const BLOCK_SIZE: u32 = 16;
 const ROUNDS: usize = 400;
 
 fn main() -> anyhow::Result<()> {
-    let mut ours = Decode::new(SEQUENCES, CONTEXT)?;
-    let mut theirs = Kvbm::new(SEQUENCES)?;
-    let (mut a, mut b) = (Vec::new(), Vec::new());
-    for _ in 0..ROUNDS {
-        a.push(ours.step()? / SEQUENCES);
-        b.push(theirs.step()? / SEQUENCES);
-    }
-    report("decode step, per sequence", a, b);
+    for eviction in [Eviction::Lru, Eviction::Default] {
+        let mut ours = Decode::new(SEQUENCES, CONTEXT, eviction)?;
+        let mut theirs = Kvbm::new(SEQUENCES)?;
+        let (mut a, mut b) = (Vec::new(), Vec::new());
+        for _ in 0..ROUNDS {
+            a.push(ours.step()? / SEQUENCES);
+            b.push(theirs.step()? / SEQUENCES);
+        }
+        report(&format!("decode step, per sequence, {eviction}"), a, b);
 
-    let mut ours = Hit::new(64, 100)?;
-    let theirs = KvbmHit::new(64)?;
-    let (mut a, mut b) = (Vec::new(), Vec::new());
-    for _ in 0..ROUNDS * 10 {
-        let (took, hit) = ours.start()?;
-        anyhow::ensure!(hit == 1024, "{hit} tokens hit");
-        a.push(took);
-        b.push(theirs.start()?);
+        let mut ours = Hit::new(64, 100, eviction)?;
+        let theirs = KvbmHit::new(64)?;
+        let (mut a, mut b) = (Vec::new(), Vec::new());
+        for _ in 0..ROUNDS * 10 {
+            let (took, hit) = ours.start()?;
+            anyhow::ensure!(hit == 1024, "{hit} tokens hit");
+            a.push(took);
+            b.push(theirs.start()?);
+        }
+        report(&format!("look up and hold 64 cached blocks, {eviction}"), a, b);
     }
-    report("look up and hold 64 cached blocks", a, b);
     Ok(())
 }
 

@@ -1,64 +1,112 @@
-//! The scheduler over a device that stores nothing and a model whose next token depends on every
-//! token before it: what it generates is right only if each was brought once, in order, at its
-//! position.
+//! The scheduler over the CPU backend and a model whose next token depends on every token before
+//! it, read back from the cache: what it generates is right only if each was brought once, in
+//! order, at its position, and if what is shared, copied or taken over is what it should be.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
+mod beams;
+mod drafts;
+mod reuse;
+
 use std::cell::RefCell;
-use std::collections::HashMap;
 
 use kv::backend::NullBackend;
-use kv::{CacheSpec, QkvFormat, Step, TensorView};
+use kv::{
+    AnyBackend, AttentionOptions, CacheSpec, CacheSpecBuilder, Device, PrefixReuse, PublishAt,
+    QkvFormat, Step, TensorView, TensorViewMut,
+};
 
 use super::*;
+use crate::model::Batch;
+use crate::sampler::Sampler;
 
 const LAYERS: u16 = 2;
 const VOCAB: u32 = 50;
+/// Also the width of a head: a token's row holds it at its position.
+const CONTEXT: u32 = 128;
 
-/// Remembers what it was given for each position of each sequence.
-#[derive(Default)]
+/// Logits that follow a history.
+type Rule = fn(&[u32]) -> Vec<f32>;
+
+/// Reads the history of every token back from the cache and answers by a rule.
 struct Echo {
-    histories: RefCell<HashMap<SequenceId, Vec<u32>>>,
+    rule: Rule,
     batches: RefCell<Vec<Vec<Chunk>>>,
 }
 
 /// The token that follows a history.
 fn next(history: &[u32]) -> u32 {
-    let hash = history.iter().fold(17_u32, |hash, token| {
-        hash.wrapping_mul(31).wrapping_add(*token).wrapping_mul(0x9E37_79B1).rotate_left(7)
-    });
-    hash % VOCAB
+    hash(history) % VOCAB
 }
 
-impl Model<NullBackend> for Echo {
+fn hash(history: &[u32]) -> u32 {
+    history.iter().fold(17_u32, |hash, token| {
+        hash.wrapping_mul(31).wrapping_add(*token).wrapping_mul(0x9E37_79B1).rotate_left(7)
+    })
+}
+
+fn certain(token: u32) -> Vec<f32> {
+    let mut row = vec![0.0; to_usize(VOCAB)];
+    row[to_usize(token)] = 1.0;
+    row
+}
+
+impl<B: Backend> Model<B> for Echo {
+    fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> anyhow::Result<Vec<Vec<f32>>> {
+        self.batches.borrow_mut().push(batch.chunks.clone());
+        let positions = step.positions().to_vec();
+        assert_eq!(positions.len(), batch.tokens.len());
+        let width = to_usize(CONTEXT);
+        let zeros = vec![0.0_f32; positions.len() * width];
+        let mut v = zeros.clone();
+        for (row, (token, position)) in batch.tokens.iter().zip(&positions).enumerate() {
+            v[row * width + to_usize(*position)] = f32::from(u16::try_from(*token)? + 1);
+        }
+        let dims = [to_u32(positions.len()), 1, CONTEXT];
+        let mut out = vec![zeros.clone(); usize::from(LAYERS)];
+        for (layer, out) in (0..LAYERS).zip(&mut out) {
+            let (k, v) = (TensorView::host(&zeros, &dims), TensorView::host(&v, &dims));
+            step.write(layer, k, v, QkvFormat::Thd)?;
+            let (q, out) = (TensorView::host(&zeros, &dims), TensorViewMut::host(out, &dims));
+            step.attend(layer, q, out, &AttentionOptions::causal(1.0))?;
+        }
+        assert_eq!(out[0], out[1]);
+        // Every key weighs the same, so a channel is the value at its position over their number.
+        let history = |row: usize| -> Vec<u32> {
+            let len = positions[row] + 1;
+            let values = &out[0][row * width..][..to_usize(len)];
+            let token =
+                |value: &f32| (value * f32::from(u16::try_from(len).expect("small"))).round();
+            #[expect(clippy::as_conversions, clippy::cast_sign_loss, reason = "small and whole")]
+            #[expect(clippy::cast_possible_truncation, reason = "small and whole")]
+            values.iter().map(|value| token(value) as u32 - 1).collect()
+        };
+        let (mut end, mut logits) = (0_usize, Vec::new());
+        for chunk in &batch.chunks {
+            end += to_usize(chunk.tokens);
+            assert_eq!(history(end - 1).last(), batch.tokens.get(end - 1));
+            let wanted = end - to_usize(chunk.logits)..end;
+            logits.extend(wanted.map(|row| (self.rule)(&history(row))));
+        }
+        Ok(logits)
+    }
+}
+
+/// Writes and says nothing, for a device that stores nothing.
+struct Blind;
+
+impl Model<NullBackend> for Blind {
     fn forward(
         &self,
         step: &mut Step<'_, NullBackend>,
         batch: &Batch,
     ) -> anyhow::Result<Vec<Vec<f32>>> {
-        let mut histories = self.histories.borrow_mut();
-        self.batches.borrow_mut().push(batch.chunks.clone());
-        let (mut at, mut logits) = (0, Vec::new());
-        for chunk in &batch.chunks {
-            let history = histories.entry(chunk.sequence).or_default();
-            for _ in 0..chunk.tokens {
-                let position = to_usize(step.positions()[at]);
-                assert!(position <= history.len(), "{:?}: a token was left out", chunk.sequence);
-                history.truncate(position);
-                history.push(batch.tokens[at]);
-                at += 1;
-            }
-            if chunk.wants_logits {
-                let mut row = vec![0.0; to_usize(VOCAB)];
-                row[to_usize(next(history))] = 1.0;
-                logits.push(row);
-            }
-        }
-        let rows = vec![0.0_f32; at];
-        let dims = [to_u32(at), 1, 1];
+        let rows = vec![0.0_f32; batch.tokens.len()];
+        let dims = [to_u32(rows.len()), 1, 1];
         for layer in 0..LAYERS {
             let view = TensorView::host::<f32>(&rows, &dims);
             step.write(layer, view, view, QkvFormat::Thd)?;
         }
-        Ok(logits)
+        let wanted = batch.chunks.iter().filter(|chunk| chunk.logits > 0);
+        Ok(wanted.map(|_| vec![0.0; to_usize(VOCAB)]).collect())
     }
 }
 
@@ -71,12 +119,14 @@ fn requests(prompts: &[Vec<u32>], max_new_tokens: u32) -> Vec<Request> {
         prompt: prompt.clone(),
         max_new_tokens,
         sampler: Sampler::new(0.0, 0, index),
+        beams: None,
     };
     prompts.iter().enumerate().map(request).collect()
 }
 
 fn limits(max_batch: usize, max_step_tokens: usize) -> Limits {
-    Limits { max_batch, max_step_tokens, context: 128, stop: Vec::new(), forget: false }
+    let (stop, forget, draft_tokens) = (Vec::new(), false, 0);
+    Limits { max_batch, max_step_tokens, context: CONTEXT, stop, forget, draft_tokens }
 }
 
 /// What must come out, from the rule alone.
@@ -88,19 +138,37 @@ fn expected(prompt: &[u32], new: usize) -> Vec<u32> {
     history.split_off(prompt.len())
 }
 
-fn cache(block_size: u32, num_blocks: u32) -> KvCache<NullBackend> {
-    let spec = CacheSpec::builder().layers(LAYERS).kv_heads(1).head_dim(1);
-    let spec = spec.paged(block_size, num_blocks).build().expect("spec");
-    KvCache::new(NullBackend::new(), spec).expect("cache")
+fn cache(block_size: u32, num_blocks: u32) -> KvCache {
+    cache_with(block_size, num_blocks, |spec| spec)
+}
+
+fn cache_with(
+    block_size: u32,
+    num_blocks: u32,
+    change: impl FnOnce(CacheSpecBuilder) -> CacheSpecBuilder,
+) -> KvCache {
+    let spec = CacheSpec::builder().layers(LAYERS).kv_heads(1).head_dim(CONTEXT);
+    let spec = spec.max_seq_len(CONTEXT).publish_at(PublishAt::Begin).paged(block_size, num_blocks);
+    let backend = Device::open("cpu").expect("the CPU");
+    KvCache::new(backend, change(spec).build().expect("spec")).expect("cache")
 }
 
 fn run(
-    cache: KvCache<NullBackend>,
+    cache: KvCache,
     requests: Vec<Request>,
     limits: Limits,
 ) -> anyhow::Result<(Vec<Generated>, Stats, Echo)> {
-    let model = Echo::default();
-    let scheduler = Scheduler::new(cache, &model, limits);
+    run_rule(|history| certain(next(history)), cache, requests, limits)
+}
+
+fn run_rule(
+    rule: Rule,
+    cache: KvCache,
+    requests: Vec<Request>,
+    limits: Limits,
+) -> anyhow::Result<(Vec<Generated>, Stats, Echo)> {
+    let model = Echo { rule, batches: RefCell::default() };
+    let scheduler = Scheduler::<AnyBackend, _>::new(cache, &model, limits);
     let (generated, stats) = scheduler.run(requests, &mut |_| Ok(()))?;
     Ok((generated, stats, model))
 }
@@ -111,9 +179,14 @@ fn every_pool_batch_and_chunk_gives_the_same_tokens() {
     for (block_size, num_blocks) in [(1, 400), (1, 50), (4, 12), (4, 100), (16, 3), (128, 1)] {
         for max_batch in [1, 3, 16] {
             for max_step_tokens in [1, 5, 1000] {
-                for forget in [false, true] {
+                for (forget, reuse) in [
+                    (false, PrefixReuse::Off),
+                    (false, PrefixReuse::FullBlocks),
+                    (false, PrefixReuse::Partial),
+                    (true, PrefixReuse::Off),
+                ] {
                     let limits = Limits { forget, ..limits(max_batch, max_step_tokens) };
-                    let cache = cache(block_size, num_blocks);
+                    let cache = cache_with(block_size, num_blocks, |spec| spec.prefix_reuse(reuse));
                     let (generated, stats, _) =
                         run(cache, requests(&prompts, 20), limits).expect("runs");
                     assert_eq!(generated.len(), prompts.len());
@@ -219,7 +292,8 @@ fn a_failing_device_ends_the_run_with_its_error() {
     let control = backend.control();
     let cache = KvCache::new(backend, spec.build().expect("spec")).expect("cache");
     control.fail_after(5);
-    let error = run(cache, requests(&prompts(1), 10), limits(1, 10)).err().expect("fails");
+    let scheduler = Scheduler::new(cache, &Blind, limits(1, 10));
+    let error = scheduler.run(requests(&prompts(1), 10), &mut |_| Ok(())).expect_err("fails");
     assert!(matches!(error.downcast_ref::<CacheError>(), Some(CacheError::Device(_))), "{error}");
 }
 

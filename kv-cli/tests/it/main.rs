@@ -13,5 +13,6 @@ mod plan;
 mod quantised;
 mod refusals;
 mod replay;
+mod sharing;
 mod support;
 mod variants;

@@ -133,7 +133,7 @@ fn compare_prints_what_it_measured() {
     let output = kv(&["generate", "--compare", "--max-new-tokens", "40"]);
     let Output { code, stdout, stderr } = &output;
     assert_eq!((*code, stderr.as_str()), (0, ""));
-    assert_eq!(stdout.lines().count(), 2 + 9, "{stdout}");
+    assert_eq!(stdout.lines().count(), 2 + 9 + 5, "{stdout}");
     for variant in ["paged", "contiguous", "no cache"] {
         let lines = stdout.lines().filter(|line| line.starts_with(variant));
         assert!(lines.clone().all(|line| line.ends_with("yes")), "{stdout}");

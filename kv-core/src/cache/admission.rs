@@ -13,8 +13,8 @@ use crate::plan::{BatchEntry, Growth};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Admission {
-    /// Tokens of the prompt behind those taken over that its first step brings; all of them unless
-    /// set.
+    /// Tokens of the prompt behind those taken over that its first step brings at most; all of them
+    /// unless set.
     pub chunk: Option<u32>,
     /// Slots behind these that are taken too ([`StepInput::lookahead`]).
     pub lookahead: u32,
@@ -82,7 +82,7 @@ impl<B: Backend> KvCache<B> {
         let found = &lookup.found;
         let (len, reused) = (to_u32(prompt.len()), found.tokens());
         let rest = len.saturating_sub(reused);
-        let chunk = admission.chunk.unwrap_or(rest);
+        let chunk = admission.chunk.map_or(rest, |chunk| chunk.min(rest));
         for (index, group) in self.groups.iter().enumerate() {
             let map = slot_map(group);
             let has_part = found.part > 0;

@@ -164,6 +164,37 @@ impl History {
         Some(Content { key, parent, namespace, index, tokens, contents: &self.parts })
     }
 
+    /// Shows the contents of the first `count` full blocks, one after another, until `go_on` has
+    /// enough.
+    pub(crate) fn each_full(
+        &mut self,
+        chain: usize,
+        map: &SlotMap,
+        count: u32,
+        mut go_on: impl FnMut(&Content<'_>) -> bool,
+    ) {
+        let plain = self.keys.get_mut(chain).filter(|_| map.is_plain() && self.contents.is_empty());
+        let (Some((namespace, root)), Some(keys)) = (self.space, plain) else {
+            (0..count).all(|index| self.full(chain, map, index).is_some_and(|c| go_on(&c)));
+            return;
+        };
+        // What nearly every prompt comes by.
+        let (mut parent, contents) = (root, &[][..]);
+        let blocks = self.tokens.chunks_exact(to_usize(map.block_size()).max(1));
+        for (index, tokens) in (0..count).zip(blocks) {
+            let known = keys.get(to_usize(index)).copied();
+            let key = known.unwrap_or_else(|| {
+                let key = parent.child(tokens, contents);
+                keys.push(key);
+                key
+            });
+            if !go_on(&Content { key, parent, namespace, index, tokens, contents }) {
+                return;
+            }
+            parent = key;
+        }
+    }
+
     /// Makes the keys of the first `blocks` full blocks.
     pub(crate) fn make_keys(&mut self, chain: usize, map: &SlotMap, blocks: u32) {
         for index in to_u32(self.keys.get(chain).map_or(0, Vec::len))..blocks {

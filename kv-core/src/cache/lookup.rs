@@ -44,6 +44,19 @@ impl Found {
         }
     }
 
+    /// Blocks that have the further tokens, with their groups.
+    pub(super) fn donors(&self) -> impl Iterator<Item = (usize, BlockId)> + '_ {
+        let has_part = self.part > 0;
+        let donors = self.groups.iter().enumerate().filter(move |_| has_part);
+        donors.filter_map(|(index, found)| Some((index, found.donor?)))
+    }
+
+    /// Does without the further tokens.
+    pub(super) fn leave_part(&mut self) {
+        self.part = 0;
+        self.groups.iter_mut().for_each(|found| found.donor = None);
+    }
+
     /// Looks a prompt up; `limit` is the most tokens that may be taken.
     pub(super) fn search<Buf>(
         &mut self,
@@ -169,15 +182,14 @@ impl FoundBlocks {
     fn find_blocks<Buf>(&mut self, group: &Group<Buf>, history: &mut History, len: u32) {
         let map = slot_map(group);
         self.blocks.clear();
-        for index in 0..map.full_blocks(len) {
-            let Some(content) = history.full(group.chain, &map, index) else {
-                break;
-            };
-            match (group.pool.find(&content), group.window) {
-                (None, None) => break,
-                (found, _) => self.blocks.push(found),
+        let (blocks, may_lack) = (&mut self.blocks, group.window.is_some());
+        history.each_full(group.chain, &map, map.full_blocks(len), |content| {
+            let found = group.pool.find(content);
+            if found.is_some() || may_lack {
+                blocks.push(found);
             }
-        }
+            found.is_some() || may_lack
+        });
     }
 
     /// The longest prefix of at most `len` tokens that this group can serve.

@@ -1,5 +1,6 @@
 //! What sequences take over from each other, on a device that computes nothing.
 use super::*;
+use crate::eviction::Eviction;
 use crate::{PrefixReuse, PublishAt};
 
 fn cache_with(
@@ -12,7 +13,8 @@ fn cache_with(
 
 fn full_blocks(num_blocks: u32) -> KvCache<NullBackend> {
     cache_with(num_blocks, |spec| {
-        spec.prefix_reuse(PrefixReuse::FullBlocks).publish_at(PublishAt::Begin)
+        let spec = spec.prefix_reuse(PrefixReuse::FullBlocks).publish_at(PublishAt::Begin);
+        spec.eviction(Eviction::Lru)
     })
 }
 
@@ -127,6 +129,37 @@ fn two_that_arrive_together_compute_their_prompt_once() {
     step.commit().unwrap();
     assert_eq!([0, 1].map(|s| cache.seq_len(SEQ[s])), [Some(18); 2]);
     check_invariants(&cache);
+}
+
+/// A part is copied when its taker joins the step, which is before anything is written.
+#[test]
+fn no_part_is_taken_of_a_block_that_the_open_step_fills() {
+    for publish_at in [PublishAt::Begin, PublishAt::Commit] {
+        let mut cache = cache_with(64, |spec| spec.publish_at(publish_at));
+        let prompt = tokens(0..16);
+        cache.start(SEQ[0], &prompt, StartOptions::default()).unwrap();
+        let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &prompt)]).unwrap();
+        let reused = step.start(SEQ[1], &prompt, StartOptions::default()).unwrap();
+        assert_eq!(reused, if publish_at == PublishAt::Begin { 12 } else { 0 });
+        step.add(StepInput::tokens(SEQ[1], &prompt[reused..])).unwrap();
+        write_all(&mut step).unwrap();
+        step.commit().unwrap();
+        assert_eq!(cache.stats().cow_copies, 0);
+        assert_eq!(run(&mut cache, SEQ[2], &prompt), 15, "now it is there");
+        check_invariants(&cache);
+    }
+}
+
+#[test]
+fn a_first_chunk_is_no_longer_than_the_prompt() {
+    let cache = full_blocks(8);
+    let admission = Admission::default().chunk(1000).must_fit();
+    let admits = |tokens: u32| {
+        let prompt: Vec<_> = (0..tokens).collect();
+        cache.check_admission(&prompt, StartOptions::default(), &admission)
+    };
+    assert_eq!(admits(32).unwrap(), 0);
+    assert!(admits(33).is_err());
 }
 
 #[test]

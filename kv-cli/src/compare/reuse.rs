@@ -1,0 +1,153 @@
+//! What reuse saves a second request behind the system prompt of a first one.
+use serde::Serialize;
+
+use crate::args::{GenerateArgs, Paged};
+use crate::config::ModelConfig;
+use crate::num::{to_u32, to_usize};
+use crate::output;
+use crate::session::{Layout, Session, Variant};
+use crate::stored::blocks_of;
+
+/// Tokens of the system prompt, where the model's context allows.
+const SYSTEM_TOKENS: usize = 500;
+/// The least that is worth a measurement.
+const SYSTEM_TOKENS_MIN: usize = 16;
+/// Tokens of a question, and with the one that is generated.
+const QUESTION_TOKENS_MAX: usize = 11;
+const TAIL_TOKENS_MAX: usize = QUESTION_TOKENS_MAX + 1;
+/// Runs of each kind; medians are reported.
+const REPETITIONS: usize = 5;
+
+/// Said again and again until the system prompt is long enough.
+const SYSTEM: &str = "You are a friendly helper who tells short stories to little children. \
+     Use simple words. Every story has a beginning, a middle and a happy end. Tell of animals, \
+     toys, the sun and the rain, and of friends who share what they have. Never scare anyone. ";
+const QUESTIONS: [&str; 2] = ["Tell me about a dog.", "What did the cat find?"];
+
+/// The second request's figures with and without reuse.
+#[derive(Debug, Serialize)]
+pub(super) struct Comparison {
+    /// Shared by both requests.
+    system_tokens: usize,
+    repetitions: usize,
+    lines: Vec<Line>,
+}
+
+#[derive(Debug, Serialize)]
+struct Line {
+    variant: &'static str,
+    prompt_tokens: usize,
+    reused_tokens: usize,
+    /// Prompt tokens that went through the model.
+    computed_tokens: usize,
+    /// From being let in to its first token: the median.
+    ttft_ms: f64,
+    /// How often it fits into the time without reuse.
+    speedup: f64,
+    /// Whether its first token is that of the run without reuse.
+    same_token: bool,
+}
+
+/// Runs two requests one after the other, with and without reuse; `None` where the context is too
+/// short.
+pub(super) fn measure(
+    args: &GenerateArgs,
+    session: &Session,
+) -> anyhow::Result<Option<Comparison>> {
+    let ModelConfig { vocab, bos, context, .. } = *session.model.config();
+    let system_tokens = to_usize(context).saturating_sub(TAIL_TOKENS_MAX).min(SYSTEM_TOKENS);
+    if system_tokens < SYSTEM_TOKENS_MIN {
+        return Ok(None);
+    }
+    let mut text = String::new();
+    let mut system = Vec::new();
+    while system.len() < system_tokens {
+        text.push_str(SYSTEM);
+        system = session.text.encode(&text, vocab, bos)?;
+    }
+    system.truncate(system_tokens);
+    let mut prompts = Vec::with_capacity(QUESTIONS.len());
+    for question in QUESTIONS {
+        let mut question = session.text.encode(question, vocab, bos)?;
+        // It does not begin a text.
+        if question.first().copied() == bos {
+            question.remove(0);
+        }
+        question.truncate(QUESTION_TOKENS_MAX);
+        prompts.push([system.as_slice(), &question].concat());
+    }
+    let block_size = args.paged.map_or(16, |paged| paged.block_size);
+    let few = args.format.few_blocks(session.model.config(), block_size)?;
+    let longest = prompts.iter().map(Vec::len).max().map_or(1, to_u32).saturating_add(1);
+    let num_blocks = blocks_of(&few, longest).saturating_mul(2).max(2);
+    let layout = Layout::Paged(Paged { block_size, num_blocks });
+    let asked = Variant::new(args, layout);
+    let asked = Variant { max_new_tokens: 1, max_batch: 1, ignore_eos: true, ..asked };
+    let mut lines = Vec::new();
+    let mut tokens = None;
+    for (variant, reuse) in [("without reuse", false), ("with reuse", true)] {
+        let runs = Variant { reuse, ..asked };
+        let (mut times, mut last) = (Vec::new(), None);
+        for _ in 0..REPETITIONS {
+            let (generated, _) =
+                session.run_prompts(args, &runs, prompts.clone(), &mut |_| Ok(()))?;
+            let Some(second) = generated.into_iter().last() else {
+                continue;
+            };
+            times.push(second.first_token_ms - second.admitted_ms);
+            last = Some(second);
+        }
+        let Some((second, prompt)) = last.zip(prompts.last()) else {
+            return Ok(None);
+        };
+        let first = tokens.get_or_insert_with(|| second.tokens.clone());
+        lines.push(Line {
+            variant,
+            prompt_tokens: prompt.len(),
+            reused_tokens: second.reused,
+            computed_tokens: prompt.len().saturating_sub(second.reused),
+            ttft_ms: median(&mut times),
+            speedup: 1.0,
+            same_token: *first == second.tokens,
+        });
+    }
+    let without = lines.first().map_or(0.0, |line| line.ttft_ms);
+    for line in &mut lines {
+        line.speedup = without / line.ttft_ms.max(f64::MIN_POSITIVE);
+    }
+    Ok(Some(Comparison { system_tokens, repetitions: REPETITIONS, lines }))
+}
+
+/// The middle of an odd number of values, 0 of none.
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() >> 1).copied().unwrap_or(0.0)
+}
+
+impl Comparison {
+    pub(super) fn show(&self) -> String {
+        let heading =
+            ["variant", "prompt", "reused", "computed", "first ms", "speed-up", "same token"];
+        let mut rows = vec![heading.map(str::to_owned).to_vec()];
+        rows.extend(self.lines.iter().map(|line| {
+            vec![
+                line.variant.to_owned(),
+                line.prompt_tokens.to_string(),
+                line.reused_tokens.to_string(),
+                line.computed_tokens.to_string(),
+                format!("{:.2}", line.ttft_ms),
+                format!("{:.1}x", line.speedup),
+                if line.same_token { "yes" } else { "NO" }.to_owned(),
+            ]
+        }));
+        let why =
+            if self.system_tokens < SYSTEM_TOKENS { ", the most that fits the model" } else { "" };
+        format!(
+            "\na second request behind a shared system prompt of {} tokens{why}; medians of \
+             {} runs\n{}",
+            self.system_tokens,
+            self.repetitions,
+            output::table(&rows)
+        )
+    }
+}
