@@ -73,6 +73,8 @@ impl History {
         let known = parent.tokens.get(..to_usize(len)).unwrap_or(&parent.tokens);
         self.tokens.extend_from_slice(known);
         self.contents.clone_from(&parent.contents);
+        // Those of whoever had this history before.
+        self.parts.clear();
         self.retention.clone_from(&parent.retention);
         self.prompt_len = parent.prompt_len;
         self.keys.clone_from(&parent.keys);
