@@ -36,20 +36,20 @@ fn bytes(seed: u64, len: usize) -> Vec<u8> {
 fn random<B: Device>(backend: &B) -> CaseResult {
     let (lives, first) = (number(LIVES_VARIABLE, LIVES)?, number(SEED_VARIABLE, 1)?);
     let begin = std::time::Instant::now();
-    let mut lived = Lived::default();
+    let mut total = Lived::default();
     for seed in first..first + lives {
         let one = live(backend, &bytes(seed, BYTES));
-        lived = lived.and(one.at(format!("{SEED_VARIABLE}={seed} {LIVES_VARIABLE}=1"))?);
+        total = total.and(one.at(format!("{SEED_VARIABLE}={seed} {LIVES_VARIABLE}=1"))?);
     }
     if lives != LIVES {
         use std::io::Write;
-        let _ = writeln!(std::io::stdout(), "{lives} lives, {lived:?}, {:?}", begin.elapsed());
+        let _ = writeln!(std::io::stdout(), "{lives} lives, {total:?}, {:?}", begin.elapsed());
         return Ok(Outcome::Holds);
     }
     // The suite must not go quiet because all lives have become short or empty.
-    let Lived { operations, refused, reused, evictions } = lived;
+    let Lived { operations, refused, reused, evictions } = total;
     let least = operations.min(refused * 20).min(reused * 4).min(evictions * 4);
-    ensure(least > lives * 20, || format!("{lives} lives saw no more than {lived:?}"))?;
+    ensure(least > lives * 20, || format!("{lives} lives saw no more than {total:?}"))?;
     Ok(Outcome::Holds)
 }
 
