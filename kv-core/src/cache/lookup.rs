@@ -203,7 +203,8 @@ impl FoundBlocks {
         let sinks = sink_blocks(Some(window), &map);
         let mut blocks = most;
         while blocks > 0 {
-            let live = first_live(&map, window, map.tokens(blocks));
+            // A window of the query alone needs none; something must be cached all the same.
+            let live = first_live(&map, window, map.tokens(blocks)).min(blocks.saturating_sub(1));
             // A gap at `i` rules out every prefix that needs `i`: the next to try ends before it.
             let gap = (live..blocks).rev().find(|i| !is_there(i));
             match gap {
