@@ -1,7 +1,7 @@
 //! What a scheduler asks before it lets a sequence in, answered with the counts that allocation
 //! goes by.
 use crate::backend::Backend;
-use crate::cache::demand::Demand;
+use crate::cache::demand::{Demand, Exchanged};
 use crate::cache::start::{Lookup, exhausted};
 use crate::cache::{Group, KvCache, StartOptions, StepInput, slot_map};
 use crate::error::{CacheError, PlanError};
@@ -158,7 +158,7 @@ impl<B: Backend> KvCache<B> {
             }
         }
         for (entry, input) in batch.iter().zip(inputs) {
-            demand.add(group, entry, input.details().lookahead);
+            demand.add(group, entry, input.details().lookahead, &Exchanged::default());
         }
         let free = group.pool.num_free().saturating_add(demand.left_by_all(&group.pool));
         Ok(BlockDemand { needed: demand.blocks, free })
@@ -187,7 +187,7 @@ impl<B: Backend> KvCache<B> {
         let held = to_u32(group.tables.row(row).len()).saturating_sub(to_u32(vacant.len()));
         let mut shared = Demand::default();
         let next = BatchEntry { row, cached: state.len, new_tokens: 1, queries: 1 };
-        shared.add(group, &next, 0);
+        shared.add(group, &next, 0, &Exchanged::default());
         let first = shared.blocks.saturating_sub(group.grown_by(&next));
         Ok(spec.blocks_to_grow(len).saturating_sub(held).saturating_add(first))
     }

@@ -77,16 +77,23 @@ pub(super) fn demand_at_most<'a, Buf>(
 #[derive(Debug, Default)]
 pub(super) struct Demand {
     pub(super) blocks: u32,
-    /// Rows of the batch that write a block others hold too.
-    writers: HashMap<BlockId, u32>,
+    /// Rows of the batch that write a block others hold too, and the most slots that one of them
+    /// has filled.
+    writers: HashMap<BlockId, (u32, u32)>,
     /// Rows of the batch that let go of a block before any is written, because it leaves their
     /// window.
     leavers: HashMap<BlockId, u32>,
 }
 
 impl Demand {
-    /// Adds one sequence.
-    pub(super) fn add<Buf>(&mut self, group: &Group<Buf>, entry: &BatchEntry, lookahead: u32) {
+    /// Adds one sequence to what an open step has exchanged already.
+    pub(super) fn add<Buf>(
+        &mut self,
+        group: &Group<Buf>,
+        entry: &BatchEntry,
+        lookahead: u32,
+        exchanged: &Exchanged,
+    ) {
         if entry.new_tokens == 0 {
             return;
         }
@@ -97,10 +104,12 @@ impl Demand {
         let growth = &written.growth;
         let (begin, by) = (growth.code_blocks_before, growth.tail_blocks_before);
         for at in written.entries.iter().cloned().flatten() {
+            let kept = written.kept(&slot_map(group), at, entry.cached);
             // Where the entry is before the blocks of the tail go behind the others.
             let at = if growth.seals() && at >= begin { at.saturating_add(by) } else { at };
             if let Some(block) = row.get(to_usize(at)) {
-                self.share(&group.pool, *block);
+                let filled = exchanged.filled(group.id, *block);
+                self.share(&group.pool, *block, (kept, filled));
             }
         }
     }
@@ -117,21 +126,41 @@ impl Demand {
         to_u32(self.leavers.iter().filter(left).count())
     }
 
-    fn share(&mut self, pool: &BlockPool, block: BlockId) {
-        let holders = pool.holders(block);
-        if holders < 2 {
-            return;
-        }
+    /// Counts the copy of a block of which the row has filled `kept` slots, and rows that let go of
+    /// it in this step at most `filled`.
+    fn share(&mut self, pool: &BlockPool, block: BlockId, (kept, filled): (u32, u32)) {
         let leavers = self.leavers.get(&block).copied().unwrap_or(0);
-        let holders = holders.saturating_sub(leavers);
-        if holders < 2 {
-            return;
-        }
-        let writers = self.writers.entry(block).or_default();
+        let holders = pool.holders(block).saturating_sub(leavers);
+        let (writers, most) = self.writers.entry(block).or_default();
         *writers = writers.saturating_add(1);
-        // The last of the holders keeps it.
-        if *writers < holders {
+        // The last of the holders keeps it, unless it would write over what another has.
+        let is_last = *writers >= holders;
+        if !is_last || (*most).max(filled) > kept {
             self.blocks = self.blocks.saturating_add(1);
         }
+        *most = kept.max(*most);
+    }
+}
+
+/// Blocks that rows let go of for a copy in an open step, with the most slots that one of them had
+/// filled. Who writes such a block in place must not write there: the step may be taken back.
+#[derive(Debug, Default)]
+pub(super) struct Exchanged {
+    filled: HashMap<(usize, BlockId), u32>,
+}
+
+impl Exchanged {
+    pub(super) fn clear(&mut self) {
+        self.filled.clear();
+    }
+    pub(super) fn note(&mut self, group: usize, block: BlockId, slots: u32) {
+        let filled = self.filled.entry((group, block)).or_default();
+        *filled = slots.max(*filled);
+    }
+    pub(super) fn filled(&self, group: usize, block: BlockId) -> u32 {
+        if self.filled.is_empty() {
+            return 0;
+        }
+        self.filled.get(&(group, block)).copied().unwrap_or(0)
     }
 }

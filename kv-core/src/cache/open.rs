@@ -3,6 +3,7 @@
 //! A cache has at most one open step. [`Step`](super::Step) keeps it open for the length of a
 //! borrow; front ends whose callers come back layer by layer keep it open across calls.
 use crate::backend::{Backend, Queue};
+use crate::cache::demand::Exchanged;
 use crate::cache::undo::Undo;
 use crate::cache::{Group, KvCache, StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
@@ -45,6 +46,7 @@ pub(super) struct OpenStep {
     pub(super) undo: Vec<Undo>,
     /// Entries that were last added and that need blocks, or others than they have.
     pub(super) growing: Vec<usize>,
+    pub(super) exchanged: Exchanged,
     /// Blocks that were exchanged for a copy, and that nobody else holds: let go when the step
     /// ends.
     pub(super) kept: Vec<(usize, BlockId)>,
@@ -64,6 +66,7 @@ impl OpenStep {
             rows: Vec::new(),
             entries: Vec::new(),
             growing: Vec::new(),
+            exchanged: Exchanged::default(),
             kept: Vec::new(),
             stored_targets: Vec::new(),
             plans: (0..groups).map(|_| PlanBuffers::default()).collect(),
@@ -339,6 +342,7 @@ impl<B: Backend> KvCache<B> {
     pub(super) fn close(&mut self) {
         self.open.is_open = false;
         self.open.undo.clear();
+        self.open.exchanged.clear();
         self.open.kept.clear();
         self.open.stored_targets.clear();
         self.open.copies.iter_mut().for_each(Vec::clear);

@@ -74,7 +74,7 @@ impl<B: Backend> KvCache<B> {
         }
         let mut demand = Demand::default();
         for (entry, detail) in growing() {
-            demand.add(group, entry, detail.lookahead);
+            demand.add(group, entry, detail.lookahead, &self.open.exchanged);
         }
         if demand.blocks <= free {
             return Ok(());
@@ -109,6 +109,9 @@ impl<B: Backend> KvCache<B> {
             let slots = written.kept(&map, at, entry.cached);
             if group.pool.holders(old) > 1 {
                 self.unshare(index, (row, at), (old, slots), false);
+            } else if self.open.exchanged.filled(index, old) > slots {
+                // Its last holder, but a step that is taken back gives it to another again.
+                self.unshare(index, (row, at), (old, slots), true);
             } else if group.pool.is_stored(old) {
                 self.open.stored_targets.push((row, at, slots));
             }
@@ -156,6 +159,7 @@ impl<B: Backend> KvCache<B> {
         } else {
             group.pool.release(old);
         }
+        self.open.exchanged.note(index, old, slots);
         self.open.undo.push(Undo::Replaced { group: index, row, index: entry, old, kept });
         if let Some(copies) = self.open.copies.get_mut(index).filter(|_| slots > 0) {
             copies.push(BlockCopy { from: old, to: new, slots });

@@ -237,3 +237,27 @@ fn pins_hold_and_forgetting_stops_at_what_others_need() {
     assert_eq!(cache.forget_prefix(&other, StartOptions::default(), 0).unwrap(), 2);
     check_invariants(&cache);
 }
+
+#[test]
+fn the_last_holder_copies_too_where_it_would_write_over_another() {
+    for (cut, copies) in [(3, 1), (2, 2)] {
+        let mut cache = cache_with(8, |spec| spec.prefix_reuse(PrefixReuse::Off));
+        start(&mut cache, SEQ[0]);
+        append(&mut cache, &[(SEQ[0], 3)]).unwrap();
+        cache.fork(SEQ[0], SEQ[1]).unwrap();
+        cache.truncate(SEQ[1], cut).unwrap();
+        let shared = cache.block_table(SEQ[0], GroupId(0)).unwrap()[0];
+        let inputs = [0, 1].map(|s| StepInput::count(SEQ[s], 1));
+        let demand = cache.blocks_for_step(GroupId(0), &inputs).unwrap();
+        let free = cache.free_blocks(GroupId(0));
+        let step = cache.begin_step(&inputs).unwrap();
+        let rows = [0, 1].map(|s| step.cache().block_table(SEQ[s], GroupId(0)).unwrap()[0]);
+        let copied = u32::try_from(rows.iter().filter(|block| **block != shared).count()).unwrap();
+        let taken = free - step.cache().free_blocks(GroupId(0));
+        assert_eq!((copied, demand.needed, taken), (copies, copies, copies), "cut to {cut}");
+        drop(step);
+        let rows = [0, 1].map(|s| cache.block_table(SEQ[s], GroupId(0)).unwrap()[0]);
+        assert_eq!(rows, [shared; 2]);
+        check_invariants(&cache);
+    }
+}
