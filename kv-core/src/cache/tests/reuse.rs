@@ -261,3 +261,19 @@ fn the_last_holder_copies_too_where_it_would_write_over_another() {
         check_invariants(&cache);
     }
 }
+
+#[test]
+fn a_block_kept_in_a_step_that_never_happened_is_shared_again() {
+    let mut cache = cache_with(8, |spec| spec.prefix_reuse(PrefixReuse::Off));
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 2)]).unwrap();
+    cache.fork(SEQ[0], SEQ[1]).unwrap();
+    let inputs = [0, 1].map(|s| StepInput::count(SEQ[s], 1));
+    drop(cache.begin_step(&inputs).unwrap());
+    let alone = [StepInput::count(SEQ[1], 1)];
+    assert_eq!(cache.blocks_for_step(GroupId(0), &alone).unwrap().needed, 1);
+    append(&mut cache, &[(SEQ[1], 1)]).unwrap();
+    let rows = [0, 1].map(|s| cache.block_table(SEQ[s], GroupId(0)).unwrap()[0]);
+    assert_ne!(rows[0], rows[1]);
+    check_invariants(&cache);
+}
