@@ -63,7 +63,7 @@ pub(crate) enum Found {
         /// The work.
         job: Arc<Job>,
     },
-    /// Something whose time has not come, or that is none of ours.
+    /// Something that is none of ours.
     Skipped {
         /// Path below the directory.
         name: String,
