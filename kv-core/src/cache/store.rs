@@ -65,7 +65,10 @@ impl<B: Backend> KvCache<B> {
         for (index, group) in groups.iter_mut().enumerate() {
             let map = slot_map(group);
             let last = history.stored(index);
-            if map.tokens(last) >= certain || map.tokens(last.saturating_add(1)) <= certain {
+            let is_empty = map.tokens(last) >= certain;
+            let is_full = map.tokens(last.saturating_add(1)) <= certain;
+            // Where ids were unknown from some token on, the sequence may have left this block.
+            if is_empty || is_full || group.vacant(row).contains(&last) {
                 continue;
             }
             let block = group.tables.row(row).get(to_usize(last)).copied();

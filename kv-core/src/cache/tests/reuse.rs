@@ -277,3 +277,18 @@ fn a_block_kept_in_a_step_that_never_happened_is_shared_again() {
     assert_ne!(rows[0], rows[1]);
     check_invariants(&cache);
 }
+
+#[test]
+fn a_block_that_left_the_window_is_not_left_behind() {
+    let mut cache = cache_with(8, |spec| spec.window_left(0));
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 4)]).unwrap();
+    // The other's tokens are known up to the middle of its first block.
+    cache.start(SEQ[1], &[], StartOptions::default()).unwrap();
+    feed(&mut cache, SEQ[1], &[5, 6]);
+    append(&mut cache, &[(SEQ[1], 6)]).unwrap();
+    append(&mut cache, &[(SEQ[1], 1)]).unwrap();
+    cache.release(SEQ[1]).unwrap();
+    assert_eq!(cache.probe(&[5, 6, 7], StartOptions::default()), 0);
+    check_invariants(&cache);
+}
