@@ -67,9 +67,9 @@ fn line(
 ) -> anyhow::Result<Line> {
     let few = stored.few_blocks(config, args.block_size)?;
     let group = few.groups().first().context("a cache has a group")?;
-    let (memory, map) = (few.memory(), group.slot_map());
+    let memory = few.memory();
     let block = memory.bytes_total.checked_div(group.num_blocks().into()).unwrap_or(0);
-    let blocks = u64::from(map.blocks_to_grow(context));
+    let blocks = u64::from(group.blocks_to_grow(context));
     let sequence_bytes = block.checked_mul(blocks).context("a sequence's bytes overflow")?;
     let bytes = args.memory.0.saturating_sub(memory.bytes_constants);
     let within = stored.cache(config).paged_within(args.block_size, bytes);
@@ -82,7 +82,7 @@ fn line(
     Ok(Line {
         format: stored.to_string(),
         bits_per_value: bits_per_value(&few),
-        sinks: map.sinks(),
+        sinks: group.slot_map().sinks(),
         bytes_per_token: memory.bytes_per_token,
         sequence_bytes,
         tokens,

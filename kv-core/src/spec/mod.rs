@@ -172,7 +172,7 @@ pub struct MemoryUsage {
     pub bytes_total: u64,
     /// Bytes of the constants of all planes: scales and transforms, the same for any pool.
     pub bytes_constants: u64,
-    /// Tokens the smallest pool holds as one sequence, pools of windows aside.
+    /// Tokens the smallest pool holds at once; with a window, a sequence may be longer.
     pub tokens: u64,
 }
 
@@ -213,9 +213,7 @@ impl CacheSpec {
             constants = constants.saturating_add(bytes);
             let map = group.slot_map();
             let blocks = group.num_blocks().saturating_sub(map.tail_blocks_max());
-            if group.window.is_none() {
-                tokens = tokens.min(u64::from(map.tokens(blocks)));
-            }
+            tokens = tokens.min(u64::from(map.tokens(blocks)));
         }
         // A host allocation is never larger than isize::MAX bytes.
         isize::try_from(total).ok()?;
