@@ -292,3 +292,20 @@ fn a_block_that_left_the_window_is_not_left_behind() {
     assert_eq!(cache.probe(&[5, 6, 7], StartOptions::default()), 0);
     check_invariants(&cache);
 }
+
+#[test]
+fn drafts_that_are_committed_wait_for_a_later_step() {
+    for publish_at in [PublishAt::Begin, PublishAt::Commit] {
+        let mut cache = cache_with(64, |spec| {
+            spec.prefix_reuse(PrefixReuse::FullBlocks).publish_at(publish_at)
+        });
+        run(&mut cache, SEQ[0], &tokens(0..7));
+        let input = StepInput::tokens(SEQ[0], &[7, 8, 9, 10, 11, 12]).drafts(5);
+        let mut step = cache.begin_step(&[input]).unwrap();
+        write_all(&mut step).unwrap();
+        step.commit().unwrap();
+        assert_eq!(cache.probe(&tokens(0..14), StartOptions::default()), 8, "{publish_at:?}");
+        feed(&mut cache, SEQ[0], &[13]);
+        assert_eq!(cache.probe(&tokens(0..14), StartOptions::default()), 12, "{publish_at:?}");
+    }
+}
