@@ -1,10 +1,10 @@
 //! The life of blocks beside other crates, in one run: `cargo run --release` in this folder.
 //!
-//! The contenders take turns of some rounds each, so that a busy machine is busy for all of them and
-//! each runs warm; what is printed is the median of the rounds, the fastest, and the ratio of
-//! medians. All do the same work: 1,000
-//! sequences that each grow by a token, blocks of 16; and a prompt of 1,025 tokens of which 64
-//! blocks are cached, from its token ids to blocks that are held.
+//! The contenders take turns of some rounds each, so that a busy machine is busy for all of them
+//! and each runs warm; what is printed is the median of the rounds, the fastest, and the ratio of
+//! medians. All do the same work: 1,000 sequences that each grow by a token, blocks of 16; and a
+//! prompt of 1,025 tokens of which 64 blocks are cached, from its token ids to blocks that are
+//! held.
 use std::time::{Duration, Instant};
 
 use kv_bench::Eviction;
