@@ -8,7 +8,7 @@ use crate::eviction::Retention;
 use crate::ids::{BlockId, GroupId, SequenceId};
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::reuse::{ContentSpan, Namespace};
-use crate::spec::{PrefixReuse, PublishAt};
+use crate::spec::PrefixReuse;
 
 /// How a sequence starts, and what tells its tokens from equal ones.
 ///
@@ -186,12 +186,7 @@ impl<B: Backend> KvCache<B> {
         let sizes = (self.chains.len(), self.groups.len());
         lookup.history.begin(space, (prompt, options), sizes);
         let limits = (limit, options.backoff_blocks);
-        let mut reuse = self.spec.prefix_reuse();
-        let is_early = self.is_step_open() && self.spec.publish_at() == PublishAt::Begin;
-        if is_early && reuse == PrefixReuse::Partial {
-            // A part is copied, and a block that the open step offers may not be written yet.
-            reuse = PrefixReuse::FullBlocks;
-        }
+        let reuse = self.spec.prefix_reuse();
         lookup.found.search(&self.groups, &mut lookup.history, limits, reuse);
         // A part is copied at once, but the open step has yet to fill the blocks it offers.
         if lookup.found.donors().any(|(index, donor)| self.open.fills(index, donor)) {

@@ -204,8 +204,8 @@ impl<B: Backend> Step<'_, B> {
 
     /// Starts a sequence while the step is open, before its first write. With
     /// [`PublishAt::Begin`](crate::PublishAt) it finds the blocks that this step fills: two
-    /// requests with one system prompt compute it once though they arrive together. Full blocks
-    /// alone are taken over then, because a part would be copied before it is written. The sequence
+    /// requests with one system prompt compute it once though they arrive together. Of blocks that
+    /// this step fills no part is taken over: it would be copied before it is written. The sequence
     /// goes away with the step if that is rolled back.
     ///
     /// # Errors
