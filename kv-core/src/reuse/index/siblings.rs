@@ -12,7 +12,7 @@ const SIBLINGS_MAX: usize = 32;
 
 impl PrefixIndex {
     /// Among the blocks behind `parent`, the one whose tokens begin most like `tokens`, and how
-    /// many agree. Blocks with [contents](BlockContent) do not count.
+    /// many agree. Blocks with [contents](crate::reuse::BlockContent) do not count.
     pub fn longest_common(
         &self,
         parent: BlockKey,
