@@ -1,0 +1,96 @@
+// The only header of the device that kernels include: types, and one function for each instruction
+// or intrinsic that C++ has no name for. Compiled by NVRTC (inline PTX, no CUDA headers), or as
+// plain C++ for the emulator (-DKV_EMU).
+#pragma once
+typedef unsigned char      u8;
+typedef signed char        i8;
+typedef unsigned short     u16;
+typedef unsigned int       u32;
+typedef int                i32;
+typedef unsigned long long u64;
+typedef long long          i64;
+
+#if defined(KV_EMU)
+#include "emulator/emulator.h"
+#else
+#define KV_DEV __device__ __forceinline__
+#define KV_GLOBAL __global__
+#define KV_BOUNDS(t, b) __launch_bounds__(t, b)
+#define KV_DYN_SMEM(name) extern __shared__ __align__(128) u8 name[]
+#define KV_GRID_CONST __grid_constant__
+KV_DEV void kv_sync()      { __syncthreads(); }
+KV_DEV void kv_syncwarp()  { __syncwarp(); }
+KV_DEV u32  kv_shfl_xor(u32 v, int m)     { return __shfl_xor_sync(0xffffffffu, v, m); }
+KV_DEV float kv_shfl_xorf(float v, int m) { return __shfl_xor_sync(0xffffffffu, v, m); }
+KV_DEV float kv_as_f(u32 x) { return __uint_as_float(x); }
+KV_DEV u32   kv_as_u(float x) { return __float_as_uint(x); }
+KV_DEV float kv_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
+KV_DEV float kv_log2(float x) { float y; asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
+KV_DEV float kv_rcp(float x)  { float y; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
+KV_DEV float kv_max(float a, float b) { return fmaxf(a, b); }
+KV_DEV u32 kv_prmt(u32 a, u32 b, u32 s) { return __byte_perm(a, b, s); }
+KV_DEV u32 kv_smem_addr(const void* p) { u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t,%1; cvt.u32.u64 %0,t; }" : "=r"(a) : "l"(p)); return a; }
+#if __CUDA_ARCH__ >= 800
+KV_DEV void kv_cp_async16(void* s, const void* g, bool pred) {
+  int n = pred ? 16 : 0;  // src-size 0 => zero fill
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16,%2;" ::"r"(kv_smem_addr(s)), "l"(g), "r"(n) : "memory");
+}
+KV_DEV void kv_cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> KV_DEV void kv_cp_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+#else
+KV_DEV void kv_cp_async16(void* s, const void* g, bool pred) {
+  uint4 v = make_uint4(0, 0, 0, 0); if (pred) v = *(const uint4*)g; *(uint4*)s = v;
+}
+KV_DEV void kv_cp_commit() {}
+template <int N> KV_DEV void kv_cp_wait() {}
+#endif
+KV_DEV void kv_ldsm4(u32 (&r)[4], const void* p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(kv_smem_addr(p)) : "memory");
+}
+KV_DEV void kv_ldsm4t(u32 (&r)[4], const void* p) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(kv_smem_addr(p)) : "memory");
+}
+struct KvBf16 {}; struct KvF16 {};
+#if __CUDA_ARCH__ >= 800
+KV_DEV void kv_mma(KvBf16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+KV_DEV void kv_mma(KvF16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+KV_DEV u32 kv_pack(KvBf16, float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+KV_DEV u32 kv_pack(KvF16, float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0,%1,%2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+#else  // sm_75: only m16n8k8 f16
+KV_DEV void kv_mma(KvF16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[2]), "r"(a[3]), "r"(b1));
+}
+KV_DEV u32 kv_pack(KvF16, float lo, float hi) {
+  u16 l, h; asm("cvt.rn.f16.f32 %0,%1;" : "=h"(l) : "f"(lo)); asm("cvt.rn.f16.f32 %0,%1;" : "=h"(h) : "f"(hi)); return u32(l) | (u32(h) << 16);
+}
+#endif
+// two e4m3 (low 16 bits of x) -> f16x2
+#if __CUDA_ARCH__ >= 890
+KV_DEV u32 kv_e4m3x2_f16x2(u32 x) { u32 r; u16 h = (u16)x; asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(r) : "h"(h)); return r; }
+#else
+KV_DEV u32 kv_e4m3x2_f16x2(u32 x) {  // exponent re-bias by multiply with 2^8 in f16 (exact; NaN code 0x7f becomes 480, documented)
+  u32 q = kv_prmt(x, 0, 0x1404);  // byte0 -> bits 8..15, byte1 -> bits 24..31
+  u32 o = (q & 0x80008000u) | ((q & 0x7f007f00u) >> 1);
+  u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(o), "r"(0x5c005c00u)); return r;  // 0x5c00 = 256.0
+}
+#endif
+KV_DEV float kv_bf16_f(u16 x) { return kv_as_f(u32(x) << 16); }
+KV_DEV float kv_f16_f(u16 x) { float f; asm("cvt.f32.f16 %0,%1;" : "=f"(f) : "h"(x)); return f; }
+KV_DEV i32 kv_ldg(const i32* p) { return __ldg(p); }
+KV_DEV void kv_fence() { __threadfence(); }
+KV_DEV u32 kv_atomic_inc(u32* p, u32 wrap) { return atomicInc(p, wrap); }
+KV_DEV float kv_ldcg(const float* p) { return __ldcg(p); }
+// A kernel by name: `KV_KERNEL(name, Params, threads, blocks, body)` starts `body(params)` with
+// `threads` threads a block, at least `blocks` blocks a multiprocessor.
+#define KV_KERNEL(name, Params, threads, blocks, ...) \
+  extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Params p) { (__VA_ARGS__)(p); }
+#endif

@@ -1,0 +1,3 @@
+//! The CUDA backend of the KV cache.
+mod gpu;
+mod params;

@@ -1,0 +1,188 @@
+//! What the host passes to kernels: `kernels/params.h`, field by field.
+//!
+//! Addresses are those of the device; strides and sizes count bytes. The emulator's library tells
+//! the sizes that the C++ compiler gave these structures, and a test compares them.
+use bytemuck::{Pod, Zeroable};
+
+/// An address in device memory; 0 for what is not there.
+pub(crate) type Address = u64;
+
+macro_rules! params {
+    ($($(#[$doc:meta])* struct $name:ident { $($(#[$field_doc:meta])* $field:ident: $kind:ty,)* })*) => {
+        $(
+            $(#[$doc])*
+            #[derive(Debug, Clone, Copy, Default, PartialEq, Pod, Zeroable)]
+            #[repr(C)]
+            pub(crate) struct $name { $($(#[$field_doc])* pub(crate) $field: $kind,)* }
+        )*
+        /// Names and sizes, for the test that compares them with the kernels'.
+        #[cfg(all(test, feature = "emulated"))]
+        pub(crate) const SIZES: &[(&str, usize)] =
+            &[$((stringify!($name), size_of::<$name>()),)*];
+    };
+}
+
+params! {
+    /// Rows of tokens in a caller's tensor.
+    struct Tensor {
+        data: Address,
+        batch_stride: u64,
+        token_stride: u64,
+        axes: u32,
+        dtype: u32,
+        batch: u32,
+        tokens: u32,
+        heads: u32,
+        dim: u32,
+    }
+    /// The K or the V of one layer.
+    struct Plane {
+        base: Address,
+        segments: Address,
+        constants: Address,
+        block_bytes: u64,
+        token_stride: u64,
+        head_stride: u64,
+        wide_head_stride: u64,
+        mean_begin: u64,
+        blocks_per_segment: u32,
+        num_blocks: u32,
+        block_size: u32,
+        num_kv_heads: u32,
+        head_dim: u32,
+        format: u32,
+        row_bytes: u32,
+        scales_begin: u32,
+        transforms: u32,
+        block_means: u32,
+        sinks: u32,
+        wide_slots: u32,
+        wide_per_block: u32,
+        has_tail: u32,
+    }
+    /// One entry of the batch.
+    struct Sequence {
+        row: u32,
+        q_start: u32,
+        q_len: u32,
+        new_start: u32,
+        new_len: u32,
+        kv_len: u32,
+        coded: u32,
+        coded_before: u32,
+        sealed_index: u32,
+        split_start: u32,
+        num_splits: u32,
+        table: u32,
+    }
+    /// One part of a sequence's context.
+    struct Split {
+        sequence: u32,
+        begin: u32,
+        end: u32,
+        pad: u32,
+    }
+    /// Counts of the step.
+    struct Counts {
+        sequences: u32,
+        splits: u32,
+        total_q: u32,
+        total_new: u32,
+        q_len_max: u32,
+        new_len_max: u32,
+        pad0: u32,
+        pad1: u32,
+    }
+    /// The plan of a step for one group of layers.
+    struct Plan {
+        counts: Address,
+        sequences: Address,
+        splits: Address,
+        slots: Address,
+        tables: Address,
+    }
+    /// Of `write_rows` and `write_tails`.
+    struct WriteParams {
+        plan: Plan,
+        k: Tensor,
+        v: Tensor,
+        k_plane: Plane,
+        v_plane: Plane,
+    }
+    /// Of every kernel that attends.
+    struct AttendParams {
+        plan: Plan,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        k_plane: Plane,
+        v_plane: Plane,
+        sink_logits: Address,
+        part_rows: Address,
+        part_stats: Address,
+        part_index: Address,
+        counters: Address,
+        scale: f32,
+        soft_cap: f32,
+        full: u32,
+        window_left: u32,
+        sink_tokens: u32,
+        group: u32,
+    }
+    /// Rows to gather of one sequence.
+    struct Range {
+        table: u32,
+        begin: u32,
+        len: u32,
+        coded: u32,
+        start: u32,
+        pad0: u32,
+        pad1: u32,
+        pad2: u32,
+    }
+    /// Of `gather_rows`.
+    struct GatherParams {
+        plane: Plane,
+        out: Tensor,
+        ranges: Address,
+        tables: Address,
+        num_ranges: u32,
+        total: u32,
+    }
+    /// One copy of a block's first slots.
+    struct BlockCopy {
+        from: u32,
+        to: u32,
+        slots: u32,
+        pad: u32,
+    }
+    /// Of `copy_blocks`.
+    struct CopyParams {
+        planes: Address,
+        copies: Address,
+        num_planes: u32,
+        num_copies: u32,
+    }
+    /// Rows of one entry of a batch.
+    struct Entry {
+        start: u32,
+        len: u32,
+    }
+    /// Of `convert_rows`.
+    struct ConvertParams {
+        src: Tensor,
+        dst: Tensor,
+        entries: Address,
+        num_entries: u32,
+        total: u32,
+    }
+    /// Of `pad_rows`.
+    struct PadParams {
+        out: Tensor,
+        entries: Address,
+        num_entries: u32,
+        total: u32,
+        value: f32,
+        pad: u32,
+    }
+}
