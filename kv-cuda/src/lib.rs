@@ -19,3 +19,4 @@ pub use buffer::CudaBuffer;
 #[cfg(feature = "emulated")]
 pub use emulated::EmulatorOptions;
 pub use queue::{CudaFence, CudaQueue, CudaReadback};
+pub use step::StepLimits;

@@ -7,7 +7,7 @@ use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::{DeviceError, DeviceErrorKind, GroupId};
 
 use crate::buffer::CudaBuffer;
 use crate::gpu::{Event, Gpu, Launch, Pinned, Stream};
@@ -16,7 +16,7 @@ use crate::op;
 use crate::params::Address;
 use crate::scratch::{Pack, Scratch};
 use crate::staging::Staging;
-use crate::step::{StepPlan, Steps};
+use crate::step::{StepLimits, StepPlan, Steps, Way};
 use crate::waiter::Waiter;
 
 /// A lane of work. Keeps its buffers from call to call: none is allocated once they have met their
@@ -64,13 +64,21 @@ impl CudaQueue {
         })
     }
 
+    /// Sets the largest step there will be: from the next one on its lists keep their addresses, so
+    /// that captured launches find the plans of any later step. Steps beyond the limits are refused
+    /// when they begin.
+    pub fn set_step_limits(&mut self, limits: StepLimits) {
+        self.steps.set_limits(limits);
+    }
+
     /// The plan of a step in device memory.
     pub(crate) fn step(
         &mut self,
         batch: &kv_core::plan::PlanBuffers,
         tables: &kv_core::block::BlockTables,
     ) -> Result<StepPlan, DeviceError> {
-        self.steps.get((self.stream.as_mut(), &mut self.staging), batch, tables)
+        let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
+        self.steps.get(&mut way, batch, tables)
     }
 
     /// Brings the lists of this call to the device; where they lie.
@@ -159,6 +167,16 @@ impl Queue for CudaQueue {
         }
         // SAFETY: `on` found the range inside memory of this device.
         unsafe { self.stream.zero(at, len) }
+    }
+
+    fn prepare(
+        &mut self,
+        group: GroupId,
+        write: &WritePlan<'_>,
+        _attend: &AttentionPlan<'_>,
+    ) -> Result<(), DeviceError> {
+        let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
+        self.steps.prepare(&mut way, group, (write.batch(), write.tables()))
     }
 
     fn write_kv(

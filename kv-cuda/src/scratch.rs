@@ -48,6 +48,10 @@ impl Pack {
         self.bytes.extend_from_slice(bytemuck::cast_slice(values));
         At(to_u64(at))
     }
+    /// Leaves `len` bytes free behind the last list.
+    pub(crate) fn skip(&mut self, len: u64) {
+        self.bytes.resize(self.bytes.len().saturating_add(bytes(len)), 0);
+    }
     /// Exchanges values that were added at `at`.
     pub(crate) fn put<T: bytemuck::NoUninit>(&mut self, at: At, values: &[T]) {
         let values: &[u8] = bytemuck::cast_slice(values);

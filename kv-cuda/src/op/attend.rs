@@ -8,7 +8,7 @@ use crate::gpu::Launch;
 use crate::num::{to_u32, to_u64};
 use crate::params::{AttendParams, Tensor};
 use crate::queue::CudaQueue;
-use crate::step::{StepPlan, bytes_of};
+use crate::step::StepPlan;
 use crate::tensors::{Call, Room, unsupported};
 
 const OPERATION: &str = "attend";
@@ -38,10 +38,10 @@ pub(crate) fn attend(
     }
     let sinks = options.sink_logits().map(|sinks| pack.push(sinks));
     // Partial results: a row of V and two numbers for every query head.
-    let parts = step.num_parts.saturating_mul(q.heads.into());
+    let parts = step.extent.parts.saturating_mul(q.heads.into());
     let dim_v = u64::from(args.v_plane().layout().head_dim());
-    let part_rows = pack.room(bytes_of(parts.saturating_mul(dim_v), size_of::<f32>()));
-    let part_stats = pack.room(bytes_of(parts.saturating_mul(2), size_of::<f32>()));
+    let part_rows = pack.room(parts.saturating_mul(dim_v).saturating_mul(4));
+    let part_stats = pack.room(parts.saturating_mul(8));
     let base = queue.send()?;
     let mut params = AttendParams {
         plan: step.plan,
@@ -76,7 +76,8 @@ fn fill(
     (step, out): (&StepPlan, Tensor),
     value: f32,
 ) -> Result<(), DeviceError> {
-    let owned = Owned { entries: step.queries, count: to_u32(plan.sequences().len()) };
+    let count = to_u32(plan.sequences().len());
+    let owned = Owned { entries: step.queries, count, counts: step.plan.counts };
     pad::pad_rows(queue, (out, owned), plan.total_q(), value)
 }
 

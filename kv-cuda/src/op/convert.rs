@@ -38,7 +38,7 @@ pub(crate) fn convert(
     // SAFETY: every address is that of memory whose extent was compared with what the plan reaches,
     // and which its owner, or the queue, keeps until the stream has passed.
     unsafe { queue.launch(&launch, &params)? };
-    let owned = Owned { entries: params.entries, count: params.num_entries };
+    let owned = Owned { entries: params.entries, count: params.num_entries, counts: 0 };
     pad::pad_rows(queue, (dst, owned), plan.total(), 0.0)
 }
 

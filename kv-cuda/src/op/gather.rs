@@ -56,7 +56,7 @@ pub(crate) fn gather(
     // SAFETY: every address is that of memory whose extent was compared with what plan and layouts
     // reach, and which its owner, or the queue, keeps until the stream has passed.
     unsafe { queue.launch(&launch, &params)? };
-    let owned = Owned { entries: entries_at.from(base), count: to_u32(entries.len()) };
+    let owned = Owned { entries: entries_at.from(base), count: to_u32(entries.len()), counts: 0 };
     pad::pad_rows(queue, (out, owned), plan.total(), 0.0)
 }
 

@@ -12,6 +12,8 @@ pub(crate) struct Owned {
     pub(crate) entries: Address,
     /// How many.
     pub(crate) count: u32,
+    /// The counts of the step, where a captured launch may meet others; 0 without.
+    pub(crate) counts: Address,
 }
 
 /// Sets every row of `out` behind those of the entries to `value`; `total`: rows of a ragged tensor
@@ -32,6 +34,7 @@ pub(crate) fn pad_rows(
         total,
         value,
         pad: 0,
+        counts: owned.counts,
     };
     let launch = launch(&params);
     // SAFETY: the caller has compared the reach of `out` with its buffer, and the entries lie where
