@@ -7,9 +7,9 @@ use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::num::{to_u32, to_u64};
 use crate::params::{AttendParams, Tensor};
-use crate::queue::CudaQueue;
+use crate::queue::{CudaQueue, Parts};
 use crate::step::StepPlan;
-use crate::tensors::{Call, Room, unsupported};
+use crate::tensors::{Room, unsupported};
 
 const OPERATION: &str = "attend";
 
@@ -21,22 +21,20 @@ pub(crate) fn attend(
     let room =
         Room { entries: plan.sequences().len(), longest: plan.q_len_max(), total: plan.total_q() };
     let step = queue.step(plan.batch(), plan.tables())?;
-    queue.pack.clear();
     let options = *args.options();
-    let call = Call { gpu: &queue.gpu, operation: OPERATION };
-    let pack = &mut queue.pack;
+    let Parts { call, pack, constants, mut way } = queue.parts(OPERATION);
     let (q, q_from) = call.input(args.q(), room, pack)?;
     let out = call.output(args.out(), room)?;
     let lse = args.lse().map(|lse| call.output(lse, room)).transpose()?;
     let (blocks, planned) = (plan.tables().num_blocks(), Some(plan.layout()));
-    let k_plane = call.plane(args.k_plane(), blocks, planned, pack)?;
-    let v_plane = call.plane(args.v_plane(), blocks, planned, pack)?;
+    let k_plane = call.plane(args.k_plane(), blocks, planned, (constants, &mut way))?;
+    let v_plane = call.plane(args.v_plane(), blocks, planned, (constants, &mut way))?;
     let kv_heads = args.k_plane().layout().num_kv_heads();
     let group = q.heads.checked_div(kv_heads).unwrap_or(0);
     if group == 0 || args.v_plane().layout().num_kv_heads() != kv_heads {
         return Err(unsupported(OPERATION, format!("{} query, {kv_heads} kv heads", q.heads)));
     }
-    let sinks = options.sink_logits().map(|sinks| pack.push(sinks));
+    let sinks = options.sink_logits().map(|sinks| constants.get(&mut way, sinks)).transpose()?;
     // Partial results: a row of V and two numbers for every query head.
     let parts = step.extent.parts.saturating_mul(q.heads.into());
     let dim_v = u64::from(args.v_plane().layout().head_dim());
@@ -45,12 +43,12 @@ pub(crate) fn attend(
     let base = queue.send()?;
     let mut params = AttendParams {
         plan: step.plan,
-        q,
+        q: q_from.rows(q, base),
         out,
         lse: lse.unwrap_or_default(),
-        k_plane: k_plane(base),
-        v_plane: v_plane(base),
-        sink_logits: sinks.map_or(0, |at| at.from(base)),
+        k_plane,
+        v_plane,
+        sink_logits: sinks.unwrap_or(0),
         part_rows: part_rows.from(base),
         part_stats: part_stats.from(base),
         part_index: step.part_index,
@@ -62,7 +60,6 @@ pub(crate) fn attend(
         sink_tokens: options.num_sink_tokens(),
         group,
     };
-    params.q.data = q_from.at(base);
     params.counters = queue.counters(counters(&params, plan))?;
     run(queue, &params, plan)?;
     fill(queue, plan, (&step, out), 0.0)?;
