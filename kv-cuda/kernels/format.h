@@ -126,80 +126,86 @@ template <u32 BITS> KV_DEV void kv_levels8_lloyd(const u8* group, u32 at, float*
   }
 }
 
-KV_DEV void kv_times8(float* out, float factor) {
+template <u32 BITS, u32 N> KV_DEV void kv_run_lloyd(const u8* row, u32 begin, float factor, float (&out)[N]) {
+  const u8* group = row + begin / KV_GROUP * kv_group_bytes(BITS);
 #pragma unroll
-  for (u32 i = 0; i < 8; i++) out[i] *= factor;
+  for (u32 i = 0; i < N; i += 8) kv_levels8_lloyd<BITS>(group, begin % KV_GROUP + i, out + i);
+#pragma unroll
+  for (u32 i = 0; i < N; i++) out[i] *= factor;
 }
 
-// Levels `begin..begin + 8`, none past `dim`; in a whole group, where the format has groups.
-KV_DEV void kv_levels8(u32 format, const u8* row, u32 scales_begin, float scale, u32 begin, float* out) {
+// A byte a value.
+template <u32 N, class Decode> KV_DEV void kv_run_bytes(const u8* at, float (&out)[N], Decode decode) {
+#pragma unroll
+  for (u32 i = 0; i < N; i += 8) {
+    const KvBytes8 codes = kv_bytes8(at + i);
+#pragma unroll
+    for (u32 j = 0; j < 8; j++) out[i + j] = decode(codes.byte(j));
+  }
+}
+
+// Two bytes a value.
+template <u32 N, class Decode> KV_DEV void kv_run_pairs(const u8* at, float (&out)[N], Decode decode) {
+#pragma unroll
+  for (u32 i = 0; i < N; i += 4) {
+    const KvBytes8 four = kv_bytes8(at + 2 * i);
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) out[i + j] = decode((u16)(four.word[j / 2] >> (j % 2 * 16)));
+  }
+}
+
+template <u32 N> KV_DEV void kv_run_q4_0(const u8* block, u32 at, float (&out)[N]) {
+  const float factor = kv_half_at(block);
+#pragma unroll
+  for (u32 i = 0; i < N; i += 8) {
+    const KvBytes8 codes = kv_bytes8(block + 2 + (at + i) % 16);
+#pragma unroll
+    for (u32 j = 0; j < 8; j++)
+      out[i + j] = ((float)(codes.byte(j) >> ((at + i) / 16 * 4) & 15) - 8.f) * factor;
+  }
+}
+
+template <u32 N> KV_DEV void kv_run_nvfp4(const u8* codes, const u8* scales, float scale, float (&out)[N]) {
+#pragma unroll
+  for (u32 i = 0; i < N; i += 8) {
+    const u32 eight = kv_pair(codes + i / 2) | kv_pair(codes + i / 2 + 2) << 16;
+    const float factor = kv_e4m3_decode(scales[i / 16]) * scale;
+#pragma unroll
+    for (u32 j = 0; j < 8; j++) out[i + j] = kv_e2m1_decode(eight >> (j * 4)) * factor;
+  }
+}
+
+// Levels `begin..begin + N`, none past `dim`; in a whole group, where the format has groups.
+template <u32 N>
+KV_DEV void kv_run(u32 format, const u8* row, u32 scales_begin, float scale, u32 begin, float (&out)[N]) {
   const u8* scales = row + scales_begin;
-  const u32 group = begin / 32, at = begin % 32;
+  const u32 group = begin / KV_GROUP, at = begin % KV_GROUP;
   switch (format) {
     case KV_FMT_F32:
 #pragma unroll
-      for (u32 i = 0; i < 8; i++) out[i] = ((const float*)row)[begin + i];
+      for (u32 i = 0; i < N; i++) out[i] = ((const float*)row)[begin + i];
       return;
-    case KV_FMT_F16: case KV_FMT_BF16: {
-      const KvBytes8 half[2] = {kv_bytes8(row + 2 * begin), kv_bytes8(row + 2 * begin + 8)};
-#pragma unroll
-      for (u32 i = 0; i < 8; i++) {
-        const u16 bits = (u16)(half[i / 4].word[i / 2 % 2] >> (i % 2 * 16));
-        out[i] = format == KV_FMT_F16 ? kv_f16_f(bits) : kv_bf16_f(bits);
-      }
-      return;
-    }
-    case KV_FMT_E4M3: case KV_FMT_E4M3_HEAD: case KV_FMT_E4M3_ROW: {
-      const KvBytes8 codes = kv_bytes8(row + begin);
-#pragma unroll
-      for (u32 i = 0; i < 8; i++) out[i] = kv_e4m3_decode(codes.byte(i));
-      return;
-    }
-    case KV_FMT_E5M2: case KV_FMT_E5M2_HEAD: case KV_FMT_E5M2_ROW: {
-      const KvBytes8 codes = kv_bytes8(row + begin);
-#pragma unroll
-      for (u32 i = 0; i < 8; i++) out[i] = kv_e5m2_decode(codes.byte(i));
-      return;
-    }
-    case KV_FMT_INT8: case KV_FMT_INT8_HEAD: case KV_FMT_INT8_ROW: {
-      const KvBytes8 codes = kv_bytes8(row + begin);
-#pragma unroll
-      for (u32 i = 0; i < 8; i++) out[i] = (float)(i8)codes.byte(i);
-      return;
-    }
-    case KV_FMT_L6: return kv_levels8_lloyd<6>(row + group * 24, at, out);
-    case KV_FMT_L4: return kv_levels8_lloyd<4>(row + group * 16, at, out);
-    case KV_FMT_L3: return kv_levels8_lloyd<3>(row + group * 12, at, out);
-    case KV_FMT_L6_G32:
-      kv_levels8_lloyd<6>(row + group * 24, at, out);
-      return kv_times8(out, kv_e4m3_decode(scales[group]));
-    case KV_FMT_L4_G32:
-      kv_levels8_lloyd<4>(row + group * 16, at, out);
-      return kv_times8(out, kv_e4m3_decode(scales[group]));
-    case KV_FMT_L3_G32:
-      kv_levels8_lloyd<3>(row + group * 12, at, out);
-      return kv_times8(out, kv_e4m3_decode(scales[group]));
+    case KV_FMT_F16: return kv_run_pairs(row + 2 * begin, out, [](u16 x) { return kv_f16_f(x); });
+    case KV_FMT_BF16: return kv_run_pairs(row + 2 * begin, out, [](u16 x) { return kv_bf16_f(x); });
+    case KV_FMT_E4M3: case KV_FMT_E4M3_HEAD: case KV_FMT_E4M3_ROW:
+      return kv_run_bytes(row + begin, out, [](u32 code) { return kv_e4m3_decode(code); });
+    case KV_FMT_E5M2: case KV_FMT_E5M2_HEAD: case KV_FMT_E5M2_ROW:
+      return kv_run_bytes(row + begin, out, [](u32 code) { return kv_e5m2_decode(code); });
+    case KV_FMT_INT8: case KV_FMT_INT8_HEAD: case KV_FMT_INT8_ROW:
+      return kv_run_bytes(row + begin, out, [](u32 code) { return (float)(i8)code; });
+    case KV_FMT_L6: return kv_run_lloyd<6>(row, begin, 1.f, out);
+    case KV_FMT_L4: return kv_run_lloyd<4>(row, begin, 1.f, out);
+    case KV_FMT_L3: return kv_run_lloyd<3>(row, begin, 1.f, out);
+    case KV_FMT_L6_G32: return kv_run_lloyd<6>(row, begin, kv_e4m3_decode(scales[group]), out);
+    case KV_FMT_L4_G32: return kv_run_lloyd<4>(row, begin, kv_e4m3_decode(scales[group]), out);
+    case KV_FMT_L3_G32: return kv_run_lloyd<3>(row, begin, kv_e4m3_decode(scales[group]), out);
     case KV_FMT_Q8_0: {
       const u8* block = row + group * 34;
-      const KvBytes8 codes = kv_bytes8(block + 2 + at);
-#pragma unroll
-      for (u32 i = 0; i < 8; i++) out[i] = (float)(i8)codes.byte(i);
-      return kv_times8(out, kv_half_at(block));
+      const float factor = kv_half_at(block);
+      return kv_run_bytes(block + 2 + at, out, [=](u32 code) { return (float)(i8)code * factor; });
     }
-    case KV_FMT_Q4_0: {
-      const u8* block = row + group * 18;
-      const KvBytes8 codes = kv_bytes8(block + 2 + at % 16);
-#pragma unroll
-      for (u32 i = 0; i < 8; i++) out[i] = (float)(codes.byte(i) >> (at / 16 * 4) & 15) - 8.f;
-      return kv_times8(out, kv_half_at(block));
-    }
-    default: {  // KV_FMT_NVFP4
-      const u8* at8 = row + begin / 2;
-      const u32 codes = kv_pair(at8) | kv_pair(at8 + 2) << 16;
-#pragma unroll
-      for (u32 i = 0; i < 8; i++) out[i] = kv_e2m1_decode(codes >> (i * 4));
-      return kv_times8(out, kv_e4m3_decode(scales[begin / 16]) * scale);
-    }
+    case KV_FMT_Q4_0: return kv_run_q4_0(row + group * 18, at, out);
+    default: return kv_run_nvfp4(row + begin / 2, scales + begin / 16, scale, out);  // KV_FMT_NVFP4
   }
 }
 
@@ -209,20 +215,23 @@ KV_DEV void kv_levels(u32 format, const u8* row, u32 scales_begin, u32 dim, floa
   // What is left behind whole groups is packed by its own length.
   const bool grouped = format >= KV_FMT_L6 && format <= KV_FMT_L3_G32;
   const u32 end = grouped ? begin / KV_GROUP * KV_GROUP + KV_GROUP : begin + N;
-  if (end <= dim) {
+  if (end <= dim) return kv_run<N>(format, row, scales_begin, scale, begin, out);
+  // One by one, in a loop that is not unrolled: the code is met once a row at most.
 #pragma unroll
-    for (u32 i = 0; i < N; i += 8) kv_levels8(format, row, scales_begin, scale, begin + i, out + i);
-    return;
+  for (u32 i = 0; i < N; i++) out[i] = 0.f;
+#pragma unroll 1
+  for (u32 i = 0; i < N && begin + i < dim; i++) {
+    const float level = kv_level_at(format, row, scales_begin, dim, scale, begin + i);
+#pragma unroll
+    for (u32 j = 0; j < N; j++) out[j] = j == i ? level : out[j];
   }
-#pragma unroll
-  for (u32 i = 0; i < N; i++)
-    out[i] = begin + i < dim ? kv_level_at(format, row, scales_begin, dim, scale, begin + i) : 0.f;
 }
 
 template <u32 N>
 KV_DEV void kv_values(u32 format, const u8* row, u32 scales_begin, u32 dim, float scale, u32 begin, float (&out)[N]) {
   kv_levels<N>(format, row, scales_begin, dim, scale, begin, out);
   const float factor = kv_factor(format, row, scales_begin, scale);
+  const u32 here = begin < dim ? dim - begin : 0;
 #pragma unroll
-  for (u32 i = 0; i < N; i++) out[i] *= factor;
+  for (u32 i = 0; i < N; i++) out[i] = N <= here || i < here ? out[i] * factor : 0.f;  // a factor may be NaN
 }
