@@ -18,6 +18,9 @@ typedef long long          i64;
 #define KV_BOUNDS(t, b) __launch_bounds__(t, b)
 #define KV_DYN_SMEM(name) extern __shared__ __align__(128) u8 name[]
 #define KV_GRID_CONST __grid_constant__
+// Constants in device memory: indices that differ between the threads of a warp cost nothing, as they would there
+// where `__constant__` lies.
+#define KV_TABLE static __device__ const
 KV_DEV void kv_sync()      { __syncthreads(); }
 KV_DEV void kv_syncwarp()  { __syncwarp(); }
 KV_DEV u32  kv_shfl_xor(u32 v, int m)     { return __shfl_xor_sync(0xffffffffu, v, m); }
@@ -27,6 +30,7 @@ KV_DEV u32   kv_as_u(float x) { return __float_as_uint(x); }
 KV_DEV float kv_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float kv_log2(float x) { float y; asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float kv_rcp(float x)  { float y; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
+KV_DEV float kv_sqrt(float x) { float y; asm("sqrt.rn.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float kv_max(float a, float b) { return fmaxf(a, b); }
 KV_DEV u32 kv_prmt(u32 a, u32 b, u32 s) { return __byte_perm(a, b, s); }
 KV_DEV u32 kv_smem_addr(const void* p) { u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t,%1; cvt.u32.u64 %0,t; }" : "=r"(a) : "l"(p)); return a; }
@@ -94,3 +98,12 @@ KV_DEV float kv_ldcg(const float* p) { return __ldcg(p); }
 #define KV_KERNEL(name, Params, threads, blocks, ...) \
   extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Params p) { (__VA_ARGS__)(p); }
 #endif
+
+// Functions that NVRTC and the host's library name alike; the device's are right to 1 or 2 ulp.
+KV_DEV float kv_exp(float x)  { return expf(x); }
+KV_DEV float kv_log(float x)  { return logf(x); }
+KV_DEV float kv_tanh(float x) { return tanhf(x); }
+KV_DEV float kv_infinity() { return kv_as_f(0x7f800000u); }
+// Values that lie on 16 bytes are moved in one access.
+struct alignas(16) KvFloat4 { float x, y, z, w; };
+struct alignas(16) KvWord4 { u32 x, y, z, w; };

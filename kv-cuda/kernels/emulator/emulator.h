@@ -42,6 +42,7 @@ float half2f(u16 h); u16 f2half(float f); float e4m3_f(u8 x);
 #define KV_GLOBAL
 #define KV_BOUNDS(t, b)
 #define KV_GRID_CONST
+#define KV_TABLE static const
 #define KV_DYN_SMEM(name) u8* name = kvemu::dyn_smem()
 #define kv_sync() kvemu::barrier(__FILE__, __LINE__)
 #define kv_syncwarp() kvemu::warp_sync(__FILE__, __LINE__)
@@ -52,6 +53,7 @@ inline float kv_shfl_xorf(float v, int m) { return kv_as_f(kv_shfl_xor(kv_as_u(v
 inline float kv_exp2(float x) { return std::exp2(x); }
 inline float kv_log2(float x) { return std::log2(x); }
 inline float kv_rcp(float x) { return 1.0f / x; }
+inline float kv_sqrt(float x) { return std::sqrt(x); }
 inline float kv_max(float a, float b) { return std::fmax(a, b); }
 inline u32 kv_prmt(u32 a, u32 b, u32 s) {
   u64 v = u64(a) | (u64(b) << 32); u32 r = 0;
