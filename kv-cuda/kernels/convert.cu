@@ -16,6 +16,7 @@ KV_KERNEL(convert_rows, KvConvertParams, 128, 1, [](const KvConvertParams& p) {
     const u32 entry = kv_entry_of(p.num_entries, (u32)row, [=](u32 i) { return entries[i].start; });
     const u32 start = entries[entry].start, token = (u32)row - start;
     const u8* from = kv_token(p.src, entry, start, token);
-    kv_convert_heads(p.src.dtype, from, p.dst.dtype, kv_token(p.dst, entry, start, token), together, 1, values, lane, 32);
+    u8* to = kv_token(p.dst, entry, start, token);
+    kv_convert_heads(p.src.dtype, from, p.dst.dtype, to, together, 1, values, lane, 32);
   }
 })

@@ -28,7 +28,6 @@ KV_KERNEL(pad_rows, KvPadParams, 128, 1, [](const KvPadParams& p) {
     for (u32 i = lane; i < head; i += 32) kv_store(p.out.dtype, to, i, p.value);
     KvWords4 words;
     const u32 half = p.out.dtype == KV_F16 ? kv_pack(KvF16(), p.value, p.value) : kv_pack(KvBf16(), p.value, p.value);
-#pragma unroll
     for (u32 i = 0; i < 4; i++) words.word[i] = p.out.dtype == KV_F32 ? kv_as_u(p.value) : half;
     for (u32 i = head + lane * run; i < end; i += 32 * run) *(KvWords4*)(to + (u64)i * bytes) = words;
     for (u32 i = end + lane; i < values; i += 32) kv_store(p.out.dtype, to, i, p.value);
