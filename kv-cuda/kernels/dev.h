@@ -98,3 +98,12 @@ KV_DEV float kv_ldcg(const float* p) { return __ldcg(p); }
 #define KV_KERNEL(name, Params, threads, blocks, ...) \
   extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Params p) { (__VA_ARGS__)(p); }
 #endif
+
+// Functions that NVRTC and the host's library name alike; the device's are right to 1 or 2 ulp.
+KV_DEV float kv_exp(float x)  { return expf(x); }
+KV_DEV float kv_log(float x)  { return logf(x); }
+KV_DEV float kv_tanh(float x) { return tanhf(x); }
+KV_DEV float kv_infinity() { return kv_as_f(0x7f800000u); }
+// Values that lie on 16 bytes are moved in one access.
+struct alignas(16) KvFloat4 { float x, y, z, w; };
+struct alignas(16) KvWord4 { u32 x, y, z, w; };
