@@ -10,8 +10,10 @@ constexpr u32 KV_PAD_WARPS = 4;
 
 // Rows of entry `entry` of the output that are owned; they come first.
 KV_DEV u32 kv_owned(const KvPadParams& p, u32 entry) {
-  if (p.out.axes == KV_THD) return p.total;
-  return entry < p.num_entries ? ((const KvEntry*)p.entries)[entry].len : 0;
+  const KvCounts* counts = (const KvCounts*)p.counts;
+  if (p.out.axes == KV_THD) return counts != nullptr ? counts->total_q : p.total;
+  const u32 entries = counts != nullptr ? counts->sequences : p.num_entries;
+  return entry < entries ? ((const KvEntry*)p.entries)[entry].len : 0;
 }
 
 KV_KERNEL(pad_rows, KvPadParams, 128, 1, [](const KvPadParams& p) {
