@@ -75,6 +75,7 @@ void copy_wait(u32 keep);
 #define KV_GLOBAL
 #define KV_BOUNDS(threads, blocks)
 #define KV_GRID_CONST
+#define KV_TABLE static const
 #define KV_DYN_SMEM(name) u8* const name = kvemu::shared_memory()
 #define KV_KERNEL(name, Params, threads, blocks, ...)                                    \
   static const kvemu::Kernel kv_kernel_##name{#name, sizeof(Params), threads, [](const void* params) { \
