@@ -1,6 +1,7 @@
 //! The CUDA backend of the KV cache.
 mod backend;
 mod buffer;
+mod constants;
 #[cfg(feature = "emulated")]
 mod emulated;
 mod gpu;

@@ -10,12 +10,14 @@ use kv_core::plan::{
 use kv_core::{DeviceError, DeviceErrorKind, GroupId};
 
 use crate::buffer::CudaBuffer;
+use crate::constants::Constants;
 use crate::gpu::{Event, Gpu, Launch, Pinned, Stream};
 use crate::num::{bytes, to_u64};
 use crate::op;
 use crate::params::Address;
 use crate::scratch::{Pack, Scratch};
 use crate::staging::Staging;
+use crate::tensors::Call;
 use crate::step::{StepLimits, StepPlan, Steps, Way};
 use crate::waiter::Waiter;
 
@@ -32,6 +34,15 @@ pub struct CudaQueue {
     /// Counters that are zero between launches.
     counters: Scratch,
     pub(crate) pack: Pack,
+    constants: Constants,
+}
+
+/// What a call takes apart from the queue, side by side.
+pub(crate) struct Parts<'q> {
+    pub(crate) call: Call<'q>,
+    pub(crate) pack: &'q mut Pack,
+    pub(crate) constants: &'q mut Constants,
+    pub(crate) way: Way<'q>,
 }
 
 /// Signals that work submitted before is done.
@@ -61,6 +72,7 @@ impl CudaQueue {
             scratch: Scratch::new(gpu),
             counters: Scratch::new(gpu),
             pack: Pack::default(),
+            constants: Constants::new(gpu),
         })
     }
 
@@ -81,14 +93,20 @@ impl CudaQueue {
         self.steps.get(&mut way, batch, tables)
     }
 
+    /// Begins a call, with nothing packed.
+    pub(crate) fn parts(&mut self, operation: &'static str) -> Parts<'_> {
+        self.pack.clear();
+        Parts {
+            call: Call { gpu: &self.gpu, operation },
+            pack: &mut self.pack,
+            constants: &mut self.constants,
+            way: Way { stream: self.stream.as_mut(), staging: &mut self.staging },
+        }
+    }
+
     /// Brings the lists of this call to the device; where they lie.
     pub(crate) fn send(&mut self) -> Result<Address, DeviceError> {
         self.scratch.send((self.stream.as_mut(), &mut self.staging), &self.pack)
-    }
-
-    /// Where the lists of this call will lie.
-    pub(crate) fn reserve(&mut self) -> Result<Address, DeviceError> {
-        self.scratch.reserve(self.pack.len().max(1))
     }
 
     /// Memory of so many counters, which are zero.

@@ -11,10 +11,12 @@ use kv_core::{
 };
 
 use crate::buffer::CudaBuffer;
+use crate::constants::Constants;
 use crate::gpu::Gpu;
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::params::{Address, Plane, Tensor};
 use crate::scratch::{At, Pack};
+use crate::step::Way;
 
 /// What cannot be done here.
 pub(crate) fn unsupported(operation: &'static str, why: impl Into<String>) -> DeviceError {
@@ -53,12 +55,13 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    /// Its address, once the pack lies at `base`.
-    pub(crate) fn at(self, base: Address) -> Address {
-        match self {
+    /// The rows of a tensor that is here, once the pack lies at `base`.
+    pub(crate) fn rows(self, tensor: Tensor, base: Address) -> Tensor {
+        let data = match self {
             Self::Device(address) => address,
             Self::Packed(at) => at.from(base),
-        }
+        };
+        Tensor { data, ..tensor }
     }
 }
 
@@ -110,15 +113,14 @@ impl Call<'_> {
         }
     }
 
-    /// A plane. Segments beyond the first go along in `pack`; the function gives the plane once
-    /// that lies at an address.
+    /// A plane.
     pub(crate) fn plane(
         self,
         view: &PlaneView<'_, CudaBuffer>,
         num_blocks: u32,
         planned: Option<&PlaneLayout>,
-        pack: &mut Pack,
-    ) -> Result<impl Fn(Address) -> Plane + use<>, DeviceError> {
+        (constants, way): (&mut Constants, &mut Way<'_>),
+    ) -> Result<Plane, DeviceError> {
         let layout = view.layout();
         let alike = planned.is_none_or(|planned| {
             planned.block_size() == layout.block_size() && planned.slot_map() == layout.slot_map()
@@ -127,27 +129,34 @@ impl Call<'_> {
             let why = "the plan was checked against another geometry than the plane's";
             return Err(unsupported(self.operation, why));
         }
-        let mut segments = Vec::new();
-        for index in 0..layout.num_segments() {
-            let Some(buffer) = view.segment(to_usize(index)) else {
-                let why = format!("the plane has no buffer for segment {index}");
-                return Err(unsupported(self.operation, why));
-            };
-            let range = (0, layout.segment_bytes(index));
-            segments.push(buffer.on(self.gpu, range, self.operation)?);
-        }
-        let constants = match view.constants().filter(|_| layout.has_constants()) {
-            Some(buffer) => buffer.on(self.gpu, (0, layout.constants_bytes()), self.operation)?,
-            None if layout.has_constants() => {
-                return Err(unsupported(self.operation, "the plane lacks the constants it needs"));
-            }
-            None => 0,
-        };
         let mut plane = shape(layout);
-        plane.constants = constants;
-        plane.base = segments.first().copied().unwrap_or(0);
-        let list = (segments.len() > 1).then(|| pack.push(&segments));
-        Ok(move |base| Plane { segments: list.map_or(0, |at: At| at.from(base)), ..plane })
+        if layout.has_constants() {
+            let Some(buffer) = view.constants() else {
+                return Err(unsupported(self.operation, "the plane lacks the constants it needs"));
+            };
+            plane.constants =
+                buffer.on(self.gpu, (0, layout.constants_bytes()), self.operation)?;
+        }
+        if layout.num_segments() == 1 {
+            plane.base = self.segment(view, 0)?;
+            return Ok(plane);
+        }
+        let segments = (0..layout.num_segments()).map(|index| self.segment(view, index));
+        let segments = segments.collect::<Result<Vec<_>, _>>()?;
+        plane.segments = constants.get(way, &segments)?;
+        Ok(plane)
+    }
+
+    fn segment(
+        self,
+        view: &PlaneView<'_, CudaBuffer>,
+        index: u32,
+    ) -> Result<Address, DeviceError> {
+        let Some(buffer) = view.segment(to_usize(index)) else {
+            let why = format!("the plane has no buffer for segment {index}");
+            return Err(unsupported(self.operation, why));
+        };
+        buffer.on(self.gpu, (0, view.layout().segment_bytes(index)), self.operation)
     }
 }
 

@@ -7,8 +7,8 @@ use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::num::to_u32;
 use crate::params::{ConvertParams, Entry};
-use crate::queue::CudaQueue;
-use crate::tensors::{Call, Room};
+use crate::queue::{CudaQueue, Parts};
+use crate::tensors::Room;
 
 const OPERATION: &str = "convert";
 
@@ -20,20 +20,18 @@ pub(crate) fn convert(
     let entries: Vec<_> = plan.entries().map(|(start, len)| Entry { start, len }).collect();
     let longest = entries.iter().map(|entry| entry.len).max().unwrap_or(0);
     let room = Room { entries: plan.batch(), longest, total: plan.total() };
-    queue.pack.clear();
-    let call = Call { gpu: &queue.gpu, operation: OPERATION };
+    let Parts { call, pack, .. } = queue.parts(OPERATION);
     let dst = call.output(args.dst(), room)?;
-    let (src, from) = call.input(args.src(), room, &mut queue.pack)?;
-    let entries_at = queue.pack.push(&entries);
+    let (src, from) = call.input(args.src(), room, pack)?;
+    let entries_at = pack.push(&entries);
     let base = queue.send()?;
-    let mut params = ConvertParams {
-        src,
+    let params = ConvertParams {
+        src: from.rows(src, base),
         dst,
         entries: entries_at.from(base),
         num_entries: to_u32(entries.len()),
         total: plan.total(),
     };
-    params.src.data = from.at(base);
     let launch = launch(&params);
     // SAFETY: every address is that of memory whose extent was compared with what the plan reaches,
     // and which its owner, or the queue, keeps until the stream has passed.

@@ -6,8 +6,7 @@ use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::num::to_u32;
 use crate::params::{BlockCopy, CopyParams, Plane};
-use crate::queue::CudaQueue;
-use crate::tensors::Call;
+use crate::queue::{CudaQueue, Parts};
 
 const OPERATION: &str = "copy_blocks";
 
@@ -22,19 +21,14 @@ pub(crate) fn copy_blocks(
         .map(|copy| BlockCopy { from: copy.from.0, to: copy.to.0, slots: copy.slots, pad: 0 })
         .collect();
     let blocks = copies.iter().map(|copy| copy.from.max(copy.to).saturating_add(1)).max();
-    queue.pack.clear();
-    let call = Call { gpu: &queue.gpu, operation: OPERATION };
+    let Parts { call, pack, constants, mut way } = queue.parts(OPERATION);
+    let blocks = blocks.unwrap_or(0);
     let mut planes = Vec::new();
     for view in args.storage().planes() {
-        planes.push(call.plane(&view, blocks.unwrap_or(0), None, &mut queue.pack)?);
+        planes.push(call.plane(&view, blocks, None, (&mut *constants, &mut way))?);
     }
-    // The list of planes names the lists of their segments, so it comes last, and its content needs
-    // to know where the pack will lie.
-    let copies_at = queue.pack.push(&copies);
-    let planes_at = queue.pack.push(&vec![Plane::default(); planes.len()]);
-    let base = queue.reserve()?;
-    let planes: Vec<_> = planes.iter().map(|plane| plane(base)).collect();
-    queue.pack.put(planes_at, &planes);
+    let copies_at = pack.push(&copies);
+    let planes_at = pack.push(&planes);
     let base = queue.send()?;
     let params = CopyParams {
         planes: planes_at.from(base),

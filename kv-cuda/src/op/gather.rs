@@ -7,8 +7,8 @@ use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::num::to_u32;
 use crate::params::{Entry, GatherParams, Range};
-use crate::queue::CudaQueue;
-use crate::tensors::{Call, Room};
+use crate::queue::{CudaQueue, Parts};
+use crate::tensors::Room;
 
 const OPERATION: &str = "gather";
 
@@ -35,17 +35,15 @@ pub(crate) fn gather(
         longest = longest.max(range.len);
     }
     let room = Room { entries: plan.ranges().len(), longest, total: plan.total() };
-    queue.pack.clear();
-    let call = Call { gpu: &queue.gpu, operation: OPERATION };
-    let pack = &mut queue.pack;
+    let Parts { call, pack, constants, mut way } = queue.parts(OPERATION);
     let out = call.output(args.out(), room)?;
-    let plane = call.plane(args.plane(), tables.num_blocks(), None, pack)?;
+    let plane = call.plane(args.plane(), tables.num_blocks(), None, (constants, &mut way))?;
     let ranges_at = pack.push(&ranges);
     let entries_at = pack.push(&entries);
     let tables_at = pack.push(&blocks);
     let base = queue.send()?;
     let params = GatherParams {
-        plane: plane(base),
+        plane,
         out,
         ranges: ranges_at.from(base),
         tables: tables_at.from(base),

@@ -5,8 +5,8 @@ use kv_core::plan::{WriteArgs, WritePlan};
 use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::params::WriteParams;
-use crate::queue::CudaQueue;
-use crate::tensors::{Call, Room};
+use crate::queue::{CudaQueue, Parts};
+use crate::tensors::Room;
 
 const OPERATION: &str = "write_kv";
 
@@ -21,23 +21,15 @@ pub(crate) fn write_kv(
         total: plan.total_new(),
     };
     let step = queue.step(plan.batch(), plan.tables())?;
-    queue.pack.clear();
-    let call = Call { gpu: &queue.gpu, operation: OPERATION };
-    let pack = &mut queue.pack;
+    let Parts { call, pack, constants, mut way } = queue.parts(OPERATION);
     let (k, k_from) = call.input(args.k(), room, pack)?;
     let (v, v_from) = call.input(args.v(), room, pack)?;
     let (blocks, planned) = (plan.tables().num_blocks(), Some(plan.layout()));
-    let k_plane = call.plane(args.k_plane(), blocks, planned, pack)?;
-    let v_plane = call.plane(args.v_plane(), blocks, planned, pack)?;
+    let k_plane = call.plane(args.k_plane(), blocks, planned, (constants, &mut way))?;
+    let v_plane = call.plane(args.v_plane(), blocks, planned, (constants, &mut way))?;
     let base = queue.send()?;
-    let mut params = WriteParams {
-        plan: step.plan,
-        k,
-        v,
-        k_plane: k_plane(base),
-        v_plane: v_plane(base),
-    };
-    (params.k.data, params.v.data) = (k_from.at(base), v_from.at(base));
+    let (k, v) = (k_from.rows(k, base), v_from.rows(v, base));
+    let params = WriteParams { plan: step.plan, k, v, k_plane, v_plane };
     let launch = launch(&params, plan);
     // SAFETY: every address is that of memory whose extent was compared with what plan and layouts
     // reach, and which its owner, or the queue, keeps until the stream has passed.
