@@ -82,7 +82,7 @@ template <class T> KV_DEV void kv_test_multiply(const KvTestParams& p) {
   const u8* in = (const u8*)p.in;
   // A: 16 rows of 32 bytes; B behind it: 8 rows.
   kv_cp_async16(shared + 16 * lane, in + 16 * lane, true);
-  kv_cp_async16(shared + 512 + 16 * (lane % 16), in + 512 + 16 * (lane % 16), true);
+  if (lane < 16) kv_cp_async16(shared + 512 + 16 * lane, in + 512 + 16 * lane, true);
   kv_cp_commit();
   kv_cp_wait<0>();
   kv_syncwarp();
