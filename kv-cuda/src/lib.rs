@@ -13,6 +13,8 @@ mod scratch;
 mod staging;
 mod step;
 mod tensors;
+#[cfg(all(test, feature = "emulated"))]
+mod tests;
 mod waiter;
 
 pub use backend::CudaBackend;
