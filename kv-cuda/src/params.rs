@@ -194,3 +194,11 @@ params! {
         counts: Address,
     }
 }
+
+impl Plane {
+    /// Whether rows are stored as they come: rounded at most.
+    pub(crate) fn is_plain(&self) -> bool {
+        // The first three formats are f32, f16 and bf16.
+        self.format < 3 && self.transforms == 0
+    }
+}
