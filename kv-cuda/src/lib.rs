@@ -25,6 +25,8 @@ mod scratch;
 mod staging;
 mod step;
 mod tensors;
+#[cfg(all(test, feature = "emulated"))]
+mod tests;
 mod waiter;
 
 pub use backend::CudaBackend;
