@@ -371,6 +371,7 @@ template <u32 R> KV_DEV void kv_attend(const KvAttendParams& p) {
   KvUnit u;
   u.entry = kv_entry_of(counts.sequences, blockIdx.x, start);
   u.sequence = sequences[u.entry];
+  if (u.sequence.q_len < p.q_len_min || u.sequence.q_len > p.q_len_max) return;
   u.kv_head = blockIdx.y;
   const u32 rows = u.sequence.q_len * p.group, tiles = (rows + ROWS - 1) / ROWS;
   const u32 nth = blockIdx.x - start(u.entry);
