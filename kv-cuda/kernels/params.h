@@ -96,6 +96,7 @@ struct KvAttendParams {
   u32 window_left;       // UINT32_MAX without
   u32 sink_tokens;       // seen besides a window
   u32 group;             // query heads of a kv head
+  u32 q_len_min, q_len_max;  // entries with fewer or more queries are another kernel's
 };
 
 struct KvRange { u32 table, begin, len, coded, start, pad0, pad1, pad2; };

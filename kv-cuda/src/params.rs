@@ -135,6 +135,8 @@ params! {
         window_left: u32,
         sink_tokens: u32,
         group: u32,
+        q_len_min: u32,
+        q_len_max: u32,
     }
     /// Rows to gather of one sequence.
     struct Range {
