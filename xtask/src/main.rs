@@ -7,6 +7,7 @@
 
 mod bench;
 mod conformance;
+mod emulator;
 mod readme;
 mod setup;
 mod shell;
@@ -28,6 +29,8 @@ Usage: cargo xtask COMMAND
       --backend NAME   only this one (repeatable); fails when it is absent or cannot be opened
       --vectors DIR    the vector files found under DIR instead of the suite (repeatable)
       [-- ARG...]      to the runner, as to libtest: a part of a case's name, --list, --exact
+  emulator             the library that runs CUDA kernels on the CPU: target/emulator
+      --sanitize NAME  watched by `address` (and undefined behaviour), `thread`, or `none`
   tidy                 rules about files, crates and documents that no compiler checks
       --fix            first break comments anew where lines are too long
   setup                what the suites need on this machine, installed where that is possible
@@ -39,6 +42,7 @@ Usage: cargo xtask COMMAND
 enum Command {
     Test,
     Conformance(conformance::Options),
+    Emulator(emulator::Options),
     Tidy { fix: bool },
     Setup,
     Bench(Vec<OsString>),
@@ -70,6 +74,7 @@ fn run(command: Command) -> Result<ExitCode> {
             let total = conformance::run(&options)?;
             return Ok(if total.is_clean() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
+        Command::Emulator(options) => emulator::run(&options)?,
         Command::Tidy { fix } => {
             if fix {
                 tidy::fix()?;
@@ -94,6 +99,7 @@ fn parse(mut parser: Parser) -> Result<Command> {
     };
     let command = match name.as_str() {
         "conformance" => return parse_conformance(parser),
+        "emulator" => return parse_emulator(parser),
         "bench" => return Ok(Command::Bench(parser.raw_args()?.collect())),
         "test" => Command::Test,
         "tidy" => Command::Tidy { fix: false },
@@ -129,6 +135,20 @@ fn parse_conformance(mut parser: Parser) -> Result<Command> {
         }
     }
     Ok(Command::Conformance(options))
+}
+
+fn parse_emulator(mut parser: Parser) -> Result<Command> {
+    let mut options = emulator::Options::default();
+    while let Some(arg) = parser.next()? {
+        match arg {
+            Arg::Long("sanitize") => {
+                options.sanitizer = emulator::Sanitizer::parse(&parser.value()?.string()?)?;
+            }
+            Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    Ok(Command::Emulator(options))
 }
 
 #[cfg(test)]
