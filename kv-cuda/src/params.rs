@@ -101,6 +101,13 @@ params! {
         slots: Address,
         tables: Address,
     }
+    /// Of `update_tables`: entries to change, and where the tables are.
+    struct TableParams {
+        changes: Address,
+        tables: Address,
+        num_changes: u32,
+        pad: u32,
+    }
     /// Of `write_rows` and `write_tails`.
     struct WriteParams {
         plan: Plan,
@@ -217,5 +224,6 @@ params! {
         total: u32,
         value: f32,
         pad: u32,
+        counts: Address,
     }
 }

@@ -31,6 +31,8 @@ struct Random {
   float normal() { return std::normal_distribution<float>()(bits); }
 };
 
+constexpr u32 SHARED_MAX = 232448;  // bytes of a block, at most
+
 struct Case {
   u32 format, dtype, dim, kv_heads, group, block_size, slots, units, axes;
   bool hnd, segments, full, sinks, invariant, wants_lse;
@@ -50,7 +52,8 @@ Case random_case(Random& r) {
   c.group = r.pick({1u, 1u, 2u, 3u, 4u, 7u, 8u, 16u, 20u});
   c.block_size = r.pick({1u, 3u, 16u, 16u, 48u, 64u, 256u});
   c.slots = r.pick({1u, 2u, 5u, 12u});
-  c.units = 2 + r.below(7);
+  const u32 unit = (c.dim >= 192 ? 64 : 128) * c.dim * (is_codes(c.format) ? 1 : 2);
+  c.units = 2 + r.below(std::min(7u, (SHARED_MAX - c.dim * 32) / unit - 1));
   c.axes = r.below(3);
   c.hnd = r.flip(2), c.segments = r.flip(3), c.full = r.flip(4), c.sinks = r.flip(3);
   c.invariant = r.flip(4), c.wants_lse = !r.flip(4);
