@@ -117,7 +117,7 @@ template <class F, int DIM> struct KvDecodeRing {
 
 // Query rows g and g + 8 of a lane: what each sees, and its factor.
 struct KvDecodeRows {
-  KvDecodeSeen seen[2];
+  KvVisible seen[2];
   float factor[2];  // what a product of codes is multiplied with to be a score times log2 e
   float max[2], sum[2];
 };
@@ -144,8 +144,8 @@ KV_DEV void kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows,
       }
       if (cut) {
         const u32 position = base + n * 8 + t * 2 + (j & 1);
-        const KvDecodeSeen& seen = rows.seen[j >> 1];
-        if (position >= seen.end || (position < seen.begin && position >= a.sink_tokens)) x = kv_decode_none();
+        const KvVisible& seen = rows.seen[j >> 1];
+        if (position >= seen.end || (position < seen.begin && position >= seen.sinks)) x = kv_decode_none();
       }
       s[n][j] = x;
       max[j >> 1] = kv_max(max[j >> 1], x);
@@ -193,10 +193,9 @@ template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p,
   typedef KvDecodeRing<F, DIM> Ring;
   const KvAttendParams& a = p.attend;
   const KvSequence& sequence = ((const KvSequence*)a.plan.sequences)[piece.sequence];
-  const KvDecodeMask mask = {a.full, a.window_left, a.sink_tokens};
   const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tiles = piece.tile_end - piece.tile_begin;
   const u64 left = (u64)sequence.q_len * a.group - piece.row;
-  const KvDecodeWork w = {p, piece, sequence, kv_decode_reach(mask, sequence.q_len, sequence.kv_len, a.group, piece.row),
+  const KvDecodeWork w = {p, piece, sequence, kv_decode_reach(a, sequence, a.group, piece.row),
                           left < KV_DECODE_ROWS ? (u32)left : KV_DECODE_ROWS, tiles * 2, lane, warp};
   u8* const tail = smem + KvDecodeQuery<F, DIM>::SHARED;
   const u32 own = (w.subtiles + Ring::WARPS - 1 - warp) / Ring::WARPS * 2;  // units of this warp
@@ -209,7 +208,7 @@ template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p,
   }
   KvDecodeRows rows;
   KvDecodeQuery<F, DIM> query;
-  query.load(w, mask, rows, smem);
+  query.load(w, rows, smem);
   float o[DIM / 8][4];
 #pragma unroll
   for (u32 d = 0; d < DIM / 8; d++)
@@ -265,7 +264,8 @@ template <class F, int DIM> KV_DEV void kv_decode(const KvDecodeParams& p) {
   KV_KERNEL(name##_256, KvDecodeParams, 64, 2, kv_decode<F, 256>)
 #else
 #define KV_DECODE_NAME(name, dim) name##_##dim
+#define KV_DECODE_EXPORT(...) KV_KERNEL(__VA_ARGS__)
 #define KV_DECODE_KERNEL(name, F, dim) \
-  KV_KERNEL(KV_DECODE_NAME(name, dim), KvDecodeParams, (dim >= 192 ? 64 : 128), 2, kv_decode<F, dim>)
+  KV_DECODE_EXPORT(KV_DECODE_NAME(name, dim), KvDecodeParams, (dim >= 192 ? 64 : 128), 2, kv_decode<F, dim>)
 #define KV_DECODE_KERNELS(name, F) KV_DECODE_KERNEL(name, F, KV_DECODE_DIM)
 #endif

@@ -26,7 +26,7 @@ template <class F, int DIM> struct KvDecodeQuery {
   }
 
   // Loads the rows, zeros where there is no query, and what each of them sees.
-  KV_DEV void load(const KvDecodeWork& w, const KvDecodeMask& mask, KvDecodeRows& rows, u8* smem) {
+  KV_DEV void load(const KvDecodeWork& w, KvDecodeRows& rows, u8* smem) {
     const KvAttendParams& a = w.p.attend;
     const u32 g = w.lane >> 2, t = w.lane & 3;
     // Codes are multiplied in f16: queries of bf16 are brought into its range by a power of two.
@@ -36,13 +36,13 @@ template <class F, int DIM> struct KvDecodeQuery {
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
       const u32 row = w.piece.row + g + h * 8;
-      rows.seen[h] = {0, 0xffffffffu};  // a row without a query masks nothing
+      rows.seen[h] = {0, KV_NONE, 0};  // a row without a query masks nothing
       rows.max[h] = kv_decode_none();
       rows.sum[h] = 0.f;
       from[h] = nullptr;
       if (g + h * 8 >= w.rows) continue;
       const u32 query = row / a.group;
-      rows.seen[h] = kv_decode_seen(mask, w.sequence.q_len, w.sequence.kv_len, query);
+      rows.seen[h] = kv_visible(a, w.sequence, query);
       from[h] = (const u16*)kv_head_row(a.q, w.piece.sequence, w.sequence.q_start, query,
                                         w.piece.head * a.group + row % a.group);
     }

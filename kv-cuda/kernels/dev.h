@@ -38,7 +38,6 @@ KV_DEV u32   kv_as_u(float x) { return __float_as_uint(x); }
 KV_DEV float kv_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float kv_log2(float x) { float y; asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float kv_rcp(float x)  { float y; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
-<<<<<<< HEAD
 KV_DEV float kv_max(float a, float b) { return fmaxf(a, b); }  // the other one where one is NaN
 KV_DEV float kv_min(float a, float b) { return fminf(a, b); }
 KV_DEV float kv_abs(float x)   { return fabsf(x); }
@@ -54,10 +53,7 @@ KV_DEV float kv_sqrt_rn(float x) { return __fsqrt_rn(x); }
 KV_DEV i32 kv_float_to_int_rn(float x) { return __float2int_rn(x); }  // saturates; 0 for NaN
 KV_DEV u32 kv_popc(u32 x) { return __popc(x); }
 KV_DEV u32 kv_clz(u32 x) { return __clz(x); }
-=======
 KV_DEV float kv_sqrt(float x) { float y; asm("sqrt.rn.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
-KV_DEV float kv_max(float a, float b) { return fmaxf(a, b); }
->>>>>>> cuda
 KV_DEV u32 kv_prmt(u32 a, u32 b, u32 s) { return __byte_perm(a, b, s); }
 KV_DEV u32 kv_smem_addr(const void* p) { u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t,%1; cvt.u32.u64 %0,t; }" : "=r"(a) : "l"(p)); return a; }
 #if __CUDA_ARCH__ >= 800
@@ -159,7 +155,6 @@ KV_DEV void kv_grid_launch() {
   extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Params p) { (__VA_ARGS__)(p); }
 #endif
 
-<<<<<<< HEAD
 // Over each run of LANES lanes, in all of them. A sum is added up as a tree, the same for each lane.
 template <int LANES = 32> KV_DEV float kv_warp_sum(float v) {
 #pragma unroll
@@ -184,7 +179,7 @@ template <int LANES = 32> KV_DEV u32 kv_warp_max_u32(u32 v) {
   }
   return v;
 }
-=======
+
 // Functions that NVRTC and the host's library name alike; the device's are right to 1 or 2 ulp.
 KV_DEV float kv_exp(float x)  { return expf(x); }
 KV_DEV float kv_log(float x)  { return logf(x); }
@@ -193,4 +188,3 @@ KV_DEV float kv_infinity() { return kv_as_f(0x7f800000u); }
 // Values that lie on 16 bytes are moved in one access.
 struct alignas(16) KvFloat4 { float x, y, z, w; };
 struct alignas(16) KvWord4 { u32 x, y, z, w; };
->>>>>>> cuda

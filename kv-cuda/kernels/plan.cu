@@ -19,7 +19,6 @@ KV_DEV u64 kv_plan_scan(u64 v, u32 lane) {
 
 struct KvPlanner {
   const KvDecodePlanParams& p;
-  KvDecodeMask mask;
   const KvSequence* sequences;
   bool invariant;
 
@@ -28,8 +27,7 @@ struct KvPlanner {
     return (u32)((rows + KV_DECODE_ROWS - 1) / KV_DECODE_ROWS);
   }
   KV_DEV u32 tiles(u32 sequence, u32 row_tile) const {
-    const KvSequence& s = sequences[sequence];
-    return kv_decode_reach(mask, s.q_len, s.kv_len, p.group, row_tile * KV_DECODE_ROWS).tiles;
+    return kv_decode_reach(p, sequences[sequence], p.group, row_tile * KV_DECODE_ROWS).tiles;
   }
   // Cost of the first row tiles of one kv head.
   KV_DEV u64 cost(u32 sequence, u32 row_tiles) const {
@@ -90,8 +88,7 @@ KV_DEV void kv_plan_items(const KvPlanner& planner, u32 chunk, u64 at, u32 items
 
 KV_DEV void kv_plan_decode(const KvDecodePlanParams& p) {
   const u32 lane = threadIdx.x;
-  const KvPlanner planner = {
-      p, {p.full, p.window_left, p.sink_tokens}, (const KvSequence*)p.plan.sequences, p.invariant != 0};
+  const KvPlanner planner = {p, (const KvSequence*)p.plan.sequences, p.invariant != 0};
   const u32 sequences = ((const KvCounts*)p.plan.counts)->sequences;
   u64 total = 0;
   for (u32 i = lane; i < sequences; i += 32) total += planner.cost(i, planner.row_tiles(i)) * p.kv_heads;
