@@ -40,7 +40,6 @@ KV_DEV float kv_log2(float x) { float y; asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(
 KV_DEV float kv_rcp(float x)  { float y; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float kv_max(float a, float b) { return fmaxf(a, b); }  // the other one where one is NaN
 KV_DEV float kv_min(float a, float b) { return fminf(a, b); }
-KV_DEV float kv_abs(float x)   { return fabsf(x); }
 KV_DEV float kv_rint(float x)  { return rintf(x); }  // ties to even
 KV_DEV float kv_floor(float x) { return floorf(x); }
 // Rounded once, never contracted and never flushed: the bits are those of the host.
@@ -49,11 +48,11 @@ KV_DEV float kv_add_rn(float a, float b) { return __fadd_rn(a, b); }
 KV_DEV float kv_sub_rn(float a, float b) { return __fsub_rn(a, b); }
 KV_DEV float kv_mul_rn(float a, float b) { return __fmul_rn(a, b); }
 KV_DEV float kv_div_rn(float a, float b) { return __fdiv_rn(a, b); }
-KV_DEV float kv_sqrt_rn(float x) { return __fsqrt_rn(x); }
 KV_DEV i32 kv_float_to_int_rn(float x) { return __float2int_rn(x); }  // saturates; 0 for NaN
 KV_DEV u32 kv_popc(u32 x) { return __popc(x); }
 KV_DEV u32 kv_clz(u32 x) { return __clz(x); }
 KV_DEV float kv_sqrt(float x) { float y; asm("sqrt.rn.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
+KV_DEV float kv_max(float a, float b) { return fmaxf(a, b); }
 KV_DEV u32 kv_prmt(u32 a, u32 b, u32 s) { return __byte_perm(a, b, s); }
 KV_DEV u32 kv_smem_addr(const void* p) { u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t,%1; cvt.u32.u64 %0,t; }" : "=r"(a) : "l"(p)); return a; }
 #if __CUDA_ARCH__ >= 800

@@ -17,8 +17,8 @@ use crate::op;
 use crate::params::Address;
 use crate::scratch::{Pack, Scratch};
 use crate::staging::Staging;
-use crate::tensors::Call;
 use crate::step::{StepLimits, StepPlan, Steps, Way};
+use crate::tensors::Call;
 use crate::waiter::Waiter;
 
 /// A lane of work. Keeps its buffers from call to call: none is allocated once they have met their

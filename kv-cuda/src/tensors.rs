@@ -134,8 +134,7 @@ impl Call<'_> {
             let Some(buffer) = view.constants() else {
                 return Err(unsupported(self.operation, "the plane lacks the constants it needs"));
             };
-            plane.constants =
-                buffer.on(self.gpu, (0, layout.constants_bytes()), self.operation)?;
+            plane.constants = buffer.on(self.gpu, (0, layout.constants_bytes()), self.operation)?;
         }
         if layout.num_segments() == 1 {
             plane.base = self.segment(view, 0)?;
@@ -147,11 +146,7 @@ impl Call<'_> {
         Ok(plane)
     }
 
-    fn segment(
-        self,
-        view: &PlaneView<'_, CudaBuffer>,
-        index: u32,
-    ) -> Result<Address, DeviceError> {
+    fn segment(self, view: &PlaneView<'_, CudaBuffer>, index: u32) -> Result<Address, DeviceError> {
         let Some(buffer) = view.segment(to_usize(index)) else {
             let why = format!("the plane has no buffer for segment {index}");
             return Err(unsupported(self.operation, why));

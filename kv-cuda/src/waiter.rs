@@ -29,9 +29,12 @@ impl Waiter {
             Some(sender) => sender,
             None => {
                 let (sender, receiver) = channel();
-                thread::Builder::new().name("kv-cuda wakes".into()).spawn(move || run(&receiver)).map_err(
-                    |error| DeviceError::new(DeviceErrorKind::Driver, "poll").with_source(error),
-                )?;
+                thread::Builder::new()
+                    .name("kv-cuda wakes".into())
+                    .spawn(move || run(&receiver))
+                    .map_err(|error| {
+                    DeviceError::new(DeviceErrorKind::Driver, "poll").with_source(error)
+                })?;
                 wishes.insert(sender)
             }
         };
@@ -44,11 +47,8 @@ impl Waiter {
 fn run(wishes: &Receiver<Wish>) {
     let mut waiting: Vec<Wish> = Vec::new();
     loop {
-        let next = if waiting.is_empty() {
-            wishes.recv().ok()
-        } else {
-            wishes.recv_timeout(PERIOD).ok()
-        };
+        let next =
+            if waiting.is_empty() { wishes.recv().ok() } else { wishes.recv_timeout(PERIOD).ok() };
         let is_over = next.is_none() && waiting.is_empty();
         waiting.extend(next);
         // One that failed is done too: whoever polls again learns why.

@@ -23,9 +23,11 @@ struct Size {
 };
 #define KV_SIZE(Struct) {#Struct, sizeof(Struct)}
 constexpr Size SIZES[] = {
-    KV_SIZE(KvTensor),       KV_SIZE(KvPlane),        KV_SIZE(KvSequence),   KV_SIZE(KvSplit),     KV_SIZE(KvCounts),
-    KV_SIZE(KvPlan),         KV_SIZE(KvWriteParams),  KV_SIZE(KvAttendParams), KV_SIZE(KvRange),   KV_SIZE(KvGatherParams),
-    KV_SIZE(KvBlockCopy),    KV_SIZE(KvCopyParams),   KV_SIZE(KvEntry),      KV_SIZE(KvConvertParams), KV_SIZE(KvPadParams),
+    KV_SIZE(KvTensor),       KV_SIZE(KvPlane),       KV_SIZE(KvSequence),     KV_SIZE(KvSplit),
+    KV_SIZE(KvCounts),       KV_SIZE(KvPlan),        KV_SIZE(KvTableParams),  KV_SIZE(KvWriteParams),
+    KV_SIZE(KvAttendParams), KV_SIZE(KvRange),       KV_SIZE(KvGatherParams), KV_SIZE(KvBlockCopy),
+    KV_SIZE(KvCopyParams),   KV_SIZE(KvEntry),       KV_SIZE(KvConvertParams), KV_SIZE(KvPadParams),
+    KV_SIZE(KvTableChange),
 };
 
 // Empty, or why the launch is refused.

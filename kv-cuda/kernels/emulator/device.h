@@ -40,7 +40,6 @@ inline float kv_rcp(float x) { return 1.0f / x; }
 inline float kv_sqrt(float x) { return std::sqrt(x); }
 inline float kv_max(float a, float b) { return std::fmax(a, b); }
 inline float kv_min(float a, float b) { return std::fmin(a, b); }
-inline float kv_abs(float x) { return std::fabs(x); }
 inline float kv_rint(float x) { return std::nearbyint(x); }
 inline float kv_floor(float x) { return std::floor(x); }
 inline float kv_fma(float a, float b, float c) { return std::fma(a, b, c); }
@@ -48,7 +47,7 @@ inline float kv_add_rn(float a, float b) { return a + b; }
 inline float kv_sub_rn(float a, float b) { return a - b; }
 inline float kv_mul_rn(float a, float b) { return a * b; }
 inline float kv_div_rn(float a, float b) { return a / b; }
-inline float kv_sqrt_rn(float x) { return std::sqrt(x); }
+inline float kv_sqrt(float x) { return std::sqrt(x); }
 inline i32 kv_float_to_int_rn(float x) {
   if (x != x) return 0;
   if (x >= 2147483648.0f) return 0x7fffffff;

@@ -87,14 +87,14 @@ impl EmulatorOptions {
 
 /// The emulated GPU.
 #[derive(Debug)]
-pub(crate) struct Emulated {
+pub(crate) struct Emulator {
     library: Arc<Library>,
     memory: Arc<Memory>,
     facts: Facts,
     seed: u32,
 }
 
-impl Emulated {
+impl Emulator {
     /// Loads the library.
     ///
     /// # Errors
@@ -120,7 +120,7 @@ impl Emulated {
     }
 }
 
-impl Gpu for Emulated {
+impl Gpu for Emulator {
     fn name(&self) -> &'static str {
         NAME
     }

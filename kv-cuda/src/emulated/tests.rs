@@ -3,8 +3,8 @@ use super::*;
 use crate::gpu::Launch;
 use crate::params::SIZES;
 
-fn open() -> Emulated {
-    Emulated::open(&EmulatorOptions::default()).unwrap()
+fn open() -> Emulator {
+    Emulator::open(&EmulatorOptions::default()).unwrap()
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn a_wrong_launch_is_refused() {
 
 #[test]
 fn memory_is_aligned_zeroed_counted_and_bounded() {
-    let gpu = Emulated::open(&EmulatorOptions::default().memory(4096)).unwrap();
+    let gpu = Emulator::open(&EmulatorOptions::default().memory(4096)).unwrap();
     let address = gpu.alloc(1000).unwrap();
     assert_eq!((address % 256, gpu.allocated()), (0, (1, 1000)));
     let pinned = gpu.pinned(1000).unwrap();
@@ -102,7 +102,7 @@ fn events_of_another_device_are_refused() {
 #[test]
 fn without_a_library_it_says_how_to_get_one() {
     let nowhere = EmulatorOptions::default().library("/nowhere/libkv_emulator.so");
-    let error = Emulated::open(&nowhere).unwrap_err();
+    let error = Emulator::open(&nowhere).unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
     let text = error.to_string();
     assert!(text.contains("/nowhere/libkv_emulator.so") && text.contains("cargo xtask emulator"));

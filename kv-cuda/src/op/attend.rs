@@ -1,6 +1,6 @@
 //! Attention over cached rows.
-use kv_core::plan::{AttendArgs, AttentionPlan, Mask};
 use kv_core::DeviceError;
+use kv_core::plan::{AttendArgs, AttentionPlan, Mask};
 
 use super::pad::{self, Owned};
 use crate::buffer::CudaBuffer;
@@ -83,17 +83,12 @@ fn launch(params: &AttendParams, extent: &Extent, splits_max: u32) -> Launch {
     let up = |n: u32| n.checked_next_multiple_of(64).unwrap_or(u32::MAX);
     let dims = up(params.k_plane.head_dim).saturating_add(up(params.v_plane.head_dim));
     // By head_dim alone, because results differ in the last bits.
-    let (kernel, rows) = if dims <= DIMS_MAX { ("attend_rows", 4) } else { ("attend_rows_large", 1) };
+    let (kernel, rows) =
+        if dims <= DIMS_MAX { ("attend_rows", 4) } else { ("attend_rows_large", 1) };
     let units = extent.total_q.saturating_mul(params.group).checked_div(4 * rows).unwrap_or(0);
-    let shared_bytes = dims
-        .saturating_add(72)
-        .saturating_mul(16 * rows)
-        .saturating_add(43008 + 16);
-    let grid = [
-        units.saturating_add(extent.sequences),
-        params.k_plane.num_kv_heads,
-        splits_max.max(1),
-    ];
+    let shared_bytes = dims.saturating_add(72).saturating_mul(16 * rows).saturating_add(43008 + 16);
+    let grid =
+        [units.saturating_add(extent.sequences), params.k_plane.num_kv_heads, splits_max.max(1)];
     Launch { kernel, grid, threads: 128, shared_bytes }
 }
 

@@ -101,8 +101,7 @@ impl Image {
                 pad: 0,
             };
             let grid = [params.num_changes.div_ceil(256).min(1024), 1, 1];
-            let launch =
-                Launch { kernel: "update_tables", grid, threads: 256, shared_bytes: 0 };
+            let launch = Launch { kernel: "update_tables", grid, threads: 256, shared_bytes: 0 };
             // SAFETY: the changes lie in the image's memory, and name entries of the tables'.
             unsafe { way.stream.launch(&launch, bytemuck::bytes_of(&params)) }
         });

@@ -76,7 +76,9 @@ impl DeviceTables {
         let entries = to_u64(room).saturating_mul(width.into());
         if u32::try_from(entries).is_err() {
             let why = format!("{entries} entries of block tables");
-            return Err(DeviceError::new(DeviceErrorKind::Unsupported, "begin step").with_detail(why));
+            return Err(
+                DeviceError::new(DeviceErrorKind::Unsupported, "begin step").with_detail(why)
+            );
         }
         (self.width, self.address) = (0, 0);
         self.rows.clear();
@@ -102,10 +104,12 @@ impl DeviceTables {
             let from = if sent.revision == revision { sent.len.min(blocks.len()) } else { 0 };
             let begin = row.saturating_mul(self.width);
             let news = blocks.iter().zip(0_u32..).skip(from);
-            changes.extend(news.map(|(block, index)| Change {
-                at: begin.saturating_add(index),
-                block: block.0,
-            }));
+            changes.extend(
+                news.map(|(block, index)| Change {
+                    at: begin.saturating_add(index),
+                    block: block.0,
+                }),
+            );
             *sent = Sent { revision, len: blocks.len() };
         }
         changes
