@@ -252,8 +252,8 @@ template <class F, int DIM> KV_DEV void kv_decode(const KvDecodeParams& p) {
   }
 }
 
-// The kernels of one format: every head_dim, or the one that KV_DECODE_DIM names, because each takes seconds to compile.
-// Two blocks share a multiprocessor where their rings let them.
+// The kernels of one format: every head_dim, or the one that KV_DECODE_DIM names, because each takes seconds to
+// compile. Two blocks share a multiprocessor where their rings let them.
 #if !defined(KV_DECODE_DIM)
 #define KV_DECODE_KERNELS(name, F)                                        \
   KV_KERNEL(name##_64, KvDecodeParams, 128, 2, kv_decode<F, 64>)          \

@@ -25,7 +25,8 @@ template <class T> struct KvDecodePlain {
   // Column of value `j` of accumulator `d`.
   template <int DIM> static KV_DEV u32 column(u32 d, u32 j, u32 t) { return d * 8 + t * 2 + (j & 1); }
 
-  template <int DIM, class Query> static KV_DEV void scores(const Query& query, const u8* k_rows, u32 lane, float (&s)[4][4]) {
+  template <int DIM, class Query>
+  static KV_DEV void scores(const Query& query, const u8* k_rows, u32 lane, float (&s)[4][4]) {
 #pragma unroll
     for (u32 n = 0; n < 4; n++)
 #pragma unroll
@@ -124,7 +125,8 @@ template <class C> struct KvDecodeCodes {
       }
     }
   }
-  template <int DIM, class Query> static KV_DEV void scores(const Query& query, const u8* k_rows, u32 lane, float (&s)[4][4]) {
+  template <int DIM, class Query>
+  static KV_DEV void scores(const Query& query, const u8* k_rows, u32 lane, float (&s)[4][4]) {
 #pragma unroll
     for (u32 n = 0; n < 4; n++)
 #pragma unroll
@@ -154,11 +156,11 @@ template <class C> struct KvDecodeCodes {
         const u32 a0 = kv_prmt(x[0][i], x[1][i], 0x5140), b0 = kv_prmt(x[2][i], x[3][i], 0x5140);
         kv_mma(KvF16(), o[first + i * 4], weights[half], C::pair(a0), C::pair(b0));
         kv_mma(KvF16(), o[first + i * 4 + 1], weights[half], C::pair(a0 >> 16), C::pair(b0 >> 16));
-        if (WIDTH == 2) continue;
-        const u32 a1 = kv_prmt(x[0][i], x[1][i], 0x7362), b1 = kv_prmt(x[2][i], x[3][i], 0x7362);
-        constexpr u32 upper = WIDTH == 2 ? 0 : 2;
-        kv_mma(KvF16(), o[first + i * 4 + upper], weights[half], C::pair(a1), C::pair(b1));
-        kv_mma(KvF16(), o[first + i * 4 + upper + 1 - (WIDTH == 2)], weights[half], C::pair(a1 >> 16), C::pair(b1 >> 16));
+        if constexpr (WIDTH > 2) {
+          const u32 a1 = kv_prmt(x[0][i], x[1][i], 0x7362), b1 = kv_prmt(x[2][i], x[3][i], 0x7362);
+          kv_mma(KvF16(), o[first + i * 4 + 2], weights[half], C::pair(a1), C::pair(b1));
+          kv_mma(KvF16(), o[first + i * 4 + 3], weights[half], C::pair(a1 >> 16), C::pair(b1 >> 16));
+        }
       }
     }
   }

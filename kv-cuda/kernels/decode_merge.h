@@ -48,7 +48,9 @@ template <class F, int DIM> KV_DEV void kv_decode_join(const KvDecodeWork& w) {
     const u32 row = i / (DIM / 2), column = i % (DIM / 2) * 2;
     KvDecodeTotal total = {kv_decode_none(), 0.f};
 #pragma unroll 4
-    for (u32 part = 0; part < parts; part++) total.max = kv_max(total.max, kv_ldcg(stats + part * KV_DECODE_ROWS + row));
+    for (u32 part = 0; part < parts; part++) {
+      total.max = kv_max(total.max, kv_ldcg(stats + part * KV_DECODE_ROWS + row));
+    }
     const float from = total.max == kv_decode_none() ? 0.f : total.max;
     float x = 0.f, y = 0.f;
 #pragma unroll 4

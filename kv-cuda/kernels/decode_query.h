@@ -84,7 +84,8 @@ template <class F, int DIM> struct KvDecodeQuery {
     }
   }
 
-  static KV_DEV void step(const u16* const (&from)[2], bool convert, const float (&shift)[2], u32 k, u32 t, u32 (&x)[4]) {
+  static KV_DEV void step(const u16* const (&from)[2], bool convert, const float (&shift)[2], u32 k, u32 t,
+                          u32 (&x)[4]) {
 #pragma unroll
     for (u32 r = 0; r < 4; r++) {
       const u32 h = r & 1;

@@ -60,8 +60,9 @@ KV_DEV void kv_plan_items(const KvPlanner& planner, u32 chunk, u64 at, u32 items
       const u32 row_tiles = planner.row_tiles(piece.sequence), row_tile = (item - before) % row_tiles;
       piece.head = (item - before) / row_tiles;
       piece.row = row_tile * KV_DECODE_ROWS;
-      const u64 to = place + planner.cost(piece.sequence, row_tiles) * piece.head + planner.cost(piece.sequence, row_tile);
-      cut = kv_decode_cut(to, share, planner.tiles(piece.sequence, row_tile), planner.invariant);
+      const u64 heads = planner.cost(piece.sequence, row_tiles) * piece.head;
+      cut = kv_decode_cut(place + heads + planner.cost(piece.sequence, row_tile), share,
+                          planner.tiles(piece.sequence, row_tile), planner.invariant);
     }
     piece.parts = cut.parts;
     const u32 partials = cut.parts > 1 ? cut.parts : 0;

@@ -2,6 +2,8 @@
 mod backend;
 mod buffer;
 mod constants;
+#[expect(dead_code, reason = "the attend operation starts it")]
+mod decode;
 #[cfg(feature = "emulated")]
 mod emulated;
 mod gpu;

@@ -37,7 +37,6 @@ inline bool kv_all(bool v, kvemu::Site site = kvemu::Site::here()) { return kv_b
 inline float kv_exp2(float x) { return std::exp2(x); }
 inline float kv_log2(float x) { return std::log2(x); }
 inline float kv_rcp(float x) { return 1.0f / x; }
-inline float kv_sqrt(float x) { return std::sqrt(x); }
 inline float kv_max(float a, float b) { return std::fmax(a, b); }
 inline float kv_min(float a, float b) { return std::fmin(a, b); }
 inline float kv_rint(float x) { return std::nearbyint(x); }

@@ -1,8 +1,8 @@
 // Decoding in the emulator against attention in f64: random batches, formats, masks, layouts and rings.
 //
 // What no query sees is NaN, and table entries of blocks in which no query sees a key name no block at all, so a kernel
-// that reads there fails. The plan is that of the device, and is checked too. A case is its seed: `decode_test SEED` runs
-// that one and says what it is; `decode_test FIRST COUNT` runs several.
+// that reads there fails. The plan is that of the device, and is checked too. A case is its seed: `decode_test SEED`
+// runs that one and says what it is; `decode_test FIRST COUNT` runs several.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -83,7 +83,9 @@ std::string describe(const Case& c) {
            c.sinks ? " sinks" : "", c.invariant ? " invariant" : "", (int)c.window_left, c.sink_tokens, c.soft_cap,
            c.spread);
   std::string all = text;
-  for (size_t i = 0; i < c.q_lens.size(); i++) all += " " + std::to_string(c.q_lens[i]) + "/" + std::to_string(c.kv_lens[i]);
+  for (size_t i = 0; i < c.q_lens.size(); i++) {
+    all += " " + std::to_string(c.q_lens[i]) + "/" + std::to_string(c.kv_lens[i]);
+  }
   return all;
 }
 
@@ -352,9 +354,9 @@ int run(u32 seed) {
   std::vector<u32> starts(c.slots + 1, 0x55555555), counters(partials);
   std::vector<float> part_rows(partials * 16 * c.dim, NAN), part_stats(partials * 16, NAN);
   const KvPlan plan = {(u64)&counts, (u64)w.sequences.data(), 0, 0, (u64)w.tables.data()};
-  const u32 sink_tokens = c.window_left == 0xffffffffu ? 0 : c.sink_tokens;
-  const KvDecodePlanParams planning = {plan,   (u64)pieces.data(), (u64)starts.data(), c.slots,     c.kv_heads,  c.group,
-                                       c.full, c.window_left,      sink_tokens,        c.invariant, 0};
+  const u32 sink_tokens = c.sink_tokens;  // they say nothing without a window
+  const KvDecodePlanParams planning = {plan,    (u64)pieces.data(), (u64)starts.data(), c.slots,     c.kv_heads,
+                                       c.group, c.full,             c.window_left,      sink_tokens, c.invariant, 0};
   if (launch("plan_decode", 1, 32, 0, &planning, sizeof planning, seed)) return 1;
   if (check_plan(w, pieces, starts)) return 1;
 
@@ -364,8 +366,8 @@ int run(u32 seed) {
   if (c.wants_lse) a.lse = lse.t;
   if (c.sinks) a.sink_logits = (u64)sinks.data();
   a.part_rows = (u64)part_rows.data(), a.part_stats = (u64)part_stats.data(), a.counters = (u64)counters.data();
-  a.scale = c.scale, a.soft_cap = c.soft_cap, a.full = c.full, a.window_left = c.window_left, a.sink_tokens = sink_tokens;
-  a.group = c.group;
+  a.scale = c.scale, a.soft_cap = c.soft_cap, a.full = c.full, a.group = c.group;
+  a.window_left = c.window_left, a.sink_tokens = sink_tokens;
   p.pieces = (u64)pieces.data(), p.starts = (u64)starts.data(), p.units = c.units;
   static const char* names[] = {"", "f16", "bf16", "e4m3", "", "", "e5m2", "", "", "", "int8"};
   const std::string name = std::string("decode_") + names[c.format] + "_" + std::to_string(c.dim);

@@ -167,7 +167,16 @@ mod tests {
 
     fn tensor(dtype: u32, dim: u32) -> Tensor {
         let token_stride = u64::from(dim) * 8 * 2;
-        Tensor { data: 256, token_stride, dtype, batch: 1, tokens: 4, heads: 8, dim, ..Tensor::default() }
+        Tensor {
+            data: 256,
+            token_stride,
+            dtype,
+            batch: 1,
+            tokens: 4,
+            heads: 8,
+            dim,
+            ..Tensor::default()
+        }
     }
 
     fn plane(format: u32, head_dim: u32) -> Plane {
@@ -207,12 +216,17 @@ mod tests {
         assert_eq!(found, expected("decode_f16_256", 64, 2, 72 * KIB));
         let found = shape(code::E4M3[1], code::DTYPE_BF16, 64, 227 * KIB);
         assert_eq!(found, expected("decode_e4m3_64", 128, 8, 64 * KIB));
-        for (shared, dim) in [227, 163, 99].into_iter().flat_map(|kib| DIMS.map(|dim| (kib * KIB, dim))) {
+        for (shared, dim) in
+            [227, 163, 99].into_iter().flat_map(|kib| DIMS.map(|dim| (kib * KIB, dim)))
+        {
             let formats = [code::F16, code::BF16, code::E4M3[0], code::E5M2[0], code::INT8[0]];
             for format in formats {
                 let dtype = if format == code::BF16 { code::DTYPE_BF16 } else { code::DTYPE_F16 };
                 let found = shape(format, dtype, dim, shared).unwrap();
-                assert!(found.shared_bytes <= shared && (2..=8).contains(&found.units), "{found:?}");
+                assert!(
+                    found.shared_bytes <= shared && (2..=8).contains(&found.units),
+                    "{found:?}"
+                );
             }
         }
     }
