@@ -18,8 +18,7 @@
 //   unit    = warps * 32 * row_bytes: 32 tokens of K or of V for every warp,
 //   merge   = warps * 16 * (head_dim + 4) * 4 + warps * 16 * 8 + 16,
 //   units   = 2 to 8: as many as let two blocks share a multiprocessor, if that is at least 2, else one.
-// Nothing of another query's NaN reaches a row, except through V: where rows of one piece are different queries, keys
-// that some of them see are multiplied by zero for the others.
+// What a query does not see never reaches its rows, be it NaN and seen by another query of the piece.
 #pragma once
 #include "decode_format.h"
 #include "pieces.h"
@@ -122,9 +121,10 @@ struct KvDecodeRows {
   float max[2], sum[2];
 };
 
-// Scores of a subtile become weights: masked, relative to the running maximum, packed for the product with V.
+// Scores of a subtile become weights: masked, relative to the running maximum, packed for the product with V. Whether
+// some row of the warp does not see all of it.
 template <class F, int DIM>
-KV_DEV void kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows, float (&s)[4][4], u32 (&weights)[2][4],
+KV_DEV bool kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows, float (&s)[4][4], u32 (&weights)[2][4],
                             float (&o)[DIM / 8][4]) {
   const u32 t = w.lane & 3;
   const KvAttendParams& a = w.p.attend;
@@ -183,6 +183,20 @@ KV_DEV void kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows,
     weights[n / 2][n % 2 * 2] = kv_pack(typename F::Math(), s[n][0], s[n][1]);
     weights[n / 2][n % 2 * 2 + 1] = kv_pack(typename F::Math(), s[n][2], s[n][3]);
   }
+  return cut;
+}
+
+// Adds the weighted rows of V where several queries see different keys: query by query.
+template <class F, int DIM>
+KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const u32 (&weights)[2][4], const u8* v_rows,
+                                float (&o)[DIM / 8][4]) {
+  const u32 group = w.p.attend.group, row = w.piece.row + (w.lane >> 2);
+  const u32 first = w.piece.row / group, last = (w.piece.row + w.rows - 1) / group;
+  for (u32 query = first; query <= last; query++) {
+    const u32 seen = kv_visible_bits(kv_visible(w.p.attend, w.sequence, query), base);
+    const KvDecodeOne one(seen, w.lane, row / group == query, (row + 8) / group == query);
+    F::template sum<DIM>(one, weights, v_rows, w.lane, o);
+  }
 }
 
 #include "decode_query.h"
@@ -215,6 +229,8 @@ template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p,
 #pragma unroll
     for (u32 j = 0; j < 4; j++) o[d][j] = 0.f;
   u32 weights[2][4];
+  const bool several = piece.row / a.group != (piece.row + w.rows - 1) / a.group;  // queries
+  bool apart = false;
   for (u32 unit = 0; unit < own; unit++) {
 #ifdef KV_BUG_WAIT
     kv_decode_wait_for<KV_DECODE_UNITS_MAX - 1>(p.units - 1);
@@ -227,12 +243,15 @@ template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p,
     const u8* from = ring.next(p.units);
     if (unit + p.units - 1 < own) ring.fetch(w, unit + p.units - 1);
     kv_cp_commit();
+    const u32 base = w.position(unit / 2 * Ring::WARPS + warp);
     if ((unit & 1) == 0) {
       float s[4][4];
       F::template scores<DIM>(query, from, lane, s);
-      kv_decode_weigh<F, DIM>(w, w.position(unit / 2 * Ring::WARPS + warp), rows, s, weights, o);
+      apart = kv_decode_weigh<F, DIM>(w, base, rows, s, weights, o) && several;
+    } else if (apart) {
+      kv_decode_sum_apart<F, DIM>(w, base, weights, from, o);
     } else {
-      F::template sum<DIM>(weights, from, lane, o);
+      F::template sum<DIM>(KvDecodeAll(), weights, from, lane, o);
     }
   }
   kv_cp_wait<0>();

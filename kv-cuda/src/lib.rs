@@ -2,7 +2,7 @@
 mod backend;
 mod buffer;
 mod constants;
-#[expect(dead_code, reason = "the attend operation starts it")]
+#[allow(dead_code, unused_imports, reason = "the attend operation is to start it")]
 mod decode;
 #[cfg(feature = "emulated")]
 mod emulated;

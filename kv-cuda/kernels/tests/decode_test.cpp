@@ -117,14 +117,14 @@ float put_value(const Case& c, Random& r, u8* to) {
   return kvemu::e4m3_to_float(*to);
 }
 
+constexpr u32 HOLE = 0x3fffffff;  // names no block
+
 struct Plane {
   std::vector<std::vector<u8>> memory;  // segments, aligned by hand
   std::vector<u64> bases;
   KvPlane params;
   std::vector<float> constants;
 };
-
-constexpr u32 HOLE = 0x3fffffff;  // names no block
 
 struct World {
   const Case& c;
@@ -134,6 +134,7 @@ struct World {
   std::vector<KvSequence> sequences;
   std::vector<double> k_values, v_values;  // [table slot][kv head][dim] by sequence
   std::vector<size_t> first_row;
+  std::vector<u32> poison;  // a key of each sequence, or HOLE: a NaN for queries that see it, and for no others
   u32 num_blocks = 2;
 
   World(const Case& c, u32 seed) : c(c), r{std::mt19937(seed)} {
@@ -144,6 +145,8 @@ struct World {
       KvSequence s{};
       s.q_start = rows, s.q_len = c.q_lens[i], s.kv_len = c.kv_lens[i], s.coded = s.kv_len, s.table = blocks;
       sequences.push_back(s);
+      const bool poisoned = c.format != KV_FMT_INT8 && s.kv_len > 0 && r.flip(4);
+      poison.push_back(poisoned ? s.kv_len - 1 - r.below(std::min(s.kv_len, 8u)) : HOLE);
       first_row.push_back(tokens);
       rows += s.q_len, blocks += own, tokens += s.kv_len;
     }
@@ -192,6 +195,7 @@ struct World {
       for (u32 i = 0; i < s.q_len; i++) seen |= sees(s, i, key);
       if (!seen) continue;
       used[key / c.block_size] = true;
+      if (poison[index] == key) continue;  // the bytes that are there are NaN
       for (int is_v = 0; is_v < 2; is_v++) {
         Plane& plane = is_v ? v : k;
         const KvPlane& p = plane.params;
@@ -282,6 +286,11 @@ int compare(const World& w, const Rows& q, const Rows& out, const Rows& lse, con
     const KvSequence& s = w.sequences[i];
     for (u32 query = 0; query < s.q_len; query++) {
       for (u32 head = 0; head < c.kv_heads * c.group; head++) {
+        const u16* got = (const u16*)out.row(s, i, query, head);
+        if (w.poison[i] != HOLE && w.sees(s, query, w.poison[i])) {
+          for (u32 d = 0; d < c.dim; d++) if (!std::isnan(from16(c.dtype, got[d]))) worst = 2e9;
+          continue;
+        }
         const u16* q_row = (const u16*)q.row(s, i, query, head);
         const auto row = [&](const std::vector<double>& all, u32 key) {
           return all.data() + ((w.first_row[i] + key) * c.kv_heads + head / c.group) * c.dim;
@@ -306,7 +315,6 @@ int compare(const World& w, const Rows& q, const Rows& out, const Rows& lse, con
           }
         }
         if (c.sinks) sum += std::exp(sinks[head] - max);
-        const u16* got = (const u16*)out.row(s, i, query, head);
         for (u32 d = 0; d < c.dim; d++) {
           const double right = sum > 0 ? expected[d] / sum : 0, x = from16(c.dtype, got[d]);
           const double error = largest > 0 ? std::fabs(x - right) / (largest * unit) : x == 0 ? 0 : 1e9;

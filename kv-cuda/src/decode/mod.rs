@@ -163,6 +163,7 @@ impl Room {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
     use super::*;
 
     fn tensor(dtype: u32, dim: u32) -> Tensor {
