@@ -8,7 +8,8 @@ constexpr u32 KV_NONE = 0xffffffffu;
 // Keys that one query sees: 0..sinks and begin..end. No bound falls from one query to the next.
 struct KvVisible { u32 begin, end, sinks; };
 
-KV_DEV KvVisible kv_visible(const KvAttendParams& p, const KvSequence& s, u32 query) {
+// `p` has the options of attention: KvAttendParams, KvDecodePlanParams.
+template <class Params> KV_DEV KvVisible kv_visible(const Params& p, const KvSequence& s, u32 query) {
   const i64 len = (i64)s.kv_len, position = len - (i64)s.q_len + (i64)query;
   i64 begin = 0, end = len;
   if (p.window_left != KV_NONE && position > (i64)p.window_left) begin = position - (i64)p.window_left;

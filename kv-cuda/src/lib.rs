@@ -14,6 +14,8 @@
 mod backend;
 mod buffer;
 mod constants;
+#[allow(dead_code, unused_imports, reason = "the attend operation is to start it")]
+mod decode;
 #[cfg(feature = "emulated")]
 mod emulated;
 mod gpu;
