@@ -1,3 +1,5 @@
 //! The CUDA backend of the KV cache.
+#[doc(hidden)]
+pub mod code;
 mod gpu;
 mod params;
