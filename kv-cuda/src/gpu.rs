@@ -109,16 +109,24 @@ pub(crate) trait Stream: fmt::Debug + Send {
     /// 1. `bytes` bytes at `from` stay and are not written until an event recorded later is done;
     ///    they are page-locked.
     /// 2. `to..to + bytes` lies in memory of the device.
-    unsafe fn upload(&mut self, to: Address, from: *const u8, bytes: usize)
-    -> Result<(), DeviceError>;
+    unsafe fn upload(
+        &mut self,
+        to: Address,
+        from: *const u8,
+        bytes: usize,
+    ) -> Result<(), DeviceError>;
     /// Copies to the host.
     ///
     /// # Safety
     /// 1. `bytes` bytes at `to` stay and are neither read nor written until an event recorded later
     ///    is done; they are page-locked.
     /// 2. `from..from + bytes` lies in memory of the device.
-    unsafe fn download(&mut self, to: *mut u8, from: Address, bytes: usize)
-    -> Result<(), DeviceError>;
+    unsafe fn download(
+        &mut self,
+        to: *mut u8,
+        from: Address,
+        bytes: usize,
+    ) -> Result<(), DeviceError>;
     /// Sets bytes to zero.
     ///
     /// # Safety

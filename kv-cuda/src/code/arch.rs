@@ -120,10 +120,7 @@ mod tests {
     #[test]
     fn names_are_read_and_written() {
         let names: Vec<_> = Arch::SHIPPED.iter().map(ToString::to_string).collect();
-        assert_eq!(
-            names,
-            ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120", "compute_80"]
-        );
+        assert_eq!(names, ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120", "compute_80"]);
         for (name, arch) in names.iter().zip(Arch::SHIPPED) {
             assert_eq!(name.parse::<Arch>().unwrap(), arch);
         }

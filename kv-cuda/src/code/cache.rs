@@ -195,7 +195,8 @@ mod tests {
     #[test]
     fn the_folder_is_the_users() {
         let of = |set: &[(&str, &str)]| {
-            let find = |name: &str| set.iter().find(|(key, _)| *key == name).map(|(_, at)| at.into());
+            let find =
+                |name: &str| set.iter().find(|(key, _)| *key == name).map(|(_, at)| at.into());
             Cache::of_variables(find).map(|cache| cache.folder)
         };
         let home = ("HOME", "/home/user");

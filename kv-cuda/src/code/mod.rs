@@ -3,8 +3,8 @@
 //! Knows how a kernel's source becomes an image that a driver can load, and nothing of devices.
 //! Public only for `cargo xtask kernels`, which compiles every kernel ahead of time; no promise of
 //! stability.
-mod archive;
 mod arch;
+mod archive;
 mod cache;
 mod nvrtc;
 mod report;

@@ -101,10 +101,11 @@ impl Nvrtc {
     }
 
     fn load_from(place: &Path) -> Result<Self, CompileError> {
-        let library = match place.is_dir() {
-            false => place.to_owned(),
-            true => newest(place, LIBRARY)
-                .ok_or_else(|| no_compiler(format!("none in {}", place.display())))?,
+        let library = if place.is_dir() {
+            let none = || no_compiler(format!("none in {}", place.display()));
+            newest(place, LIBRARY).ok_or_else(none)?
+        } else {
+            place.to_owned()
         };
         // The compiler loads its built-in functions by a bare name, which is found once they are
         // loaded.
@@ -119,8 +120,8 @@ impl Nvrtc {
 
     fn open(library: &Path) -> Result<Self, CompileError> {
         // SAFETY: initialisers of NVIDIA's library are run, which expect nothing of us.
-        let library = unsafe { Library::new(library) }
-            .map_err(|error| no_compiler(error.to_string()))?;
+        let library =
+            unsafe { Library::new(library) }.map_err(|error| no_compiler(said(&error)))?;
         let calls = Calls::find(&library)?;
         // Threads of the compiler may still run when the program ends.
         let _ = ManuallyDrop::new(library);
@@ -152,7 +153,8 @@ impl Nvrtc {
     /// [`CompileError::Failed`] else.
     pub fn compile(&self, unit: &Unit<'_>, arch: Arch) -> Result<Compiled, CompileError> {
         let program = Program::new(&self.calls, unit)?;
-        let options = unit.options(arch).iter().map(|text| c_string(text)).collect::<Result<Vec<_>, _>>()?;
+        let options =
+            unit.options(arch).iter().map(|text| c_string(text)).collect::<Result<Vec<_>, _>>()?;
         let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
         let count = c_int::try_from(options.len()).unwrap_or(c_int::MAX);
         // SAFETY: the program is alive, and `options` has `count` strings that outlive the call.
@@ -270,7 +272,7 @@ impl Calls {
 unsafe fn find<T: Copy>(library: &Library, name: &str) -> Result<T, CompileError> {
     // SAFETY: condition 1.
     let found = unsafe { library.get::<T>(name.as_bytes()) };
-    found.map(|symbol| *symbol).map_err(|error| no_compiler(error.to_string()))
+    found.map(|symbol| *symbol).map_err(|error| no_compiler(said(&error)))
 }
 
 /// A unit inside the compiler, taken down when dropped.
@@ -341,6 +343,12 @@ fn no_compiler(reason: impl Into<String>) -> CompileError {
     CompileError::NoCompiler { reason: reason.into() }
 }
 
+/// An error of the loader with what the system said, which stands in its source alone.
+fn said(error: &libloading::Error) -> String {
+    let source = std::error::Error::source(error);
+    source.map_or_else(|| error.to_string(), |source| format!("{error}: {source}"))
+}
+
 /// The file of a folder that begins like this, the newest by its name.
 fn newest(folder: &Path, begin: &[&str]) -> Option<PathBuf> {
     let mut found: Vec<PathBuf> = std::fs::read_dir(folder)
@@ -395,7 +403,10 @@ mod tests {
     /// Runs where a compiler is: `KV_NVRTC` names it, or the system has one.
     #[test]
     fn a_trivial_kernel_compiles() {
-        let Ok(nvrtc) = Nvrtc::load(None) else { return };
+        let nvrtc = match Nvrtc::load(None) {
+            Ok(nvrtc) => nvrtc,
+            Err(reason) => return println!("skipped: {reason}"),
+        };
         let text = "// nvrtc: -DN=3\n#include \"twice.h\"\n\
             extern \"C\" __global__ void scale(float* x) { x[threadIdx.x] *= TWICE(N); }\n";
         let header = Source { name: "twice.h", text: "#define TWICE(x) (2 * (x))\n" };

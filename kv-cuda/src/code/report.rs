@@ -74,7 +74,10 @@ ptxas info    : Used 32 registers
         let kernels = report(LOG);
         assert_eq!(kernels.len(), 2);
         let first = &kernels[0];
-        assert_eq!((first.name.as_str(), first.registers, first.shared_bytes), ("attend_8", 118, 64));
+        assert_eq!(
+            (first.name.as_str(), first.registers, first.shared_bytes),
+            ("attend_8", 118, 64)
+        );
         assert_eq!((first.stack_bytes, first.spill_bytes), (16, 12));
         assert_eq!((kernels[1].name.as_str(), kernels[1].registers), ("copy", 32));
         assert_eq!(kernels[1].spill_bytes, 0);

@@ -20,7 +20,7 @@ pub struct Source<'a> {
 impl<'a> Source<'a> {
     /// Whether it is compiled by itself.
     pub fn is_unit(&self) -> bool {
-        self.name.ends_with(".cu")
+        std::path::Path::new(self.name).extension().is_some_and(|extension| extension == "cu")
     }
 
     /// Names in `#include "name"`.
@@ -78,8 +78,10 @@ impl<'a> Unit<'a> {
     pub(crate) fn names(&self, kernel: &str) -> bool {
         self.text().match_indices(kernel).any(|(at, _)| {
             let before = self.text().get(..at).map(str::trim_end);
-            let after =
-                at.checked_add(kernel.len()).and_then(|end| self.text().get(end..)).map(str::trim_start);
+            let after = at
+                .checked_add(kernel.len())
+                .and_then(|end| self.text().get(end..))
+                .map(str::trim_start);
             before.is_some_and(|text| text.ends_with('('))
                 && after.is_some_and(|text| text.starts_with(','))
         })
