@@ -1,6 +1,6 @@
 // The only header of the device that kernels include: types, and one function for each instruction
 // or intrinsic that C++ has no name for. Compiled by NVRTC (inline PTX, no CUDA headers), or as
-// plain C++ for the emulator (-DKV_EMU).
+// plain C++ for the emulator (-DKV_EMU), whose twin of what stands here is emulator/device.h.
 #pragma once
 typedef unsigned char      u8;
 typedef signed char        i8;
@@ -18,15 +18,40 @@ typedef long long          i64;
 #define KV_BOUNDS(t, b) __launch_bounds__(t, b)
 #define KV_DYN_SMEM(name) extern __shared__ __align__(128) u8 name[]
 #define KV_GRID_CONST __grid_constant__
+// Constants in device memory: indices that differ between the threads of a warp cost nothing, as they would there
+// where `__constant__` lies.
+#define KV_TABLE static __device__ const
 KV_DEV void kv_sync()      { __syncthreads(); }
 KV_DEV void kv_syncwarp()  { __syncwarp(); }
-KV_DEV u32  kv_shfl_xor(u32 v, int m)     { return __shfl_xor_sync(0xffffffffu, v, m); }
-KV_DEV float kv_shfl_xorf(float v, int m) { return __shfl_xor_sync(0xffffffffu, v, m); }
+// Warp collectives: all 32 lanes call them at the same place. A shuffle down past the last lane gives the lane's own.
+KV_DEV u32   kv_shfl(u32 v, u32 lane)        { return __shfl_sync(0xffffffffu, v, lane); }
+KV_DEV float kv_shflf(float v, u32 lane)     { return __shfl_sync(0xffffffffu, v, lane); }
+KV_DEV u32   kv_shfl_down(u32 v, u32 by)     { return __shfl_down_sync(0xffffffffu, v, by); }
+KV_DEV float kv_shfl_downf(float v, u32 by)  { return __shfl_down_sync(0xffffffffu, v, by); }
+KV_DEV u32   kv_shfl_xor(u32 v, int mask)    { return __shfl_xor_sync(0xffffffffu, v, mask); }
+KV_DEV float kv_shfl_xorf(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+KV_DEV u32   kv_ballot(bool v)               { return __ballot_sync(0xffffffffu, v); }
+KV_DEV bool  kv_any(bool v)                  { return __any_sync(0xffffffffu, v) != 0; }
+KV_DEV bool  kv_all(bool v)                  { return __all_sync(0xffffffffu, v) != 0; }
 KV_DEV float kv_as_f(u32 x) { return __uint_as_float(x); }
 KV_DEV u32   kv_as_u(float x) { return __float_as_uint(x); }
 KV_DEV float kv_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float kv_log2(float x) { float y; asm("lg2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float kv_rcp(float x)  { float y; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
+KV_DEV float kv_max(float a, float b) { return fmaxf(a, b); }  // the other one where one is NaN
+KV_DEV float kv_min(float a, float b) { return fminf(a, b); }
+KV_DEV float kv_rint(float x)  { return rintf(x); }  // ties to even
+KV_DEV float kv_floor(float x) { return floorf(x); }
+// Rounded once, never contracted and never flushed: the bits are those of the host.
+KV_DEV float kv_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+KV_DEV float kv_add_rn(float a, float b) { return __fadd_rn(a, b); }
+KV_DEV float kv_sub_rn(float a, float b) { return __fsub_rn(a, b); }
+KV_DEV float kv_mul_rn(float a, float b) { return __fmul_rn(a, b); }
+KV_DEV float kv_div_rn(float a, float b) { return __fdiv_rn(a, b); }
+KV_DEV i32 kv_float_to_int_rn(float x) { return __float2int_rn(x); }  // saturates; 0 for NaN
+KV_DEV u32 kv_popc(u32 x) { return __popc(x); }
+KV_DEV u32 kv_clz(u32 x) { return __clz(x); }
+KV_DEV float kv_sqrt(float x) { float y; asm("sqrt.rn.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
 KV_DEV float kv_max(float a, float b) { return fmaxf(a, b); }
 KV_DEV u32 kv_prmt(u32 a, u32 b, u32 s) { return __byte_perm(a, b, s); }
 KV_DEV u32 kv_smem_addr(const void* p) { u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t,%1; cvt.u32.u64 %0,t; }" : "=r"(a) : "l"(p)); return a; }
@@ -49,6 +74,10 @@ KV_DEV void kv_ldsm4(u32 (&r)[4], const void* p) {
 }
 KV_DEV void kv_ldsm4t(u32 (&r)[4], const void* p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(kv_smem_addr(p)) : "memory");
+}
+// An 8 x 8 matrix of 16 bits, as one part of a fragment: transposed.
+KV_DEV u32 kv_movmatrix(u32 v) {
+  u32 r; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v)); return r;
 }
 struct KvBf16 {}; struct KvF16 {};
 #if __CUDA_ARCH__ >= 800
@@ -85,12 +114,76 @@ KV_DEV u32 kv_e4m3x2_f16x2(u32 x) {  // exponent re-bias by multiply with 2^8 in
 #endif
 KV_DEV float kv_bf16_f(u16 x) { return kv_as_f(u32(x) << 16); }
 KV_DEV float kv_f16_f(u16 x) { float f; asm("cvt.f32.f16 %0,%1;" : "=f"(f) : "h"(x)); return f; }
-KV_DEV i32 kv_ldg(const i32* p) { return __ldg(p); }
+// Loads and stores of global memory by a builtin type of up to 16 bytes, aligned to its size: data that no thread of the
+// launch writes (ldg), data that other blocks wrote (ldcg), data that is used once (ldcs, stcs, ld_stream).
+template <class T> KV_DEV T kv_ldg(const T* p) { return __ldg(p); }
+template <class T> KV_DEV T kv_ldcg(const T* p) { return __ldcg(p); }
+template <class T> KV_DEV T kv_ldcs(const T* p) { return __ldcs(p); }
+template <class T> KV_DEV void kv_stcs(T* p, T v) { __stcs(p, v); }
+KV_DEV uint4 kv_ld_stream(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
 KV_DEV void kv_fence() { __threadfence(); }
+// Atomics give what was there before. `inc` goes on at 0 after `wrap`.
+KV_DEV u32 kv_atomic_add(u32* p, u32 v) { return atomicAdd(p, v); }
+KV_DEV u32 kv_atomic_max(u32* p, u32 v) { return atomicMax(p, v); }
 KV_DEV u32 kv_atomic_inc(u32* p, u32 wrap) { return atomicInc(p, wrap); }
-KV_DEV float kv_ldcg(const float* p) { return __ldcg(p); }
+// Launches that overlap: waits for what the launch before wrote; lets the launch after begin.
+KV_DEV void kv_grid_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+KV_DEV void kv_grid_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 // A kernel by name: `KV_KERNEL(name, Params, threads, blocks, body)` starts `body(params)` with
 // `threads` threads a block, at least `blocks` blocks a multiprocessor.
 #define KV_KERNEL(name, Params, threads, blocks, ...) \
   extern "C" __global__ void __launch_bounds__(threads, blocks) name(const __grid_constant__ Params p) { (__VA_ARGS__)(p); }
+#endif
+
+// Over each run of LANES lanes, in all of them. A sum is added up as a tree, the same for each lane.
+template <int LANES = 32> KV_DEV float kv_warp_sum(float v) {
+#pragma unroll
+  for (int mask = LANES / 2; mask > 0; mask /= 2) v = kv_add_rn(v, kv_shfl_xorf(v, mask));
+  return v;
+}
+template <int LANES = 32> KV_DEV float kv_warp_max(float v) {
+#pragma unroll
+  for (int mask = LANES / 2; mask > 0; mask /= 2) v = kv_max(v, kv_shfl_xorf(v, mask));
+  return v;
+}
+template <int LANES = 32> KV_DEV u32 kv_warp_sum_u32(u32 v) {
+#pragma unroll
+  for (int mask = LANES / 2; mask > 0; mask /= 2) v += kv_shfl_xor(v, mask);
+  return v;
+}
+template <int LANES = 32> KV_DEV u32 kv_warp_max_u32(u32 v) {
+#pragma unroll
+  for (int mask = LANES / 2; mask > 0; mask /= 2) {
+    const u32 other = kv_shfl_xor(v, mask);
+    v = other > v ? other : v;
+  }
+  return v;
+}
+
+// Functions that NVRTC and the host's library name alike; the device's are right to 1 or 2 ulp.
+KV_DEV float kv_exp(float x)  { return expf(x); }
+KV_DEV float kv_log(float x)  { return logf(x); }
+KV_DEV float kv_tanh(float x) { return tanhf(x); }
+KV_DEV float kv_infinity() { return kv_as_f(0x7f800000u); }
+// Values that lie on 16 bytes are moved in one access.
+struct alignas(16) KvFloat4 { float x, y, z, w; };
+struct alignas(16) KvWord4 { u32 x, y, z, w; };
+// A function with code of its own: what many places call and few threads wait for.
+#if defined(KV_EMU)
+#define KV_DEV_CALL inline __attribute__((noinline))
+#else
+#define KV_DEV_CALL __device__ __noinline__
 #endif

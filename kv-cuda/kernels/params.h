@@ -71,6 +71,14 @@ struct KvPlan {
   u64 tables;     // u32: block tables
 };
 
+// One entry of the block tables that is not as it should be.
+struct KvTableChange { u32 at, block; };
+struct KvTableParams {
+  u64 changes;  // KvTableChange
+  u64 tables;   // u32
+  u32 num_changes, pad;
+};
+
 struct KvWriteParams { KvPlan plan; KvTensor k, v; KvPlane k_plane, v_plane; };
 
 struct KvAttendParams {
@@ -120,4 +128,5 @@ struct KvPadParams {
   u32 num_entries, total;
   float value;
   u32 pad;
+  u64 counts;  // KvCounts whose `sequences` and `total_q` go before the two above; 0 without
 };

@@ -101,6 +101,13 @@ params! {
         slots: Address,
         tables: Address,
     }
+    /// Of `update_tables`: entries to change, and where the tables are.
+    struct TableParams {
+        changes: Address,
+        tables: Address,
+        num_changes: u32,
+        pad: u32,
+    }
     /// Of `write_rows` and `write_tails`.
     struct WriteParams {
         plan: Plan,
@@ -184,5 +191,14 @@ params! {
         total: u32,
         value: f32,
         pad: u32,
+        counts: Address,
+    }
+}
+
+impl Plane {
+    /// Whether rows are stored as they come: rounded at most.
+    pub(crate) fn is_plain(&self) -> bool {
+        // The first three formats are f32, f16 and bf16.
+        self.format < 3 && self.transforms == 0
     }
 }

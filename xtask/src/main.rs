@@ -7,6 +7,7 @@
 
 mod bench;
 mod conformance;
+mod emulator;
 mod kernels;
 mod readme;
 mod setup;
@@ -29,6 +30,8 @@ Usage: cargo xtask COMMAND
       --backend NAME   only this one (repeatable); fails when it is absent or cannot be opened
       --vectors DIR    the vector files found under DIR instead of the suite (repeatable)
       [-- ARG...]      to the runner, as to libtest: a part of a case's name, --list, --exact
+  emulator             the library that runs CUDA kernels on the CPU: target/emulator
+      --sanitize NAME  watched by `address` (and undefined behaviour), `thread`, or `none`
   tidy                 rules about files, crates and documents that no compiler checks
       --fix            first break comments anew where lines are too long
   setup                what the suites need on this machine, installed where that is possible
@@ -44,6 +47,7 @@ Usage: cargo xtask COMMAND
 enum Command {
     Test,
     Conformance(conformance::Options),
+    Emulator(emulator::Options),
     Tidy { fix: bool },
     Setup,
     Bench(Vec<OsString>),
@@ -76,6 +80,7 @@ fn run(command: Command) -> Result<ExitCode> {
             let total = conformance::run(&options)?;
             return Ok(if total.is_clean() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
+        Command::Emulator(options) => emulator::run(&options)?,
         Command::Tidy { fix } => {
             if fix {
                 tidy::fix()?;
@@ -101,6 +106,7 @@ fn parse(mut parser: Parser) -> Result<Command> {
     };
     let command = match name.as_str() {
         "conformance" => return parse_conformance(parser),
+        "emulator" => return parse_emulator(parser),
         "bench" => return Ok(Command::Bench(parser.raw_args()?.collect())),
         "kernels" => return parse_kernels(parser),
         "test" => Command::Test,
@@ -137,6 +143,20 @@ fn parse_conformance(mut parser: Parser) -> Result<Command> {
         }
     }
     Ok(Command::Conformance(options))
+}
+
+fn parse_emulator(mut parser: Parser) -> Result<Command> {
+    let mut options = emulator::Options::default();
+    while let Some(arg) = parser.next()? {
+        match arg {
+            Arg::Long("sanitize") => {
+                options.sanitizer = emulator::Sanitizer::parse(&parser.value()?.string()?)?;
+            }
+            Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    Ok(Command::Emulator(options))
 }
 
 /// Checks the arguments here, so that a wrong one is found before anything is built.

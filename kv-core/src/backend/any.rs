@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 
 use super::{Backend, Capabilities, Fence, Queue, Readback};
 use crate::error::{DeviceError, DeviceErrorKind};
+use crate::ids::GroupId;
 use crate::plan::AttendParts;
 use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
@@ -28,6 +29,8 @@ trait DynQueue: fmt::Debug + Send {
     fn upload(&mut self, dst: &AnyBuffer, at: u64, src: &[u8]) -> Recorded;
     fn download(&mut self, src: &AnyBuffer, at: u64, n: u64) -> Result<AnyReadback, DeviceError>;
     fn zero(&mut self, dst: &AnyBuffer, at: u64, bytes: u64) -> Recorded;
+    fn prepare(&mut self, group: GroupId, write: &WritePlan<'_>, attend: &AttentionPlan<'_>)
+    -> Recorded;
     fn write_kv(&mut self, plan: &WritePlan<'_>, args: WriteArgs<'_, AnyBuffer>) -> Recorded;
     fn attend(&mut self, plan: &AttentionPlan<'_>, args: AttendArgs<'_, AnyBuffer>) -> Recorded;
     fn copy_blocks(&mut self, plan: &CopyPlan<'_>, args: CopyArgs<'_, AnyBuffer>) -> Recorded;
@@ -156,6 +159,14 @@ impl<Q: Queue> DynQueue for Erased<Q> {
     fn zero(&mut self, dst: &AnyBuffer, at: u64, bytes: u64) -> Recorded {
         self.0.zero(dst.cast("zero")?, at, bytes)
     }
+    fn prepare(
+        &mut self,
+        group: GroupId,
+        write: &WritePlan<'_>,
+        attend: &AttentionPlan<'_>,
+    ) -> Recorded {
+        self.0.prepare(group, write, attend)
+    }
     fn write_kv(&mut self, plan: &WritePlan<'_>, args: WriteArgs<'_, AnyBuffer>) -> Recorded {
         let ([k, v], [k_plane, v_plane]) = args.into_parts();
         let tensors = [input(k, "write_kv k")?, input(v, "write_kv v")?];
@@ -252,6 +263,14 @@ impl Queue for AnyQueue {
     }
     fn zero(&mut self, dst: &AnyBuffer, at: u64, bytes: u64) -> Recorded {
         self.0.zero(dst, at, bytes)
+    }
+    fn prepare(
+        &mut self,
+        group: GroupId,
+        write: &WritePlan<'_>,
+        attend: &AttentionPlan<'_>,
+    ) -> Recorded {
+        self.0.prepare(group, write, attend)
     }
     fn write_kv(&mut self, plan: &WritePlan<'_>, args: WriteArgs<'_, AnyBuffer>) -> Recorded {
         self.0.write_kv(plan, args)

@@ -23,6 +23,7 @@ pub use any::{AnyBackend, AnyBuffer, AnyFence, AnyQueue, AnyReadback};
 pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullReadback};
 
 use crate::error::DeviceError;
+use crate::ids::GroupId;
 use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
@@ -167,6 +168,21 @@ pub trait Queue: fmt::Debug + Send + 'static {
     /// # Errors
     /// `OutOfRange`, `ForeignHandle` or `Lost`.
     fn zero(&mut self, dst: &Self::Buffer, offset: u64, bytes: u64) -> Result<(), DeviceError>;
+    /// Brings the plans of a step for one group of layers to the device, before any layer uses
+    /// them: a captured graph of launches then finds every step's plans in the same place. Plans
+    /// that nobody prepared work too. Nothing to do for a backend that reads plans where they are.
+    ///
+    /// # Errors
+    /// `OutOfMemory`, `OutOfRange` for a step larger than what was reserved, or `Lost`.
+    fn prepare(
+        &mut self,
+        group: GroupId,
+        write: &WritePlan<'_>,
+        attend: &AttentionPlan<'_>,
+    ) -> Result<(), DeviceError> {
+        let _ = (group, write, attend);
+        Ok(())
+    }
     /// Records the scatter of new K and V rows into their slots, encoded in the planes' formats.
     ///
     /// # Errors

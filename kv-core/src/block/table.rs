@@ -22,6 +22,8 @@ pub struct BlockTables {
     /// First entry that is held behind the sinks' blocks, by row: those before fell out of a
     /// window.
     live: Vec<u32>,
+    /// How often entries of a row changed other than by appending.
+    revisions: Vec<u64>,
 }
 
 impl BlockTables {
@@ -35,6 +37,7 @@ impl BlockTables {
             lens: Vec::new(),
             coded: Vec::new(),
             live: Vec::new(),
+            revisions: Vec::new(),
         }
     }
 
@@ -44,6 +47,7 @@ impl BlockTables {
             self.lens.resize(rows, 0);
             self.coded.resize(rows, 0);
             self.live.resize(rows, 0);
+            self.revisions.resize(rows, 0);
             self.entries.resize(rows.saturating_mul(self.stride), BlockId(0));
         }
     }
@@ -97,14 +101,28 @@ impl BlockTables {
         }
     }
 
+    /// A number that stays as long as a row's entries are only appended to: a copy of the row that
+    /// was made under the same number lacks the entries behind its end and nothing else. 0 for an
+    /// unknown row.
+    pub fn revision(&self, row: u32) -> u64 {
+        self.revisions.get(to_usize(row)).copied().unwrap_or(0)
+    }
+    fn revise(&mut self, row: u32) {
+        if let Some(revision) = self.revisions.get_mut(to_usize(row)) {
+            *revision = revision.wrapping_add(1);
+        }
+    }
+
     /// Moves the first `by` blocks from `begin` on to the end of a row; no change outside it.
     pub fn rotate(&mut self, row: u32, begin: usize, by: usize) {
+        self.revise(row);
         if let Some(range) = self.tail_mut(row, begin).filter(|range| by <= range.len()) {
             range.rotate_left(by);
         }
     }
     /// Takes [`Self::rotate`] back.
     pub fn rotate_back(&mut self, row: u32, begin: usize, by: usize) {
+        self.revise(row);
         if let Some(range) = self.tail_mut(row, begin).filter(|range| by <= range.len()) {
             range.rotate_right(by);
         }
@@ -149,6 +167,7 @@ impl BlockTables {
     /// Takes the last block of a row off.
     pub fn pop(&mut self, row: u32) -> Option<BlockId> {
         let block = self.row(row).last().copied()?;
+        self.revise(row);
         if let Some(len) = self.lens.get_mut(to_usize(row)) {
             *len = len.saturating_sub(1);
         }
@@ -170,6 +189,7 @@ impl BlockTables {
         if index >= len {
             return Ok(None);
         }
+        self.revise(row);
         let at = to_usize(row).saturating_mul(self.stride).saturating_add(index);
         Ok(self.entries.get_mut(at).map(|entry| std::mem::replace(entry, block)))
     }
@@ -273,6 +293,27 @@ mod tests {
         tables.set_coded(1, 9);
         tables.set_coded(7, 9);
         assert_eq!((tables.coded(0), tables.coded(1), tables.coded(7)), (0, 9, 0));
+    }
+
+    #[test]
+    fn a_revision_tells_appending_from_any_other_change() {
+        let mut tables = tables();
+        let before = tables.revision(0);
+        tables.push(0, BlockId(2)).unwrap();
+        assert_eq!(tables.revision(0), before);
+        let mut last = before;
+        let changes: [fn(&mut BlockTables); 4] = [
+            |tables| drop(tables.pop(0)),
+            |tables| drop(tables.replace(0, 0, BlockId(7))),
+            |tables| tables.rotate(0, 0, 1),
+            |tables| tables.rotate_back(0, 0, 1),
+        ];
+        for change in changes {
+            change(&mut tables);
+            assert_ne!(tables.revision(0), last);
+            last = tables.revision(0);
+        }
+        assert_eq!(tables.revision(1), 0, "of another row");
     }
 
     #[test]

@@ -86,7 +86,7 @@ impl OpenStep {
         self.written.get(usize::from(layer.0)).copied().unwrap_or(false)
     }
 
-    fn set_written(&mut self, layer: LayerId) {
+    pub(super) fn set_written(&mut self, layer: LayerId) {
         let index = usize::from(layer.0);
         if self.written.len() <= index {
             self.written.resize(index.saturating_add(1), false);
@@ -254,6 +254,13 @@ impl<B: Backend> KvCache<B> {
         for (group, plans) in self.groups.iter().zip(&mut self.open.plans) {
             let [layout, _] = group.storage.layouts();
             plans.fill_private(layout, &group.tables, &self.open.batch, policy)?;
+        }
+        let Self { queue, groups, open, .. } = self;
+        for ((group, plans), id) in groups.iter().zip(&open.plans).zip(0..) {
+            let [layout, _] = group.storage.layouts();
+            let write = plans.write_plan(layout, &group.tables);
+            let attend = plans.attention_plan(layout, &group.tables);
+            queue.prepare(GroupId(id), &write, &attend)?;
         }
         Ok(())
     }

@@ -181,6 +181,22 @@ impl<B: Backend> Step<'_, B> {
         self.cache.attend_open(layer.into(), q, (out, Some(lse)), options)
     }
 
+    /// The cache's lane of work, for what a device can do besides: capturing the launches of a step,
+    /// or replaying them.
+    pub fn queue_mut(&mut self) -> &mut B::Queue {
+        self.cache.queue_mut()
+    }
+
+    /// Says that every layer is written by work the caller has submitted, as when launches of an
+    /// earlier step are replayed. What that work does is the caller's affair.
+    pub fn mark_written(&mut self) {
+        let layers = self.cache.spec.num_layers();
+        (0..layers).for_each(|layer| self.cache.open.set_written(LayerId(layer)));
+        // Layers without memory are not written, and not asked for.
+        let allocated = self.cache.groups.iter().map(|group| group.storage.num_allocated());
+        self.cache.open.num_written = allocated.sum();
+    }
+
     /// Ends the step: lengths advance, and recorded work goes to the device.
     ///
     /// # Errors

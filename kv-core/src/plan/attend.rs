@@ -4,7 +4,7 @@ use crate::element::DType;
 use crate::error::PlanError;
 use crate::geometry::{PlaneLayout, QkvFormat};
 use crate::num::{to_u32, to_usize};
-use crate::plan::batch::PlannedSequence;
+use crate::plan::batch::{PlanBuffers, PlannedSequence};
 use crate::plan::split::KvSplit;
 use crate::storage::PlaneView;
 use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, TokenTensorMut};
@@ -21,20 +21,16 @@ use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, To
 pub struct AttentionPlan<'p> {
     layout: &'p PlaneLayout,
     tables: &'p BlockTables,
-    sequences: &'p [PlannedSequence],
-    splits: &'p [KvSplit],
-    totals: [u32; 2],
+    batch: &'p PlanBuffers,
 }
 
 impl<'p> AttentionPlan<'p> {
     pub(crate) fn from_checked(
         layout: &'p PlaneLayout,
         tables: &'p BlockTables,
-        sequences: &'p [PlannedSequence],
-        splits: &'p [KvSplit],
-        totals: [u32; 2],
+        batch: &'p PlanBuffers,
     ) -> Self {
-        Self { layout, tables, sequences, splits, totals }
+        Self { layout, tables, batch }
     }
     /// Pool and block geometry the tables were checked against.
     pub fn layout(&self) -> &'p PlaneLayout {
@@ -44,21 +40,26 @@ impl<'p> AttentionPlan<'p> {
     pub fn tables(&self) -> &'p BlockTables {
         self.tables
     }
+    /// All that was planned for this batch, for backends that keep a copy on their device: writing
+    /// and attention in every layer share it.
+    pub fn batch(&self) -> &'p PlanBuffers {
+        self.batch
+    }
     /// The batch, in the caller's order.
     pub fn sequences(&self) -> &'p [PlannedSequence] {
-        self.sequences
+        self.batch.sequences()
     }
     /// Parts of all contexts, sequence by sequence.
     pub fn splits(&self) -> &'p [KvSplit] {
-        self.splits
+        self.batch.splits()
     }
     /// Queries of the whole batch.
     pub fn total_q(&self) -> u32 {
-        self.totals[0]
+        self.batch.total_q()
     }
     /// Queries of the entry that brings most.
     pub fn q_len_max(&self) -> u32 {
-        self.totals[1]
+        self.batch.q_len_max()
     }
 }
 
@@ -273,7 +274,7 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
         let need = |tensor, heads, dim| TokenRequirement {
             tensor,
             format: options.qkv_format,
-            batch: to_u32(plan.sequences.len()),
+            batch: to_u32(plan.sequences().len()),
             tokens_max: plan.q_len_max(),
             tokens_total: plan.total_q(),
             heads,

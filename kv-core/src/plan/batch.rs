@@ -1,4 +1,6 @@
 //! The batch of a step: which rows of which table, from where to where.
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use crate::block::BlockTables;
 use crate::error::PlanError;
 use crate::geometry::PlaneLayout;
@@ -57,12 +59,13 @@ pub struct PlannedSequence {
     pub num_splits: u32,
 }
 
-/// Buffers of one group that plans borrow from; kept across steps.
+/// What plans of one group borrow from: one batch, checked; kept across steps.
 #[derive(Debug, Clone, Default)]
 pub struct PlanBuffers {
     sequences: Vec<PlannedSequence>,
     splits: Vec<KvSplit>,
     slots: Vec<Slot>,
+    id: PlanId,
     stamps: Vec<u64>,
     stamp: u64,
     /// Whether blocks are checked for a second writer.
@@ -71,6 +74,19 @@ pub struct PlanBuffers {
     total_new: u32,
     q_len_max: u32,
     new_len_max: u32,
+}
+
+/// Names the content of one batch's plans, so that a backend that keeps a copy on its device knows
+/// whether it has this one: all layers of a step share it. No two batches of a process have the
+/// same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct PlanId(u64);
+
+impl PlanId {
+    fn next() -> Self {
+        static LAST: AtomicU64 = AtomicU64::new(0);
+        Self(LAST.fetch_add(1, Ordering::Relaxed).wrapping_add(1))
+    }
 }
 
 /// How a plan cuts long contexts, and for how many workers.
@@ -103,6 +119,39 @@ impl PlanBuffers {
         Ok((self.write_plan(layout, tables), self.attention_plan(layout, tables)))
     }
 
+    /// Names what was planned last.
+    pub fn id(&self) -> PlanId {
+        self.id
+    }
+    /// The batch, in the caller's order.
+    pub fn sequences(&self) -> &[PlannedSequence] {
+        &self.sequences
+    }
+    /// Parts of all contexts, sequence by sequence.
+    pub fn splits(&self) -> &[KvSplit] {
+        &self.splits
+    }
+    /// The first slot of each new token, entries one after another.
+    pub fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+    /// Queries of the whole batch.
+    pub fn total_q(&self) -> u32 {
+        self.total_q
+    }
+    /// New tokens of the whole batch.
+    pub fn total_new(&self) -> u32 {
+        self.total_new
+    }
+    /// Queries of the entry that brings most.
+    pub fn q_len_max(&self) -> u32 {
+        self.q_len_max
+    }
+    /// New tokens of the entry that brings most.
+    pub fn new_len_max(&self) -> u32 {
+        self.new_len_max
+    }
+
     /// As [`Self::plan`] for a caller that has seen to it that no two entries write one block.
     pub(crate) fn fill_private(
         &mut self,
@@ -122,6 +171,7 @@ impl PlanBuffers {
         (policy, claims): (SplitPolicy, bool),
     ) -> Result<(), PlanError> {
         self.clear();
+        self.id = PlanId::next();
         self.claims = claims;
         layout.check_tables(tables)?;
         self.stamps.resize(to_usize(tables.num_blocks()), 0);
@@ -149,8 +199,7 @@ impl PlanBuffers {
         layout: &'p PlaneLayout,
         tables: &'p BlockTables,
     ) -> WritePlan<'p> {
-        let totals = [self.total_new, self.new_len_max];
-        WritePlan::from_checked(layout, tables, &self.sequences, &self.slots, totals)
+        WritePlan::from_checked(layout, tables, self)
     }
 
     pub(crate) fn attention_plan<'p>(
@@ -158,8 +207,7 @@ impl PlanBuffers {
         layout: &'p PlaneLayout,
         tables: &'p BlockTables,
     ) -> AttentionPlan<'p> {
-        let totals = [self.total_q, self.q_len_max];
-        AttentionPlan::from_checked(layout, tables, &self.sequences, &self.splits, totals)
+        AttentionPlan::from_checked(layout, tables, self)
     }
 
     fn push(

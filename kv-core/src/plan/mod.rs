@@ -24,7 +24,7 @@ mod write;
 pub(crate) use attend::AttendParts;
 pub use attend::{AttendArgs, AttentionOptions, AttentionPlan, Mask};
 pub(crate) use batch::SplitPolicy;
-pub use batch::{BatchEntry, PlanBuffers, PlannedSequence};
+pub use batch::{BatchEntry, PlanBuffers, PlanId, PlannedSequence};
 pub use convert::{ConvertArgs, ConvertPlan};
 pub use copy::{BlockCopy, CopyArgs, CopyPlan};
 pub use gather::{GatherArgs, GatherPlan, GatherRange};

@@ -4,7 +4,7 @@ use crate::error::PlanError;
 use crate::geometry::{PlaneLayout, QkvFormat};
 use crate::ids::Slot;
 use crate::num::to_u32;
-use crate::plan::batch::PlannedSequence;
+use crate::plan::batch::{PlanBuffers, PlannedSequence};
 use crate::storage::PlaneView;
 use crate::tensor::{TensorView, TokenRequirement, TokenTensor};
 
@@ -16,20 +16,16 @@ use crate::tensor::{TensorView, TokenRequirement, TokenTensor};
 pub struct WritePlan<'p> {
     layout: &'p PlaneLayout,
     tables: &'p BlockTables,
-    sequences: &'p [PlannedSequence],
-    slots: &'p [Slot],
-    totals: [u32; 2],
+    batch: &'p PlanBuffers,
 }
 
 impl<'p> WritePlan<'p> {
     pub(crate) fn from_checked(
         layout: &'p PlaneLayout,
         tables: &'p BlockTables,
-        sequences: &'p [PlannedSequence],
-        slots: &'p [Slot],
-        totals: [u32; 2],
+        batch: &'p PlanBuffers,
     ) -> Self {
-        Self { layout, tables, sequences, slots, totals }
+        Self { layout, tables, batch }
     }
     /// Pool and block geometry the slots were checked against.
     pub fn layout(&self) -> &'p PlaneLayout {
@@ -39,22 +35,27 @@ impl<'p> WritePlan<'p> {
     pub fn tables(&self) -> &'p BlockTables {
         self.tables
     }
+    /// All that was planned for this batch, for backends that keep a copy on their device: writing
+    /// and attention in every layer share it.
+    pub fn batch(&self) -> &'p PlanBuffers {
+        self.batch
+    }
     /// The batch, in the caller's order.
     pub fn sequences(&self) -> &'p [PlannedSequence] {
-        self.sequences
+        self.batch.sequences()
     }
     /// The first slot of each new token, entries one after another: the slot mapping of a `thd`
     /// tensor.
     pub fn slots(&self) -> &'p [Slot] {
-        self.slots
+        self.batch.slots()
     }
     /// New tokens of the whole batch.
     pub fn total_new(&self) -> u32 {
-        self.totals[0]
+        self.batch.total_new()
     }
     /// New tokens of the entry that brings most.
     pub fn new_len_max(&self) -> u32 {
-        self.totals[1]
+        self.batch.new_len_max()
     }
 
     pub(crate) fn requirement(
@@ -66,7 +67,7 @@ impl<'p> WritePlan<'p> {
         TokenRequirement {
             tensor,
             format,
-            batch: to_u32(self.sequences.len()),
+            batch: to_u32(self.sequences().len()),
             tokens_max: self.new_len_max(),
             tokens_total: self.total_new(),
             heads: Some(layout.num_kv_heads()),

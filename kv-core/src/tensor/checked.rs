@@ -62,6 +62,10 @@ impl TokenRows {
     pub fn dim(&self) -> u32 {
         self.dim
     }
+    /// Elements from one batch entry to the next; 0 for `thd`.
+    pub fn batch_stride(&self) -> u64 {
+        self.batch_stride
+    }
     /// Elements from one token of an entry to its next.
     pub fn token_stride(&self) -> u64 {
         self.token_stride

@@ -1,0 +1,119 @@
+// What the library exports: kernels by name, and the sizes of what they are passed.
+#include <cstdio>
+#include <exception>
+
+#include "../params.h"
+#include "engine.h"
+
+#define KV_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace kvemu {
+namespace {
+
+const Kernel* registered = nullptr;
+
+constexpr u32 PARAMS_BYTES_MAX = 4096;     // of a kernel on every GPU
+constexpr u32 THREADS_MAX = 1024;          // of a block
+constexpr u32 SHARED_BYTES_MAX = 232448;   // of a block on sm_90
+constexpr u32 GRID_YZ_MAX = 65535;
+
+struct Size {
+  const char* name;
+  u32 bytes;
+};
+#define KV_SIZE(Struct) {#Struct, sizeof(Struct)}
+constexpr Size SIZES[] = {
+    KV_SIZE(KvTensor),       KV_SIZE(KvPlane),       KV_SIZE(KvSequence),     KV_SIZE(KvSplit),
+    KV_SIZE(KvCounts),       KV_SIZE(KvPlan),        KV_SIZE(KvTableParams),  KV_SIZE(KvWriteParams),
+    KV_SIZE(KvAttendParams), KV_SIZE(KvRange),       KV_SIZE(KvGatherParams), KV_SIZE(KvBlockCopy),
+    KV_SIZE(KvCopyParams),   KV_SIZE(KvEntry),       KV_SIZE(KvConvertParams), KV_SIZE(KvPadParams),
+    KV_SIZE(KvTableChange),
+};
+
+// Empty, or why the launch is refused.
+std::string check(const char* name, const Launch& launch, u32 threads, u32 params_bytes) {
+  const Kernel* kernel = launch.kernel;
+  char text[256] = "";
+  if (kernel == nullptr) {
+    snprintf(text, sizeof text, "no kernel is named %s", name);
+  } else if (threads != kernel->threads) {
+    snprintf(text, sizeof text, "kernel %s has %u threads a block, not %u", name, kernel->threads, threads);
+  } else if (threads == 0 || threads % 32 != 0 || threads > THREADS_MAX) {
+    snprintf(text, sizeof text, "kernel %s: %u threads are not whole warps of one block", name, threads);
+  } else if (params_bytes != kernel->params_bytes || params_bytes > PARAMS_BYTES_MAX) {
+    snprintf(text, sizeof text, "kernel %s takes %u bytes of parameters, not %u", name, kernel->params_bytes,
+             params_bytes);
+  } else if (launch.shared_bytes > SHARED_BYTES_MAX) {
+    snprintf(text, sizeof text, "kernel %s: %u bytes of shared memory, %u are possible", name, launch.shared_bytes,
+             SHARED_BYTES_MAX);
+  } else if (launch.grid.x == 0 || launch.grid.x > 0x7fffffffu || launch.grid.y == 0 || launch.grid.y > GRID_YZ_MAX ||
+             launch.grid.z == 0 || launch.grid.z > GRID_YZ_MAX) {
+    snprintf(text, sizeof text, "kernel %s: no grid has %u x %u x %u blocks", name, launch.grid.x, launch.grid.y,
+             launch.grid.z);
+  }
+  return text;
+}
+
+const Kernel* find(const char* name) {
+  for (const Kernel* kernel = registered; kernel != nullptr; kernel = kernel->next) {
+    if (std::strcmp(kernel->name, name) == 0) return kernel;
+  }
+  return nullptr;
+}
+
+std::string run(const Launch& launch) {
+  engine = take_engine();
+  std::string error;
+  try {
+    error = engine->run(launch);
+  } catch (const std::exception& exception) {
+    error = std::string("the emulator: ") + exception.what();
+  }
+  give_engine(engine);
+  engine = nullptr;
+  self = nullptr;
+  return error;
+}
+
+}  // namespace
+
+Kernel::Kernel(const char* name, size_t params_bytes, u32 threads, void (*run)(const void*))
+    : name(name), params_bytes(u32(params_bytes)), threads(threads), run(run), next(registered) {
+  registered = this;
+}
+
+}  // namespace kvemu
+
+// Runs a kernel to its end. `seed` 0: blocks and threads in order; others: shuffled by it. Returns 0 when it is done;
+// otherwise `error` holds what went wrong, cut to `error_bytes` with the final zero. May be called by several threads.
+KV_EXPORT int kv_emu_launch(const char* name, const u32 grid[3], u32 threads, u32 shared_bytes, const void* params,
+                            u32 params_bytes, u32 seed, char* error, u32 error_bytes) {
+  // As the driver does: the caller's bytes need no alignment, and may go after the call.
+  alignas(16) u8 copy[kvemu::PARAMS_BYTES_MAX];
+  const kvemu::Launch launch = {kvemu::find(name), {grid[0], grid[1], grid[2]}, shared_bytes, copy, seed};
+  std::string text = kvemu::check(name, launch, threads, params_bytes);
+  if (text.empty()) {
+    std::memcpy(copy, params, params_bytes);
+    text = kvemu::run(launch);
+  }
+  if (text.empty()) return 0;
+  if (error_bytes > 0) snprintf(error, error_bytes, "%s", text.c_str());
+  return 1;
+}
+
+// The number of kernels; the names of the first `max` go to `names`, which may be null where `max` is 0.
+KV_EXPORT u32 kv_emu_kernels(const char** names, u32 max) {
+  u32 count = 0;
+  for (const kvemu::Kernel* kernel = kvemu::registered; kernel != nullptr; kernel = kernel->next, count++) {
+    if (count < max) names[count] = kernel->name;
+  }
+  return count;
+}
+
+// Bytes of a structure of params.h, 0 for an unknown name.
+KV_EXPORT u32 kv_emu_sizeof(const char* struct_name) {
+  for (const kvemu::Size& size : kvemu::SIZES) {
+    if (std::strcmp(size.name, struct_name) == 0) return size.bytes;
+  }
+  return 0;
+}

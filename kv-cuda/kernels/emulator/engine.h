@@ -1,0 +1,112 @@
+// The machine that runs one launch: fibers, who waits for whom, shared memory. One OS thread uses an engine at a time.
+#pragma once
+#include "../dev.h"
+
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+
+namespace kvemu {
+
+enum class Wait : u8 { Nothing, Barrier, Warp };
+
+// A copy to shared memory that has yet to land.
+struct PendingCopy {
+  void* to;
+  const void* from;
+  u32 bytes, valid;
+};
+
+// One CUDA thread.
+struct Fiber {
+  Thread thread;
+  Context context;
+  Stack stack;
+  bool is_done;
+  Wait wait;
+  Site site;       // where it waits
+  u32 generation;  // of what it waits for: it goes on when that has moved on
+  std::vector<PendingCopy> copies;
+  std::vector<u32> groups;  // committed groups, oldest first: the number of copies of each
+  u32 open_copies;          // copies after the last group
+};
+
+struct Warp {
+  u32 arrived;  // a bit for every lane
+  u32 generation;
+  Collective what;
+  Site site;
+  // A fast lane may come to the next collective before a slow one has its result: two sets, by turns.
+  alignas(16) u8 in[2][32][LANE_IN];
+  alignas(16) u8 out[2][32][LANE_OUT];
+  char tokens[2];  // for ThreadSanitizer
+};
+
+struct Barrier {
+  u32 arrived, generation;
+  Site site;
+  char tokens[2];
+};
+
+struct Launch {
+  const Kernel* kernel;
+  KvDim grid;
+  u32 shared_bytes;
+  const void* params;
+  u32 seed;  // 0: blocks and threads in order
+};
+
+class Engine {
+ public:
+  // Runs all blocks. Empty when they are done, otherwise what went wrong.
+  std::string run(const Launch& launch);
+
+  // Called by the thread that runs.
+  void barrier(Site site);
+  void collective(const Collective& what, Site site, const void* in, u32 in_bytes, void* out, u32 out_bytes);
+  void sync_warp(Site site);
+  [[noreturn]] __attribute__((format(printf, 2, 3))) void fail(const char* format, ...);
+  Fiber& current() { return *fibers_[current_]; }
+  u8* shared() { return shared_; }
+
+ private:
+  static void entry();
+  void run_block(u32 index);
+  void start_threads();
+  void run_threads();
+  bool run_warp(u32 warp);
+  void shuffle_threads();
+  bool can_run(const Fiber& fiber) const;
+  void wait(Wait what, Site site, u32 generation);
+  void report_deadlock();
+  void report(const char* text);
+  void allocate_shared();
+  void release_shared();
+  void check_shared();
+  u32 random(u32 below);
+
+  Launch launch_;
+  u32 threads_, live_, current_;
+  u32 random_;
+  Block block_;
+  Barrier barrier_;
+  Context scheduler_;
+  std::vector<Fiber*> fibers_;  // never freed: their stacks are what makes launches cheap
+  std::vector<Warp> warps_;
+  std::vector<u32> order_;  // threads in the order they run, a warp after a warp
+  u8* shared_ = nullptr;
+  std::vector<u8> arena_;        // shared memory of plain builds
+  std::vector<u8*> used_shared_;  // that of earlier blocks, where every block gets its own
+  std::string error_;
+  char launched_, ended_;  // for ThreadSanitizer: before the first and after the last thread
+};
+
+// The engine of this OS thread's launch.
+extern __thread Engine* engine;
+
+// An engine that nobody uses. Engines outlive the OS threads that used them.
+Engine* take_engine();
+void give_engine(Engine* engine);
+
+}  // namespace kvemu

@@ -1,0 +1,49 @@
+// Fibers: stacks and the switch between them, as sanitizers must be told of it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#if !defined(__x86_64__) && !defined(KV_EMU_UCONTEXT)
+#define KV_EMU_UCONTEXT 1  // slower by a system call a switch, but on every CPU
+#endif
+#ifdef KV_EMU_UCONTEXT
+#include <ucontext.h>
+#endif
+
+namespace kvemu {
+
+// Where a fiber, or the scheduler, goes on.
+struct Context {
+#ifdef KV_EMU_UCONTEXT
+  ucontext_t saved;
+#else
+  void* stack_pointer = nullptr;
+#endif
+  // The stack, for AddressSanitizer; that of the scheduler is learned from it when a fiber begins.
+  const void* bottom = nullptr;
+  size_t bytes = 0;
+  void* fake_stack = nullptr;
+  void* tsan_fiber = nullptr;
+};
+
+// The stack of a fiber, kept between launches: making one costs more than a block of threads.
+class Stack {
+ public:
+  Stack();  // throws std::bad_alloc
+  Stack(const Stack&) = delete;
+  Stack& operator=(const Stack&) = delete;
+  // Makes `context` begin `entry` on this stack. `entry` never returns: it ends with `leave`.
+  void prepare(Context& context, void (*entry)());
+  // For a stack that was left in the middle of something.
+  void abandon();
+
+ private:
+  uint8_t* begin_;
+};
+
+void enter_scheduler(Context& scheduler);                // before a launch's first switch
+void begin_fiber(Context& scheduler);                    // first thing in a fiber
+void switch_context(Context& from, Context& to);         // returns when somebody switches back to `from`
+[[noreturn]] void leave(Context& from, Context& to);     // `from` ends here
+
+}  // namespace kvemu

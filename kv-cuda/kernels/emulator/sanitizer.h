@@ -1,0 +1,78 @@
+// What sanitizers are told, and nothing in a build without them.
+//
+// For ThreadSanitizer the kernels are compiled with -fsanitize=thread and the emulator without, but with KV_EMU_TSAN:
+// its own bookkeeping is shared between fibers on purpose. It reports the accesses that it makes for a kernel, and the
+// order that barriers establish.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define KV_EMU_ASAN 1
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#ifdef KV_EMU_TSAN
+extern "C" {
+void* __tsan_get_current_fiber(void);
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void __tsan_acquire(void* address);
+void __tsan_release(void* address);
+void __tsan_read_range(void* address, unsigned long bytes);
+void __tsan_write_range(void* address, unsigned long bytes);
+}
+#endif
+
+namespace kvemu {
+
+// Whatever was done before `happened_before(token)` is seen after `happened_after(token)`.
+inline void happened_before(char& token) {
+  (void)token;
+#ifdef KV_EMU_TSAN
+  __tsan_release(&token);
+#endif
+}
+inline void happened_after(char& token) {
+  (void)token;
+#ifdef KV_EMU_TSAN
+  __tsan_acquire(&token);
+#endif
+}
+
+// Accesses of the thread that runs.
+inline void reads(const void* at, size_t bytes) {
+  (void)at, (void)bytes;
+#ifdef KV_EMU_TSAN
+  if (bytes > 0) __tsan_read_range(const_cast<void*>(at), bytes);
+#endif
+}
+inline void writes(void* at, size_t bytes) {
+  (void)at, (void)bytes;
+#ifdef KV_EMU_TSAN
+  if (bytes > 0) __tsan_write_range(at, bytes);
+#endif
+}
+
+// Copies without telling ThreadSanitizer, whose memcpy would.
+inline void copy_bytes(void* to, const void* from, size_t bytes) {
+#ifdef KV_EMU_TSAN
+  volatile uint8_t* out = static_cast<uint8_t*>(to);
+  const volatile uint8_t* in = static_cast<const uint8_t*>(from);
+  for (size_t i = 0; i < bytes; i++) out[i] = in[i];
+#else
+  std::memcpy(to, from, bytes);
+#endif
+}
+inline void fill_bytes(void* to, uint8_t byte, size_t bytes) {
+#ifdef KV_EMU_TSAN
+  volatile uint8_t* out = static_cast<uint8_t*>(to);
+  for (size_t i = 0; i < bytes; i++) out[i] = byte;
+#else
+  std::memset(to, byte, bytes);
+#endif
+}
+
+}  // namespace kvemu

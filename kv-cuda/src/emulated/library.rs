@@ -1,0 +1,143 @@
+//! The emulator's library: its three functions, found once.
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::fmt;
+use std::path::Path;
+
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use crate::gpu::Launch;
+
+type LaunchFn = unsafe extern "C" fn(
+    name: *const c_char,
+    grid: *const u32,
+    threads: u32,
+    shared_bytes: u32,
+    params: *const c_void,
+    params_bytes: u32,
+    seed: u32,
+    error: *mut c_char,
+    error_bytes: u32,
+) -> c_int;
+#[cfg(test)]
+type KernelsFn = unsafe extern "C" fn(names: *mut *const c_char, max: u32) -> u32;
+#[cfg(test)]
+type SizeofFn = unsafe extern "C" fn(struct_name: *const c_char) -> u32;
+
+/// The loaded library. Its functions may be called by several threads.
+pub(super) struct Library {
+    launch: LaunchFn,
+    #[cfg(test)]
+    kernels: KernelsFn,
+    #[cfg(test)]
+    sizeof: SizeofFn,
+    /// Keeps the functions above where they are.
+    _library: libloading::Library,
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Library").finish_non_exhaustive()
+    }
+}
+
+impl Library {
+    /// Loads it and finds its functions.
+    pub(super) fn load(path: &Path) -> Result<Self, DeviceError> {
+        let unsupported = |error: libloading::Error| {
+            let path = path.display();
+            let detail = format!("cannot load {path}; `cargo xtask emulator` builds it");
+            DeviceError::new(DeviceErrorKind::Unsupported, "open")
+                .with_detail(detail)
+                .with_source(error)
+        };
+        // SAFETY: what runs when the emulator's library is loaded puts its kernels on a list. That
+        // the file is that library is the word of who named it (`EmulatorOptions::library`).
+        let library = unsafe { libloading::Library::new(path) }.map_err(unsupported)?;
+        // SAFETY: the function of this name in kernels/emulator/abi.cpp has this signature.
+        let launch = *unsafe { library.get::<LaunchFn>(b"kv_emu_launch") }.map_err(unsupported)?;
+        #[cfg(test)]
+        // SAFETY: the function of this name in kernels/emulator/abi.cpp has this signature.
+        let kernels =
+            *unsafe { library.get::<KernelsFn>(b"kv_emu_kernels") }.map_err(unsupported)?;
+        #[cfg(test)]
+        // SAFETY: the function of this name in kernels/emulator/abi.cpp has this signature.
+        let sizeof = *unsafe { library.get::<SizeofFn>(b"kv_emu_sizeof") }.map_err(unsupported)?;
+        Ok(Self {
+            launch,
+            #[cfg(test)]
+            kernels,
+            #[cfg(test)]
+            sizeof,
+            _library: library,
+        })
+    }
+
+    /// Runs a kernel to its end.
+    ///
+    /// # Errors
+    ///
+    /// `Driver`, with the emulator's words, for a launch that it refuses or that went wrong.
+    ///
+    /// # Safety
+    /// 1. `params` is what the kernel takes, and every address in it is that of memory as large as
+    ///    the kernel uses.
+    pub(super) unsafe fn launch(
+        &self,
+        launch: &Launch,
+        params: &[u8],
+        seed: u32,
+    ) -> Result<(), DeviceError> {
+        let failed = |detail: String| {
+            DeviceError::new(DeviceErrorKind::Driver, "launch").with_detail(detail)
+        };
+        let name = CString::new(launch.kernel).map_err(|error| failed(error.to_string()))?;
+        let params_bytes =
+            u32::try_from(params.len()).map_err(|error| failed(error.to_string()))?;
+        let mut text = [0_u8; 1024];
+        let text_bytes = u32::try_from(text.len()).unwrap_or(0);
+        // SAFETY: the name ends with a zero, `grid` has three numbers, `params` and `text` are as
+        // long as it is told; what the kernel does with its parameters is condition 1.
+        let code = unsafe {
+            (self.launch)(
+                name.as_ptr(),
+                launch.grid.as_ptr(),
+                launch.threads,
+                launch.shared_bytes,
+                params.as_ptr().cast(),
+                params_bytes,
+                seed,
+                text.as_mut_ptr().cast(),
+                text_bytes,
+            )
+        };
+        if code == 0 {
+            return Ok(());
+        }
+        let text = text.split(|byte| *byte == 0).next().unwrap_or(&[]);
+        Err(failed(String::from_utf8_lossy(text).into_owned()))
+    }
+
+    /// Names of the kernels.
+    #[cfg(test)]
+    pub(super) fn kernels(&self) -> Vec<String> {
+        // SAFETY: with room for 0 names it writes none.
+        let count = unsafe { (self.kernels)(std::ptr::null_mut(), 0) };
+        let mut names = vec![std::ptr::null::<c_char>(); usize::try_from(count).unwrap()];
+        // SAFETY: `names` has room for `count` names.
+        unsafe { (self.kernels)(names.as_mut_ptr(), count) };
+        let name = |name: *const c_char| {
+            // SAFETY: names are literals of the library, which `self` keeps loaded.
+            unsafe { std::ffi::CStr::from_ptr(name) }.to_str().unwrap().to_owned()
+        };
+        names.into_iter().map(name).collect()
+    }
+
+    /// Bytes of a structure of `params.h`; 0 for one it does not know.
+    #[cfg(test)]
+    pub(super) fn sizeof(&self, name: &str) -> usize {
+        let name = CString::new(name).unwrap();
+        // SAFETY: the name ends with a zero.
+        let bytes = unsafe { (self.sizeof)(name.as_ptr()) };
+        usize::try_from(bytes).unwrap()
+    }
+}

@@ -1,0 +1,158 @@
+//! A GPU that is this machine's CPU: the kernels' own source, run by the emulator's library.
+//!
+//! Device memory is host memory, work is done when the call that submits it returns, and a launch
+//! that goes wrong (threads that wait for each other, shared memory overrun) is an error with the
+//! kernel, the block, the thread and the line. Owns memory and streams; `library` owns the calls.
+mod library;
+mod memory;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use crate::gpu::{Facts, Gpu, Pinned, Stream};
+use crate::params::Address;
+use library::Library;
+use memory::{HostMemory, Memory};
+use stream::EmulatedStream;
+
+/// Name of the backend.
+const NAME: &str = "cuda-emulated";
+
+/// How an emulated GPU is opened.
+///
+/// # Examples
+///
+/// ```
+/// use kv_cuda::EmulatorOptions;
+///
+/// let options = EmulatorOptions::default().seed(7).multiprocessors(3);
+/// assert_eq!(options, EmulatorOptions::default().multiprocessors(3).seed(7));
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct EmulatorOptions {
+    library: Option<PathBuf>,
+    seed: u32,
+    multiprocessors: u32,
+    memory: u64,
+}
+
+impl Default for EmulatorOptions {
+    /// In order, on 4 multiprocessors, with 8 GiB of memory.
+    fn default() -> Self {
+        Self { library: None, seed: 0, multiprocessors: 4, memory: 8 << 30 }
+    }
+}
+
+impl EmulatorOptions {
+    /// The library that `cargo xtask emulator` built. Otherwise the variable `KV_CUDA_EMULATOR`
+    /// names it, and without that it is `target/emulator/libkv_emulator.so` of this workspace.
+    pub fn library(mut self, path: impl Into<PathBuf>) -> Self {
+        self.library = Some(path.into());
+        self
+    }
+
+    /// Shuffles the blocks of a launch and the threads of a block, in another way for each launch
+    /// of a stream. 0, the default, keeps them in order.
+    pub fn seed(mut self, seed: u32) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Multiprocessors that it claims to have: they decide how work is cut. At least 1.
+    pub fn multiprocessors(mut self, multiprocessors: u32) -> Self {
+        self.multiprocessors = multiprocessors.max(1);
+        self
+    }
+
+    /// Bytes of device memory that it claims to have: more is refused as `OutOfMemory`.
+    pub fn memory(mut self, bytes: u64) -> Self {
+        self.memory = bytes;
+        self
+    }
+
+    fn path(&self) -> PathBuf {
+        let named = || std::env::var_os("KV_CUDA_EMULATOR").map(PathBuf::from);
+        self.library.clone().or_else(named).unwrap_or_else(|| {
+            let target = concat!(env!("CARGO_MANIFEST_DIR"), "/../target");
+            PathBuf::from(target).join("emulator/libkv_emulator.so")
+        })
+    }
+}
+
+/// The emulated GPU.
+#[derive(Debug)]
+pub(crate) struct Emulator {
+    library: Arc<Library>,
+    memory: Arc<Memory>,
+    facts: Facts,
+    seed: u32,
+}
+
+impl Emulator {
+    /// Loads the library.
+    ///
+    /// # Errors
+    ///
+    /// `Unsupported` where there is no library, or one that is not the emulator's.
+    pub(crate) fn open(options: &EmulatorOptions) -> Result<Self, DeviceError> {
+        let library = Arc::new(Library::load(&options.path())?);
+        let facts = Facts {
+            card: "CUDA emulator on the CPU".to_owned(),
+            multiprocessors: options.multiprocessors,
+            capability: 90,
+            memory: options.memory,
+            shared_bytes_max: SHARED_BYTES_MAX,
+        };
+        let memory = Arc::new(Memory::new(options.memory));
+        Ok(Self { library, memory, facts, seed: options.seed })
+    }
+
+    /// Allocations that were not freed, and their bytes.
+    #[cfg(test)]
+    pub(crate) fn allocated(&self) -> (usize, u64) {
+        self.memory.allocated()
+    }
+}
+
+impl Gpu for Emulator {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<Address, DeviceError> {
+        self.memory.alloc(bytes)
+    }
+
+    unsafe fn free(&self, address: Address) {
+        // Everything submitted is done, so there is nothing to wait for.
+        self.memory.free(address);
+    }
+
+    fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError> {
+        match HostMemory::new(bytes) {
+            Some(memory) => Ok(Box::new(memory)),
+            None => {
+                let detail = format!("{bytes} bytes of host memory");
+                Err(DeviceError::new(DeviceErrorKind::OutOfMemory, "pinned").with_detail(detail))
+            }
+        }
+    }
+
+    fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {
+        let (library, memory) = (Arc::clone(&self.library), Arc::clone(&self.memory));
+        Ok(Box::new(EmulatedStream::new(library, memory, self.seed)))
+    }
+}
+
+/// Bytes of shared memory of a block on sm_90; the library refuses more.
+const SHARED_BYTES_MAX: u32 = 232_448;

@@ -1,0 +1,109 @@
+//! What the library and this module promise each other.
+use super::*;
+use crate::gpu::Launch;
+use crate::params::SIZES;
+
+fn open() -> Emulator {
+    Emulator::open(&EmulatorOptions::default()).unwrap()
+}
+
+#[test]
+fn structures_are_as_large_as_the_kernels() {
+    let library = open().library;
+    for (name, bytes) in SIZES {
+        assert_eq!(library.sizeof(&format!("Kv{name}")), *bytes, "{name}");
+    }
+    assert_eq!(library.sizeof("KvNothing"), 0);
+}
+
+#[test]
+fn every_kernel_has_a_name_of_its_own() {
+    let mut names = open().library.kernels();
+    let count = names.len();
+    assert!(count > 0);
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), count);
+}
+
+#[test]
+fn a_wrong_launch_is_refused() {
+    let gpu = open();
+    let mut stream = gpu.stream().unwrap();
+    let mut refused = |launch: &Launch, params: &[u8]| {
+        // SAFETY: refused before the kernel runs, as this test checks.
+        let error = unsafe { stream.launch(launch, params) }.unwrap_err();
+        assert_eq!(error.kind(), DeviceErrorKind::Driver);
+        error.to_string()
+    };
+    let unknown = Launch { kernel: "no_kernel", grid: [1; 3], threads: 32, shared_bytes: 0 };
+    assert!(refused(&unknown, &[]).contains("no kernel is named no_kernel"));
+    let nobody = gpu.library.kernels().into_iter().next().unwrap();
+    let kernel: &'static str = nobody.leak();
+    // No block has so few threads or so many bytes of parameters.
+    let none = Launch { kernel, threads: 1, ..unknown };
+    assert!(refused(&none, &[]).contains("threads a block"));
+}
+
+#[test]
+fn memory_is_aligned_zeroed_counted_and_bounded() {
+    let gpu = Emulator::open(&EmulatorOptions::default().memory(4096)).unwrap();
+    let address = gpu.alloc(1000).unwrap();
+    assert_eq!((address % 256, gpu.allocated()), (0, (1, 1000)));
+    let pinned = gpu.pinned(1000).unwrap();
+    let mut stream = gpu.stream().unwrap();
+    // SAFETY: both have 1000 bytes.
+    unsafe { stream.download(pinned.base(), address, 1000) }.unwrap();
+    // SAFETY: `pinned` has 1000 bytes that nobody writes now.
+    assert!(unsafe { std::slice::from_raw_parts(pinned.base(), 1000) }.iter().all(|b| *b == 0));
+    let full = gpu.alloc(3097).unwrap_err();
+    assert_eq!(full.kind(), DeviceErrorKind::OutOfMemory);
+    // SAFETY: refused, since the range ends behind the allocation.
+    let outside = unsafe { stream.zero(address + 1, 1000) }.unwrap_err();
+    assert_eq!(outside.kind(), DeviceErrorKind::OutOfRange);
+    // SAFETY: allocated above, not used below.
+    unsafe { gpu.free(address) };
+    assert_eq!(gpu.allocated(), (0, 0));
+}
+
+#[test]
+fn bytes_go_there_and_back() {
+    let gpu = open();
+    let address = gpu.alloc(16).unwrap();
+    let (from, to) = (gpu.pinned(8).unwrap(), gpu.pinned(16).unwrap());
+    // SAFETY: `from` has 8 bytes that nobody else uses.
+    unsafe { std::slice::from_raw_parts_mut(from.base(), 8) }.copy_from_slice(b"12345678");
+    let mut stream = gpu.stream().unwrap();
+    // SAFETY: bytes 4 to 12 of 16, from 8.
+    unsafe { stream.upload(address + 4, from.base(), 8) }.unwrap();
+    // SAFETY: bytes 6 to 8 of 16.
+    unsafe { stream.zero(address + 6, 2) }.unwrap();
+    // SAFETY: all 16 of both.
+    unsafe { stream.download(to.base(), address, 16) }.unwrap();
+    let event = stream.record().unwrap();
+    assert!(event.is_done().unwrap());
+    // SAFETY: `to` has 16 bytes, written above.
+    let bytes = unsafe { std::slice::from_raw_parts(to.base(), 16) };
+    assert_eq!(bytes, b"\0\0\0\012\0\05678\0\0\0\0");
+    // SAFETY: allocated above, not used below.
+    unsafe { gpu.free(address) };
+}
+
+#[test]
+fn events_of_another_device_are_refused() {
+    let (gpu, other) = (open(), open());
+    let mut stream = gpu.stream().unwrap();
+    let event = stream.record().unwrap();
+    stream.wait_for(&event).unwrap();
+    let foreign = other.stream().unwrap().record().unwrap();
+    assert_eq!(stream.wait_for(&foreign).unwrap_err().kind(), DeviceErrorKind::ForeignHandle);
+}
+
+#[test]
+fn without_a_library_it_says_how_to_get_one() {
+    let nowhere = EmulatorOptions::default().library("/nowhere/libkv_emulator.so");
+    let error = Emulator::open(&nowhere).unwrap_err();
+    assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
+    let text = error.to_string();
+    assert!(text.contains("/nowhere/libkv_emulator.so") && text.contains("cargo xtask emulator"));
+}

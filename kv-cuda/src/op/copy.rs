@@ -1,0 +1,54 @@
+//! Copies between blocks, in K and V of every layer of a group.
+use kv_core::DeviceError;
+use kv_core::plan::{CopyArgs, CopyPlan};
+
+use crate::buffer::CudaBuffer;
+use crate::gpu::Launch;
+use crate::num::to_u32;
+use crate::params::{BlockCopy, CopyParams, Plane};
+use crate::queue::{CudaQueue, Parts};
+
+const OPERATION: &str = "copy_blocks";
+
+pub(crate) fn copy_blocks(
+    queue: &mut CudaQueue,
+    plan: &CopyPlan<'_>,
+    args: &CopyArgs<'_, CudaBuffer>,
+) -> Result<(), DeviceError> {
+    let copies: Vec<_> = plan
+        .copies()
+        .iter()
+        .map(|copy| BlockCopy { from: copy.from.0, to: copy.to.0, slots: copy.slots, pad: 0 })
+        .collect();
+    let blocks = copies.iter().map(|copy| copy.from.max(copy.to).saturating_add(1)).max();
+    let Parts { call, pack, constants, mut way } = queue.parts(OPERATION);
+    let blocks = blocks.unwrap_or(0);
+    let mut planes = Vec::new();
+    for view in args.storage().planes() {
+        planes.push(call.plane(&view, blocks, None, (&mut *constants, &mut way))?);
+    }
+    let copies_at = pack.push(&copies);
+    let planes_at = pack.push(&planes);
+    let base = queue.send()?;
+    let params = CopyParams {
+        planes: planes_at.from(base),
+        copies: copies_at.from(base),
+        num_planes: to_u32(planes.len()),
+        num_copies: to_u32(copies.len()),
+    };
+    let launch = launch(&params, &planes);
+    // SAFETY: every address is that of memory whose extent was compared with what plan and layouts
+    // reach, and which its owner, or the queue, keeps until the stream has passed.
+    unsafe { queue.launch(&launch, &params) }
+}
+
+/// How it is cut; the numbers are explained in `copy.cu`.
+fn launch(params: &CopyParams, planes: &[Plane]) -> Launch {
+    let bytes = planes.iter().map(|plane| plane.block_bytes).max().unwrap_or(0);
+    let parts = u32::try_from(bytes.div_ceil(8192)).unwrap_or(u32::MAX).min(MAX_YZ);
+    let grid = [params.num_copies, params.num_planes.min(MAX_YZ), parts];
+    Launch { kernel: "copy_blocks", grid, threads: 256, shared_bytes: 0 }
+}
+
+/// Blocks along y and z that every device takes.
+const MAX_YZ: u32 = 65_535;

@@ -1,0 +1,69 @@
+//! The read of cached rows into a plain tensor.
+use kv_core::DeviceError;
+use kv_core::plan::{GatherArgs, GatherPlan};
+
+use super::pad::{self, Owned};
+use super::{round16, warps4};
+use crate::buffer::CudaBuffer;
+use crate::gpu::Launch;
+use crate::num::to_u32;
+use crate::params::{Entry, GatherParams, Range};
+use crate::queue::{CudaQueue, Parts};
+use crate::tensors::Room;
+
+const OPERATION: &str = "gather";
+
+pub(crate) fn gather(
+    queue: &mut CudaQueue,
+    plan: &GatherPlan<'_>,
+    mut args: GatherArgs<'_, CudaBuffer>,
+) -> Result<(), DeviceError> {
+    let tables = plan.tables();
+    let (mut blocks, mut ranges, mut entries) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut start, mut longest) = (0_u32, 0);
+    for range in plan.ranges() {
+        ranges.push(Range {
+            table: to_u32(blocks.len()),
+            begin: range.begin,
+            len: range.len,
+            coded: tables.coded(range.row),
+            start,
+            ..Range::default()
+        });
+        entries.push(Entry { start, len: range.len });
+        blocks.extend(tables.row(range.row).iter().map(|block| block.0));
+        start = start.saturating_add(range.len);
+        longest = longest.max(range.len);
+    }
+    let room = Room { entries: plan.ranges().len(), longest, total: plan.total() };
+    let Parts { call, pack, constants, mut way } = queue.parts(OPERATION);
+    let out = call.output(args.out(), room)?;
+    let plane = call.plane(args.plane(), tables.num_blocks(), None, (constants, &mut way))?;
+    let ranges_at = pack.push(&ranges);
+    let entries_at = pack.push(&entries);
+    let tables_at = pack.push(&blocks);
+    let base = queue.send()?;
+    let params = GatherParams {
+        plane,
+        out,
+        ranges: ranges_at.from(base),
+        tables: tables_at.from(base),
+        num_ranges: to_u32(ranges.len()),
+        total: plan.total(),
+    };
+    let launch = launch(&params);
+    // SAFETY: every address is that of memory whose extent was compared with what plan and layouts
+    // reach, and which its owner, or the queue, keeps until the stream has passed.
+    unsafe { queue.launch(&launch, &params)? };
+    let owned = Owned { entries: entries_at.from(base), count: to_u32(entries.len()), counts: 0 };
+    pad::pad_rows(queue, (out, owned), plan.total(), 0.0)
+}
+
+/// How it is cut; the numbers are explained in `gather.cu`.
+fn launch(params: &GatherParams) -> Launch {
+    let plane = &params.plane;
+    let units = u64::from(params.total).saturating_mul(plane.num_kv_heads.into());
+    let row = round16(plane.head_dim.saturating_mul(4)).saturating_mul(4);
+    let shared_bytes = if plane.is_plain() { 0 } else { row };
+    Launch { kernel: "gather_rows", grid: [warps4(units), 1, 1], threads: 128, shared_bytes }
+}

@@ -1,0 +1,309 @@
+//! The lane of work: a stream, and the memory its calls share.
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use kv_core::backend::{Fence, Queue, Readback};
+use kv_core::plan::{
+    AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
+    GatherPlan, WriteArgs, WritePlan,
+};
+use kv_core::{DeviceError, DeviceErrorKind, GroupId};
+
+use crate::buffer::CudaBuffer;
+use crate::constants::Constants;
+use crate::gpu::{Event, Gpu, Launch, Pinned, Stream};
+use crate::num::{bytes, to_u64};
+use crate::op;
+use crate::params::Address;
+use crate::scratch::{Pack, Scratch};
+use crate::staging::Staging;
+use crate::step::{StepLimits, StepPlan, Steps, Way};
+use crate::tensors::Call;
+use crate::waiter::Waiter;
+
+/// A lane of work. Keeps its buffers from call to call: none is allocated once they have met their
+/// size.
+#[derive(Debug)]
+pub struct CudaQueue {
+    pub(crate) gpu: Arc<dyn Gpu>,
+    waiter: Arc<Waiter>,
+    stream: Box<dyn Stream>,
+    staging: Staging,
+    steps: Steps,
+    scratch: Scratch,
+    /// Counters that are zero between launches.
+    counters: Scratch,
+    pub(crate) pack: Pack,
+    constants: Constants,
+}
+
+/// What a call takes apart from the queue, side by side.
+pub(crate) struct Parts<'q> {
+    pub(crate) call: Call<'q>,
+    pub(crate) pack: &'q mut Pack,
+    pub(crate) constants: &'q mut Constants,
+    pub(crate) way: Way<'q>,
+}
+
+/// Signals that work submitted before is done.
+#[derive(Debug, Clone)]
+pub struct CudaFence {
+    gpu: Arc<dyn Gpu>,
+    event: Arc<dyn Event>,
+    waiter: Arc<Waiter>,
+}
+
+/// Bytes on their way to the host.
+#[derive(Debug)]
+pub struct CudaReadback {
+    /// Nothing was asked for where there is none.
+    copy: Option<(CudaFence, Box<dyn Pinned>)>,
+    len: usize,
+}
+
+impl CudaQueue {
+    pub(crate) fn new(gpu: &Arc<dyn Gpu>, waiter: &Arc<Waiter>) -> Result<Self, DeviceError> {
+        Ok(Self {
+            gpu: Arc::clone(gpu),
+            waiter: Arc::clone(waiter),
+            stream: gpu.stream()?,
+            staging: Staging::new(gpu),
+            steps: Steps::new(gpu),
+            scratch: Scratch::new(gpu),
+            counters: Scratch::new(gpu),
+            pack: Pack::default(),
+            constants: Constants::new(gpu),
+        })
+    }
+
+    /// Sets the largest step there will be: from the next one on its lists keep their addresses, so
+    /// that captured launches find the plans of any later step. Steps beyond the limits are refused
+    /// when they begin.
+    pub fn set_step_limits(&mut self, limits: StepLimits) {
+        self.steps.set_limits(limits);
+    }
+
+    /// The plan of a step in device memory.
+    pub(crate) fn step(
+        &mut self,
+        batch: &kv_core::plan::PlanBuffers,
+        tables: &kv_core::block::BlockTables,
+    ) -> Result<StepPlan, DeviceError> {
+        let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
+        self.steps.get(&mut way, batch, tables)
+    }
+
+    /// Begins a call, with nothing packed.
+    pub(crate) fn parts(&mut self, operation: &'static str) -> Parts<'_> {
+        self.pack.clear();
+        Parts {
+            call: Call { gpu: &self.gpu, operation },
+            pack: &mut self.pack,
+            constants: &mut self.constants,
+            way: Way { stream: self.stream.as_mut(), staging: &mut self.staging },
+        }
+    }
+
+    /// Brings the lists of this call to the device; where they lie.
+    pub(crate) fn send(&mut self) -> Result<Address, DeviceError> {
+        self.scratch.send((self.stream.as_mut(), &mut self.staging), &self.pack)
+    }
+
+    /// Memory of so many counters, which are zero.
+    pub(crate) fn counters(&mut self, count: u64) -> Result<Address, DeviceError> {
+        self.counters.reserve(count.max(1).saturating_mul(4))
+    }
+
+    /// Starts a kernel.
+    ///
+    /// # Safety
+    /// As [`Stream::launch`].
+    pub(crate) unsafe fn launch<P: bytemuck::NoUninit>(
+        &mut self,
+        launch: &Launch,
+        params: &P,
+    ) -> Result<(), DeviceError> {
+        if launch.grid.contains(&0) {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.stream.launch(launch, bytemuck::bytes_of(params)) }
+    }
+
+    fn fence(&mut self) -> Result<CudaFence, DeviceError> {
+        let event = self.stream.record()?;
+        Ok(CudaFence { gpu: Arc::clone(&self.gpu), event, waiter: Arc::clone(&self.waiter) })
+    }
+}
+
+impl Drop for CudaQueue {
+    fn drop(&mut self) {
+        self.staging.drain(self.stream.as_mut());
+    }
+}
+
+impl Queue for CudaQueue {
+    type Buffer = CudaBuffer;
+    type Fence = CudaFence;
+    type Readback = CudaReadback;
+
+    fn upload(&mut self, dst: &CudaBuffer, at: u64, src: &[u8]) -> Result<(), DeviceError> {
+        let to = dst.on(&self.gpu, (at, to_u64(src.len())), "upload")?;
+        // SAFETY: `on` found the range inside memory of this device.
+        unsafe { self.staging.upload(self.stream.as_mut(), to, src) }
+    }
+
+    fn download(
+        &mut self,
+        src: &CudaBuffer,
+        at: u64,
+        len: u64,
+    ) -> Result<CudaReadback, DeviceError> {
+        let from = src.on(&self.gpu, (at, len), "download")?;
+        let len = bytes(len);
+        if len == 0 {
+            return Ok(CudaReadback { copy: None, len });
+        }
+        let pinned = self.gpu.pinned(len)?;
+        // SAFETY: `on` found the range inside memory of this device; the readback keeps the pinned
+        // bytes, untouched, until the fence is done.
+        let copied = unsafe { self.stream.download(pinned.base(), from, len) };
+        match copied.and_then(|()| self.fence()) {
+            Ok(fence) => Ok(CudaReadback { copy: Some((fence, pinned)), len }),
+            Err(error) => {
+                // Whether the copy runs nobody can tell any more.
+                std::mem::forget(pinned);
+                Err(error)
+            }
+        }
+    }
+
+    fn zero(&mut self, dst: &CudaBuffer, offset: u64, len: u64) -> Result<(), DeviceError> {
+        let at = dst.on(&self.gpu, (offset, len), "zero")?;
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: `on` found the range inside memory of this device.
+        unsafe { self.stream.zero(at, len) }
+    }
+
+    fn prepare(
+        &mut self,
+        group: GroupId,
+        write: &WritePlan<'_>,
+        _attend: &AttentionPlan<'_>,
+    ) -> Result<(), DeviceError> {
+        let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
+        self.steps.prepare(&mut way, group, (write.batch(), write.tables()))
+    }
+
+    fn write_kv(
+        &mut self,
+        plan: &WritePlan<'_>,
+        args: WriteArgs<'_, CudaBuffer>,
+    ) -> Result<(), DeviceError> {
+        op::write::write_kv(self, plan, &args)
+    }
+
+    fn attend(
+        &mut self,
+        plan: &AttentionPlan<'_>,
+        args: AttendArgs<'_, CudaBuffer>,
+    ) -> Result<(), DeviceError> {
+        op::attend::attend(self, plan, args)
+    }
+
+    fn copy_blocks(
+        &mut self,
+        plan: &CopyPlan<'_>,
+        args: CopyArgs<'_, CudaBuffer>,
+    ) -> Result<(), DeviceError> {
+        op::copy::copy_blocks(self, plan, &args)
+    }
+
+    fn gather(
+        &mut self,
+        plan: &GatherPlan<'_>,
+        args: GatherArgs<'_, CudaBuffer>,
+    ) -> Result<(), DeviceError> {
+        op::gather::gather(self, plan, args)
+    }
+
+    fn convert(
+        &mut self,
+        plan: &ConvertPlan,
+        args: ConvertArgs<'_, CudaBuffer>,
+    ) -> Result<(), DeviceError> {
+        op::convert::convert(self, plan, args)
+    }
+
+    fn flush(&mut self) -> Result<(), DeviceError> {
+        // The driver has everything already.
+        Ok(())
+    }
+
+    fn submit(&mut self) -> Result<CudaFence, DeviceError> {
+        self.fence()
+    }
+
+    fn wait_for(&mut self, fence: &CudaFence) -> Result<(), DeviceError> {
+        if !Arc::ptr_eq(&self.gpu, &fence.gpu) {
+            return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, "wait_for"));
+        }
+        self.stream.wait_for(&fence.event)
+    }
+}
+
+impl Fence for CudaFence {
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<(), DeviceError>> {
+        match self.event.is_done() {
+            Ok(true) => Poll::Ready(Ok(())),
+            Err(error) => Poll::Ready(Err(error)),
+            Ok(false) => match self.waiter.wake(&self.event, cx.waker()) {
+                Ok(()) => Poll::Pending,
+                Err(error) => Poll::Ready(Err(error)),
+            },
+        }
+    }
+    fn wait(&self) -> Result<(), DeviceError> {
+        self.event.wait()
+    }
+}
+
+impl CudaReadback {
+    fn take(&mut self) -> Vec<u8> {
+        let Some((_, pinned)) = self.copy.take() else {
+            return Vec::new();
+        };
+        let len = self.len.min(pinned.len());
+        // SAFETY: the copy is done, by its fence, and nobody else has these bytes.
+        unsafe { std::slice::from_raw_parts(pinned.base().cast_const(), len) }.to_vec()
+    }
+}
+
+impl Drop for CudaReadback {
+    fn drop(&mut self) {
+        if let Some((fence, pinned)) = self.copy.take()
+            && fence.event.wait().is_err()
+        {
+            // The device is gone; whether it still writes the bytes nobody can tell.
+            std::mem::forget(pinned);
+        }
+    }
+}
+
+impl Readback for CudaReadback {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<u8>, DeviceError>> {
+        match self.copy.as_ref().map_or(Poll::Ready(Ok(())), |(fence, _)| fence.poll(cx)) {
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(Ok(())) => Poll::Ready(Ok(self.take())),
+            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+        }
+    }
+    fn wait(mut self) -> Result<Vec<u8>, DeviceError> {
+        if let Some((fence, _)) = &self.copy {
+            fence.wait()?;
+        }
+        Ok(self.take())
+    }
+}

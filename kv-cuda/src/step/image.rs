@@ -1,0 +1,261 @@
+//! One batch's lists on the device.
+use std::sync::Arc;
+
+use kv_core::block::BlockTables;
+use kv_core::plan::{PlanBuffers, PlanId};
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use super::tables::{Change, DeviceTables};
+use super::{Extent, StepLimits, StepPlan, Way};
+use crate::gpu::{Gpu, Launch};
+use crate::num::{to_u32, to_u64, to_usize};
+use crate::params::{Address, Counts, Entry, Plan, Sequence, Split, TableParams};
+use crate::scratch::{At, Pack, Scratch};
+
+/// The lists of one batch, and the tables they point into.
+#[derive(Debug)]
+pub(super) struct Image {
+    id: PlanId,
+    pub(super) used: u64,
+    memory: Scratch,
+    tables: DeviceTables,
+    step: StepPlan,
+}
+
+/// How many elements each list has room for.
+#[derive(Debug, Clone, Copy)]
+struct Room {
+    sequences: usize,
+    splits: usize,
+    slots: usize,
+}
+
+impl Image {
+    pub(super) fn new(gpu: &Arc<dyn Gpu>) -> Self {
+        Self {
+            id: super::no_plans(),
+            used: 0,
+            memory: Scratch::new(gpu),
+            tables: DeviceTables::new(gpu),
+            step: StepPlan::default(),
+        }
+    }
+
+    pub(super) fn holds(&self, id: PlanId) -> bool {
+        self.id == id && id != super::no_plans()
+    }
+    pub(super) fn step(&self) -> StepPlan {
+        self.step
+    }
+
+    /// Sends a batch with its block tables.
+    pub(super) fn send_whole(
+        &mut self,
+        way: &mut Way<'_>,
+        pack: &mut Pack,
+        batch: &PlanBuffers,
+        tables: &BlockTables,
+    ) -> Result<(), DeviceError> {
+        // Until the copy stands, the image is nobody's.
+        self.id = super::no_plans();
+        let (mut blocks, mut begins) = (Vec::new(), Vec::new());
+        for sequence in batch.sequences() {
+            begins.push(to_u32(blocks.len()));
+            blocks.extend(tables.row(sequence.row).iter().map(|block| block.0));
+        }
+        let table = |index: usize, _| begins.get(index).copied().unwrap_or(0);
+        let lists = Lists::put(pack, batch, None, table)?;
+        let blocks = pack.push(&blocks);
+        let base = self.memory.send((way.stream, way.staging), pack)?;
+        self.step = lists.at(base, blocks.from(base));
+        self.id = batch.id();
+        Ok(())
+    }
+
+    /// Sends a batch, and of the block tables what is not on the device yet.
+    pub(super) fn send_with_changes(
+        &mut self,
+        way: &mut Way<'_>,
+        pack: &mut Pack,
+        (batch, tables): (&PlanBuffers, &BlockTables),
+        limits: Option<StepLimits>,
+    ) -> Result<(), DeviceError> {
+        self.id = super::no_plans();
+        self.tables.fit(tables, limits)?;
+        let rows = batch.sequences().iter().map(|sequence| sequence.row);
+        let changes = self.tables.changes(rows, tables);
+        let width = self.tables.width();
+        let table = |_, row: u32| row.saturating_mul(width);
+        let sent = Lists::put(pack, batch, limits, table).and_then(|lists| {
+            let room = limits.map_or(0, |limits| to_usize(limits.sequences));
+            let at = pack.push_in(&changes, room);
+            let base = self.memory.send((way.stream, way.staging), pack)?;
+            self.step = lists.at(base, self.tables.address());
+            if changes.is_empty() {
+                return Ok(());
+            }
+            let params = TableParams {
+                changes: at.from(base),
+                tables: self.tables.address(),
+                num_changes: to_u32(changes.len()),
+                pad: 0,
+            };
+            let grid = [params.num_changes.div_ceil(256).min(1024), 1, 1];
+            let launch = Launch { kernel: "update_tables", grid, threads: 256, shared_bytes: 0 };
+            // SAFETY: the changes lie in the image's memory, and name entries of the tables'.
+            unsafe { way.stream.launch(&launch, bytemuck::bytes_of(&params)) }
+        });
+        if sent.is_err() {
+            // Rows that were noted as sent may not be.
+            self.tables.forget();
+            return sent;
+        }
+        self.id = batch.id();
+        Ok(())
+    }
+}
+
+/// Where the lists of a batch are in a pack.
+struct Lists {
+    counts: At,
+    sequences: At,
+    entries: At,
+    part_index: At,
+    splits: At,
+    slots: At,
+    extent: Extent,
+}
+
+impl Lists {
+    /// Adds the lists of a batch to an empty pack; with limits, each at the same place every time.
+    fn put(
+        pack: &mut Pack,
+        batch: &PlanBuffers,
+        limits: Option<StepLimits>,
+        table: impl Fn(usize, u32) -> u32,
+    ) -> Result<Self, DeviceError> {
+        pack.clear();
+        let (mut entries, mut sequences, mut part_index) = (Vec::new(), Vec::new(), Vec::new());
+        let mut parts = 0_u64;
+        for (index, sequence) in batch.sequences().iter().enumerate() {
+            part_index.push(u32::try_from(parts).unwrap_or(u32::MAX));
+            if sequence.num_splits > 1 {
+                let own = u64::from(sequence.num_splits).saturating_mul(sequence.q_len.into());
+                parts = parts.saturating_add(own);
+            }
+            entries.push(Entry { start: sequence.q_start, len: sequence.q_len });
+            sequences.push(Sequence {
+                row: sequence.row,
+                q_start: sequence.q_start,
+                q_len: sequence.q_len,
+                new_start: sequence.new_start,
+                new_len: sequence.new_len,
+                kv_len: sequence.kv_len,
+                coded: sequence.coded,
+                coded_before: sequence.coded_before,
+                sealed_index: sequence.sealed_index,
+                split_start: sequence.split_start,
+                num_splits: sequence.num_splits,
+                table: table(index, sequence.row),
+            });
+        }
+        let split = |split: &kv_core::plan::KvSplit| Split {
+            sequence: split.sequence,
+            begin: split.kv_begin,
+            end: split.kv_end,
+            pad: 0,
+        };
+        let splits: Vec<_> = batch.splits().iter().map(split).collect();
+        let slots: Vec<u32> = batch.slots().iter().map(|slot| slot.0).collect();
+        let actual = Extent {
+            sequences: to_u32(sequences.len()),
+            splits: to_u32(splits.len()),
+            total_q: batch.total_q(),
+            total_new: batch.total_new(),
+            q_len_max: batch.q_len_max(),
+            new_len_max: batch.new_len_max(),
+            parts,
+        };
+        let extent = limits.map_or(Ok(actual), |limits| within(actual, limits))?;
+        let counts = Counts {
+            sequences: actual.sequences,
+            splits: actual.splits,
+            total_q: actual.total_q,
+            total_new: actual.total_new,
+            q_len_max: actual.q_len_max,
+            new_len_max: actual.new_len_max,
+            pad0: 0,
+            pad1: 0,
+        };
+        let room = Room {
+            sequences: to_usize(extent.sequences),
+            splits: to_usize(extent.splits),
+            slots: to_usize(extent.total_new),
+        };
+        Ok(Self {
+            counts: pack.push(&[counts]),
+            sequences: pack.push_in(&sequences, room.sequences),
+            entries: pack.push_in(&entries, room.sequences),
+            part_index: pack.push_in(&part_index, room.sequences),
+            splits: pack.push_in(&splits, room.splits),
+            slots: pack.push_in(&slots, room.slots),
+            extent,
+        })
+    }
+
+    fn at(&self, base: Address, tables: Address) -> StepPlan {
+        StepPlan {
+            plan: Plan {
+                counts: self.counts.from(base),
+                sequences: self.sequences.from(base),
+                splits: self.splits.from(base),
+                slots: self.slots.from(base),
+                tables,
+            },
+            queries: self.entries.from(base),
+            part_index: self.part_index.from(base),
+            extent: self.extent,
+        }
+    }
+}
+
+/// The limits as an extent; an error for a step beyond them.
+fn within(step: Extent, limits: StepLimits) -> Result<Extent, DeviceError> {
+    let tokens = limits.sequences.saturating_mul(limits.tokens_per_sequence);
+    let largest = Extent {
+        sequences: limits.sequences,
+        splits: limits.splits,
+        total_q: tokens,
+        total_new: tokens,
+        q_len_max: limits.tokens_per_sequence,
+        new_len_max: limits.tokens_per_sequence,
+        parts: u64::from(limits.splits).saturating_mul(limits.tokens_per_sequence.into()),
+    };
+    let found = [
+        ("sequences", step.sequences, largest.sequences),
+        ("parts of contexts", step.splits, largest.splits),
+        ("queries of one sequence", step.q_len_max, largest.q_len_max),
+        ("new tokens of one sequence", step.new_len_max, largest.new_len_max),
+    ];
+    match found.into_iter().find(|(_, got, max)| got > max) {
+        None => Ok(largest),
+        Some((what, got, max)) => {
+            let why = format!("{got} {what}, and the limits of steps allow {max}");
+            Err(DeviceError::new(DeviceErrorKind::OutOfRange, "begin step").with_detail(why))
+        }
+    }
+}
+
+/// Of a batch's changes, what a pack takes.
+impl Pack {
+    /// As [`Self::push`], with room for `room` values at least, so that what comes behind does not
+    /// move.
+    fn push_in<T: bytemuck::NoUninit>(&mut self, values: &[T], room: usize) -> At {
+        let at = self.push(values);
+        let missing = room.saturating_sub(values.len()).saturating_mul(size_of::<T>());
+        self.skip(to_u64(missing));
+        at
+    }
+}
+
+const _: () = assert!(size_of::<Change>() == 8, "two words each");

@@ -1,0 +1,18 @@
+//! The CUDA backend keeps the whole contract on the emulator: its own host code and kernels, run on
+//! the CPU.
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    kv_testkit::run("emulated", open)
+}
+
+#[cfg(feature = "emulated")]
+fn open() -> Result<kv_cuda::CudaBackend, kv_core::DeviceError> {
+    kv_cuda::CudaBackend::emulated(&kv_cuda::EmulatorOptions::default())
+}
+
+#[cfg(not(feature = "emulated"))]
+fn open() -> Result<kv_core::AnyBackend, kv_core::DeviceError> {
+    let unsupported = kv_core::DeviceErrorKind::Unsupported;
+    Err(kv_core::DeviceError::new(unsupported, "open").with_detail("feature `emulated` is off"))
+}

@@ -1,0 +1,280 @@
+//! `cargo xtask emulator`: the library that runs the CUDA kernels on the CPU, for tests.
+//!
+//! Compiles every kernel of kv-cuda and the emulator with a C++ compiler, file by file, and again
+//! only what has changed since. Knows no kernel by name.
+use std::collections::VecDeque;
+use std::env;
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, PoisonError};
+use std::time::SystemTime;
+
+use anyhow::{Context, Result, bail};
+
+use crate::shell;
+use crate::workspace::Workspace;
+
+/// Where the kernels lie, from the repository's root.
+pub(crate) const KERNELS: &str = "kv-cuda/kernels";
+
+/// What watches the kernels while they run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum Sanitizer {
+    /// Nothing; optimised.
+    #[default]
+    None,
+    /// Bounds of memory, and what C++ leaves undefined.
+    Address,
+    /// Accesses of two threads that nothing orders.
+    Thread,
+}
+
+impl Sanitizer {
+    pub(crate) fn parse(name: &str) -> Result<Self> {
+        let known = [Self::None, Self::Address, Self::Thread];
+        let found = known.into_iter().find(|sanitizer| sanitizer.name() == name);
+        found.with_context(|| format!("unknown sanitizer {name:?}, known: none, address, thread"))
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Address => "address",
+            Self::Thread => "thread",
+        }
+    }
+
+    /// Flags of what is watched.
+    fn kernel_flags(self) -> &'static [&'static str] {
+        match self {
+            Self::None => &["-O2"],
+            Self::Address => ADDRESS,
+            Self::Thread => &["-O1", "-g", "-fsanitize=thread"],
+        }
+    }
+
+    /// Flags of the emulator itself, whose bookkeeping `ThreadSanitizer` must not see.
+    fn emulator_flags(self) -> &'static [&'static str] {
+        match self {
+            Self::Thread => &["-O1", "-g", "-DKV_EMU_TSAN"],
+            _ => self.kernel_flags(),
+        }
+    }
+
+    fn link_flags(self) -> &'static [&'static str] {
+        match self {
+            Self::None => &[],
+            Self::Address => &["-fsanitize=address,undefined"],
+            Self::Thread => &["-fsanitize=thread"],
+        }
+    }
+}
+
+const ADDRESS: &[&str] = &[
+    "-O1",
+    "-g",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+];
+
+/// Of every file. Without contraction, so that sums are the host's bit for bit.
+const COMMON: &[&str] = &[
+    "-std=c++17",
+    "-DKV_EMU",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+];
+
+/// What to build.
+#[derive(Debug, Default)]
+pub(crate) struct Options {
+    pub(crate) sanitizer: Sanitizer,
+}
+
+/// Builds it and says where it is.
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let library = library(options.sanitizer)?;
+    println!("{}", library.display());
+    Ok(())
+}
+
+/// One file to compile.
+#[derive(Debug, Clone)]
+pub(crate) struct Unit {
+    /// From the repository's root.
+    source: PathBuf,
+    object: PathBuf,
+    flags: Vec<OsString>,
+}
+
+/// Builds the library; its path.
+pub(crate) fn library(sanitizer: Sanitizer) -> Result<PathBuf> {
+    let folder = Workspace::load()?.target_dir.join("emulator");
+    let name = match sanitizer {
+        Sanitizer::None => "libkv_emulator.so".to_owned(),
+        watched => format!("libkv_emulator_{}.so", watched.name()),
+    };
+    let library = folder.join(name);
+    let objects = folder.join(sanitizer.name());
+    let mut units = units(&objects, &kernels()?, sanitizer.kernel_flags());
+    units.extend(emulator_units(&objects, sanitizer)?);
+    build(&units, &library, sanitizer, &["-shared"])?;
+    Ok(library)
+}
+
+/// The kernels' sources.
+fn kernels() -> Result<Vec<PathBuf>> {
+    sources(Path::new(KERNELS), "cu")
+}
+
+/// The emulator's own files.
+pub(crate) fn emulator_units(objects: &Path, sanitizer: Sanitizer) -> Result<Vec<Unit>> {
+    let sources = sources(&Path::new(KERNELS).join("emulator"), "cpp")?;
+    Ok(units(objects, &sources, sanitizer.emulator_flags()))
+}
+
+/// Files of a folder with this extension, from the repository's root.
+pub(crate) fn sources(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+    let path = shell::root().join(folder);
+    let entries = fs::read_dir(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let names = entries.map(|entry| Ok(folder.join(entry?.file_name())));
+    let mut names = names.collect::<Result<Vec<_>>>()?;
+    names.retain(|name| name.extension().is_some_and(|found| found == extension));
+    names.sort();
+    Ok(names)
+}
+
+pub(crate) fn units(objects: &Path, sources: &[PathBuf], flags: &[&str]) -> Vec<Unit> {
+    let unit = |source: &PathBuf| {
+        let name = source.file_name().unwrap_or_default();
+        let mut object = objects.join(name).into_os_string();
+        object.push(".o");
+        let flags = COMMON.iter().chain(flags).map(OsString::from).collect();
+        Unit { source: source.clone(), object: object.into(), flags }
+    };
+    sources.iter().map(unit).collect()
+}
+
+/// Compiles what has changed, and links where anything has.
+pub(crate) fn build(
+    units: &[Unit],
+    output: &Path,
+    sanitizer: Sanitizer,
+    link_flags: &[&str],
+) -> Result<()> {
+    let stale: VecDeque<_> = units.iter().filter(|unit| !is_fresh(unit)).collect();
+    let linked = modified(output);
+    let newest = units.iter().filter_map(|unit| modified(&unit.object)).max();
+    if stale.is_empty() && linked.is_some() && linked >= newest && lists(output, units) {
+        return Ok(());
+    }
+    probe()?;
+    compile(stale)?;
+    let mut command = compiler();
+    command.args(units.iter().map(|unit| &unit.object));
+    command.args(link_flags).args(sanitizer.link_flags()).args(["-pthread", "-o"]).arg(output);
+    shell::run(&mut command)?;
+    fs::write(list_of(output), list(units)).context("cannot note what was linked")
+}
+
+/// Compiles on as many threads as the machine has.
+fn compile(stale: VecDeque<&Unit>) -> Result<()> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(stale.len());
+    let queue = Mutex::new(stale);
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+    let work = || {
+        while let Some(unit) = next() {
+            compile_one(unit)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        let mut outcomes = workers.into_iter().map(|worker| {
+            worker.join().unwrap_or_else(|_| bail!("a thread that compiles panicked"))
+        });
+        outcomes.try_for_each(|outcome| outcome)
+    })
+}
+
+fn compile_one(unit: &Unit) -> Result<()> {
+    if let Some(folder) = unit.object.parent() {
+        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    }
+    let mut command = compiler();
+    command.args(&unit.flags).args(["-MMD", "-MF"]).arg(depends_of(unit));
+    command.args(["-x", "c++", "-c"]).arg(&unit.source).arg("-o").arg(&unit.object);
+    // An object without its flags is compiled again, should this be interrupted.
+    let _ = fs::remove_file(flags_of(unit));
+    shell::run(&mut command)?;
+    fs::write(flags_of(unit), text_of(&unit.flags)).context("cannot note the flags")
+}
+
+/// Whether the object was made with these flags from what its source includes today.
+fn is_fresh(unit: &Unit) -> bool {
+    let flags = fs::read_to_string(flags_of(unit)).ok();
+    let (Some(made), Some(depends)) =
+        (modified(&unit.object), fs::read_to_string(depends_of(unit)).ok())
+    else {
+        return false;
+    };
+    let root = shell::root();
+    let is_older = |file: &str| modified(&root.join(file)).is_some_and(|changed| changed < made);
+    flags.is_some_and(|flags| flags == text_of(&unit.flags)) && depends_on(&depends).all(is_older)
+}
+
+/// Files in what a compiler says for `make`: `object: source header \ header ...`.
+fn depends_on(rule: &str) -> impl Iterator<Item = &str> {
+    let files = rule.split_once(": ").map_or("", |(_, files)| files);
+    files.split_whitespace().filter(|word| *word != "\\")
+}
+
+fn lists(output: &Path, units: &[Unit]) -> bool {
+    fs::read_to_string(list_of(output)).is_ok_and(|text| text == list(units))
+}
+
+fn list(units: &[Unit]) -> String {
+    let objects = units.iter().map(|unit| unit.object.to_string_lossy().into_owned());
+    objects.collect::<Vec<_>>().join("\n")
+}
+
+fn list_of(output: &Path) -> PathBuf {
+    output.with_extension("list")
+}
+
+fn flags_of(unit: &Unit) -> PathBuf {
+    unit.object.with_extension("flags")
+}
+
+fn depends_of(unit: &Unit) -> PathBuf {
+    unit.object.with_extension("d")
+}
+
+fn text_of(flags: &[OsString]) -> String {
+    flags.iter().map(|flag| flag.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}
+
+fn modified(path: &Path) -> Option<SystemTime> {
+    fs::metadata(path).ok()?.modified().ok()
+}
+
+fn compiler() -> Command {
+    shell::program(env::var_os("CXX").unwrap_or_else(|| "g++".into()))
+}
+
+/// Whether there is a compiler that can do it.
+fn probe() -> Result<()> {
+    if shell::output(compiler().arg("--version")).is_some() {
+        return Ok(());
+    }
+    let name = compiler().get_program().to_string_lossy().into_owned();
+    bail!("no C++ compiler: `{name}` does not start; install g++, or name one in CXX");
+}
