@@ -64,8 +64,13 @@ fn run() -> Result<()> {
         .flat_map(|unit| Arch::SHIPPED.map(|arch| (unit, arch)))
         .map(|(unit, arch)| Job { unit, arch, key: unit.key(arch, version) })
         .collect();
-    let done = work(&jobs, &options.work)?;
+    let (done, failures) = work(&jobs, &options.work)?;
     let spilling = table(&done);
+    if !failures.is_empty() {
+        let failures = failures.iter().map(|(why, archs)| format!("{}: {why}", archs.join(", ")));
+        let failures: Vec<_> = failures.collect();
+        return Err(format!("not everything compiles\n{}", failures.join("\n")).into());
+    }
     if spilling > 0 {
         return Err(format!("{spilling} kernels spill registers").into());
     }
@@ -137,10 +142,13 @@ fn compile(name: &str, arch: &str, image: &Path, log: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Does all jobs, as many at a time as there are processors; says all that failed.
-fn work<'a>(jobs: &'a [Job<'a>], folder: &Path) -> Result<Vec<Done<'a>>> {
+/// Architectures by what went wrong for them: a mistake is mostly one for all.
+type Failures = BTreeMap<String, Vec<String>>;
+
+/// Does all jobs, as many at a time as there are processors.
+fn work<'a>(jobs: &'a [Job<'a>], folder: &Path) -> Result<(Vec<Done<'a>>, Failures)> {
     let next = AtomicUsize::new(0);
-    let done = Mutex::new((BTreeMap::new(), Vec::new()));
+    let done = Mutex::new((BTreeMap::new(), Failures::new()));
     let workers = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
         for _ in 0..workers {
@@ -152,17 +160,17 @@ fn work<'a>(jobs: &'a [Job<'a>], folder: &Path) -> Result<Vec<Done<'a>>> {
                     let Ok(mut done) = done.lock() else { break };
                     match result {
                         Ok(result) => _ = done.0.insert(index, result),
-                        Err(error) => done.1.push(format!("{}: {error}", job.arch)),
+                        Err(error) => {
+                            let archs = done.1.entry(error.to_string()).or_default();
+                            archs.push(job.arch.to_string());
+                        }
                     }
                 }
             });
         }
     });
     let (done, failures) = done.into_inner().map_err(|_| "a thread panicked")?;
-    if failures.is_empty() {
-        return Ok(done.into_values().collect());
-    }
-    Err(format!("{} do not compile\n{}", failures.len(), failures.join("\n")).into())
+    Ok((done.into_values().collect(), failures))
 }
 
 fn compiled<'a>(job: &'a Job<'a>, folder: &Path) -> Result<Done<'a>> {
@@ -179,7 +187,8 @@ fn compiled<'a>(job: &'a Job<'a>, folder: &Path) -> Result<Done<'a>> {
     child.args(["compile", job.unit.name(), &job.arch.to_string()]).arg(&image).arg(&log);
     let output = child.output()?;
     if !output.status.success() {
-        return Err(String::from_utf8_lossy(&output.stderr).trim().to_owned().into());
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(said.trim().trim_start_matches("error: ").into());
     }
     let done = Done { job, image: fs::read(&image)?, log: text(fs::read(&log)?) };
     logs.store(job.key, done.log.as_bytes())?;

@@ -52,7 +52,6 @@ KV_DEV i32 kv_float_to_int_rn(float x) { return __float2int_rn(x); }  // saturat
 KV_DEV u32 kv_popc(u32 x) { return __popc(x); }
 KV_DEV u32 kv_clz(u32 x) { return __clz(x); }
 KV_DEV float kv_sqrt(float x) { float y; asm("sqrt.rn.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }
-KV_DEV float kv_max(float a, float b) { return fmaxf(a, b); }
 KV_DEV u32 kv_prmt(u32 a, u32 b, u32 s) { return __byte_perm(a, b, s); }
 KV_DEV u32 kv_smem_addr(const void* p) { u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t,%1; cvt.u32.u64 %0,t; }" : "=r"(a) : "l"(p)); return a; }
 #if __CUDA_ARCH__ >= 800
