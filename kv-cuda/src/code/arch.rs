@@ -63,11 +63,6 @@ impl Arch {
         Self::SHIPPED.contains(&arch).then_some(arch)
     }
 
-    /// Compute capability: 90 for 9.0.
-    pub(crate) fn capability(self) -> u32 {
-        self.capability
-    }
-
     /// Whether a driver translates it.
     pub fn is_ptx(self) -> bool {
         self.ptx

@@ -10,8 +10,8 @@ mod nvrtc;
 mod report;
 mod source;
 
-pub use arch::Arch;
-pub use archive::{Archive, Entry, pack};
+pub use arch::{Arch, UnknownArch};
+pub use archive::{Archive, Damaged, Entry, pack};
 pub use cache::Cache;
 pub use nvrtc::{CompileError, Compiled, Nvrtc};
 pub use report::{KernelReport, entry_points, report};
@@ -34,8 +34,8 @@ pub fn units() -> Vec<Unit<'static>> {
 /// The embedded archive for an architecture, `None` where this build has none.
 ///
 /// # Errors
-/// [`archive::Damaged`] for bytes that no archive has.
-pub(crate) fn embedded(arch: Arch) -> Option<Result<Archive<'static>, archive::Damaged>> {
+/// [`Damaged`] for bytes that no archive has.
+pub(crate) fn embedded(arch: Arch) -> Option<Result<Archive<'static>, Damaged>> {
     let name = format!("{arch}.kva");
     let (_, bytes) = ARCHIVES.iter().find(|(file, _)| *file == name)?;
     Some(Archive::parse(bytes))

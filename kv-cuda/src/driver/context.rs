@@ -192,3 +192,31 @@ impl Drop for Current<'_> {
 const NON_BLOCKING: u32 = 1;
 /// `CU_EVENT_DISABLE_TIMING`.
 const DISABLE_TIMING: u32 = 2;
+
+#[cfg(test)]
+mod tests {
+    use std::mem::ManuallyDrop;
+
+    use super::*;
+
+    #[test]
+    fn after_a_loss_every_call_says_so() {
+        let driver = Driver { version: 13000, batch_copies: false, param_info: false };
+        let (raw, setup) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let (lost, events) = (OnceLock::new(), Mutex::default());
+        // No driver gave it, and none gets it back.
+        let context = ManuallyDrop::new(Context { raw, device: 0, driver, setup, lost, events });
+        let error = context.error("launch", CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        assert_eq!(error.kind(), DeviceErrorKind::OutOfMemory);
+        assert_eq!(context.lost.get(), None, "a lack of memory is no loss");
+        let error = context.error("launch", CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+        assert_eq!(error.kind(), DeviceErrorKind::Lost);
+        context.error("launch", CUresult::CUDA_ERROR_LAUNCH_FAILED);
+        for operation in ["upload", "record"] {
+            // The driver is not asked: there may be none on this machine.
+            let error = context.enter(operation).unwrap_err();
+            assert_eq!((error.kind(), error.operation()), (DeviceErrorKind::Lost, operation));
+            assert!(error.to_string().contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{error}");
+        }
+    }
+}
