@@ -5,7 +5,7 @@ use kv_core::DeviceErrorKind;
 
 use super::*;
 use crate::gpu::{HostCopy, Launch};
-use crate::params::{TableChange, TableParams};
+use crate::params::TableParams;
 
 /// The device, or `None` where this machine has none.
 fn gpu() -> Option<CudaGpu> {
@@ -158,6 +158,9 @@ fn memory_of_callers_is_checked() {
     unsafe { gpu.free(device) };
 }
 
+/// Entry of the tables, and the block it becomes.
+type TableChange = [u32; 2];
+
 /// A change of block tables: the smallest kernel there is.
 struct Change {
     tables: Address,
@@ -170,7 +173,7 @@ impl Change {
 
     fn new(gpu: &CudaGpu, changes: [TableChange; 2]) -> Self {
         let tables = gpu.alloc(64).unwrap();
-        let memory = pinned(gpu, bytemuck::cast_slice(&changes));
+        let memory = pinned(gpu, bytemuck::must_cast_slice(&changes));
         Self { tables, changes: gpu.alloc(256).unwrap(), memory }
     }
 
@@ -197,8 +200,7 @@ impl Change {
     }
 }
 
-const CHANGES: [TableChange; 2] =
-    [TableChange { at: 1, block: 77 }, TableChange { at: 3, block: 99 }];
+const CHANGES: [TableChange; 2] = [[1, 77], [3, 99]];
 
 #[test]
 fn kernels_run_by_name() {
