@@ -12,19 +12,22 @@ use crate::code::{Arch, Cache, CompileError, Nvrtc, Unit};
 #[derive(Debug)]
 pub(super) struct Compiler {
     capability: u32,
+    /// The driver's version of CUDA.
+    driver: u32,
     place: Option<PathBuf>,
     cache: Option<Cache>,
     nvrtc: OnceLock<Result<Nvrtc, CompileError>>,
 }
 
 impl Compiler {
-    pub(super) fn new(capability: u32, options: &CudaOptions) -> Self {
+    pub(super) fn new(capability: u32, driver: u32, options: &CudaOptions) -> Self {
         let cache = match &options.cache {
             CacheChoice::OfUser => Cache::of_user(),
             CacheChoice::Folder(folder) => Some(Cache::new(folder)),
             CacheChoice::Nowhere => None,
         };
-        Self { capability, place: options.nvrtc.clone(), cache, nvrtc: OnceLock::new() }
+        let (place, nvrtc) = (options.nvrtc.clone(), OnceLock::new());
+        Self { capability, driver, place, cache, nvrtc }
     }
 
     /// Compute capability of the device.
@@ -35,15 +38,19 @@ impl Compiler {
     /// The compiler and what it is asked for.
     ///
     /// # Errors
-    /// [`CompileError::NoCompiler`], also for one that knows no architecture of the device's time.
+    /// [`CompileError::NoCompiler`], also for one whose code this driver or device cannot run.
     pub(super) fn load(&self) -> Result<(&Nvrtc, Arch), CompileError> {
         let load = || Nvrtc::load(self.place.as_deref());
         let nvrtc = self.nvrtc.get_or_init(load).as_ref().map_err(CompileError::clone)?;
+        let version = nvrtc.version();
+        if !is_loadable(version, self.driver) {
+            let reason =
+                format!("driver {} does not load what version {version} makes", self.driver);
+            return Err(CompileError::NoCompiler { reason });
+        }
         let arch = choose(self.capability, nvrtc.capabilities()).ok_or_else(|| {
-            let version = nvrtc.version();
-            CompileError::NoCompiler {
-                reason: format!("version {version} compiles for no architecture of this device"),
-            }
+            let reason = format!("version {version} compiles for no architecture of this device");
+            CompileError::NoCompiler { reason }
         })?;
         Ok((nvrtc, arch))
     }
@@ -60,6 +67,11 @@ impl Compiler {
             None => compile(),
         }
     }
+}
+
+/// Whether a driver loads machine code of a compiler: that of its own major version or an older one.
+fn is_loadable(compiler: u32, driver: u32) -> bool {
+    compiler / 1000 <= driver / 1000
 }
 
 /// Code for the device itself, else PTX that its driver translates.
@@ -85,9 +97,15 @@ mod tests {
     }
 
     #[test]
+    fn drivers_load_what_is_not_newer() {
+        assert!(is_loadable(13030, 13000) && is_loadable(12040, 13000));
+        assert!(!is_loadable(13000, 12090));
+    }
+
+    #[test]
     fn no_compiler_is_an_error_every_time() {
         let options = CudaOptions::default().nvrtc("/nowhere").without_cache();
-        let compiler = Compiler::new(80, &options);
+        let compiler = Compiler::new(80, 13000, &options);
         let unit = Unit::new(Source { name: "x.cu", text: "" }, &[]);
         for _ in 0..2 {
             let error = compiler.image(&unit).unwrap_err();
@@ -102,7 +120,7 @@ mod tests {
             return println!("skipped: {reason}");
         }
         let folder = tempfile::tempdir().unwrap();
-        let compiler = || Compiler::new(80, &CudaOptions::default().cache(folder.path()));
+        let compiler = || Compiler::new(80, 99000, &CudaOptions::default().cache(folder.path()));
         let text = "extern \"C\" __global__ void nothing() {}";
         let unit = Unit::new(Source { name: "nothing.cu", text }, &[]);
         let image = compiler().image(&unit).unwrap();

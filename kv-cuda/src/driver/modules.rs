@@ -78,6 +78,7 @@ enum Origin {
 
 impl Modules {
     pub(super) fn new(context: Arc<Context>, facts: &Facts, options: &CudaOptions) -> Self {
+        let version = context.driver.version;
         // A damaged archive is as good as none: another origin serves, or the refusal says so.
         let archive = |arch| code::embedded(arch).and_then(Result::ok);
         Self {
@@ -85,7 +86,7 @@ impl Modules {
             units: code::units(),
             machine: Arch::shipped_for(facts.capability).and_then(archive),
             ptx: archive(Arch::PTX),
-            compiler: Compiler::new(facts.capability, options),
+            compiler: Compiler::new(facts.capability, version, options),
             shared_bytes_max: facts.shared_bytes_max,
             loaded: Mutex::default(),
         }

@@ -238,8 +238,9 @@ fn captured_work_runs_again() {
         assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99]);
     }
     // A replay reads what lies in page-locked memory then.
-    // SAFETY: nothing reads the memory now; a change is 8 bytes.
-    unsafe { change.memory.base().add(4).write(5) };
+    let block = change.memory.base().wrapping_add(4);
+    // SAFETY: nothing reads the memory now, and a change has 8 bytes.
+    unsafe { block.write(5) };
     // SAFETY: the memory of `change` is there.
     unsafe { stream.replay(&*graph) }.unwrap();
     assert_eq!(change.result(&gpu, &mut *stream), [0, 5, 0, 99]);
