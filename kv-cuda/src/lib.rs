@@ -13,9 +13,12 @@
 //! (`CudaBackend::emulated`): slow, for tests, and without a card.
 mod backend;
 mod buffer;
+#[doc(hidden)]
+pub mod code;
 mod constants;
 #[allow(dead_code, unused_imports, reason = "the attend operation is to start it")]
 mod decode;
+mod driver;
 #[cfg(feature = "emulated")]
 mod emulated;
 mod gpu;
@@ -33,6 +36,7 @@ mod waiter;
 
 pub use backend::CudaBackend;
 pub use buffer::CudaBuffer;
+pub use driver::CudaOptions;
 #[cfg(feature = "emulated")]
 pub use emulated::EmulatorOptions;
 pub use queue::{CudaFence, CudaQueue, CudaReadback};
