@@ -170,7 +170,7 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
                 }
             }
             // It counts from when nobody runs on the blocks.
-            time.advance(Duration::from_secs(60));
+            time.advance(Duration::from_mins(1));
             prompts.cache.release(seq(1))?;
             prompts.begin(2, &tokens(100..108), plain().retention(&middle))?;
             prompts.cache.release(seq(2))?;
