@@ -47,10 +47,9 @@ fn evicted<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// Of a sequence that ends, a pin that goes and a window that moves, the last block is given up
-/// first: what is left can be found. The default policy ranks the last block by itself, so only the
-/// others are asked.
+/// first: what is left can be found.
 fn tails<B: Device>(backend: &B) -> CaseResult {
-    for eviction in [Eviction::Lru, Eviction::Lfu, Eviction::Priority] {
+    for eviction in Eviction::ALL {
         for is_pinned in [false, true] {
             let place = format!("{eviction}, pinned: {is_pinned}");
             let mut prompts = Prompts::new(backend, full_blocks(8).eviction(eviction))?;
