@@ -42,10 +42,10 @@ KV_DEV void kv_score(KvFloat4 (&dots)[R], const float* q, u32 row_stride, const 
 #pragma unroll
       for (u32 j = 0; j < N; j++) {
         const KvFloat4 query = *(const KvFloat4*)(q + j * row_stride + chunk * KV_CHUNK + 4 * i);
-        dots[j].x += query.x * key.x;
-        dots[j].y += query.y * key.y;
-        dots[j].z += query.z * key.z;
-        dots[j].w += query.w * key.w;
+        dots[j].x = kv_fma(query.x, key.x, dots[j].x);
+        dots[j].y = kv_fma(query.y, key.y, dots[j].y);
+        dots[j].z = kv_fma(query.z, key.z, dots[j].z);
+        dots[j].w = kv_fma(query.w, key.w, dots[j].w);
       }
     }
   }
@@ -71,8 +71,8 @@ KV_DEV void kv_sum(float* sums, u32 row_stride, const float (&factors)[R], const
         const float a = v[token * KV_STRIDE], b = v[token * KV_STRIDE + 32];
 #pragma unroll
         for (u32 j = 0; j < N; j++) {
-          low[j] += weights[token * R + j] * a;
-          high[j] += weights[token * R + j] * b;
+          low[j] = kv_fma(weights[token * R + j], a, low[j]);
+          high[j] = kv_fma(weights[token * R + j], b, high[j]);
         }
       }
     } else {
@@ -82,8 +82,8 @@ KV_DEV void kv_sum(float* sums, u32 row_stride, const float (&factors)[R], const
 #pragma unroll
         for (u32 j = 0; j < N; j++) {
           if ((seen[j] >> token & 1) == 0) continue;
-          low[j] += weights[token * R + j] * a;
-          high[j] += weights[token * R + j] * b;
+          low[j] = kv_fma(weights[token * R + j], a, low[j]);
+          high[j] = kv_fma(weights[token * R + j], b, high[j]);
         }
       }
     }
@@ -141,7 +141,7 @@ template <bool SHARED, u32 R> KV_DEV void kv_walk(const KvAttendParams& p, const
     for (u32 d = 0; d < s.stride_q; d += pass) {
       const u32 chunks = (s.stride_q - d < pass ? s.stride_q - d : pass) / KV_CHUNK;
       if (d > 0) kv_wait<SHARED>();
-      kv_stage<true>(p.k_plane, u.k_scale, found, needed, d, chunks, stage, thread, threads);
+      kv_stage(u.k_rows, true, found, needed, d, chunks, stage, thread, threads);
       kv_wait<SHARED>();
       const u32 stride = between * s.stride_q;
       if (R == 1 || mine == 1) kv_score<1>(dots, q + d, stride, stage, chunks, lane);
@@ -180,7 +180,7 @@ template <bool SHARED, u32 R> KV_DEV void kv_walk(const KvAttendParams& p, const
     for (u32 d = 0; d < s.stride_v; d += pass) {
       const u32 chunks = (s.stride_v - d < pass ? s.stride_v - d : pass) / KV_CHUNK;
       if (d > 0) kv_wait<SHARED>();
-      kv_stage<false>(p.v_plane, u.v_scale, found, needed, d, chunks, stage, thread, threads);
+      kv_stage(u.v_rows, false, found, needed, d, chunks, stage, thread, threads);
       kv_wait<SHARED>();
       const u32 stride = between * s.stride_v;
       if (R == 1 || mine == 1) kv_sum<1>(sums + d, stride, factors, seen, weights, stage, chunks, lane);
@@ -221,15 +221,13 @@ KV_DEV void kv_load_queries(const KvAttendParams& p, const KvUnit& u, const KvSh
       const u8* from = kv_head_row(p.q, u.entry, u.sequence.q_start, query, head);
       seen = kv_visible(p, u.sequence, query);
       for (u32 d = lane; d < s.stride_q; d += 32) {
-        float value = d < dim ? kv_load(p.q.dtype, from, d) : 0.f;
-        if (transform && d < dim) {
-          bias += value * constants.mean[d];
-          value *= constants.back[d];
-        }
-        to[d] = value;
+        to[d] = d < dim ? kv_load(p.q.dtype, from, d) : 0.f;
+        if (transform && d < dim) bias += to[d] * constants.mean[d];
       }
-      if (transform)
-        for (u32 mask = 16; mask > 0; mask /= 2) bias += kv_shfl_xorf(bias, mask);
+      if (transform) {
+        for (int mask = 16; mask > 0; mask /= 2) bias += kv_shfl_xorf(bias, mask);
+        kv_transform_query(to, constants.back, dim, lane);
+      }
     } else {
       for (u32 d = lane; d < s.stride_q; d += 32) to[d] = 0.f;
     }
@@ -239,7 +237,6 @@ KV_DEV void kv_load_queries(const KvAttendParams& p, const KvUnit& u, const KvSh
     }
   }
   kv_sync();
-  if (transform) kv_rotate_rows(s.q, u.rows, s.stride_q, dim, threadIdx.x, KV_THREADS);
 }
 
 // Joins what the warps have of each row: its maximum and sum in `total`, its values in its own place.
@@ -257,8 +254,7 @@ template <bool SHARED, u32 R> KV_DEV void kv_join_warps(const KvUnit& u, const K
     s.total[threadIdx.x] = total;
   }
   kv_sync();
-  if (SHARED) return;
-  for (u32 row = 0; row < u.rows; row++) {
+  for (u32 row = 0; !SHARED && row < u.rows; row++) {
     float weights[KV_WARPS];
     for (u32 w = 0; w < KV_WARPS; w++) weights[w] = kv_weight(s.running[w * R + row].max, s.total[row].max);
     for (u32 d = threadIdx.x; d < dim; d += KV_THREADS) {
@@ -326,6 +322,7 @@ KV_DEV bool kv_join_parts(const KvAttendParams& p, const KvUnit& u, const KvShar
 // V into that of the rows themselves, writes rows and log-sum-exp.
 KV_DEV void kv_finish(const KvAttendParams& p, const KvUnit& u, const KvShared& s) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, dim = p.v_plane.head_dim;
+  const KvConstants constants = kv_constants(p.v_plane, u.kv_head);
   for (u32 row = warp; row < u.rows; row += KV_WARPS) {
     const u32 query = (u.first + row) / p.group, head = u.kv_head * p.group + (u.first + row) % p.group;
     const KvRunning running = s.total[row];
@@ -338,39 +335,19 @@ KV_DEV void kv_finish(const KvAttendParams& p, const KvUnit& u, const KvShared& 
     }
     const bool empty = running.sum == 0.f;
     const float weight = empty ? 0.f : kv_weight(running.max, total.max) / total.sum;
-    for (u32 d = lane; d < dim; d += 32) {
-      float* value = s.sums + row * s.stride_v + d;
-      *value = empty ? 0.f : *value * weight;
+    float* values = s.sums + row * s.stride_v;
+    for (u32 d = lane; d < dim; d += 32) values[d] *= weight;
+    if (p.v_plane.transforms != 0 && !empty) {
+      kv_syncwarp();
+      kv_transform_output(values, constants.back, dim, lane);
     }
+    u8* out = kv_head_row(p.out, u.entry, u.sequence.q_start, query, head);
+    for (u32 d = lane; d < dim; d += 32) kv_store(p.out.dtype, out, d, empty ? 0.f : values[d]);
     if (p.lse.data != 0 && lane == 0) {
       const float lse = total.sum == 0.f ? -kv_infinity() : total.max + kv_log(total.sum);
       *(float*)kv_head_row(p.lse, u.entry, u.sequence.q_start, query, head) = lse;
     }
   }
-  const bool transform = p.v_plane.transforms != 0;
-  if (transform) {
-    kv_sync();
-    kv_rotate_rows(s.sums, u.rows, s.stride_v, dim, threadIdx.x, KV_THREADS);
-  }
-  const KvConstants constants = kv_constants(p.v_plane, u.kv_head);
-  for (u32 row = warp; row < u.rows; row += KV_WARPS) {
-    const u32 query = (u.first + row) / p.group, head = u.kv_head * p.group + (u.first + row) % p.group;
-    u8* out = kv_head_row(p.out, u.entry, u.sequence.q_start, query, head);
-    const bool empty = s.total[row].sum == 0.f;
-    for (u32 d = lane; d < dim; d += 32) {
-      const float value = s.sums[row * s.stride_v + d];
-      kv_store(p.out.dtype, out, d, transform && !empty ? value * constants.back[d] : value);
-    }
-  }
-}
-
-// Runs one unit, whose rows are in shared memory.
-template <bool SHARED, u32 R>
-KV_DEV void kv_attend_part(const KvAttendParams& p, const KvUnit& u, const KvShared& s, u32* counter) {
-  kv_walk<SHARED, R>(p, u, s);
-  kv_join_warps<SHARED, R>(u, s, p.v_plane.head_dim);
-  if (u.splits > 1 && !kv_join_parts(p, u, s, counter)) return;
-  kv_finish(p, u, s);
 }
 
 // The rows, and all parts of their context that are this block's.
@@ -385,6 +362,7 @@ template <u32 R> KV_DEV void kv_attend(const KvAttendParams& p) {
   KvUnit u;
   u.entry = kv_entry_of(counts.sequences, blockIdx.x, start);
   u.sequence = sequences[u.entry];
+  if (u.sequence.q_len < p.q_len_min || u.sequence.q_len > p.q_len_max) return;
   u.kv_head = blockIdx.y;
   const u32 rows = u.sequence.q_len * p.group, tiles = (rows + ROWS - 1) / ROWS;
   const u32 nth = blockIdx.x - start(u.entry);
@@ -394,8 +372,8 @@ template <u32 R> KV_DEV void kv_attend(const KvAttendParams& p) {
   u.rows = rows - u.first < ROWS ? rows - u.first : ROWS;
   // A sequence without keys has no parts, and rows all the same.
   u.splits = u.sequence.num_splits > 1 ? u.sequence.num_splits : 1;
-  u.k_scale = kv_constants(p.k_plane, u.kv_head).scale;
-  u.v_scale = kv_constants(p.v_plane, u.kv_head).scale;
+  u.k_rows = kv_rows(p.k_plane, kv_constants(p.k_plane, u.kv_head).scale);
+  u.v_rows = kv_rows(p.v_plane, kv_constants(p.v_plane, u.kv_head).scale);
   const KvShared s = kv_shared(memory, ROWS, p.k_plane.head_dim, p.v_plane.head_dim);
   if (blockIdx.z >= u.splits) return;
   kv_load_queries(p, u, s, ROWS);
@@ -409,8 +387,14 @@ template <u32 R> KV_DEV void kv_attend(const KvAttendParams& p) {
       u.end = split.end;
     }
     u.reach = kv_reach(first, last, u.begin, u.end);
-    if (rows <= R) kv_attend_part<false, R>(p, u, s, counter);
-    else kv_attend_part<true, R>(p, u, s, counter);
+    if (rows <= R) {
+      kv_walk<false, R>(p, u, s);
+      kv_join_warps<false, R>(u, s, p.v_plane.head_dim);
+    } else {
+      kv_walk<true, R>(p, u, s);
+      kv_join_warps<true, R>(u, s, p.v_plane.head_dim);
+    }
+    if (u.splits == 1 || kv_join_parts(p, u, s, counter)) kv_finish(p, u, s);
     kv_sync();
   }
 }

@@ -1,7 +1,7 @@
 // What the threads of a block share while they attend, and how a tile gets there.
 #pragma once
 #include "format.h"
-#include "rotate.h"
+#include "transform.h"
 #include "visible.h"
 
 constexpr u32 KV_WARPS = 4, KV_THREADS = 32 * KV_WARPS;
@@ -51,6 +51,12 @@ KV_DEV KvShared kv_shared(u8* memory, u32 rows, u32 dim_k, u32 dim_v) {
   return s;
 }
 
+// What a kernel has to know of a plane to decode its rows of one head.
+struct KvRows { u32 format, dim, scales_begin; float scale; };
+KV_DEV KvRows kv_rows(const KvPlane& plane, float scale) {
+  return {plane.format, plane.head_dim, plane.scales_begin, scale};
+}
+
 // Queries of one kv head against one part of a context. A row is one head of one query; rows of a
 // sequence are numbered query by query, `group` a query.
 struct KvUnit {
@@ -60,7 +66,7 @@ struct KvUnit {
   u32 split, splits;      // which part of how many
   u32 begin, end;         // positions of the part
   KvReach reach;          // what is seen in it
-  float k_scale, v_scale; // given scales
+  KvRows k_rows, v_rows;
 };
 
 // What a row relative to `from` is multiplied with to be relative to `to`.
@@ -79,31 +85,31 @@ KV_DEV KvTokenAt kv_find(const KvAttendParams& p, const KvUnit& u, u32 position)
   return {(u64)k + kv_row_begin(p.k_plane, place, u.kv_head), v, has_mean ? mean : 0, place.wide, 0};
 }
 
-// Decodes values `begin..begin + 8` of a row, and puts back the mean that is off it.
-KV_DEV void kv_decode8(const KvPlane& plane, u64 row, bool wide, u64 mean, float scale, u32 begin, float (&out)[8]) {
-  const u32 dim = plane.head_dim;
-  const u32 format = wide && plane.format > KV_FMT_BF16 ? (u32)KV_FMT_F16 : plane.format;
-  kv_values<8>(format, (const u8*)row, plane.scales_begin, dim, wide ? 1.f : scale, begin, out);
-  if (mean != 0) {
-#pragma unroll
-    for (u32 i = 0; i < 8; i++)
-      if (begin + i < dim) out[i] += kv_f16_f(((const u16*)mean)[begin + i]);
-  }
-}
-
 // Decodes values from `begin` on of the tokens of a tile that are in `needed`, `chunks` chunks of
-// them, zeros behind a row's last. Others are left as they are: nothing of theirs is used.
-template <bool IS_K>
-KV_DEV void kv_stage(const KvPlane& plane, float scale, const KvTokenAt* tokens, u32 needed, u32 begin, u32 chunks,
-                     float* stage, u32 thread, u32 threads) {
-  for (u32 i = thread; i < chunks * (KV_TILE * KV_CHUNK / 8); i += threads) {
-    const u32 chunk = i / (KV_TILE * KV_CHUNK / 8), token = i / (KV_CHUNK / 8) % KV_TILE, run = i % (KV_CHUNK / 8);
+// them, zeros behind a row's last. Others are left as they are: nothing of theirs is used. A function
+// of its own, since every stored format is in it.
+KV_DEV_CALL void kv_stage(KvRows rows, bool is_k, const KvTokenAt* tokens, u32 needed, u32 begin, u32 chunks,
+                          float* stage, u32 thread, u32 threads) {
+  constexpr u32 RUNS = KV_CHUNK / 8;
+#pragma unroll 1
+  for (u32 i = thread; i < chunks * KV_TILE * RUNS; i += threads) {
+    const u32 chunk = i / (KV_TILE * RUNS), token = i / RUNS % KV_TILE, run = i % RUNS;
     if ((needed >> token & 1) == 0) continue;
     const u32 at = begin + chunk * KV_CHUNK + run * 8;
     float out[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
-    const KvTokenAt& found = tokens[token];
-    if (at < plane.head_dim)
-      kv_decode8(plane, IS_K ? found.k : found.v, found.wide != 0, IS_K ? found.mean : 0, scale, at, out);
+    if (at < rows.dim) {
+      const KvTokenAt& found = tokens[token];
+      const bool wide = found.wide != 0;
+      const u32 format = wide && rows.format > KV_FMT_BF16 ? (u32)KV_FMT_F16 : rows.format;
+      const u8* row = (const u8*)(is_k ? found.k : found.v);
+      kv_values<8>(format, row, rows.scales_begin, rows.dim, wide ? 1.f : rows.scale, at, out);
+      if (is_k && found.mean != 0) {
+        const u16* mean = (const u16*)found.mean + at;
+#pragma unroll
+        for (u32 j = 0; j < 8; j++)
+          if (at + j < rows.dim) out[j] += kv_f16_f(mean[j]);
+      }
+    }
     KvFloat4* to = (KvFloat4*)(stage + chunk * KV_STAGE + token * KV_STRIDE + run * 8);
     to[0] = {out[0], out[1], out[2], out[3]};
     to[1] = {out[4], out[5], out[6], out[7]};

@@ -186,3 +186,9 @@ KV_DEV float kv_infinity() { return kv_as_f(0x7f800000u); }
 // Values that lie on 16 bytes are moved in one access.
 struct alignas(16) KvFloat4 { float x, y, z, w; };
 struct alignas(16) KvWord4 { u32 x, y, z, w; };
+// A function with code of its own: what many places call and few threads wait for.
+#if defined(KV_EMU)
+#define KV_DEV_CALL inline __attribute__((noinline))
+#else
+#define KV_DEV_CALL __device__ __noinline__
+#endif

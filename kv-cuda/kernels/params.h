@@ -96,6 +96,7 @@ struct KvAttendParams {
   u32 window_left;       // UINT32_MAX without
   u32 sink_tokens;       // seen besides a window
   u32 group;             // query heads of a kv head
+  u32 q_len_min, q_len_max;  // entries with fewer or more queries are another kernel's
 };
 
 // A piece of decoding: some tiles of what up to 16 query rows of one kv head see. See pieces.h.

@@ -31,16 +31,16 @@ KV_DEV KvReach kv_reach(const KvVisible& first, const KvVisible& last, u32 part_
   return reach;
 }
 
-// The first tile at or behind `tile` in which something is seen; KV_NONE behind the last.
-KV_DEV u32 kv_next_tile(const KvReach& reach, u32 tile) {
-  if (reach.sinks_begin < reach.sinks_end && (u64)tile * KV_TILE < reach.sinks_end) {
-    const u32 first = reach.sinks_begin / KV_TILE;
+// The first tile of TOKENS at or behind `tile` in which something is seen; KV_NONE behind the last.
+template <u32 TOKENS = KV_TILE> KV_DEV u32 kv_next_tile(const KvReach& reach, u32 tile) {
+  if (reach.sinks_begin < reach.sinks_end && (u64)tile * TOKENS < reach.sinks_end) {
+    const u32 first = reach.sinks_begin / TOKENS;
     return tile > first ? tile : first;
   }
   if (reach.begin >= reach.end) return KV_NONE;
-  const u32 first = reach.begin / KV_TILE;
+  const u32 first = reach.begin / TOKENS;
   if (tile < first) tile = first;
-  return (u64)tile * KV_TILE < reach.end ? tile : KV_NONE;
+  return (u64)tile * TOKENS < reach.end ? tile : KV_NONE;
 }
 
 // The same among tiles `lane`, `lane + lanes`, ..; `lanes` is a power of two.

@@ -135,6 +135,8 @@ params! {
         window_left: u32,
         sink_tokens: u32,
         group: u32,
+        q_len_min: u32,
+        q_len_max: u32,
     }
     /// A piece of decoding: some tiles of what up to 16 query rows of one kv head see.
     struct Piece {
@@ -225,5 +227,13 @@ params! {
         value: f32,
         pad: u32,
         counts: Address,
+    }
+}
+
+impl Plane {
+    /// Whether rows are stored as they come: rounded at most.
+    pub(crate) fn is_plain(&self) -> bool {
+        // The first three formats are f32, f16 and bf16.
+        self.format < 3 && self.transforms == 0
     }
 }

@@ -191,7 +191,7 @@ fn rows(rows: &TokenRows, data: Address) -> Tensor {
 }
 
 /// The numbers of a layout, without addresses.
-fn shape(layout: &PlaneLayout) -> Plane {
+pub(crate) fn shape(layout: &PlaneLayout) -> Plane {
     let map = layout.slot_map();
     let (format_, dim) = (layout.format(), layout.head_dim());
     let narrow = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);

@@ -2,6 +2,8 @@
 //!
 //! Compiles every kernel of kv-cuda and the emulator with a C++ compiler, file by file, and again
 //! only what has changed since. Knows no kernel by name.
+mod self_test;
+
 use std::collections::VecDeque;
 use std::env;
 use std::ffi::OsString;
@@ -97,10 +99,15 @@ const COMMON: &[&str] = &[
 #[derive(Debug, Default)]
 pub(crate) struct Options {
     pub(crate) sanitizer: Sanitizer,
+    /// Test the emulator itself instead.
+    pub(crate) self_test: bool,
 }
 
 /// Builds it and says where it is.
 pub(crate) fn run(options: &Options) -> Result<()> {
+    if options.self_test {
+        return self_test::run();
+    }
     let library = library(options.sanitizer)?;
     println!("{}", library.display());
     Ok(())
@@ -152,12 +159,21 @@ pub(crate) fn sources(folder: &Path, extension: &str) -> Result<Vec<PathBuf>> {
     Ok(names)
 }
 
+/// Multiply-add in one instruction where this machine has it: a call of the C library is slower.
+fn fused() -> &'static [&'static str] {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("fma") {
+        return &["-mfma"];
+    }
+    &[]
+}
+
 pub(crate) fn units(objects: &Path, sources: &[PathBuf], flags: &[&str]) -> Vec<Unit> {
     let unit = |source: &PathBuf| {
         let name = source.file_name().unwrap_or_default();
         let mut object = objects.join(name).into_os_string();
         object.push(".o");
-        let flags = COMMON.iter().chain(flags).map(OsString::from).collect();
+        let flags = COMMON.iter().chain(fused()).chain(flags).map(OsString::from).collect();
         Unit { source: source.clone(), object: object.into(), flags }
     };
     sources.iter().map(unit).collect()

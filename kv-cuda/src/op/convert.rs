@@ -3,6 +3,7 @@ use kv_core::DeviceError;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
 
 use super::pad::{self, Owned};
+use super::warps4;
 use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::num::to_u32;
@@ -40,7 +41,8 @@ pub(crate) fn convert(
     pad::pad_rows(queue, (dst, owned), plan.total(), 0.0)
 }
 
+/// How it is cut; the numbers are explained in `convert.cu`.
 fn launch(params: &ConvertParams) -> Launch {
-    let _ = params;
-    Launch { kernel: "convert_rows", grid: [1, 1, 1], threads: 128, shared_bytes: 0 }
+    let grid = [warps4(params.total.into()), 1, 1];
+    Launch { kernel: "convert_rows", grid, threads: 128, shared_bytes: 0 }
 }

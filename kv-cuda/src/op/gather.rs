@@ -3,6 +3,7 @@ use kv_core::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan};
 
 use super::pad::{self, Owned};
+use super::{round16, warps4};
 use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::num::to_u32;
@@ -58,7 +59,11 @@ pub(crate) fn gather(
     pad::pad_rows(queue, (out, owned), plan.total(), 0.0)
 }
 
+/// How it is cut; the numbers are explained in `gather.cu`.
 fn launch(params: &GatherParams) -> Launch {
-    let _ = params;
-    Launch { kernel: "gather_rows", grid: [1, 1, 1], threads: 128, shared_bytes: 0 }
+    let plane = &params.plane;
+    let units = u64::from(params.total).saturating_mul(plane.num_kv_heads.into());
+    let row = round16(plane.head_dim.saturating_mul(4)).saturating_mul(4);
+    let shared_bytes = if plane.is_plain() { 0 } else { row };
+    Launch { kernel: "gather_rows", grid: [warps4(units), 1, 1], threads: 128, shared_bytes }
 }

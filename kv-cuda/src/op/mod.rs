@@ -5,3 +5,14 @@ pub(crate) mod copy;
 pub(crate) mod gather;
 mod pad;
 pub(crate) mod write;
+
+/// Shared memory is handed out in pieces of 16 bytes.
+fn round16(bytes: u32) -> u32 {
+    bytes.checked_next_multiple_of(16).unwrap_or(u32::MAX)
+}
+
+/// Blocks of four warps for one warp a unit. No more than every device takes along x: kernels go on
+/// with the next unit where there are more.
+fn warps4(units: u64) -> u32 {
+    u32::try_from(units.div_ceil(4)).unwrap_or(u32::MAX).min(1 << 30)
+}

@@ -1,6 +1,7 @@
 //! Rows of an output that no entry owns.
 use kv_core::DeviceError;
 
+use super::warps4;
 use crate::gpu::Launch;
 use crate::params::{Address, PadParams, Tensor};
 use crate::queue::CudaQueue;
@@ -42,7 +43,8 @@ pub(crate) fn pad_rows(
     unsafe { queue.launch(&launch, &params) }
 }
 
+/// How it is cut; the numbers are explained in `pad.cu`.
 fn launch(params: &PadParams) -> Launch {
-    let _ = params;
-    Launch { kernel: "pad_rows", grid: [1, 1, 1], threads: 128, shared_bytes: 0 }
+    let units = u64::from(params.out.batch).saturating_mul(params.out.tokens.into());
+    Launch { kernel: "pad_rows", grid: [warps4(units), 1, 1], threads: 128, shared_bytes: 0 }
 }

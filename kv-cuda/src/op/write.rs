@@ -2,10 +2,12 @@
 use kv_core::DeviceError;
 use kv_core::plan::{WriteArgs, WritePlan};
 
+use super::round16;
 use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::params::WriteParams;
 use crate::queue::{CudaQueue, Parts};
+use crate::step::Extent;
 use crate::tensors::Room;
 
 const OPERATION: &str = "write_kv";
@@ -30,13 +32,31 @@ pub(crate) fn write_kv(
     let base = queue.send()?;
     let (k, v) = (k_from.rows(k, base), v_from.rows(v, base));
     let params = WriteParams { plan: step.plan, k, v, k_plane, v_plane };
-    let launch = launch(&params, plan);
+    let launch = launch(&params, &step.extent);
     // SAFETY: every address is that of memory whose extent was compared with what plan and layouts
     // reach, and which its owner, or the queue, keeps until the stream has passed.
     unsafe { queue.launch(&launch, &params) }
 }
 
-fn launch(params: &WriteParams, plan: &WritePlan<'_>) -> Launch {
-    let _ = (params, plan);
-    Launch { kernel: "write_rows", grid: [1, 1, 1], threads: 128, shared_bytes: 0 }
+/// The kernel for these planes, and how it is cut; the numbers are explained in `write.cu`.
+fn launch(params: &WriteParams, extent: &Extent) -> Launch {
+    let planes = [&params.k_plane, &params.v_plane];
+    let heads = params.k_plane.num_kv_heads;
+    let dim = planes.map(|plane| plane.head_dim).into_iter().max().unwrap_or(0);
+    let row_bytes = planes.map(|plane| plane.row_bytes).into_iter().max().unwrap_or(0);
+    let floats = round16(dim.saturating_mul(4));
+    let warp = floats.saturating_add(256).saturating_add(round16(row_bytes));
+    // A warp a plane and head.
+    let blocks = |units: u32| units.saturating_mul(heads).saturating_mul(2).div_ceil(4);
+    let (kernel, x, y, shared) = if params.k_plane.has_tail != 0 {
+        let parts = extent.new_len_max.checked_div(params.k_plane.block_size).unwrap_or(0);
+        let each = warp.saturating_add(floats);
+        ("write_tails", blocks(extent.sequences), parts.saturating_add(2), each)
+    } else if planes.iter().all(|plane| plane.is_plain()) {
+        ("write_plain", extent.total_new, 1, 0)
+    } else {
+        ("write_rows", blocks(extent.total_new), 1, warp)
+    };
+    let shared_bytes = shared.saturating_mul(4);
+    Launch { kernel, grid: [x, y, 1], threads: 128, shared_bytes }
 }

@@ -1,0 +1,13 @@
+//! Kernels on the emulated GPU, launched with hand-made parameters.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    reason = "small numbers, and overflow checks are on"
+)]
+mod device;
+mod moves;
+mod random;
+mod rows;
+mod tails;

@@ -1,0 +1,376 @@
+//! Every stored format against kv-quant, bit for bit: `write_plain`, `write_rows`, `gather_rows`.
+use half::{bf16, f16};
+use kv_core::calibration::{HeadConstants, PlaneConstants};
+use kv_core::{BlockOrder, PlaneLayout, PlaneShape};
+use kv_core::{KvFormat, Place};
+use kv_quant::{block, row, transform};
+
+use super::device::{Device, round16};
+use super::random::Random;
+use crate::params::{Counts, GatherParams, Plan, Plane, Range, Sequence, Tensor, WriteParams};
+use crate::tensors;
+
+/// What a test fills memory with that nothing may write.
+pub(super) const UNTOUCHED: u8 = 0xA5;
+
+/// One plane: its layout, its memory on the device, and what should be there.
+#[derive(Debug)]
+pub(super) struct World {
+    pub(super) layout: PlaneLayout,
+    pub(super) constants: Vec<f32>,
+    pub(super) plane: Plane,
+    pub(super) image: Vec<u8>,
+}
+
+impl World {
+    pub(super) fn new(device: &mut Device, layout: PlaneLayout, random: &mut Random) -> Self {
+        let (heads, dim) = (layout.num_kv_heads() as usize, layout.head_dim() as usize);
+        let scales: Vec<f32> =
+            (0..heads).map(|_| f32::exp2(random.below(8) as f32 - 6.0) * 1.25).collect();
+        let mut constants = scales.clone();
+        constants.extend(scales.iter().map(|scale| scale.recip()));
+        constants.extend((0..heads * dim).map(|_| random.normal() / 4.0));
+        let balance: Vec<f32> = (0..heads * dim).map(|_| random.normal()).collect();
+        constants.extend(balance.iter().map(|balance| balance.recip()));
+        constants.extend(&balance);
+        assert_eq!(constants.len(), PlaneConstants::len_of(heads, dim));
+        let image = vec![UNTOUCHED; layout.plane_bytes() as usize];
+        let plane = Plane {
+            base: device.put(&image),
+            constants: device.put(&constants),
+            ..tensors::shape(&layout)
+        };
+        Self { layout, constants, plane, image }
+    }
+
+    pub(super) fn constants(&self, head: usize) -> HeadConstants<'_> {
+        let (heads, dim) = (self.layout.num_kv_heads() as usize, self.layout.head_dim() as usize);
+        HeadConstants::of(&self.constants, heads, dim, head).unwrap()
+    }
+
+    /// Values as they are stored, transformed where the plane transforms.
+    pub(super) fn stored(&self, head: usize, values: &[f32]) -> Vec<f32> {
+        let mut values = values.to_vec();
+        if self.layout.transforms() {
+            transform::store(&mut values, &self.constants(head));
+        }
+        values
+    }
+
+    /// Where a row lies in the plane.
+    pub(super) fn range(&self, block: u32, place: Place, head: usize) -> std::ops::Range<usize> {
+        let begin = self.layout.block_bytes() * u64::from(block)
+            + self.layout.row_begin(place, head as u32);
+        let bytes = match place.is_wide {
+            true => self.layout.wide_row_bytes(),
+            false => self.layout.row_bytes(),
+        };
+        begin as usize..(begin + bytes) as usize
+    }
+
+    /// Encodes stored values into the image.
+    pub(super) fn put(&mut self, block: u32, place: Place, head: usize, values: &[f32]) {
+        let inv_scale = self.constants(head).inv_scale;
+        let (range, format) = (self.range(block, place, head), self.layout.format());
+        let to = &mut self.image[range];
+        match place.is_wide && format.is_quantised() {
+            true => block::encode_wide(values, to),
+            false => row::encode_row(format, inv_scale, values, to),
+        }
+    }
+
+    /// What a row of the image decodes to.
+    pub(super) fn get(&self, block: u32, place: Place, head: usize) -> Vec<f32> {
+        let mut values = vec![0.0; self.layout.head_dim() as usize];
+        let from = &self.image[self.range(block, place, head)];
+        match place.is_wide && self.layout.format().is_quantised() {
+            true => block::decode_wide(from, &mut values),
+            false => {
+                row::decode_row(
+                    self.layout.format(),
+                    self.constants(head).scale,
+                    from,
+                    &mut values,
+                );
+            }
+        }
+        values
+    }
+
+    /// Whether the element around a byte is NaN, there and in the image.
+    fn both_nan(&self, got: &[u8], at: usize) -> bool {
+        let format = self.layout.format();
+        let size = format.wide_format().row_bytes(1) as usize;
+        let element = at / size * size..at / size * size + size;
+        are_nan(format, [&got[element.clone()], &self.image[element]])
+    }
+
+    /// Compares the plane with the image.
+    pub(super) fn check(&self, device: &mut Device, what: &str) {
+        let got = device.bytes(self.plane.base, self.image.len());
+        let differ = |at: &usize| got[*at] != self.image[*at] && !self.both_nan(&got, *at);
+        let Some(at) = (0..got.len()).find(differ) else {
+            return;
+        };
+        let around = at.saturating_sub(8)..(at + 8).min(got.len());
+        panic!(
+            "{what}: byte {at} of blocks of {} and rows of {} is not {:02x?} but {:02x?}",
+            self.layout.block_bytes(),
+            self.layout.row_bytes(),
+            &self.image[around.clone()],
+            &got[around]
+        );
+    }
+}
+
+/// Whether elements, of the plane or in 16 bits among codes, are NaN of whichever bits: a GPU has one
+/// NaN, a CPU keeps what it is given.
+fn are_nan(format: KvFormat, elements: [&[u8]; 2]) -> bool {
+    elements.iter().all(|element| {
+        let mut value = [0.0];
+        row::decode_row(format.wide_format(), 1.0, element, &mut value);
+        value[0].is_nan()
+    })
+}
+
+/// A tensor of ragged rows.
+pub(super) fn ragged(data: u64, dtype: u32, tokens: u32, (heads, dim): (u32, u32)) -> Tensor {
+    let token_stride = u64::from(heads * dim) * if dtype == 0 { 4 } else { 2 };
+    Tensor { data, token_stride, axes: 2, dtype, batch: 1, tokens, heads, dim, ..Tensor::default() }
+}
+
+/// Values as elements of a tensor, and what they are then.
+pub(super) fn elements(dtype: u32, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
+    let f16s = || values.iter().map(|value| f16::from_f32(*value));
+    let bf16s = || values.iter().map(|value| bf16::from_f32(*value));
+    match dtype {
+        0 => (bytemuck::cast_slice(values).to_vec(), values.to_vec()),
+        1 => (f16s().flat_map(f16::to_le_bytes).collect(), f16s().map(f16::to_f32).collect()),
+        _ => (bf16s().flat_map(bf16::to_le_bytes).collect(), bf16s().map(bf16::to_f32).collect()),
+    }
+}
+
+fn bits(value: f32) -> u32 {
+    if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() }
+}
+
+pub(super) fn layout(format: KvFormat, order: BlockOrder, dim: u32, heads: u32) -> PlaneLayout {
+    let (num_blocks, block_size) = (9, 16);
+    let num_kv_heads = heads;
+    let shape = PlaneShape { num_blocks, block_size, num_kv_heads, head_dim: dim, order, format };
+    PlaneLayout::new(shape).unwrap()
+}
+
+/// One case: both planes of one step, written, compared, read back.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    formats: [KvFormat; 2],
+    dims: [u32; 2],
+    heads: u32,
+    dtype: u32,
+    order: BlockOrder,
+    transforms: bool,
+    sinks: u32,
+    /// Bytes by which tensors miss a multiple of 16.
+    offset: u64,
+}
+
+/// New tokens of three entries; the second has none.
+const NEW: [u32; 3] = [13, 0, 20];
+const TOTAL: u32 = 33;
+
+fn run(case: Case, seed: u64) {
+    let what = format!("{case:?}");
+    let mut random = Random(seed);
+    let mut device = Device::open(random.below(5));
+    let Case { formats, dims, heads, order, .. } = case;
+    let wide_slots = formats[0].wide_slots(dims[0]).max(formats[1].wide_slots(dims[1]));
+    let mut worlds: [World; 2] = std::array::from_fn(|i| {
+        let plain = layout(formats[i], order, dims[i], heads).with_transform(case.transforms);
+        let sinks = if wide_slots <= 16 { case.sinks } else { 0 };
+        World::new(
+            &mut device,
+            plain.with_wide_rows(sinks, false, wide_slots).unwrap(),
+            &mut random,
+        )
+    });
+    let map = *worlds[0].layout.slot_map();
+    // Each entry has blocks of its own; the step brings all its tokens.
+    let mut pool: Vec<u32> = (0..9).collect();
+    let (mut sequences, mut slots, mut places) = (Vec::new(), Vec::new(), Vec::new());
+    let mut tables = Vec::new();
+    let mut start = 0;
+    for new_len in NEW {
+        let table = tables.len() as u32;
+        let blocks = map.blocks(new_len);
+        for _ in 0..blocks {
+            let at = random.below(pool.len() as u32) as usize;
+            tables.push(pool.swap_remove(at));
+        }
+        for position in 0..new_len {
+            let place = map.place(position);
+            let block = tables[(table + place.index) as usize];
+            slots.push(block * 16 + place.inside);
+            places.push((block, place));
+        }
+        let sequence =
+            Sequence { new_start: start, new_len, kv_len: new_len, table, ..Default::default() };
+        sequences.push(sequence);
+        start += new_len;
+    }
+    let inputs: [Tensor; 2] = std::array::from_fn(|i| {
+        let dim = dims[i] as usize;
+        let rows: Vec<f32> = (0..TOTAL * heads).flat_map(|_| random.row(dim)).collect();
+        let (bytes, values) = elements(case.dtype, &rows);
+        for (unit, values) in values.chunks(dim).enumerate() {
+            let (head, (block, place)) = (unit % heads as usize, places[unit / heads as usize]);
+            let stored = worlds[i].stored(head, values);
+            worlds[i].put(block, place, head, &stored);
+        }
+        ragged(device.put_at(case.offset, &bytes), case.dtype, TOTAL, (heads, dims[i]))
+    });
+    let counts = Counts { sequences: 3, total_new: TOTAL, ..Default::default() };
+    let plan = Plan {
+        counts: device.put(&[counts]),
+        sequences: device.put(&sequences),
+        splits: 0,
+        slots: device.put(&slots),
+        tables: device.put(&tables),
+    };
+    let [k, v] = inputs;
+    let [k_plane, v_plane] = [worlds[0].plane, worlds[1].plane];
+    let params = WriteParams { plan, k, v, k_plane, v_plane };
+    let dim = dims[0].max(dims[1]);
+    let bytes = k_plane.row_bytes.max(v_plane.row_bytes);
+    let shared = 4 * (round16(4 * dim) + 256 + round16(bytes));
+    let is_plain = !case.transforms && formats.iter().all(|format| !format.is_quantised());
+    if is_plain && random.below(2) == 0 {
+        device.launch("write_plain", [1 + random.below(TOTAL), 1, 1], 0, &params);
+    } else {
+        device.launch("write_rows", [1 + random.below(TOTAL), 1, 1], shared, &params);
+    }
+    for world in &worlds {
+        world.check(&mut device, &what);
+        gather(&mut device, world, (&sequences, &places), plan.tables, random.below(3));
+    }
+}
+
+/// Reads all rows back into a ragged tensor and compares them.
+fn gather(
+    device: &mut Device,
+    world: &World,
+    (sequences, places): (&[Sequence], &[(u32, Place)]),
+    tables: u64,
+    dtype: u32,
+) {
+    let (heads, dim) = (world.layout.num_kv_heads(), world.layout.head_dim());
+    let ranges: Vec<Range> = sequences
+        .iter()
+        .map(|s| Range {
+            table: s.table,
+            len: s.new_len,
+            start: s.new_start,
+            coded: s.new_len,
+            ..Default::default()
+        })
+        .collect();
+    let size = if dtype == 0 { 4 } else { 2 };
+    let bytes = (TOTAL * heads * dim * size) as usize;
+    let out = ragged(device.put(&vec![UNTOUCHED; bytes]), dtype, TOTAL, (heads, dim));
+    let params = GatherParams {
+        plane: world.plane,
+        out,
+        ranges: device.put(&ranges),
+        tables,
+        num_ranges: 3,
+        total: TOTAL,
+    };
+    device.launch("gather_rows", [1 + heads, 1, 1], 4 * round16(4 * dim), &params);
+    let got = device.bytes(out.data, bytes);
+    let got: Vec<f32> = match dtype {
+        0 => got.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect(),
+        1 => got.as_chunks().0.iter().map(|bytes| f16::from_le_bytes(*bytes).to_f32()).collect(),
+        _ => got.as_chunks().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect(),
+    };
+    for (unit, got) in got.chunks(dim as usize).enumerate() {
+        let (head, (block, place)) = (unit % heads as usize, places[unit / heads as usize]);
+        let mut values = world.get(block, place, head);
+        if world.layout.transforms() {
+            transform::load(&mut values, &world.constants(head));
+        }
+        let (_, expected) = elements(dtype, &values);
+        for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
+            let format = world.layout.format();
+            assert_eq!(
+                bits(*got),
+                bits(*expected),
+                "{format}, dim {dim}, value {at}: {got} {expected}"
+            );
+        }
+    }
+}
+
+const ORDERS: [BlockOrder; 2] = [BlockOrder::Nhd, BlockOrder::Hnd];
+
+#[test]
+fn every_format_is_that_of_the_host() {
+    let formats: Vec<KvFormat> = KvFormat::all().collect();
+    for (i, format) in formats.iter().enumerate() {
+        for (j, dim) in [128, 64, 1, 5, 31, 33, 80, 100, 256].into_iter().enumerate() {
+            let other = formats[(i + j + 1) % formats.len()];
+            let dims = if j % 2 == 0 { [dim, dim] } else { [dim, dim + 8] };
+            let case = Case {
+                formats: [*format, other],
+                dims,
+                heads: 1 + (j as u32) % 3,
+                dtype: 0,
+                order: ORDERS[j % 2],
+                transforms: false,
+                sinks: 0,
+                offset: 0,
+            };
+            run(case, (i * 100 + j) as u64);
+        }
+    }
+}
+
+#[test]
+fn rows_are_transformed_and_sinks_are_wide() {
+    for (i, format) in KvFormat::all().enumerate() {
+        for (j, dim) in [128, 7, 80, 96].into_iter().enumerate() {
+            let case = Case {
+                formats: [format, KvFormat::F16],
+                dims: [dim, dim],
+                heads: 2,
+                dtype: (j as u32) % 3,
+                order: ORDERS[i % 2],
+                transforms: j % 2 == 0,
+                sinks: (i as u32) % 4,
+                offset: 0,
+            };
+            run(case, (10_000 + i * 100 + j) as u64);
+        }
+    }
+}
+
+#[test]
+fn plain_rows_of_any_type_and_alignment_are_moved() {
+    for (i, format) in KvFormat::PLAIN.iter().enumerate() {
+        for dtype in 0..3 {
+            for (j, (dim, offset)) in [(128, 0), (128, 8), (12, 4), (3, 0)].into_iter().enumerate()
+            {
+                let case = Case {
+                    formats: [*format, KvFormat::PLAIN[(i + j) % 3]],
+                    dims: [dim, dim + 4],
+                    heads: 3,
+                    dtype,
+                    order: ORDERS[j % 2],
+                    transforms: false,
+                    sinks: 0,
+                    offset,
+                };
+                run(case, (20_000 + i * 100 + j * 10) as u64 + u64::from(dtype));
+            }
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! `write_tails`: sequences that grow, are cut and grow on, against their whole history.
+use std::collections::BTreeMap;
+
+use half::f16;
+use kv_core::{BlockOrder, PlaneLayout};
+use kv_core::{KvFormat, Place, SlotMap};
+use kv_quant::block::{self, BlockMean};
+
+use super::device::{Device, round16};
+use super::random::Random;
+use super::rows::{World, elements, ragged};
+use crate::params::{Counts, Plan, Sequence, WriteParams};
+
+/// One sequence: rows of [plane][head][position] as they are stored, before they are encoded.
+#[derive(Debug, Default)]
+struct Life {
+    rows: [Vec<Vec<Vec<f32>>>; 2],
+    len: u32,
+    coded: u32,
+    /// Blocks of sinks and codes, and of the tail behind them.
+    codes: Vec<u32>,
+    tail: Vec<u32>,
+    /// Means that blocks were given, by plane, head and index in the table.
+    means: BTreeMap<(usize, usize, u32), Vec<f32>>,
+}
+
+fn tail_blocks(map: &SlotMap, len: u32, coded: u32) -> u32 {
+    (len - map.tail_begin(len, coded)).div_ceil(16 / map.wide_slots())
+}
+
+/// What is found in the place of a position.
+fn place_block(life: &Life, map: &SlotMap, position: u32) -> (u32, Place) {
+    let place = map.place_in(position, life.coded);
+    let at = place.index as usize;
+    let blocks = life.codes.len();
+    (if at < blocks { life.codes[at] } else { life.tail[at - blocks] }, place)
+}
+
+impl Life {
+    /// Grows by `new_len` rows that were pushed already; the open step's sequence, whose table is
+    /// appended to `tables`.
+    fn grow(
+        &mut self,
+        map: &SlotMap,
+        new_len: u32,
+        (pool, held): (&mut Vec<u32>, &mut Vec<u32>),
+        tables: &mut Vec<u32>,
+    ) -> Sequence {
+        let (coded_before, len) = (self.coded, self.len + new_len);
+        let coded = map.coded_after(coded_before, len);
+        let sealed =
+            if coded == coded_before { Vec::new() } else { std::mem::take(&mut self.tail) };
+        let mut more = |blocks: &mut Vec<u32>, count: u32| {
+            while blocks.len() < count as usize {
+                blocks.push(pool.pop().unwrap());
+            }
+        };
+        more(&mut self.codes, map.blocks(map.tail_begin(len, coded)));
+        more(&mut self.tail, tail_blocks(map, len, coded));
+        let table = tables.len() as u32;
+        tables.extend(self.codes.iter().chain(&self.tail).chain(&sealed));
+        let sealed_index = (self.codes.len() + self.tail.len()) as u32;
+        held.extend(sealed);
+        (self.len, self.coded) = (len, coded);
+        Sequence {
+            new_len,
+            kv_len: len,
+            coded,
+            coded_before,
+            sealed_index,
+            table,
+            ..Default::default()
+        }
+    }
+
+    /// Cuts it.
+    fn truncate(&mut self, map: &SlotMap, len: u32, pool: &mut Vec<u32>) {
+        (self.coded, self.len) = (map.coded_truncated(self.coded, len), len);
+        for head in self.rows.iter_mut().flatten() {
+            head.truncate(len as usize);
+        }
+        let codes = map.blocks(map.tail_begin(len, self.coded)) as usize;
+        pool.splice(0..0, self.codes.drain(codes..));
+        let tail = tail_blocks(map, len, self.coded) as usize;
+        pool.splice(0..0, self.tail.drain(tail..));
+        // A block that holds no code any more gets another mean.
+        let coded = self.coded;
+        self.means.retain(|(_, _, index), _| map.tokens(*index).max(map.sinks()) < coded);
+    }
+
+    /// Puts what every position should hold into the image of a plane.
+    fn put(&mut self, world: &mut World, plane: usize) {
+        let map = *world.layout.slot_map();
+        for head in 0..self.rows[plane].len() {
+            for position in 0..self.len {
+                let (block, place) = place_block(self, &map, position);
+                let mut values = self.rows[plane][head][position as usize].clone();
+                if !place.is_wide && world.layout.has_block_means() {
+                    let mean = self.mean(world, (plane, head, place.index), block);
+                    values.iter_mut().zip(&mean).for_each(|(value, mean)| *value -= mean);
+                }
+                world.put(block, place, head, &values);
+            }
+        }
+    }
+
+    /// The mean of a block: that of all it holds when it is first met, and put into the image.
+    fn mean(&mut self, world: &mut World, key: (usize, usize, u32), block: u32) -> Vec<f32> {
+        let (plane, head, index) = key;
+        let map = *world.layout.slot_map();
+        let rows = &self.rows[plane][head];
+        let begin = map.tokens(index).max(map.sinks());
+        let end = map.tokens(index + 1).min(self.coded.max(map.sinks())).min(self.len);
+        let mean = self.means.entry(key).or_insert_with(|| {
+            let mut mean = BlockMean::default();
+            mean.reset(world.layout.head_dim() as usize);
+            rows[begin as usize..end as usize].iter().for_each(|row| mean.add(row));
+            mean.finish().to_vec()
+        });
+        let at =
+            world.layout.block_bytes() * u64::from(block) + world.layout.mean_begin(head as u32);
+        let bytes = mean.iter().flat_map(|mean| f16::from_f32(*mean).to_le_bytes());
+        for (to, byte) in world.image[at as usize..].iter_mut().zip(bytes) {
+            *to = byte;
+        }
+        mean.clone()
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    formats: [KvFormat; 2],
+    dim: u32,
+    order: BlockOrder,
+    transforms: bool,
+    means: bool,
+    sinks: u32,
+}
+
+const HEADS: u32 = 2;
+const LIVES: usize = 3;
+const BLOCKS: u32 = 160;
+
+fn layout(case: Case, plane: usize, wide_slots: u32) -> PlaneLayout {
+    let shape = kv_core::PlaneShape {
+        num_blocks: BLOCKS,
+        block_size: 16,
+        num_kv_heads: HEADS,
+        head_dim: case.dim,
+        order: case.order,
+        format: case.formats[plane],
+    };
+    let layout = PlaneLayout::new(shape).unwrap().with_transform(case.transforms);
+    let layout = layout.with_wide_rows(case.sinks, true, wide_slots).unwrap();
+    match case.means && plane == 0 && case.formats[0].is_quantised() {
+        true => layout.with_block_means().unwrap(),
+        false => layout,
+    }
+}
+
+fn run(case: Case, seed: u64) {
+    let mut random = Random(seed);
+    let mut device = Device::open(random.below(4));
+    let wide_slots = case.formats[0].wide_slots(case.dim).max(case.formats[1].wide_slots(case.dim));
+    let mut worlds: [World; 2] = std::array::from_fn(|plane| {
+        World::new(&mut device, layout(case, plane, wide_slots), &mut random)
+    });
+    let map = *worlds[0].layout.slot_map();
+    let mut lives: [Life; LIVES] = Default::default();
+    for life in &mut lives {
+        life.rows = std::array::from_fn(|_| vec![Vec::new(); HEADS as usize]);
+    }
+    let mut pool: Vec<u32> = (0..BLOCKS).collect();
+    for step in 0..10 {
+        for life in &mut lives {
+            if life.len > 0 && random.below(5) == 0 {
+                life.truncate(&map, random.below(life.len + 1), &mut pool);
+            }
+        }
+        let mut start = 0;
+        let news: [u32; LIVES] = std::array::from_fn(|_| match random.below(4) {
+            0 => random.below(40),
+            1 => 0,
+            _ => 1 + random.below(3),
+        });
+        let inputs = std::array::from_fn(|plane| {
+            let mut all = Vec::new();
+            for (life, new_len) in lives.iter_mut().zip(news) {
+                for _ in 0..new_len * HEADS {
+                    let row = random.row(case.dim as usize);
+                    let head = all.len() / case.dim as usize % HEADS as usize;
+                    let mut stored = worlds[plane].stored(head, &row);
+                    if case.formats[plane].is_quantised() {
+                        stored.iter_mut().for_each(|value| *value = block::round_wide(*value));
+                    }
+                    life.rows[plane][head].push(stored);
+                    all.extend(row);
+                }
+            }
+            let total = news.iter().sum();
+            let (bytes, _) = elements(0, &all);
+            ragged(device.put(&bytes), 0, total, (HEADS, case.dim))
+        });
+        // Tails that become codes are read in this step: nobody else takes their blocks.
+        let (mut sequences, mut tables, mut held) = (Vec::new(), Vec::new(), Vec::new());
+        for (life, new_len) in lives.iter_mut().zip(news) {
+            let sequence = life.grow(&map, new_len, (&mut pool, &mut held), &mut tables);
+            sequences.push(Sequence { new_start: start, ..sequence });
+            start += new_len;
+        }
+        let counts = Counts { sequences: LIVES as u32, total_new: start, ..Default::default() };
+        let plan = Plan {
+            counts: device.put(&[counts]),
+            sequences: device.put(&sequences),
+            splits: 0,
+            slots: 0,
+            tables: device.put(&tables),
+        };
+        let [k, v] = inputs;
+        let [k_plane, v_plane] = [worlds[0].plane, worlds[1].plane];
+        let params = WriteParams { plan, k, v, k_plane, v_plane };
+        let row_bytes = k_plane.row_bytes.max(v_plane.row_bytes);
+        let shared = 4 * (2 * round16(4 * case.dim) + 256 + round16(row_bytes));
+        let grid = [1 + random.below(4), 1 + random.below(4), 1];
+        device.launch("write_tails", grid, shared, &params);
+        pool.splice(0..0, held);
+        for (plane, world) in worlds.iter_mut().enumerate() {
+            for (life, new_len) in lives.iter_mut().zip(news) {
+                if new_len > 0 {
+                    life.put(world, plane);
+                }
+            }
+            world.check(
+                &mut device,
+                &format!("{case:?}, step {step}, plane {plane}, {sequences:?}"),
+            );
+        }
+    }
+}
+
+#[test]
+fn tails_become_codes_block_by_block() {
+    for (i, format) in KvFormat::all().enumerate() {
+        let case = Case {
+            formats: [format, KvFormat::all().nth((i + 7) % 21).unwrap()],
+            dim: [64, 33, 80][i % 3],
+            order: [BlockOrder::Nhd, BlockOrder::Hnd][i % 2],
+            transforms: i % 4 < 2,
+            means: i % 3 < 2,
+            sinks: (i % 4) as u32,
+        };
+        run(case, i as u64);
+        run(Case { means: true, transforms: true, sinks: 2, ..case }, 1000 + i as u64);
+    }
+}
