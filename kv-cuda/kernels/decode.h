@@ -295,20 +295,6 @@ template <class F, int DIM> KV_DEV void kv_decode(const KvDecodeParams& p) {
   }
 }
 
-// The kernels of one format: every head_dim, or the one that KV_DECODE_DIM names, because each takes seconds to
-// compile. Two blocks share a multiprocessor where their rings let them.
-#if !defined(KV_DECODE_DIM)
-#define KV_DECODE_KERNELS(name, F)                                        \
-  KV_KERNEL(name##_64, KvDecodeParams, 128, 2, kv_decode<F, 64>)          \
-  KV_KERNEL(name##_80, KvDecodeParams, 128, 2, kv_decode<F, 80>)          \
-  KV_KERNEL(name##_96, KvDecodeParams, 128, 2, kv_decode<F, 96>)          \
-  KV_KERNEL(name##_128, KvDecodeParams, 128, 2, kv_decode<F, 128>)        \
-  KV_KERNEL(name##_192, KvDecodeParams, 64, 2, kv_decode<F, 192>)         \
-  KV_KERNEL(name##_256, KvDecodeParams, 64, 2, kv_decode<F, 256>)
-#else
-#define KV_DECODE_NAME(name, dim) name##_##dim
-#define KV_DECODE_EXPORT(...) KV_KERNEL(__VA_ARGS__)
-#define KV_DECODE_KERNEL(name, F, dim) \
-  KV_DECODE_EXPORT(KV_DECODE_NAME(name, dim), KvDecodeParams, (dim >= 192 ? 64 : 128), 2, kv_decode<F, dim>)
-#define KV_DECODE_KERNELS(name, F) KV_DECODE_KERNEL(name, F, KV_DECODE_DIM)
-#endif
+// A kernel: 2 warps for long rows, else 4. Two blocks share a multiprocessor where their rings let them.
+#define KV_DECODE(name, F, DIM) \
+  KV_KERNEL(name, KvDecodeParams, (DIM >= 192 ? 64 : 128), 2, kv_decode<F, DIM>)
