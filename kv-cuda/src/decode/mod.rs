@@ -4,9 +4,7 @@
 //! The kernels are `kernels/decode.h`; who does what is decided in [`plan`].
 mod plan;
 
-#[cfg(test)]
-pub(crate) use plan::DecodePlan;
-pub(crate) use plan::Work;
+pub(crate) use plan::{DecodePlan, Work};
 
 use crate::params::{Plane, Tensor};
 use crate::step::Extent;

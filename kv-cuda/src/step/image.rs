@@ -7,7 +7,7 @@ use kv_core::{DeviceError, DeviceErrorKind};
 
 use super::tables::{Change, DeviceTables};
 use super::{Extent, StepLimits, StepPlan, Way};
-use crate::decode::{Work, room};
+use crate::decode::{DecodePlan, Work, room};
 use crate::gpu::{Gpu, Launch};
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::params::{
@@ -23,7 +23,12 @@ pub(super) struct Image {
     pub(super) used: u64,
     memory: Scratch,
     tables: DeviceTables,
+    /// Whether its lists keep their addresses.
+    is_fixed: bool,
     step: StepPlan,
+    /// The batch, for plans that are made on the host: those that no captured launch needs.
+    sequences: Vec<Sequence>,
+    plan: DecodePlan,
     /// Layers that decode alike share a plan: one, or one for every window.
     decodes: Vec<DecodeImage>,
 }
@@ -58,7 +63,10 @@ impl Image {
             used: 0,
             memory: Scratch::new(gpu),
             tables: DeviceTables::new(gpu),
+            is_fixed: false,
             step: StepPlan::default(),
+            sequences: Vec::new(),
+            plan: DecodePlan::default(),
             decodes: Vec::new(),
         }
     }
@@ -106,24 +114,18 @@ impl Image {
         let starts = u64::from(work.slots).saturating_add(1).saturating_mul(4);
         decode.pieces = decode.memory.reserve(pieces.saturating_add(starts))?;
         decode.starts = decode.pieces.saturating_add(pieces);
-        let params = DecodePlanParams {
-            plan: self.step.plan,
-            pieces: decode.pieces,
-            starts: decode.starts,
-            slots: work.slots,
-            kv_heads: work.kv_heads,
-            group: work.group,
-            full: work.full.into(),
-            window_left: work.window_left,
-            sink_tokens: work.sink_tokens,
-            invariant: work.invariant.into(),
-            q_len_max: work.q_len_max,
-        };
-        let launch =
-            Launch { kernel: "plan_decode", grid: [1, 1, 1], threads: 32, shared_bytes: 0 };
-        // SAFETY: the plan lies in the image's memory; there is room for as many pieces as any
-        // batch of this extent is cut into.
-        unsafe { way.stream.launch(&launch, bytemuck::bytes_of(&params))? };
+        if self.is_fixed {
+            plan_on_device(way, (self.step.plan, decode.pieces, decode.starts), work)?;
+        } else {
+            self.plan.fill(&self.sequences, work);
+            debug_assert!(to_u64(self.plan.pieces.len()) <= room.pieces, "as many as any batch");
+            let pieces = bytemuck::cast_slice(&self.plan.pieces);
+            let starts = bytemuck::cast_slice(&self.plan.starts);
+            // SAFETY: there is room for as many pieces as any batch of this extent is cut into.
+            unsafe { way.staging.upload(way.stream, decode.pieces, pieces)? };
+            // SAFETY: and for one more start than there are slots.
+            unsafe { way.staging.upload(way.stream, decode.starts, starts)? };
+        }
         decode.is_made = true;
         Ok((decode.pieces, decode.starts))
     }
@@ -143,7 +145,8 @@ impl Image {
             blocks.extend(tables.row(sequence.row).iter().map(|block| block.0));
         }
         let table = |index: usize, _| begins.get(index).copied().unwrap_or(0);
-        let lists = Lists::put(pack, batch, None, table)?;
+        let lists = Lists::put(pack, batch, None, (table, &mut self.sequences))?;
+        self.is_fixed = false;
         let blocks = pack.push(&blocks);
         let base = self.memory.send((way.stream, way.staging), pack)?;
         self.step = lists.at(base, blocks.from(base));
@@ -165,7 +168,9 @@ impl Image {
         let changes = self.tables.changes(rows, tables);
         let width = self.tables.width();
         let table = |_, row: u32| row.saturating_mul(width);
-        let sent = Lists::put(pack, batch, limits, table).and_then(|lists| {
+        self.is_fixed = limits.is_some();
+        let lists = Lists::put(pack, batch, limits, (table, &mut self.sequences));
+        let sent = lists.and_then(|lists| {
             let room = limits.map_or(0, |limits| to_usize(limits.sequences));
             let at = pack.push_in(&changes, room);
             let base = self.memory.send((way.stream, way.staging), pack)?;
@@ -194,6 +199,31 @@ impl Image {
     }
 }
 
+/// Cuts a batch that only the device knows when the launch is replayed.
+fn plan_on_device(
+    way: &mut Way<'_>,
+    (plan, pieces, starts): (Plan, Address, Address),
+    work: &Work,
+) -> Result<(), DeviceError> {
+    let params = DecodePlanParams {
+        plan,
+        pieces,
+        starts,
+        slots: work.slots,
+        kv_heads: work.kv_heads,
+        group: work.group,
+        full: work.full.into(),
+        window_left: work.window_left,
+        sink_tokens: work.sink_tokens,
+        invariant: work.invariant.into(),
+        q_len_max: work.q_len_max,
+    };
+    let launch = Launch { kernel: "plan_decode", grid: [1, 1, 1], threads: 32, shared_bytes: 0 };
+    // SAFETY: the plan lies in the image's memory; there is room for as many pieces as any batch of
+    // the image's extent is cut into.
+    unsafe { way.stream.launch(&launch, bytemuck::bytes_of(&params)) }
+}
+
 /// Where the lists of a batch are in a pack.
 struct Lists {
     counts: At,
@@ -211,10 +241,11 @@ impl Lists {
         pack: &mut Pack,
         batch: &PlanBuffers,
         limits: Option<StepLimits>,
-        table: impl Fn(usize, u32) -> u32,
+        (table, sequences): (impl Fn(usize, u32) -> u32, &mut Vec<Sequence>),
     ) -> Result<Self, DeviceError> {
         pack.clear();
-        let (mut entries, mut sequences, mut part_index) = (Vec::new(), Vec::new(), Vec::new());
+        sequences.clear();
+        let (mut entries, mut part_index) = (Vec::new(), Vec::new());
         let mut parts = 0_u64;
         for (index, sequence) in batch.sequences().iter().enumerate() {
             part_index.push(u32::try_from(parts).unwrap_or(u32::MAX));
@@ -274,7 +305,7 @@ impl Lists {
         };
         Ok(Self {
             counts: pack.push(&[counts]),
-            sequences: pack.push_in(&sequences, room.sequences),
+            sequences: pack.push_in(sequences, room.sequences),
             entries: pack.push_in(&entries, room.sequences),
             part_index: pack.push_in(&part_index, room.sequences),
             splits: pack.push_in(&splits, room.splits),
