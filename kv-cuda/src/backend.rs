@@ -1,4 +1,5 @@
 //! Opening a device.
+use std::ffi::c_void;
 use std::sync::Arc;
 
 use kv_core::DeviceError;
@@ -54,12 +55,33 @@ impl CudaBackend {
     /// copied.
     ///
     /// # Safety
-    /// 1. The range lies in memory of this device, aligned to 16 bytes, and stays as long as any
-    ///    handle.
+    /// 1. The memory stays as long as any handle.
     /// 2. Work of other streams that uses it is ordered with the queue's by the caller.
-    pub unsafe fn wrap(&self, address: u64, len: u64) -> CudaBuffer {
-        // SAFETY: condition 1.
-        unsafe { CudaBuffer::foreign(&self.gpu, address, len) }
+    ///
+    /// # Errors
+    /// `ForeignHandle` for an address that is not this device's, `OutOfRange` for a range past the
+    /// end of its allocation, `Unsupported` for one that is not a multiple of 16.
+    pub unsafe fn wrap(&self, address: u64, len: u64) -> Result<CudaBuffer, DeviceError> {
+        if !address.is_multiple_of(16) {
+            return Err(crate::tensors::unsupported("wrap device memory", "not on 16 bytes"));
+        }
+        self.gpu.check_foreign(address, len)?;
+        // SAFETY: the device has just said that the range is its own; condition 1 for the rest.
+        Ok(unsafe { CudaBuffer::foreign(&self.gpu, address, len) })
+    }
+
+    /// A queue on a stream of the caller's own (a `CUstream`), which stays the caller's.
+    ///
+    /// # Safety
+    /// 1. `stream` is of this device's primary context and lives as long as the queue.
+    /// 2. While the queue is used, no other thread captures on it.
+    ///
+    /// # Errors
+    /// `Lost` or `Driver`.
+    pub unsafe fn queue_on(&self, stream: *mut c_void) -> Result<CudaQueue, DeviceError> {
+        // SAFETY: both conditions are the caller's promise.
+        let stream = unsafe { self.gpu.foreign_stream(stream)? };
+        Ok(CudaQueue::on(&self.gpu, &self.waiter, stream))
     }
 
     /// Name of the card.

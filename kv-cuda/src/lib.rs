@@ -13,6 +13,7 @@
 //! (`CudaBackend::emulated`): slow, for tests, and without a card.
 mod backend;
 mod buffer;
+mod capture;
 #[doc(hidden)]
 pub mod code;
 mod constants;
@@ -35,6 +36,7 @@ mod waiter;
 
 pub use backend::CudaBackend;
 pub use buffer::CudaBuffer;
+pub use capture::CudaGraph;
 pub use driver::CudaOptions;
 #[cfg(feature = "emulated")]
 pub use emulated::EmulatorOptions;

@@ -10,6 +10,7 @@ use kv_core::plan::{
 use kv_core::{DeviceError, DeviceErrorKind, GroupId};
 
 use crate::buffer::CudaBuffer;
+use crate::capture::{self, CudaGraph, Held};
 use crate::constants::Constants;
 use crate::decode::Work;
 use crate::gpu::{Event, Gpu, Launch, Pinned, Stream};
@@ -36,6 +37,7 @@ pub struct CudaQueue {
     counters: Scratch,
     pub(crate) pack: Pack,
     constants: Constants,
+    held: Held,
 }
 
 /// What a call takes apart from the queue, side by side.
@@ -64,17 +66,22 @@ pub struct CudaReadback {
 
 impl CudaQueue {
     pub(crate) fn new(gpu: &Arc<dyn Gpu>, waiter: &Arc<Waiter>) -> Result<Self, DeviceError> {
-        Ok(Self {
+        Ok(Self::on(gpu, waiter, gpu.stream()?))
+    }
+
+    pub(crate) fn on(gpu: &Arc<dyn Gpu>, waiter: &Arc<Waiter>, stream: Box<dyn Stream>) -> Self {
+        Self {
             gpu: Arc::clone(gpu),
             waiter: Arc::clone(waiter),
-            stream: gpu.stream()?,
+            stream,
             staging: Staging::new(gpu),
             steps: Steps::new(gpu),
             scratch: Scratch::new(gpu),
             counters: Scratch::new(gpu),
             pack: Pack::default(),
             constants: Constants::new(gpu),
-        })
+            held: Held::default(),
+        }
     }
 
     /// Sets the largest step there will be: from the next one on its lists keep their addresses, so
@@ -104,11 +111,64 @@ impl CudaQueue {
         self.steps.decode(&mut way, id, work)
     }
 
+    /// Begins to keep launches instead of running them. Calls on this queue until
+    /// [`Self::end_capture`] must be those of one step: its writes and attention, in device memory.
+    ///
+    /// The step must lie within [`Self::set_step_limits`], and a step like it must have run before,
+    /// so that all memory is there and kernels are loaded.
+    ///
+    /// # Errors
+    /// `Unsupported` without limits, or where one is on already; the driver's.
+    pub fn begin_capture(&mut self) -> Result<(), DeviceError> {
+        if self.steps.limits().is_none() || self.held.is_on() {
+            let why = "needs limits of steps, and one capture at a time";
+            return Err(crate::tensors::unsupported("begin capture", why));
+        }
+        self.stream.begin_capture()?;
+        self.held.begin();
+        Ok(())
+    }
+
+    /// Ends what [`Self::begin_capture`] began. Nothing has run yet: [`Self::replay`] runs it.
+    ///
+    /// # Errors
+    /// `Unsupported` where nothing was begun; the driver's.
+    pub fn end_capture(&mut self) -> Result<CudaGraph, DeviceError> {
+        if !self.held.is_on() {
+            return Err(crate::tensors::unsupported("end capture", "nothing was begun"));
+        }
+        let mut held = self.held.end();
+        let graph = self.stream.end_capture()?;
+        held.extend(self.scratch.memory().cloned());
+        held.extend(self.counters.memory().cloned());
+        held.extend(self.steps.memory());
+        Ok(CudaGraph::new(&self.gpu, graph, self.steps.epoch(), held))
+    }
+
+    /// Runs captured launches for the step that was begun last. They read and write the tensors
+    /// that they were captured with.
+    ///
+    /// # Errors
+    /// `ForeignHandle` for a graph of another device, `Unsupported` for one that was captured
+    /// under other limits; the driver's.
+    pub fn replay(&mut self, graph: &CudaGraph) -> Result<(), DeviceError> {
+        if !Arc::ptr_eq(&self.gpu, &graph.gpu) {
+            return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, "replay"));
+        }
+        if graph.epoch != self.steps.epoch() {
+            let why = "the graph was captured under other limits of steps, or on another queue";
+            return Err(crate::tensors::unsupported("replay", why));
+        }
+        // SAFETY: the graph holds all memory its launches name; lists of a step have the addresses
+        // they had, as limits promise, and their content was checked when the step began.
+        unsafe { self.stream.replay(graph.graph.as_ref()) }
+    }
+
     /// Begins a call, with nothing packed.
     pub(crate) fn parts(&mut self, operation: &'static str) -> Parts<'_> {
         self.pack.clear();
         Parts {
-            call: Call { gpu: &self.gpu, operation },
+            call: Call { gpu: &self.gpu, operation, held: &self.held },
             pack: &mut self.pack,
             constants: &mut self.constants,
             way: Way { stream: self.stream.as_mut(), staging: &mut self.staging },
@@ -117,12 +177,20 @@ impl CudaQueue {
 
     /// Brings the lists of this call to the device; where they lie.
     pub(crate) fn send(&mut self) -> Result<Address, DeviceError> {
+        let is_captured = self.held.is_on();
+        if is_captured && !(self.pack.is_empty() && self.scratch.has(self.pack.len())) {
+            return Err(capture::refused("lists of one call, or more room than before,"));
+        }
         self.scratch.send((self.stream.as_mut(), &mut self.staging), &self.pack)
     }
 
     /// Memory of so many counters, which are zero.
     pub(crate) fn counters(&mut self, count: u64) -> Result<Address, DeviceError> {
-        self.counters.reserve(count.max(1).saturating_mul(4))
+        let bytes = count.max(1).saturating_mul(4);
+        if self.held.is_on() && !self.counters.has(bytes) {
+            return Err(capture::refused("more counters than before"));
+        }
+        self.counters.reserve(bytes)
     }
 
     /// Starts a kernel.

@@ -52,19 +52,15 @@ impl Pack {
     pub(crate) fn skip(&mut self, len: u64) {
         self.bytes.resize(self.bytes.len().saturating_add(bytes(len)), 0);
     }
-    /// Exchanges values that were added at `at`.
-    pub(crate) fn put<T: bytemuck::NoUninit>(&mut self, at: At, values: &[T]) {
-        let values: &[u8] = bytemuck::cast_slice(values);
-        let begin = bytes(at.0);
-        if let Some(to) = self.bytes.get_mut(begin..begin.saturating_add(values.len())) {
-            to.copy_from_slice(values);
-        }
-    }
     /// Adds room for `len` bytes that kernels write.
     pub(crate) fn room(&mut self, len: u64) -> At {
         let at = self.len();
         self.room = at.saturating_add(len).saturating_sub(to_u64(self.bytes.len()));
         At(at)
+    }
+    /// Whether no list was added.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
     }
     /// Bytes of all, up to where the next list would begin.
     pub(crate) fn len(&self) -> u64 {
@@ -85,6 +81,14 @@ impl Scratch {
         Self { gpu: Arc::clone(gpu), memory: None }
     }
 
+    /// The memory there is.
+    pub(crate) fn memory(&self) -> Option<&CudaBuffer> {
+        self.memory.as_ref()
+    }
+    /// Whether it need not grow for `len` bytes.
+    pub(crate) fn has(&self, len: u64) -> bool {
+        self.memory.as_ref().is_some_and(|memory| memory.len() >= len)
+    }
     /// Memory of `len` bytes at least. What was there is lost when it has to grow, and zero then.
     pub(crate) fn reserve(&mut self, len: u64) -> Result<Address, DeviceError> {
         if let Some(memory) = self.memory.as_ref().filter(|memory| memory.len() >= len) {

@@ -11,6 +11,7 @@ use kv_core::{
 };
 
 use crate::buffer::CudaBuffer;
+use crate::capture::{self, Held};
 use crate::constants::Constants;
 use crate::gpu::Gpu;
 use crate::num::{to_u32, to_u64, to_usize};
@@ -70,9 +71,16 @@ impl Source {
 pub(crate) struct Call<'a> {
     pub(crate) gpu: &'a Arc<dyn Gpu>,
     pub(crate) operation: &'static str,
+    pub(crate) held: &'a Held,
 }
 
 impl Call<'_> {
+    /// Address of a range of a buffer of this device.
+    fn on(self, buffer: &CudaBuffer, range: (u64, u64)) -> Result<Address, DeviceError> {
+        self.held.note(buffer);
+        buffer.on(self.gpu, range, self.operation)
+    }
+
     /// An input; bytes of the host go along in `pack`.
     pub(crate) fn input(
         self,
@@ -83,12 +91,15 @@ impl Call<'_> {
         room.check(tensor.rows(), self.operation)?;
         let source = match tensor.data() {
             TensorData::Host(bytes) => {
+                if self.held.is_on() {
+                    return Err(capture::refused("a tensor in host memory"));
+                }
                 let reached = crate::num::bytes(tensor.bytes_reached());
                 Source::Packed(pack.push(bytes.get(..reached).unwrap_or(bytes)))
             }
             TensorData::Device { buffer, offset } => {
                 let range = (offset, tensor.bytes_reached());
-                Source::Device(buffer.on(self.gpu, range, self.operation)?)
+                Source::Device(self.on(buffer, range)?)
             }
         };
         Ok((rows(tensor.rows(), 0), source))
@@ -107,7 +118,7 @@ impl Call<'_> {
                 Err(unsupported(self.operation, "an output in host memory: download it instead"))
             }
             TensorDataMut::Device { buffer, offset } => {
-                let address = buffer.on(self.gpu, (*offset, reached), self.operation)?;
+                let address = self.on(buffer, (*offset, reached))?;
                 Ok(rows(&shape, address))
             }
         }
@@ -134,7 +145,7 @@ impl Call<'_> {
             let Some(buffer) = view.constants() else {
                 return Err(unsupported(self.operation, "the plane lacks the constants it needs"));
             };
-            plane.constants = buffer.on(self.gpu, (0, layout.constants_bytes()), self.operation)?;
+            plane.constants = self.on(buffer, (0, layout.constants_bytes()))?;
         }
         if layout.num_segments() == 1 {
             plane.base = self.segment(view, 0)?;
@@ -142,7 +153,7 @@ impl Call<'_> {
         }
         let segments = (0..layout.num_segments()).map(|index| self.segment(view, index));
         let segments = segments.collect::<Result<Vec<_>, _>>()?;
-        plane.segments = constants.get(way, &segments)?;
+        plane.segments = constants.get((way, self.held), &segments)?;
         Ok(plane)
     }
 
@@ -151,7 +162,7 @@ impl Call<'_> {
             let why = format!("the plane has no buffer for segment {index}");
             return Err(unsupported(self.operation, why));
         };
-        buffer.on(self.gpu, (0, view.layout().segment_bytes(index)), self.operation)
+        self.on(buffer, (0, view.layout().segment_bytes(index)))
     }
 }
 

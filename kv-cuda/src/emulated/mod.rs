@@ -148,6 +148,10 @@ impl Gpu for Emulator {
         }
     }
 
+    fn check_foreign(&self, address: Address, bytes: u64) -> Result<(), DeviceError> {
+        self.memory.find(address, bytes, "wrap device memory").map(drop)
+    }
+
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {
         let (library, memory) = (Arc::clone(&self.library), Arc::clone(&self.memory));
         Ok(Box::new(EmulatedStream::new(library, memory, self.seed)))

@@ -7,7 +7,7 @@ use kv_core::{DeviceError, DeviceErrorKind};
 
 use super::library::Library;
 use super::memory::Memory;
-use crate::gpu::{Event, Launch, Stream};
+use crate::gpu::{Event, Graph, Launch, Stream};
 use crate::params::Address;
 
 /// An ordered lane of work that is done as soon as it is submitted.
@@ -18,11 +18,37 @@ pub(super) struct EmulatedStream {
     /// 0 keeps blocks and threads in order.
     seed: u32,
     launches: u32,
+    /// What is kept instead of being done.
+    captured: Option<Vec<Captured>>,
 }
+
+/// Work that was kept.
+#[derive(Debug, Clone)]
+enum Captured {
+    Launch(Launch, Vec<u8>),
+    Zero(Address, u64),
+}
+
+/// Captured work of one device.
+#[derive(Debug)]
+struct EmulatedGraph {
+    memory: Arc<Memory>,
+    work: Vec<Captured>,
+}
+
+impl Graph for EmulatedGraph {}
 
 impl EmulatedStream {
     pub(super) fn new(library: Arc<Library>, memory: Arc<Memory>, seed: u32) -> Self {
-        Self { library, memory, seed, launches: 0 }
+        Self { library, memory, seed, launches: 0, captured: None }
+    }
+
+    /// Host memory is not there any more when captured work runs.
+    fn refuse_captured(&self, operation: &'static str) -> Result<(), DeviceError> {
+        if self.captured.is_none() {
+            return Ok(());
+        }
+        Err(DeviceError::new(DeviceErrorKind::Unsupported, operation).with_detail("in a capture"))
     }
 
     /// The seed of the next launch; 0 stays 0.
@@ -42,6 +68,7 @@ impl Stream for EmulatedStream {
         from: *const u8,
         bytes: usize,
     ) -> Result<(), DeviceError> {
+        self.refuse_captured("upload")?;
         let to = self.memory.find(to, byte_count(bytes), "upload")?;
         // SAFETY: `find` has found the bytes at `to`, those at `from` are condition 1; memory of
         // the device and page-locked memory are allocations of their own.
@@ -55,6 +82,7 @@ impl Stream for EmulatedStream {
         from: Address,
         bytes: usize,
     ) -> Result<(), DeviceError> {
+        self.refuse_captured("download")?;
         let from = self.memory.find(from, byte_count(bytes), "download")?;
         // SAFETY: `find` has found the bytes at `from`, those at `to` are condition 1; memory of
         // the device and page-locked memory are allocations of their own.
@@ -63,6 +91,10 @@ impl Stream for EmulatedStream {
     }
 
     unsafe fn zero(&mut self, at: Address, bytes: u64) -> Result<(), DeviceError> {
+        if let Some(captured) = &mut self.captured {
+            captured.push(Captured::Zero(at, bytes));
+            return Ok(());
+        }
         let to = self.memory.find(at, bytes, "zero")?;
         let bytes = usize::try_from(bytes).unwrap_or(0);
         // SAFETY: `find` has found the bytes at `at`, so their number is one that memory has.
@@ -71,9 +103,43 @@ impl Stream for EmulatedStream {
     }
 
     unsafe fn launch(&mut self, launch: &Launch, params: &[u8]) -> Result<(), DeviceError> {
+        if let Some(captured) = &mut self.captured {
+            captured.push(Captured::Launch(*launch, params.to_vec()));
+            return Ok(());
+        }
         let seed = self.next_seed();
         // SAFETY: condition 1 of this function is that of the library's.
         unsafe { self.library.launch(launch, params, seed) }
+    }
+
+    fn begin_capture(&mut self) -> Result<(), DeviceError> {
+        self.refuse_captured("begin capture")?;
+        self.captured = Some(Vec::new());
+        Ok(())
+    }
+
+    fn end_capture(&mut self) -> Result<Box<dyn Graph>, DeviceError> {
+        match self.captured.take() {
+            Some(work) => Ok(Box::new(EmulatedGraph { memory: Arc::clone(&self.memory), work })),
+            None => Err(DeviceError::new(DeviceErrorKind::Driver, "end capture")),
+        }
+    }
+
+    unsafe fn replay(&mut self, graph: &dyn Graph) -> Result<(), DeviceError> {
+        let graph: &dyn Any = graph;
+        let ours = graph.downcast_ref::<EmulatedGraph>();
+        let Some(graph) = ours.filter(|graph| Arc::ptr_eq(&graph.memory, &self.memory)) else {
+            return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, "replay"));
+        };
+        for work in &graph.work {
+            match work {
+                // SAFETY: condition 1 is that of the launch.
+                Captured::Launch(launch, params) => unsafe { self.launch(launch, params)? },
+                // SAFETY: condition 1 is that of the zeroing.
+                Captured::Zero(at, bytes) => unsafe { self.zero(*at, *bytes)? },
+            }
+        }
+        Ok(())
     }
 
     fn record(&mut self) -> Result<Arc<dyn Event>, DeviceError> {

@@ -7,6 +7,7 @@ use kv_core::{DeviceError, DeviceErrorKind};
 
 use super::tables::{Change, DeviceTables};
 use super::{Extent, StepLimits, StepPlan, Way};
+use crate::buffer::CudaBuffer;
 use crate::decode::{DecodePlan, Work, room};
 use crate::gpu::{Gpu, Launch};
 use crate::num::{to_u32, to_u64, to_usize};
@@ -22,6 +23,8 @@ pub(super) struct Image {
     id: PlanId,
     pub(super) used: u64,
     memory: Scratch,
+    /// Changes of the tables, of which there may be any number.
+    changes: Scratch,
     tables: DeviceTables,
     /// Whether its lists keep their addresses.
     is_fixed: bool,
@@ -62,6 +65,7 @@ impl Image {
             id: super::no_plans(),
             used: 0,
             memory: Scratch::new(gpu),
+            changes: Scratch::new(gpu),
             tables: DeviceTables::new(gpu),
             is_fixed: false,
             step: StepPlan::default(),
@@ -76,6 +80,13 @@ impl Image {
     }
     pub(super) fn step(&self) -> StepPlan {
         self.step
+    }
+
+    /// All memory that captured launches may name.
+    pub(super) fn memory(&self) -> Vec<CudaBuffer> {
+        let decodes = self.decodes.iter().filter_map(|decode| decode.memory.memory());
+        let own = [self.memory.memory(), self.tables.memory()].into_iter().flatten();
+        own.chain(decodes).cloned().collect()
     }
 
     /// The batch is nobody's until its copy stands.
@@ -171,13 +182,14 @@ impl Image {
         self.is_fixed = limits.is_some();
         let lists = Lists::put(pack, batch, limits, (table, &mut self.sequences));
         let sent = lists.and_then(|lists| {
-            let room = limits.map_or(0, |limits| to_usize(limits.sequences));
-            let at = pack.push_in(&changes, room);
             let base = self.memory.send((way.stream, way.staging), pack)?;
             self.step = lists.at(base, self.tables.address());
             if changes.is_empty() {
                 return Ok(());
             }
+            pack.clear();
+            let at = pack.push(&changes);
+            let base = self.changes.send((way.stream, way.staging), pack)?;
             let params = TableParams {
                 changes: at.from(base),
                 tables: self.tables.address(),

@@ -11,11 +11,13 @@ mod image;
 mod tables;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use kv_core::block::BlockTables;
 use kv_core::plan::{PlanBuffers, PlanId};
 use kv_core::{DeviceError, GroupId};
 
+use crate::buffer::CudaBuffer;
 use crate::decode::Work;
 use crate::gpu::{Gpu, Stream};
 use crate::params::{Address, Plan};
@@ -81,6 +83,8 @@ pub(crate) struct Way<'a> {
 pub(crate) struct Steps {
     gpu: Arc<dyn Gpu>,
     limits: Option<StepLimits>,
+    /// Another one for each limits of each queue.
+    epoch: u64,
     /// Of groups, by number.
     groups: Vec<Image>,
     by_hand: Vec<Image>,
@@ -93,6 +97,7 @@ impl Steps {
         Self {
             gpu: Arc::clone(gpu),
             limits: None,
+            epoch: next_epoch(),
             groups: Vec::new(),
             by_hand: Vec::new(),
             clock: 0,
@@ -103,7 +108,15 @@ impl Steps {
     /// Fixes addresses from the next step on. What was captured before finds nothing any more.
     pub(crate) fn set_limits(&mut self, limits: StepLimits) {
         self.limits = Some(limits);
+        self.epoch = next_epoch();
         self.groups.clear();
+    }
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+    /// Memory of all groups' plans.
+    pub(crate) fn memory(&self) -> Vec<CudaBuffer> {
+        self.groups.iter().flat_map(Image::memory).collect()
     }
     pub(crate) fn limits(&self) -> Option<StepLimits> {
         self.limits
@@ -167,6 +180,11 @@ impl Steps {
             None => Ok((0, 0)),
         }
     }
+}
+
+fn next_epoch() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    LAST.fetch_add(1, Ordering::Relaxed).wrapping_add(1)
 }
 
 /// Nobody's plans.

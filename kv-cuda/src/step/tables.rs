@@ -6,6 +6,7 @@ use kv_core::block::BlockTables;
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use super::StepLimits;
+use crate::buffer::CudaBuffer;
 use crate::gpu::Gpu;
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::params::Address;
@@ -41,6 +42,9 @@ impl DeviceTables {
         Self { memory: Scratch::new(gpu), address: 0, width: 0, rows: Vec::new() }
     }
 
+    pub(super) fn memory(&self) -> Option<&CudaBuffer> {
+        self.memory.memory()
+    }
     pub(super) fn address(&self) -> Address {
         self.address
     }

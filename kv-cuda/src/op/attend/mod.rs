@@ -67,7 +67,10 @@ pub(crate) fn attend(
     if group == 0 || v_plane.num_kv_heads != kv_heads {
         return Err(unsupported(OPERATION, format!("{} query, {kv_heads} kv heads", q.heads)));
     }
-    let sinks = options.sink_logits().map(|sinks| constants.get(&mut way, sinks)).transpose()?;
+    let sinks = options
+        .sink_logits()
+        .map(|sinks| constants.get((&mut way, call.held), sinks))
+        .transpose()?;
     let mut params = AttendParams {
         plan: step.plan,
         q,
