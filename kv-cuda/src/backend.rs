@@ -5,6 +5,7 @@ use kv_core::DeviceError;
 use kv_core::backend::{Backend, Capabilities};
 
 use crate::buffer::CudaBuffer;
+use crate::driver::{CudaGpu, CudaOptions};
 #[cfg(feature = "emulated")]
 use crate::emulated::{Emulator, EmulatorOptions};
 use crate::gpu::Gpu;
@@ -20,6 +21,16 @@ pub struct CudaBackend {
 }
 
 impl CudaBackend {
+    /// Opens a GPU.
+    ///
+    /// # Errors
+    /// `Unsupported` without a driver, without the device, for one older than compute capability
+    /// 8.0, and where no code for it is embedded and none can be compiled here; `OutOfMemory`,
+    /// `Lost` and `Driver` from the driver.
+    pub fn open(options: &CudaOptions) -> Result<Self, DeviceError> {
+        Ok(Self::on(Arc::new(CudaGpu::open(options)?)))
+    }
+
     /// The same kernels and the same host code on the CPU, a thread at a time: for tests.
     ///
     /// # Errors

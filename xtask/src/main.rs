@@ -8,6 +8,7 @@
 mod bench;
 mod conformance;
 mod emulator;
+mod kernels;
 mod readme;
 mod setup;
 mod shell;
@@ -31,9 +32,14 @@ Usage: cargo xtask COMMAND
       [-- ARG...]      to the runner, as to libtest: a part of a case's name, --list, --exact
   emulator             the library that runs CUDA kernels on the CPU: target/emulator
       --sanitize NAME  watched by `address` (and undefined behaviour), `thread`, or `none`
+      --self-test      instead, the emulator's own tests, plain and with each sanitizer
   tidy                 rules about files, crates and documents that no compiler checks
       --fix            first break comments anew where lines are too long
   setup                what the suites need on this machine, installed where that is possible
+  kernels              every CUDA kernel compiled for every architecture, with its registers
+      --only UNIT      only this file of kv-cuda/kernels
+      --check          and say whether the compiled kernels in the tree are current
+      --write          and write them
   bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
   bench peers          block life beside other crates in one run; builds what they depend on
   help                 this text
@@ -46,6 +52,7 @@ enum Command {
     Tidy { fix: bool },
     Setup,
     Bench(Vec<OsString>),
+    Kernels(Vec<OsString>),
     Help,
 }
 
@@ -83,6 +90,7 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Setup => setup::run()?,
         Command::Bench(args) => bench::run(&args)?,
+        Command::Kernels(args) => kernels::run(&args)?,
         Command::Help => print!("{HELP}"),
     }
     Ok(ExitCode::SUCCESS)
@@ -101,6 +109,7 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "conformance" => return parse_conformance(parser),
         "emulator" => return parse_emulator(parser),
         "bench" => return Ok(Command::Bench(parser.raw_args()?.collect())),
+        "kernels" => return parse_kernels(parser),
         "test" => Command::Test,
         "tidy" => Command::Tidy { fix: false },
         "setup" => Command::Setup,
@@ -144,11 +153,27 @@ fn parse_emulator(mut parser: Parser) -> Result<Command> {
             Arg::Long("sanitize") => {
                 options.sanitizer = emulator::Sanitizer::parse(&parser.value()?.string()?)?;
             }
+            Arg::Long("self-test") => options.self_test = true,
             Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
             other => return Err(other.unexpected().into()),
         }
     }
     Ok(Command::Emulator(options))
+}
+
+/// Checks the arguments here, so that a wrong one is found before anything is built.
+fn parse_kernels(mut parser: Parser) -> Result<Command> {
+    let mut args: Vec<OsString> = Vec::new();
+    while let Some(arg) = parser.next()? {
+        match arg {
+            Arg::Long("only") => args.extend(["--only".into(), parser.value()?]),
+            Arg::Long("check") => args.push("--check".into()),
+            Arg::Long("write") => args.push("--write".into()),
+            Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    Ok(Command::Kernels(args))
 }
 
 #[cfg(test)]
@@ -177,6 +202,15 @@ mod tests {
             panic!("not parsed as bench");
         };
         assert_eq!(args, ["attend", "--test"]);
+    }
+
+    #[test]
+    fn kernels_passes_on_what_it_knows() {
+        let Ok(Command::Kernels(args)) = parsed("kernels --only attend.cu --check") else {
+            panic!("not parsed as kernels");
+        };
+        assert_eq!(args, ["--only", "attend.cu", "--check"]);
+        assert!(parsed("kernels --fast").is_err() && parsed("kernels --only").is_err());
     }
 
     #[test]

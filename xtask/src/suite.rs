@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 
 use crate::workspace::Workspace;
-use crate::{conformance, readme, setup, shell, tidy};
+use crate::{conformance, kernels, readme, setup, shell, tidy};
 
 /// The crate with the heavy dependencies: built once, in release, for its tests and for README
 /// alike. All other crates are always chosen together, because cargo builds a dependency again for
@@ -29,6 +29,7 @@ const STAGES: &[Stage] = &[
     ("spelling", spelling),
     ("other instruction sets", cross_check),
     ("unit and API tests, benches once", unit_tests),
+    ("CUDA kernels", compile_kernels),
     ("doc tests", doc_tests),
     ("conformance", conform),
     ("conformance of all CPU kernels", conform_kernels),
@@ -137,6 +138,14 @@ fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
         args.extend(["--test", name]);
     }
     cargo(&args)
+}
+
+/// A machine that cannot get the compiler has still tested the kernels on the emulator.
+fn compile_kernels(workspace: &Workspace) -> Result<Outcome> {
+    match kernels::lacks(workspace) {
+        Some(why) => Ok(Outcome::Skipped(why)),
+        None => kernels::run(&["--check".into()]).map(passed),
+    }
 }
 
 fn doc_tests(_: &Workspace) -> Result<Outcome> {

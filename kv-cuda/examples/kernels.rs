@@ -1,0 +1,311 @@
+//! Compiles every kernel ahead of time; `cargo xtask kernels` runs it.
+//!
+//! Every unit is compiled for every architecture that is shipped, each in a process of its own:
+//! NVRTC compiles one program at a time. What was compiled is kept under its key, so that only
+//! changes cost time. Prints registers, shared memory and spills of every kernel; a spill is a
+//! failure. `--write` makes the archives that the crate embeds, `--check` compares them with what
+//! they should be.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{env, fs, thread};
+
+use kv_cuda::code::{self, Arch, Archive, Cache, KernelReport, Key, Nvrtc, Unit};
+
+type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
+
+const USAGE: &str = "kernels --work DIR --archives DIR [--only UNIT] [--write | --check]";
+
+struct Options {
+    /// What was compiled, and logs.
+    work: PathBuf,
+    /// Archives and their manifest.
+    archives: PathBuf,
+    only: Option<String>,
+    write: bool,
+    check: bool,
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let args: Vec<String> = env::args().skip(1).collect();
+    if let [command, unit, arch, image, log] = args.as_slice()
+        && command == "compile"
+    {
+        return compile(unit, arch, Path::new(image), Path::new(log));
+    }
+    let options = parse(args)?;
+    let nvrtc = Nvrtc::load(None)?;
+    let version = nvrtc.version();
+    let units: Vec<_> = code::units()
+        .into_iter()
+        .filter(|unit| options.only.as_ref().is_none_or(|only| only == unit.name()))
+        .collect();
+    if units.is_empty() {
+        return Err("no such unit".into());
+    }
+    let jobs: Vec<_> = units
+        .iter()
+        .flat_map(|unit| Arch::SHIPPED.map(|arch| (unit, arch)))
+        .map(|(unit, arch)| Job { unit, arch, key: unit.key(arch, version) })
+        .collect();
+    let (done, failures) = work(&jobs, &options.work)?;
+    let spilling = table(&done);
+    if !failures.is_empty() {
+        let failures = failures.iter().map(|(why, archs)| format!("{}: {why}", archs.join(", ")));
+        let failures: Vec<_> = failures.collect();
+        return Err(format!("not everything compiles\n{}", failures.join("\n")).into());
+    }
+    if spilling > 0 {
+        return Err(format!("{spilling} kernels spill registers").into());
+    }
+    if options.write {
+        write(&done, version, &options.archives)?;
+    }
+    if options.check {
+        check(&jobs, version, &options.archives)?;
+    }
+    Ok(())
+}
+
+fn parse(args: Vec<String>) -> Result<Options> {
+    let (mut write, mut check) = (false, false);
+    let (mut work, mut archives, mut only) = (None, None, None);
+    let mut args = args.into_iter();
+    while let Some(arg) = args.next() {
+        let mut value = || args.next().ok_or(USAGE);
+        match arg.as_str() {
+            "--work" => work = Some(PathBuf::from(value()?)),
+            "--archives" => archives = Some(PathBuf::from(value()?)),
+            "--only" => only = Some(value()?),
+            "--write" => write = true,
+            "--check" => check = true,
+            _ => return Err(USAGE.into()),
+        }
+    }
+    if only.is_some() && (write || check) {
+        return Err("archives hold all units".into());
+    }
+    let (work, archives) = work.zip(archives).ok_or(USAGE)?;
+    Ok(Options { work, archives, only, write, check })
+}
+
+/// One compilation.
+struct Job<'a> {
+    unit: &'a Unit<'static>,
+    arch: Arch,
+    key: Key,
+}
+
+/// What came of it.
+struct Done<'a> {
+    job: &'a Job<'a>,
+    image: Vec<u8>,
+    log: String,
+}
+
+impl Done<'_> {
+    fn reports(&self) -> Vec<KernelReport> {
+        code::report(&self.log)
+    }
+
+    fn kernels(&self) -> Vec<String> {
+        if self.job.arch.is_ptx() {
+            return code::entry_points(&String::from_utf8_lossy(&self.image));
+        }
+        self.reports().into_iter().map(|kernel| kernel.name).collect()
+    }
+}
+
+/// The work of a child: one unit for one architecture.
+fn compile(name: &str, arch: &str, image: &Path, log: &Path) -> Result<()> {
+    let units = code::units();
+    let unit = units.iter().find(|unit| unit.name() == name).ok_or("no such unit")?;
+    let compiled = Nvrtc::load(None)?.compile(unit, arch.parse()?)?;
+    fs::write(log, compiled.log)?;
+    fs::write(image, compiled.image)?;
+    Ok(())
+}
+
+/// Architectures by what went wrong for them: a mistake is mostly one for all.
+type Failures = BTreeMap<String, Vec<String>>;
+
+/// Does all jobs, as many at a time as there are processors.
+fn work<'a>(jobs: &'a [Job<'a>], folder: &Path) -> Result<(Vec<Done<'a>>, Failures)> {
+    let next = AtomicUsize::new(0);
+    let done = Mutex::new((BTreeMap::new(), Failures::new()));
+    let workers = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        for _ in 0..workers {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(job) = jobs.get(index) else { break };
+                    let result = compiled(job, folder);
+                    let Ok(mut done) = done.lock() else { break };
+                    match result {
+                        Ok(result) => _ = done.0.insert(index, result),
+                        Err(error) => {
+                            let archs = done.1.entry(error.to_string()).or_default();
+                            archs.push(job.arch.to_string());
+                        }
+                    }
+                }
+            });
+        }
+    });
+    let (done, failures) = done.into_inner().map_err(|_| "a thread panicked")?;
+    Ok((done.into_values().collect(), failures))
+}
+
+fn compiled<'a>(job: &'a Job<'a>, folder: &Path) -> Result<Done<'a>> {
+    // Two caches of the kind that a user's machine has: one of images, one of logs.
+    let (images, logs) = (Cache::new(folder.join("images")), Cache::new(folder.join("logs")));
+    let text = |log: Vec<u8>| String::from_utf8_lossy(&log).into_owned();
+    if let (Some(image), Some(log)) = (images.load(job.key), logs.load(job.key)) {
+        return Ok(Done { job, image, log: text(log) });
+    }
+    fs::create_dir_all(folder)?;
+    let place = |kind| folder.join(format!("{}.{kind}.new", job.key));
+    let (image, log) = (place("image"), place("log"));
+    let mut child = Command::new(env::current_exe()?);
+    child.args(["compile", job.unit.name(), &job.arch.to_string()]).arg(&image).arg(&log);
+    let output = child.output()?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(said.trim().trim_start_matches("error: ").into());
+    }
+    let done = Done { job, image: fs::read(&image)?, log: text(fs::read(&log)?) };
+    logs.store(job.key, done.log.as_bytes())?;
+    images.store(job.key, &done.image)?;
+    fs::remove_file(&image)?;
+    fs::remove_file(&log)?;
+    Ok(done)
+}
+
+/// Prints kernels by architectures; returns how many spill.
+fn table(done: &[Done<'_>]) -> usize {
+    let archs: Vec<Arch> = Arch::SHIPPED.into_iter().filter(|arch| !arch.is_ptx()).collect();
+    let mut rows: BTreeMap<(String, String), BTreeMap<Arch, KernelReport>> = BTreeMap::new();
+    for one in done {
+        for kernel in one.reports() {
+            let row = rows.entry((one.job.unit.name().to_owned(), kernel.name.clone()));
+            row.or_default().insert(one.job.arch, kernel);
+        }
+    }
+    let widest = rows.keys().map(|(_, kernel)| kernel.len()).max().unwrap_or(0);
+    let mut text = format!("{:<widest$}", "kernel");
+    for arch in &archs {
+        let _ = write!(text, "  {:>9}", arch.to_string());
+    }
+    text.push_str("   registers, +static shared bytes, !spilled bytes\n");
+    let mut spilling = 0_usize;
+    let mut last = String::new();
+    for ((unit, kernel), reports) in &rows {
+        if *unit != last {
+            let _ = writeln!(text, "{unit}");
+            last.clone_from(unit);
+        }
+        let _ = write!(text, "{kernel:<widest$}");
+        for arch in &archs {
+            let cell = reports.get(arch).map_or_else(|| "-".to_owned(), cell);
+            let _ = write!(text, "  {cell:>9}");
+        }
+        text.push('\n');
+        let spills = reports.values().filter(|kernel| kernel.spill_bytes > 0);
+        spilling = spilling.saturating_add(spills.count());
+    }
+    println!("{text}{} kernels, {} images", rows.len(), done.len());
+    spilling
+}
+
+fn cell(kernel: &KernelReport) -> String {
+    let mut cell = kernel.registers.to_string();
+    if kernel.shared_bytes > 0 {
+        let _ = write!(cell, "+{}", kernel.shared_bytes);
+    }
+    if kernel.spill_bytes > 0 {
+        let _ = write!(cell, "!{}", kernel.spill_bytes);
+    }
+    cell
+}
+
+/// Writes an archive for every architecture, and the manifest.
+fn write(done: &[Done<'_>], version: u32, folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder)?;
+    let mut manifest = format!("nvrtc {version}\n");
+    for arch in Arch::SHIPPED {
+        let of_arch = done.iter().filter(|one| one.job.arch == arch);
+        let units: Vec<_> = of_arch
+            .map(|one| {
+                let (name, key) = (one.job.unit.name().to_owned(), one.job.key);
+                (name, key, one.kernels(), one.image.clone())
+            })
+            .collect();
+        if let Some((unit, ..)) = units.iter().find(|(.., kernels, _)| kernels.is_empty()) {
+            return Err(format!("{unit} exports no kernel").into());
+        }
+        let bytes = code::pack(version, &units)?;
+        let path = folder.join(format!("{arch}.kva"));
+        fs::write(&path, &bytes)?;
+        let raw: usize = units.iter().map(|(.., image)| image.len()).sum();
+        println!("{}: {} bytes of {raw}", path.display(), bytes.len());
+        for (unit, key, kernels, image) in &units {
+            let (kernels, bytes) = (kernels.len(), image.len());
+            writeln!(manifest, "{key} {arch} {unit} {kernels} kernels {bytes} bytes")?;
+        }
+    }
+    fs::write(folder.join("manifest.txt"), manifest)?;
+    Ok(())
+}
+
+/// Compares the archives with the sources; says which entries are not current.
+fn check(jobs: &[Job<'_>], version: u32, folder: &Path) -> Result<()> {
+    let mut stale = Vec::new();
+    for arch in Arch::SHIPPED {
+        let path = folder.join(format!("{arch}.kva"));
+        let Ok(bytes) = fs::read(&path) else {
+            stale.push(format!("{} is not there", path.display()));
+            continue;
+        };
+        let archive = Archive::parse(&bytes).map_err(|error| format!("{arch}: {error}"))?;
+        if archive.version != version {
+            let found = archive.version;
+            stale.push(format!("{arch} was made by NVRTC {found}, this is {version}"));
+            continue;
+        }
+        let of_arch: Vec<_> = jobs.iter().filter(|job| job.arch == arch).collect();
+        for job in &of_arch {
+            match archive.entry(job.unit.name()) {
+                Some(entry) if entry.key == job.key => {
+                    entry.image().map_err(|error| format!("{arch}: {error}"))?;
+                }
+                _ => stale.push(format!("{arch} has no current {}", job.unit.name())),
+            }
+        }
+        if archive.entries.len() != of_arch.len() {
+            stale.push(format!("{arch} has other units than there are"));
+        }
+    }
+    if stale.is_empty() {
+        println!("archives are current");
+        return Ok(());
+    }
+    let again = "write them with `cargo xtask kernels --write`";
+    Err(format!("archives are not current; {again}\n{}", stale.join("\n")).into())
+}

@@ -1,0 +1,271 @@
+//! Archives of compiled kernels: one file for one architecture, embedded in this crate.
+//!
+//! An archive names for every unit the key of what it was compiled from, so that code of other
+//! sources than this build's is never run. Bytes that are no archive are refused, never trusted.
+//!
+//! Little-endian: magic, version of the compiler (u32), entries (u32); of every entry its name, key
+//! (16 bytes), number of kernels (u32) and their names, bytes (u32) and XXH3-64 (u64) of its image,
+//! and bytes of the image as a Zstandard frame (u32). Names are a length (u32) and UTF-8. The
+//! frames follow, one after another.
+use std::fmt;
+use std::io::Read as _;
+
+use ruzstd::decoding::StreamingDecoder;
+use ruzstd::encoding::{CompressionLevel, compress_to_vec};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::Key;
+
+/// One compiled unit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Entry<'a> {
+    /// File name of the unit.
+    pub unit: String,
+    /// What it was compiled from.
+    pub key: Key,
+    /// Names of its kernels.
+    pub kernels: Vec<String>,
+    bytes: u32,
+    hash: u64,
+    frame: &'a [u8],
+}
+
+/// Compiled units of one architecture.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Archive<'a> {
+    /// The compiler's version: 13000 for 13.0.
+    pub version: u32,
+    /// Units, in order of names.
+    pub entries: Vec<Entry<'a>>,
+}
+
+/// Bytes that are no archive, or not the one that was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Damaged;
+
+impl fmt::Display for Damaged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the archive of compiled kernels is damaged")
+    }
+}
+
+impl std::error::Error for Damaged {}
+
+impl<'a> Archive<'a> {
+    /// Reads the names and keys of an archive; images are unpacked one by one.
+    ///
+    /// # Errors
+    /// [`Damaged`].
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, Damaged> {
+        let mut reader = Reader { rest: bytes };
+        if reader.take(MAGIC.len())? != MAGIC {
+            return Err(Damaged);
+        }
+        let version = reader.number()?;
+        let count = reader.number()?;
+        let mut heads = Vec::new();
+        for _ in 0..count {
+            let unit = reader.name()?;
+            let key = Key(reader.array()?);
+            let kernels = (0..reader.number()?).map(|_| reader.name()).collect::<Result<_, _>>()?;
+            let (bytes, hash) = (reader.number()?, u64::from_le_bytes(reader.array()?));
+            heads.push((Entry { unit, key, kernels, bytes, hash, frame: &[] }, reader.number()?));
+        }
+        let mut entries = Vec::new();
+        for (entry, length) in heads {
+            let frame = reader.take(usize::try_from(length).map_err(|_| Damaged)?)?;
+            entries.push(Entry { frame, ..entry });
+        }
+        if !reader.rest.is_empty() {
+            return Err(Damaged);
+        }
+        Ok(Self { version, entries })
+    }
+
+    /// The unit of this file name.
+    pub fn entry(&self, unit: &str) -> Option<&Entry<'a>> {
+        self.entries.iter().find(|entry| entry.unit == unit)
+    }
+}
+
+impl Entry<'_> {
+    /// Bytes of the image.
+    pub fn image_bytes(&self) -> u32 {
+        self.bytes
+    }
+
+    /// Bytes that it takes in the archive.
+    pub fn packed_bytes(&self) -> usize {
+        self.frame.len()
+    }
+
+    /// Unpacks what a driver loads.
+    ///
+    /// # Errors
+    /// [`Damaged`].
+    pub fn image(&self) -> Result<Vec<u8>, Damaged> {
+        let mut image = Vec::new();
+        let decoder = StreamingDecoder::new(self.frame).map_err(|_| Damaged)?;
+        // One byte more than there may be: a frame that goes on is refused, not unpacked.
+        let most = u64::from(self.bytes).saturating_add(1);
+        decoder.take(most).read_to_end(&mut image).map_err(|_| Damaged)?;
+        let same = u32::try_from(image.len()) == Ok(self.bytes) && xxh3_64(&image) == self.hash;
+        if same { Ok(image) } else { Err(Damaged) }
+    }
+}
+
+/// Packs compiled units: name, key, kernels, image.
+///
+/// # Errors
+/// [`Damaged`] when what was packed does not unpack to the same, or is 4 GiB and more.
+pub fn pack(
+    version: u32,
+    units: &[(String, Key, Vec<String>, Vec<u8>)],
+) -> Result<Vec<u8>, Damaged> {
+    let mut head = MAGIC.to_vec();
+    let mut frames = Vec::new();
+    number(&mut head, u32::to_le_bytes(version));
+    number(&mut head, length(units.len())?);
+    for (unit, key, kernels, image) in units {
+        name(&mut head, unit)?;
+        head.extend(key.0);
+        number(&mut head, length(kernels.len())?);
+        for kernel in kernels {
+            name(&mut head, kernel)?;
+        }
+        number(&mut head, length(image.len())?);
+        head.extend(xxh3_64(image).to_le_bytes());
+        let frame = compress_to_vec(image.as_slice(), CompressionLevel::Fastest);
+        number(&mut head, length(frame.len())?);
+        frames.extend(frame);
+    }
+    head.extend(frames);
+    let archive = Archive::parse(&head)?;
+    for (entry, (.., image)) in archive.entries.iter().zip(units) {
+        if entry.image()? != *image {
+            return Err(Damaged);
+        }
+    }
+    Ok(head)
+}
+
+fn length(length: usize) -> Result<[u8; 4], Damaged> {
+    u32::try_from(length).map(u32::to_le_bytes).map_err(|_| Damaged)
+}
+
+fn number(to: &mut Vec<u8>, bytes: [u8; 4]) {
+    to.extend(bytes);
+}
+
+fn name(to: &mut Vec<u8>, name: &str) -> Result<(), Damaged> {
+    to.extend(length(name.len())?);
+    to.extend(name.bytes());
+    Ok(())
+}
+
+/// What has not been read yet.
+struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, bytes: usize) -> Result<&'a [u8], Damaged> {
+        let (taken, rest) = self.rest.split_at_checked(bytes).ok_or(Damaged)?;
+        self.rest = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Damaged> {
+        let (taken, rest) = self.rest.split_first_chunk().ok_or(Damaged)?;
+        self.rest = rest;
+        Ok(*taken)
+    }
+
+    fn number(&mut self) -> Result<u32, Damaged> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn name(&mut self) -> Result<String, Damaged> {
+        let bytes = usize::try_from(self.number()?).map_err(|_| Damaged)?;
+        String::from_utf8(self.take(bytes)?.to_vec()).map_err(|_| Damaged)
+    }
+}
+
+const MAGIC: &[u8] = b"kv-cuda archive 1\n";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::code;
+
+    type Packed = (String, Key, Vec<String>, Vec<u8>);
+
+    fn units() -> Vec<Packed> {
+        // Repetitive and not: machine code is both.
+        let mut state = 1_u32;
+        let mut image = vec![0; 5000];
+        image.extend((0..70_000).map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            state.to_le_bytes()[3]
+        }));
+        image.extend_from_within(..60_000);
+        let kernels = vec!["attend_8".to_owned(), "attend_16".to_owned()];
+        vec![
+            ("attend.cu".to_owned(), Key([7; 16]), kernels, image),
+            ("empty.cu".to_owned(), Key([9; 16]), vec![], vec![]),
+        ]
+    }
+
+    #[test]
+    fn what_is_packed_unpacks() {
+        let units = units();
+        let bytes = pack(13000, &units).unwrap();
+        let archive = Archive::parse(&bytes).unwrap();
+        assert_eq!((archive.version, archive.entries.len()), (13000, 2));
+        for (unit, key, kernels, image) in &units {
+            let entry = archive.entry(unit).unwrap();
+            assert_eq!((entry.key, &entry.kernels), (*key, kernels));
+            assert_eq!(entry.image().unwrap(), *image);
+            assert_eq!(usize::try_from(entry.image_bytes()).unwrap(), image.len());
+        }
+        assert!(archive.entry("other.cu").is_none());
+        assert!(bytes.len() < units[0].3.len() * 2 / 3, "{} bytes", bytes.len());
+    }
+
+    #[test]
+    fn damage_is_found() {
+        let bytes = pack(13000, &units()).unwrap();
+        for length in (0..bytes.len()).step_by(97).chain([bytes.len() - 1]) {
+            assert_eq!(Archive::parse(&bytes[..length]), Err(Damaged), "cut at {length}");
+        }
+        let original = Archive::parse(&bytes).unwrap();
+        let mut harmless = 0;
+        for at in (0..200).chain((200..bytes.len()).step_by(501)) {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 0x41;
+            let Ok(archive) = Archive::parse(&damaged) else { continue };
+            // Names, keys and the version are not covered by a hash; wrong ones are not found.
+            let image = |archive: &Archive<'_>| archive.entry("attend.cu").map(Entry::image);
+            match image(&archive) {
+                Some(Ok(same)) => {
+                    assert_eq!(Ok(same), image(&original).unwrap());
+                    harmless += 1;
+                }
+                Some(Err(Damaged)) | None => {}
+            }
+        }
+        assert!(harmless < 150, "{harmless} changes went unnoticed");
+    }
+
+    #[test]
+    fn embedded_archives_are_whole() {
+        for arch in code::Arch::SHIPPED {
+            for entry in code::embedded(arch).map_or(Vec::new(), |found| found.unwrap().entries) {
+                assert!(!entry.image().unwrap().is_empty(), "{arch} {}", entry.unit);
+                assert!(!entry.kernels.is_empty(), "{arch} {}", entry.unit);
+            }
+        }
+    }
+}

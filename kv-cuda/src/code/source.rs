@@ -1,0 +1,195 @@
+//! Kernel sources as the compiler gets them: a unit, the headers it includes, options.
+//!
+//! A unit's key names everything that decides what comes out of the compiler, so that equal keys
+//! mean equal machine code.
+use std::fmt;
+
+use xxhash_rust::xxh3::Xxh3;
+
+use super::Arch;
+
+/// One file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Source<'a> {
+    /// Name, as `#include` says it.
+    pub name: &'a str,
+    /// What is in it.
+    pub text: &'a str,
+}
+
+impl<'a> Source<'a> {
+    /// Whether it is compiled by itself.
+    pub fn is_unit(&self) -> bool {
+        std::path::Path::new(self.name).extension().is_some_and(|extension| extension == "cu")
+    }
+
+    /// Names in `#include "name"`.
+    fn includes(&self) -> impl Iterator<Item = &'a str> {
+        self.text.lines().filter_map(|line| {
+            let rest = line.trim_start().strip_prefix('#')?.trim_start();
+            let name = rest.strip_prefix("include")?.trim_start().strip_prefix('"')?;
+            name.split_once('"').map(|(name, _)| name)
+        })
+    }
+}
+
+/// A unit and all that it includes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unit<'a> {
+    source: Source<'a>,
+    /// In order of names, whatever order they are found in.
+    headers: Vec<Source<'a>>,
+}
+
+impl<'a> Unit<'a> {
+    /// Finds what a unit includes among `all`; names that are not there are left to the compiler.
+    pub fn new(source: Source<'a>, all: &[Source<'a>]) -> Self {
+        let mut headers: Vec<Source<'a>> = Vec::new();
+        let mut open = vec![source];
+        while let Some(next) = open.pop() {
+            for name in next.includes() {
+                let found = all.iter().find(|header| header.name == name);
+                if let Some(header) = found.filter(|header| !headers.contains(header)) {
+                    headers.push(*header);
+                    open.push(*header);
+                }
+            }
+        }
+        headers.sort_by_key(|header| header.name);
+        Self { source, headers }
+    }
+
+    /// File name, such as `attend.cu`.
+    pub fn name(&self) -> &'a str {
+        self.source.name
+    }
+
+    /// The unit's own text.
+    pub(crate) fn text(&self) -> &'a str {
+        self.source.text
+    }
+
+    /// What it includes, by name.
+    pub(crate) fn headers(&self) -> &[Source<'a>] {
+        &self.headers
+    }
+
+    /// Whether this unit seems to export a kernel of this name: `(name,` stands in its text.
+    pub(crate) fn names(&self, kernel: &str) -> bool {
+        self.text().match_indices(kernel).any(|(at, _)| {
+            let before = self.text().get(..at).map(str::trim_end);
+            let after = at
+                .checked_add(kernel.len())
+                .and_then(|end| self.text().get(end..))
+                .map(str::trim_start);
+            before.is_some_and(|text| text.ends_with('('))
+                && after.is_some_and(|text| text.starts_with(','))
+        })
+    }
+
+    /// Options of the compiler. A unit asks for more of them in its first line: `// nvrtc: ...`.
+    pub fn options(&self, arch: Arch) -> Vec<String> {
+        let mut options = vec![format!("--gpu-architecture={arch}")];
+        options.extend(OPTIONS.iter().map(|option| (*option).to_owned()));
+        let first = self.text().lines().next().unwrap_or_default();
+        let own = first.strip_prefix("// nvrtc:").unwrap_or_default();
+        options.extend(own.split_whitespace().map(str::to_owned));
+        options
+    }
+
+    /// The key of what a compiler makes of this unit; `version` is the compiler's.
+    pub fn key(&self, arch: Arch, version: u32) -> Key {
+        let mut hash = Xxh3::new();
+        // With its length, so that no text can pass for the end of one and the start of another.
+        let mut add = |text: &str| {
+            hash.update(&u64::try_from(text.len()).unwrap_or(u64::MAX).to_le_bytes());
+            hash.update(text.as_bytes());
+        };
+        add(KEY_FORM);
+        add(&version.to_string());
+        for option in self.options(arch) {
+            add(&option);
+        }
+        for file in std::iter::once(&self.source).chain(&self.headers) {
+            add(file.name);
+            add(file.text);
+        }
+        Key(hash.digest128().to_le_bytes())
+    }
+}
+
+/// Names the result of one compilation by all that went into it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Key(pub(crate) [u8; 16]);
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", u128::from_be_bytes(self.0))
+    }
+}
+
+/// For every unit. The compiler's report of registers and spills arrives in its log.
+const OPTIONS: [&str; 3] = ["--std=c++17", "-default-device", "--ptxas-options=-v"];
+/// Changes when what a key covers changes.
+const KEY_FORM: &str = "kv-cuda code 1";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::code;
+
+    const ALL: [Source<'_>; 4] = [
+        Source { name: "b.h", text: "#pragma once\n#include \"a.h\"\n" },
+        Source { name: "a.h", text: "#include \"b.h\"\n // #include \"c.h\"\n" },
+        Source { name: "c.h", text: "" },
+        Source { name: "u.cu", text: "// nvrtc: --fmad=false -DX=1\n # include \"b.h\"\n" },
+    ];
+
+    fn unit(all: &[Source<'static>; 4]) -> Unit<'static> {
+        Unit::new(all[3], all)
+    }
+
+    #[test]
+    fn headers_are_those_that_are_included() {
+        let names: Vec<_> = unit(&ALL).headers().iter().map(|header| header.name).collect();
+        assert_eq!(names, ["a.h", "b.h"]);
+        // Every unit of this crate reads the device layer, which is in the list.
+        assert!(code::sources().any(|source| source.name == "dev.h"));
+    }
+
+    #[test]
+    fn options_come_from_the_first_line_too() {
+        let options = unit(&ALL).options("sm_90a".parse().unwrap());
+        assert_eq!(options[0], "--gpu-architecture=sm_90a");
+        assert_eq!(options[options.len() - 2..], ["--fmad=false", "-DX=1"]);
+        let plain = Unit::new(Source { name: "x.cu", text: "\n// nvrtc: -G" }, &ALL);
+        assert_eq!(plain.options(Arch::PTX).len(), 4);
+    }
+
+    #[test]
+    fn a_key_changes_with_all_that_counts() {
+        let (arch, key) = (Arch::PTX, unit(&ALL).key(Arch::PTX, 13000));
+        assert_eq!(unit(&ALL).key(arch, 13000), key);
+        assert_eq!(key.to_string().len(), 32);
+        let change = |index: usize, text| {
+            let mut all = ALL;
+            all[index].text = text;
+            unit(&all).key(arch, 13000)
+        };
+        assert_ne!(unit(&ALL).key(arch, 12090), key);
+        assert_ne!(unit(&ALL).key("sm_80".parse().unwrap(), 13000), key);
+        assert_ne!(change(1, "int x;"), key, "a header that is included by another");
+        assert_ne!(change(3, "#include \"b.h\"\n"), key);
+        assert_eq!(change(2, "int y;"), key, "a header that is not included");
+    }
+
+    #[test]
+    fn kernels_are_found_by_name() {
+        let text = "KV_KERNEL(attend_8, P, 128, 1, attend<8>)\nKV_MORE( row ,2) f(rows_2)";
+        let unit = Unit::new(Source { name: "k.cu", text }, &[]);
+        assert!(unit.names("attend_8") && unit.names("row"));
+        for other in ["attend", "ttend_8", "rows_2", "P", "none"] {
+            assert!(!unit.names(other), "{other}");
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Many copies between host and device in one call of the driver.
+//!
+//! A block that moves between tiers is a piece of every plane: tens to hundreds of copies, each of
+//! which costs more to submit one by one than to carry out.
+use cudarc::driver::sys::CUmemcpySrcAccessOrder as AccessOrder;
+use cudarc::driver::sys::{
+    self, CUmemLocation, CUmemLocationType as LocationType, CUmemcpyAttributes, CUstream,
+};
+use kv_core::DeviceError;
+
+use super::context::Context;
+use super::facts::Driver;
+use crate::gpu::HostCopy;
+use crate::params::Address;
+
+/// Whether the driver has the call, and there is anything to gain.
+pub(super) fn is_worth_it(driver: Driver, copies: usize) -> bool {
+    driver.batch_copies && copies >= COPIES_MIN
+}
+
+/// Copies to the device.
+///
+/// # Safety
+/// 1. Conditions of `Stream::upload` hold for every piece.
+/// 2. `stream` is a stream of the context that lives, and not the legacy one.
+pub(super) unsafe fn upload(
+    context: &Context,
+    stream: CUstream,
+    copies: &[HostCopy],
+) -> Result<(), DeviceError> {
+    let (host, device, sizes) = lists(copies);
+    let ways = Ways { from: host_location(), to: device_location(context) };
+    // SAFETY: both conditions; the lists are of one length.
+    unsafe { submit(context, stream, "upload a batch", device, host, sizes, &ways) }
+}
+
+/// Copies to the host.
+///
+/// # Safety
+/// 1. Conditions of `Stream::download` hold for every piece.
+/// 2. `stream` is a stream of the context that lives, and not the legacy one.
+pub(super) unsafe fn download(
+    context: &Context,
+    stream: CUstream,
+    copies: &[HostCopy],
+) -> Result<(), DeviceError> {
+    let (host, device, sizes) = lists(copies);
+    let ways = Ways { from: device_location(context), to: host_location() };
+    // SAFETY: both conditions; the lists are of one length.
+    unsafe { submit(context, stream, "download a batch", host, device, sizes, &ways) }
+}
+
+/// Where all pieces lie.
+struct Ways {
+    from: CUmemLocation,
+    to: CUmemLocation,
+}
+
+fn host_location() -> CUmemLocation {
+    CUmemLocation { type_: LocationType::CU_MEM_LOCATION_TYPE_HOST, id: 0 }
+}
+
+fn device_location(context: &Context) -> CUmemLocation {
+    CUmemLocation { type_: LocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: context.device() }
+}
+
+/// Addresses on the host and on the device, and bytes; nothing of pieces that have none.
+fn lists(copies: &[HostCopy]) -> (Vec<Address>, Vec<Address>, Vec<usize>) {
+    let pieces = copies.iter().filter(|copy| copy.bytes > 0);
+    let host = pieces.clone().map(|copy| u64::try_from(copy.host.addr()).unwrap_or(0)).collect();
+    let device = pieces.clone().map(|copy| copy.device).collect();
+    (host, device, pieces.map(|copy| copy.bytes).collect())
+}
+
+/// # Safety
+/// 1. All pieces may be copied, until an event recorded later is done.
+/// 2. `stream` is a stream of the context that lives, and not the legacy one.
+/// 3. The three lists are of one length.
+unsafe fn submit(
+    context: &Context,
+    stream: CUstream,
+    operation: &'static str,
+    mut to: Vec<Address>,
+    mut from: Vec<Address>,
+    mut sizes: Vec<usize>,
+    ways: &Ways,
+) -> Result<(), DeviceError> {
+    if sizes.is_empty() {
+        return Ok(());
+    }
+    let mut attributes = CUmemcpyAttributes {
+        srcAccessOrder: AccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+        srcLocHint: ways.from,
+        dstLocHint: ways.to,
+        flags: 0,
+    };
+    // The one set of attributes is for all copies from the first on.
+    let mut first = 0_usize;
+    let _current = context.enter(operation)?;
+    // SAFETY: all three conditions; the driver exports this function, see `is_worth_it`, and
+    // copies the lists.
+    let code = unsafe {
+        sys::cuMemcpyBatchAsync_v2(
+            to.as_mut_ptr(),
+            from.as_mut_ptr(),
+            sizes.as_mut_ptr(),
+            sizes.len(),
+            &raw mut attributes,
+            &raw mut first,
+            1,
+            stream,
+        )
+    };
+    context.check(operation, code)
+}
+
+/// Fewer are submitted one by one.
+const COPIES_MIN: usize = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_of_one_length() {
+        let mut bytes = [0_u8; 8];
+        let host = bytes.as_mut_ptr();
+        let copy = |device, bytes| HostCopy { host, device, bytes };
+        let (hosts, devices, sizes) = lists(&[copy(256, 4), copy(512, 0), copy(768, 8)]);
+        assert_eq!((devices, sizes), (vec![256, 768], vec![4, 8]));
+        assert_eq!(hosts.len(), 2);
+    }
+
+    #[test]
+    fn old_drivers_copy_one_by_one() {
+        let driver = Driver { version: 12060, batch_copies: false, param_info: true };
+        assert!(!is_worth_it(driver, 100));
+        let driver = Driver { version: 13000, batch_copies: true, ..driver };
+        assert!(is_worth_it(driver, 100) && !is_worth_it(driver, 1));
+    }
+}

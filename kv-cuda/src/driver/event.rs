@@ -1,0 +1,68 @@
+//! Completion of work on a stream.
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUresult, CUstream};
+use kv_core::DeviceError;
+
+use super::context::{Context, EventHandle};
+use crate::gpu::Event;
+
+/// A recorded event; its handle is used again once this is dropped.
+#[derive(Debug)]
+pub(super) struct CudaEvent {
+    context: Arc<Context>,
+    handle: EventHandle,
+}
+
+impl CudaEvent {
+    /// Marks the work of a stream so far.
+    ///
+    /// # Safety
+    /// 1. `stream` is a stream of the context that lives.
+    pub(super) unsafe fn record(
+        context: &Arc<Context>,
+        stream: CUstream,
+    ) -> Result<Self, DeviceError> {
+        const RECORD: &str = "record an event";
+        let _current = context.enter(RECORD)?;
+        let event = Self { handle: context.event(RECORD)?, context: Arc::clone(context) };
+        // SAFETY: condition 1, and an event of the same context.
+        let code = unsafe { sys::cuEventRecord(event.handle.0, stream) };
+        context.check(RECORD, code)?;
+        Ok(event)
+    }
+
+    pub(super) fn handle(&self) -> EventHandle {
+        self.handle
+    }
+
+    pub(super) fn is_of(&self, context: &Arc<Context>) -> bool {
+        Arc::ptr_eq(&self.context, context)
+    }
+}
+
+impl Event for CudaEvent {
+    fn is_done(&self) -> Result<bool, DeviceError> {
+        const QUERY: &str = "query an event";
+        let _current = self.context.enter(QUERY)?;
+        // SAFETY: the event is alive as long as `self`.
+        match unsafe { sys::cuEventQuery(self.handle.0) } {
+            CUresult::CUDA_SUCCESS => Ok(true),
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => Err(self.context.error(QUERY, code)),
+        }
+    }
+
+    fn wait(&self) -> Result<(), DeviceError> {
+        const WAIT: &str = "wait for an event";
+        let _current = self.context.enter(WAIT)?;
+        // SAFETY: the event is alive as long as `self`.
+        self.context.check(WAIT, unsafe { sys::cuEventSynchronize(self.handle.0) })
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        self.context.give_back(self.handle);
+    }
+}

@@ -1,0 +1,234 @@
+//! What driver and device there are, and whether they suffice.
+use std::ffi::{CStr, c_char, c_int};
+use std::sync::OnceLock;
+
+use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute as Attribute};
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use super::error::{check, error, refuse};
+use crate::code::Arch;
+use crate::gpu::Facts;
+
+/// What the driver can do beyond what every driver can that is used here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Driver {
+    /// Version of CUDA: 13000 for 13.0.
+    pub(super) version: u32,
+    /// Many copies in one call.
+    pub(super) batch_copies: bool,
+    /// Sizes of kernels' parameters.
+    pub(super) param_info: bool,
+}
+
+/// Whether the driver's library can be loaded. cudarc panics where it cannot, so that everything
+/// here asks first.
+pub(super) fn is_driver_present() -> bool {
+    static PRESENT: OnceLock<bool> = OnceLock::new();
+    // SAFETY: initialisers of NVIDIA's library are run, which expect nothing of us.
+    *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
+}
+
+/// Whether the library exports a function. cudarc panics when one is called that is missing.
+fn exports(name: &str) -> bool {
+    // SAFETY: the library is there: callers have asked `is_driver_present`.
+    let library = unsafe { sys::culib() };
+    // SAFETY: the symbol is not used, so that its type does not matter.
+    unsafe { library.get::<*const ()>(name.as_bytes()) }.is_ok()
+}
+
+/// Loads and starts the driver.
+pub(super) fn require_driver() -> Result<Driver, DeviceError> {
+    let unsupported = |reason| Err(refuse(DeviceErrorKind::Unsupported, OPEN, reason));
+    if !is_driver_present() {
+        return unsupported("no CUDA driver library on this machine".to_owned());
+    }
+    if let Some(missing) = FUNCTIONS.iter().find(|name| !exports(name)) {
+        return unsupported(format!("the CUDA driver is too old: it has no {missing}"));
+    }
+    // SAFETY: the function is there, and takes no flags.
+    let code = unsafe { sys::cuInit(0) };
+    if let Err(error) = check(OPEN, code) {
+        // Whatever keeps a driver from starting, there is no device to be had.
+        return match error.kind() {
+            DeviceErrorKind::Unsupported | DeviceErrorKind::OutOfMemory => Err(error),
+            _ => unsupported(error.to_string()),
+        };
+    }
+    let mut version = 0;
+    // SAFETY: a place for a number.
+    check(OPEN, unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
+    Ok(Driver {
+        version: u32::try_from(version).unwrap_or(0),
+        batch_copies: exports("cuMemcpyBatchAsync_v2"),
+        param_info: exports("cuFuncGetParamInfo"),
+    })
+}
+
+/// The device of an ordinal.
+pub(super) fn device(ordinal: u32) -> Result<CUdevice, DeviceError> {
+    let mut count = 0;
+    // SAFETY: a place for a number; the driver was started.
+    check(OPEN, unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+    let ordinal = require_ordinal(ordinal, count)?;
+    let mut device = 0;
+    // SAFETY: a place for a device, and an ordinal below their number.
+    check(OPEN, unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
+    Ok(device)
+}
+
+fn require_ordinal(ordinal: u32, count: c_int) -> Result<c_int, DeviceError> {
+    c_int::try_from(ordinal).ok().filter(|ordinal| *ordinal < count).ok_or_else(|| {
+        let reason = match count {
+            0 => "the driver sees no device".to_owned(),
+            count => format!("no device {ordinal}: the driver sees {count}"),
+        };
+        refuse(DeviceErrorKind::Unsupported, OPEN, reason)
+    })
+}
+
+/// Reads what decides how work is cut.
+pub(super) fn read(device: CUdevice) -> Result<Facts, DeviceError> {
+    let attribute = |attribute| {
+        let mut value = 0;
+        // SAFETY: a place for a number, and a device of this driver.
+        check(OPEN, unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
+        Ok::<_, DeviceError>(u32::try_from(value).unwrap_or(0))
+    };
+    let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    let mut memory = 0;
+    // SAFETY: a place for a number, and a device of this driver.
+    check(OPEN, unsafe { sys::cuDeviceTotalMem_v2(&raw mut memory, device) })?;
+    Ok(Facts {
+        card: card(device)?,
+        multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        capability: major.saturating_mul(10).saturating_add(minor),
+        memory: u64::try_from(memory).unwrap_or(u64::MAX),
+        shared_bytes_max: attribute(
+            Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+        )?,
+    })
+}
+
+fn card(device: CUdevice) -> Result<String, DeviceError> {
+    let mut name: [c_char; 256] = [0; 256];
+    let room = c_int::try_from(name.len()).unwrap_or(0);
+    // SAFETY: room for as many bytes as is said, and a device of this driver.
+    let code = unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), room, device) };
+    check(OPEN, code)?;
+    let bytes: &[u8] = bytemuck::must_cast_slice(&name);
+    Ok(CStr::from_bytes_until_nul(bytes).unwrap_or_default().to_string_lossy().into_owned())
+}
+
+/// Refuses devices that kernels are not written for.
+pub(super) fn require_capability(facts: &Facts) -> Result<(), DeviceError> {
+    if facts.capability >= Arch::CAPABILITY_MIN {
+        return Ok(());
+    }
+    let dotted = |capability: u32| format!("{}.{}", capability / 10, capability % 10);
+    let (found, least) = (dotted(facts.capability), dotted(Arch::CAPABILITY_MIN));
+    let reason = format!("{} has compute capability {found}, {least} is the least", facts.card);
+    Err(refuse(DeviceErrorKind::Unsupported, OPEN, reason))
+}
+
+/// Reads one number of a loaded kernel, or of a place that the driver knows.
+pub(super) fn number(
+    operation: &'static str,
+    ask: impl FnOnce(*mut c_int) -> sys::CUresult,
+) -> Result<u32, DeviceError> {
+    let mut value = 0;
+    match ask(&raw mut value) {
+        sys::CUresult::CUDA_SUCCESS => Ok(u32::try_from(value).unwrap_or(0)),
+        code => Err(error(operation, code)),
+    }
+}
+
+pub(super) const OPEN: &str = "open cuda";
+
+/// Everything that is called here, all of it in drivers since CUDA 11.4.
+const FUNCTIONS: &[&str] = &[
+    "cuInit",
+    "cuDriverGetVersion",
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetName",
+    "cuDeviceTotalMem_v2",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuCtxSynchronize",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemsetD8Async",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuPointerGetAttribute",
+    "cuMemGetAddressRange_v2",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuStreamGetCtx",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
+    "cuGraphLaunch",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuModuleLoadDataEx",
+    "cuModuleUnload",
+    "cuModuleGetFunction",
+    "cuFuncGetAttribute",
+    "cuFuncSetAttribute",
+    "cuLaunchKernel",
+    "cuGetErrorString",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(capability: u32) -> Facts {
+        Facts {
+            card: "Card".into(),
+            multiprocessors: 100,
+            capability,
+            memory: 1 << 30,
+            shared_bytes_max: 101_376,
+        }
+    }
+
+    #[test]
+    fn old_devices_are_refused_with_the_reason() {
+        assert!(require_capability(&facts(80)).is_ok());
+        assert!(require_capability(&facts(120)).is_ok());
+        let error = require_capability(&facts(75)).unwrap_err();
+        assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
+        assert!(error.to_string().contains("Card has compute capability 7.5, 8.0 is the least"));
+    }
+
+    #[test]
+    fn ordinals_are_those_of_devices_that_are_there() {
+        assert_eq!(require_ordinal(1, 2).unwrap(), 1);
+        for (ordinal, count, words) in [
+            (0, 0, "sees no device"),
+            (2, 2, "no device 2: the driver sees 2"),
+            (u32::MAX, 2, "no device 4294967295"),
+        ] {
+            let error = require_ordinal(ordinal, count).unwrap_err();
+            assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
+            assert!(error.to_string().contains(words), "{error}");
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! A real GPU, through NVIDIA's driver library, which is loaded when a device is opened.
+//!
+//! A machine without a driver, a device or code that fits it answers `Unsupported` with the reason,
+//! never with a panic. Below [`CudaGpu`] everything goes through cudarc's plain bindings: its safe
+//! layer keeps events for every allocation, which a queue of ours orders by itself.
+mod batch;
+mod compile;
+mod context;
+mod error;
+mod event;
+mod facts;
+mod graph;
+mod memory;
+mod modules;
+mod options;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use kv_core::DeviceError;
+
+use crate::gpu::{Facts, Gpu, Pinned, Stream};
+use crate::params::Address;
+use context::Context;
+use memory::PinnedMemory;
+use modules::Modules;
+use stream::CudaStream;
+
+pub use options::CudaOptions;
+
+/// An opened device of the driver.
+#[derive(Debug)]
+pub(crate) struct CudaGpu {
+    facts: Facts,
+    context: Arc<Context>,
+    modules: Arc<Modules>,
+}
+
+impl CudaGpu {
+    /// Opens a device.
+    ///
+    /// # Errors
+    /// `Unsupported` without a driver library, without the device, for one older than compute
+    /// capability 8.0, for a driver that lacks what is used here, and where neither the embedded
+    /// code nor a compiler on this machine fits; `OutOfMemory`, `Lost` and `Driver` from the
+    /// driver.
+    pub(crate) fn open(options: &CudaOptions) -> Result<Self, DeviceError> {
+        let driver = facts::require_driver()?;
+        let device = facts::device(options.ordinal)?;
+        let facts = facts::read(device)?;
+        facts::require_capability(&facts)?;
+        let context = Arc::new(Context::open(device, driver)?);
+        let modules = Arc::new(Modules::new(Arc::clone(&context), &facts, options));
+        modules.probe()?;
+        Ok(Self { facts, context, modules })
+    }
+}
+
+impl Gpu for CudaGpu {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<Address, DeviceError> {
+        memory::alloc(&self.context, bytes)
+    }
+
+    unsafe fn free(&self, address: Address) {
+        // SAFETY: both conditions are those of this function.
+        unsafe { memory::free(&self.context, address) }
+    }
+
+    fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError> {
+        Ok(Box::new(PinnedMemory::new(&self.context, bytes)?))
+    }
+
+    fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {
+        Ok(Box::new(CudaStream::open(&self.context, &self.modules)?))
+    }
+
+    fn prepare(&self, kernels: &[&'static str]) -> Result<(), DeviceError> {
+        for kernel in kernels {
+            self.modules.function(kernel)?;
+        }
+        Ok(())
+    }
+
+    fn check_foreign(&self, address: Address, bytes: u64) -> Result<(), DeviceError> {
+        memory::check_foreign(&self.context, address, bytes)
+    }
+
+    unsafe fn foreign_stream(&self, raw: *mut c_void) -> Result<Box<dyn Stream>, DeviceError> {
+        // SAFETY: both conditions are those of this function.
+        let stream = unsafe { CudaStream::wrap(&self.context, &self.modules, raw) }?;
+        Ok(Box::new(stream))
+    }
+}

@@ -1,0 +1,342 @@
+//! Kernels by name: which code is loaded for them, and when.
+//!
+//! A unit is loaded when the first of its kernels is asked for, from the first of these that fits:
+//! embedded machine code, what a compiler on this machine makes, embedded PTX.
+use std::collections::HashMap;
+use std::ffi::{CString, c_int};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::{
+    self, CUfunction, CUfunction_attribute as Attribute, CUmodule, CUresult,
+};
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use super::compile::Compiler;
+use super::context::Context;
+use super::error::{DriverError, is_misfit, refuse};
+use super::facts::{self, OPEN};
+use super::options::CudaOptions;
+use crate::code::{self, Arch, Archive, CompileError, Unit};
+use crate::gpu::Facts;
+
+/// A kernel that can be launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Function {
+    pub(super) raw: CUfunction,
+    /// Bytes of its parameters, where the driver tells.
+    param_bytes: Option<usize>,
+}
+
+// SAFETY: the driver lets any thread launch a function; the handle is never written through.
+unsafe impl Send for Function {}
+
+impl Function {
+    /// Refuses parameters of another size than the kernel takes.
+    pub(super) fn require_params(self, kernel: &str, bytes: usize) -> Result<(), DeviceError> {
+        match self.param_bytes {
+            Some(expected) if expected != bytes => {
+                let reason = format!("{kernel} takes {expected} bytes of parameters, not {bytes}");
+                Err(refuse(DeviceErrorKind::Driver, "launch", reason))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The kernels of one device.
+#[derive(Debug)]
+pub(super) struct Modules {
+    context: Arc<Context>,
+    units: Vec<Unit<'static>>,
+    machine: Option<Archive<'static>>,
+    ptx: Option<Archive<'static>>,
+    compiler: Compiler,
+    shared_bytes_max: u32,
+    loaded: Mutex<Loaded>,
+}
+
+#[derive(Debug, Default)]
+struct Loaded {
+    functions: HashMap<&'static str, Function>,
+    /// By the name of their unit.
+    modules: HashMap<&'static str, Module>,
+}
+
+#[derive(Debug)]
+struct Module(CUmodule);
+
+// SAFETY: the driver lets any thread use a module; only who holds the lock does.
+unsafe impl Send for Module {}
+
+/// Where code comes from, in the order in which it is tried.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    Machine,
+    Compiler,
+    Ptx,
+}
+
+impl Modules {
+    pub(super) fn new(context: Arc<Context>, facts: &Facts, options: &CudaOptions) -> Self {
+        let version = context.driver.version;
+        // A damaged archive is as good as none: another origin serves, or the refusal says so.
+        let archive = |arch| code::embedded(arch).and_then(Result::ok);
+        Self {
+            context,
+            units: code::units(),
+            machine: Arch::shipped_for(facts.capability).and_then(archive),
+            ptx: archive(Arch::PTX),
+            compiler: Compiler::new(facts.capability, version, options),
+            shared_bytes_max: facts.shared_bytes_max,
+            loaded: Mutex::default(),
+        }
+    }
+
+    /// Finds out whether kernels will load, by the smallest of them.
+    ///
+    /// # Errors
+    /// `Unsupported` with what is wrong with every origin of code.
+    pub(super) fn probe(&self) -> Result<(), DeviceError> {
+        let mut reasons = Vec::new();
+        for origin in Origin::ALL {
+            if origin == Origin::Compiler {
+                match self.compiler.load() {
+                    Ok(_) => return Ok(()),
+                    Err(error) => reasons.push(error.to_string()),
+                }
+                continue;
+            }
+            let smallest = self.units.iter().filter_map(|unit| {
+                let (archive, arch) = self.archive(origin)?;
+                let entry = archive.entry(unit.name())?;
+                (entry.key == unit.key(arch, archive.version))
+                    .then_some((entry.image_bytes(), unit))
+            });
+            let Some((_, unit)) = smallest.min_by_key(|(bytes, _)| *bytes) else {
+                reasons.push(format!("no {origin} of this build's sources"));
+                continue;
+            };
+            match self.try_origin(unit, origin)? {
+                Ok(module) => {
+                    self.unload(&module);
+                    return Ok(());
+                }
+                Err(reason) => reasons.push(reason),
+            }
+        }
+        Err(self.no_code(OPEN, &reasons))
+    }
+
+    /// A kernel, loaded now if it was not before.
+    ///
+    /// # Errors
+    /// `Unsupported` for a name that no unit exports and where no code for its unit fits; else the
+    /// driver's.
+    pub(super) fn function(&self, kernel: &'static str) -> Result<Function, DeviceError> {
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = loaded.functions.get(kernel) {
+            return Ok(*function);
+        }
+        let unit = self.unit_of(kernel).ok_or_else(|| {
+            refuse(DeviceErrorKind::Unsupported, LOAD, format!("there is no kernel {kernel}"))
+        })?;
+        let name = unit.name();
+        if !loaded.modules.contains_key(name) {
+            let module = self.load(unit)?;
+            loaded.modules.insert(name, module);
+        }
+        let module = loaded.modules.get(name).map(|module| module.0);
+        let function = self.find(module.unwrap_or(std::ptr::null_mut()), kernel)?;
+        loaded.functions.insert(kernel, function);
+        Ok(function)
+    }
+
+    /// The unit that exports a kernel: as archives say, else as the sources look.
+    fn unit_of(&self, kernel: &str) -> Option<&Unit<'static>> {
+        let archives = [&self.machine, &self.ptx].into_iter().flatten();
+        let entries = archives.flat_map(|archive| &archive.entries);
+        let mut exporting = entries.filter(|entry| entry.kernels.iter().any(|name| name == kernel));
+        let named =
+            exporting.find_map(|entry| self.units.iter().find(|unit| unit.name() == entry.unit));
+        named.or_else(|| self.units.iter().find(|unit| unit.names(kernel)))
+    }
+
+    fn load(&self, unit: &Unit<'static>) -> Result<Module, DeviceError> {
+        let mut reasons = Vec::new();
+        for origin in Origin::ALL {
+            match self.try_origin(unit, origin)? {
+                Ok(module) => return Ok(module),
+                Err(reason) => reasons.push(reason),
+            }
+        }
+        Err(self.no_code(LOAD, &reasons))
+    }
+
+    /// A module from one origin, or why there is none from it.
+    fn try_origin(
+        &self,
+        unit: &Unit<'static>,
+        origin: Origin,
+    ) -> Result<Result<Module, String>, DeviceError> {
+        let image = match origin {
+            Origin::Compiler => self.compiler.image(unit).map_err(|error| match error {
+                // A mistake in our source is no misfit of the machine, but the reason is the same.
+                CompileError::NoCompiler { .. } => error.to_string(),
+                other => format!("the compiler: {other}"),
+            }),
+            _ => self.embedded(unit, origin),
+        };
+        match image {
+            Ok(image) => self.load_image(unit.name(), origin, image),
+            Err(reason) => Ok(Err(reason)),
+        }
+    }
+
+    fn archive(&self, origin: Origin) -> Option<(&Archive<'static>, Arch)> {
+        match origin {
+            Origin::Machine => {
+                let arch = Arch::shipped_for(self.compiler.capability())?;
+                Some((self.machine.as_ref()?, arch))
+            }
+            Origin::Ptx => Some((self.ptx.as_ref()?, Arch::PTX)),
+            Origin::Compiler => None,
+        }
+    }
+
+    /// The image in an archive, if it was made of this build's sources.
+    fn embedded(&self, unit: &Unit<'static>, origin: Origin) -> Result<Vec<u8>, String> {
+        let none = || format!("no {origin} of this build's {}", unit.name());
+        let (archive, arch) = self.archive(origin).ok_or_else(none)?;
+        let entry = archive.entry(unit.name()).ok_or_else(none)?;
+        if entry.key != unit.key(arch, archive.version) {
+            return Err(format!("{origin} of {} is of other sources", unit.name()));
+        }
+        entry.image().map_err(|error| error.to_string())
+    }
+
+    /// Hands an image to the driver.
+    fn load_image(
+        &self,
+        unit: &str,
+        origin: Origin,
+        mut image: Vec<u8>,
+    ) -> Result<Result<Module, String>, DeviceError> {
+        // PTX is a string; machine code does not mind.
+        image.push(0);
+        // A capture by this thread is no reason to fail: nothing of it depends on the loading.
+        let _current = self.context.enter(LOAD)?.relax();
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: a place for a module, an image that ends with a zero, and no options.
+        let code = unsafe {
+            sys::cuModuleLoadDataEx(
+                &raw mut raw,
+                image.as_ptr().cast(),
+                0,
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+            )
+        };
+        if is_misfit(code) {
+            return Ok(Err(format!("{origin} of {unit}: {}", DriverError(code))));
+        }
+        self.context.check(LOAD, code)?;
+        Ok(Ok(Module(raw)))
+    }
+
+    /// A kernel of a module, allowed all the shared memory that the device has.
+    fn find(&self, module: CUmodule, kernel: &str) -> Result<Function, DeviceError> {
+        let _current = self.context.enter(LOAD)?.relax();
+        let name = CString::new(kernel).unwrap_or_default();
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: a place for a function, a module that is never unloaded before the context, and a
+        // string that ends with a zero.
+        let code = unsafe { sys::cuModuleGetFunction(&raw mut raw, module, name.as_ptr()) };
+        if code == CUresult::CUDA_ERROR_NOT_FOUND {
+            let reason = format!("there is no kernel {kernel} in the code of its source");
+            return Err(refuse(DeviceErrorKind::Unsupported, LOAD, reason));
+        }
+        self.context.check(LOAD, code)?;
+        let fixed = facts::number(LOAD, |value| {
+            let attribute = Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+            // SAFETY: a place for a number, and a function that was just found.
+            unsafe { sys::cuFuncGetAttribute(value, attribute, raw) }
+        })?;
+        let dynamic = self.shared_bytes_max.saturating_sub(fixed);
+        let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let dynamic = c_int::try_from(dynamic).unwrap_or(c_int::MAX);
+        // SAFETY: a function that was just found.
+        let code = unsafe { sys::cuFuncSetAttribute(raw, attribute, dynamic) };
+        self.context.check(LOAD, code)?;
+        Ok(Function { raw, param_bytes: self.param_bytes(raw) })
+    }
+
+    fn param_bytes(&self, function: CUfunction) -> Option<usize> {
+        if !self.context.driver.param_info {
+            return None;
+        }
+        let (mut offset, mut bytes) = (0, 0);
+        // SAFETY: places for two sizes; the driver exports this function.
+        let code = unsafe { sys::cuFuncGetParamInfo(function, 0, &raw mut offset, &raw mut bytes) };
+        (code == CUresult::CUDA_SUCCESS).then_some(bytes)
+    }
+
+    fn unload(&self, module: &Module) {
+        let Ok(current) = self.context.enter(LOAD) else { return };
+        let _current = current.relax();
+        // SAFETY: loaded once, and no function of it is used any more.
+        let code = unsafe { sys::cuModuleUnload(module.0) };
+        let _ = self.context.check(LOAD, code);
+    }
+
+    fn no_code(&self, operation: &'static str, reasons: &[String]) -> DeviceError {
+        let version = self.context.driver.version;
+        let reason = format!("no code that driver {version} runs here: {}", reasons.join("; "));
+        refuse(DeviceErrorKind::Unsupported, operation, reason)
+    }
+}
+
+impl Drop for Modules {
+    fn drop(&mut self) {
+        let loaded = self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let modules = std::mem::take(&mut loaded.modules);
+        if let Ok(_current) = self.context.enter(LOAD) {
+            // Kernels that were launched may still run.
+            // SAFETY: the context is current.
+            let code = unsafe { sys::cuCtxSynchronize() };
+            let _ = self.context.check(LOAD, code);
+        }
+        for module in modules.into_values() {
+            self.unload(&module);
+        }
+    }
+}
+
+impl Origin {
+    const ALL: [Self; 3] = [Self::Machine, Self::Compiler, Self::Ptx];
+}
+
+impl std::fmt::Display for Origin {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Machine => "embedded machine code",
+            Self::Compiler => "code compiled here",
+            Self::Ptx => "embedded PTX",
+        })
+    }
+}
+
+const LOAD: &str = "load a kernel";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_have_the_kernels_size() {
+        let function = |param_bytes| Function { raw: std::ptr::null_mut(), param_bytes };
+        assert!(function(Some(64)).require_params("copy", 64).is_ok());
+        assert!(function(None).require_params("copy", 65).is_ok());
+        let error = function(Some(64)).require_params("copy", 65).unwrap_err();
+        assert!(error.to_string().contains("copy takes 64 bytes of parameters, not 65"));
+    }
+}

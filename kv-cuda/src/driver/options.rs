@@ -1,0 +1,69 @@
+//! How a device is opened.
+use std::path::PathBuf;
+
+/// How to open a CUDA device. What is not set here comes from the environment: `KV_NVRTC` (the
+/// compiler's library or its folder) and `XDG_CACHE_HOME`.
+///
+/// ```
+/// use kv_cuda::CudaOptions;
+/// let options = CudaOptions::new(1).nvrtc("/opt/cuda/lib64").without_cache();
+/// assert_eq!(options.device(), 1);
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct CudaOptions {
+    pub(super) ordinal: u32,
+    pub(super) nvrtc: Option<PathBuf>,
+    pub(super) cache: CacheChoice,
+}
+
+/// Where kernels that were compiled on this machine are kept.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) enum CacheChoice {
+    #[default]
+    OfUser,
+    Folder(PathBuf),
+    Nowhere,
+}
+
+impl CudaOptions {
+    /// Opens the device of this ordinal, as the driver counts those that `CUDA_VISIBLE_DEVICES`
+    /// leaves.
+    pub fn new(ordinal: u32) -> Self {
+        Self { ordinal, ..Self::default() }
+    }
+    /// Uses this NVRTC where kernels have to be compiled: a library, or the folder it lies in.
+    #[must_use]
+    pub fn nvrtc(self, place: impl Into<PathBuf>) -> Self {
+        Self { nvrtc: Some(place.into()), ..self }
+    }
+    /// Keeps kernels that were compiled here in this folder, instead of the user's cache.
+    #[must_use]
+    pub fn cache(self, folder: impl Into<PathBuf>) -> Self {
+        Self { cache: CacheChoice::Folder(folder.into()), ..self }
+    }
+    /// Keeps no compiled kernels: every start compiles again what no archive has.
+    #[must_use]
+    pub fn without_cache(self) -> Self {
+        Self { cache: CacheChoice::Nowhere, ..self }
+    }
+    /// Ordinal of the device.
+    pub fn device(&self) -> u32 {
+        self.ordinal
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_word_counts() {
+        let options = CudaOptions::default();
+        assert_eq!((options.device(), &options.cache), (0, &CacheChoice::OfUser));
+        let options = CudaOptions::new(3).without_cache().cache("/kept").nvrtc("a").nvrtc("b");
+        assert_eq!(options.device(), 3);
+        assert_eq!(options.cache, CacheChoice::Folder("/kept".into()));
+        assert_eq!(options.nvrtc, Some("b".into()));
+        assert_eq!(options.without_cache().cache, CacheChoice::Nowhere);
+    }
+}

@@ -1,0 +1,213 @@
+//! Streams: copies, launches, events, capture.
+use std::any::Any;
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{self, CUstream, CUstreamCaptureMode as CaptureMode};
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use super::context::Context;
+use super::error::refuse;
+use super::event::CudaEvent;
+use super::graph::CudaGraph;
+use super::modules::Modules;
+use super::{batch, memory};
+use crate::gpu::{Event, Graph, HostCopy, Launch, Stream};
+use crate::params::Address;
+
+/// A stream of ours or of a caller.
+#[derive(Debug)]
+pub(super) struct CudaStream {
+    context: Arc<Context>,
+    modules: Arc<Modules>,
+    raw: CUstream,
+    is_ours: bool,
+}
+
+// SAFETY: the driver lets any thread use a stream.
+unsafe impl Send for CudaStream {}
+
+impl CudaStream {
+    pub(super) fn open(
+        context: &Arc<Context>,
+        modules: &Arc<Modules>,
+    ) -> Result<Self, DeviceError> {
+        let raw = context.open_stream("open a stream")?;
+        let (context, modules) = (Arc::clone(context), Arc::clone(modules));
+        Ok(Self { context, modules, raw, is_ours: true })
+    }
+
+    /// Uses a caller's stream.
+    ///
+    /// # Safety
+    /// 1. `raw` is a stream that lives as long as the result.
+    /// 2. While the result is used, no other thread captures on it.
+    pub(super) unsafe fn wrap(
+        context: &Arc<Context>,
+        modules: &Arc<Modules>,
+        raw: *mut c_void,
+    ) -> Result<Self, DeviceError> {
+        let raw: CUstream = raw.cast();
+        // SAFETY: condition 1.
+        unsafe { memory::check_stream(context, raw) }?;
+        let (context, modules) = (Arc::clone(context), Arc::clone(modules));
+        Ok(Self { context, modules, raw, is_ours: false })
+    }
+
+    /// Whether so many copies go to the driver in one call, which takes no built-in stream.
+    fn batches(&self, copies: usize) -> bool {
+        const BUILT_IN: [usize; 3] = [0, 1, 2];
+        batch::is_worth_it(self.context.driver, copies) && !BUILT_IN.contains(&self.raw.addr())
+    }
+}
+
+impl Stream for CudaStream {
+    unsafe fn upload(
+        &mut self,
+        to: Address,
+        from: *const u8,
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        const UPLOAD: &str = "upload";
+        let _current = self.context.enter(UPLOAD)?;
+        // SAFETY: conditions 1 and 2 of this function, on a stream that lives.
+        let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.raw) };
+        self.context.check(UPLOAD, code)
+    }
+
+    unsafe fn download(
+        &mut self,
+        to: *mut u8,
+        from: Address,
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        const DOWNLOAD: &str = "download";
+        let _current = self.context.enter(DOWNLOAD)?;
+        // SAFETY: conditions 1 and 2 of this function, on a stream that lives.
+        let code = unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.raw) };
+        self.context.check(DOWNLOAD, code)
+    }
+
+    unsafe fn zero(&mut self, at: Address, bytes: u64) -> Result<(), DeviceError> {
+        const ZERO: &str = "zero";
+        let _current = self.context.enter(ZERO)?;
+        let bytes = usize::try_from(bytes)
+            .map_err(|_| refuse(DeviceErrorKind::OutOfRange, ZERO, format!("{bytes} bytes")))?;
+        // SAFETY: condition 1 of this function, on a stream that lives.
+        let code = unsafe { sys::cuMemsetD8Async(at, 0, bytes, self.raw) };
+        self.context.check(ZERO, code)
+    }
+
+    unsafe fn launch(&mut self, launch: &Launch, params: &[u8]) -> Result<(), DeviceError> {
+        let function = self.modules.function(launch.kernel)?;
+        function.require_params(launch.kernel, params.len())?;
+        let _current = self.context.enter("launch")?;
+        let mut arguments = [params.as_ptr().cast_mut().cast::<c_void>()];
+        let [x, y, z] = launch.grid;
+        // SAFETY: condition 1 of this function; a kernel has one parameter, whose bytes the driver
+        // copies, and as many as there are of them where it can tell, see above.
+        let code = unsafe {
+            sys::cuLaunchKernel(
+                function.raw,
+                x,
+                y,
+                z,
+                launch.threads,
+                1,
+                1,
+                launch.shared_bytes,
+                self.raw,
+                arguments.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        // Which of the kernels it was is known only here.
+        self.context.check("launch", code).map_err(|error| {
+            DeviceError::new(error.kind(), "launch")
+                .with_detail(format!("{launch:?}: {error}"))
+                .with_source(error)
+        })
+    }
+
+    unsafe fn upload_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
+        if self.batches(copies.len()) {
+            // SAFETY: condition 1 of this function, on a stream that lives.
+            return unsafe { batch::upload(&self.context, self.raw, copies) };
+        }
+        for copy in copies {
+            // SAFETY: condition 1 of this function.
+            unsafe { self.upload(copy.device, copy.host, copy.bytes) }?;
+        }
+        Ok(())
+    }
+
+    unsafe fn download_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
+        if self.batches(copies.len()) {
+            // SAFETY: condition 1 of this function, on a stream that lives.
+            return unsafe { batch::download(&self.context, self.raw, copies) };
+        }
+        for copy in copies {
+            // SAFETY: condition 1 of this function.
+            unsafe { self.download(copy.host, copy.device, copy.bytes) }?;
+        }
+        Ok(())
+    }
+
+    fn begin_capture(&mut self) -> Result<(), DeviceError> {
+        const BEGIN: &str = "begin capture";
+        let _current = self.context.enter(BEGIN)?;
+        // Other threads go on as they like; this one is refused what a graph cannot hold.
+        let mode = CaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: a stream that lives.
+        let code = unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) };
+        self.context.check(BEGIN, code)
+    }
+
+    fn end_capture(&mut self) -> Result<Box<dyn Graph>, DeviceError> {
+        // SAFETY: a stream of this context that lives.
+        let graph = unsafe { CudaGraph::end_capture(&self.context, self.raw) }?;
+        Ok(Box::new(graph))
+    }
+
+    unsafe fn replay(&mut self, graph: &dyn Graph) -> Result<(), DeviceError> {
+        let graph: &dyn Any = graph;
+        let graph = graph.downcast_ref::<CudaGraph>();
+        let graph = graph.filter(|graph| graph.is_of(&self.context)).ok_or_else(|| {
+            refuse(DeviceErrorKind::ForeignHandle, "replay", "a graph of another device")
+        })?;
+        // SAFETY: a stream of this context that lives; condition 1 of this function.
+        unsafe { graph.launch(self.raw) }
+    }
+
+    fn record(&mut self) -> Result<Arc<dyn Event>, DeviceError> {
+        // SAFETY: a stream of this context that lives.
+        let event = unsafe { CudaEvent::record(&self.context, self.raw) }?;
+        Ok(Arc::new(event))
+    }
+
+    fn wait_for(&mut self, event: &Arc<dyn Event>) -> Result<(), DeviceError> {
+        const WAIT: &str = "wait for an event";
+        let event: &dyn Any = &**event;
+        let event = event.downcast_ref::<CudaEvent>();
+        let event = event.filter(|event| event.is_of(&self.context)).ok_or_else(|| {
+            refuse(DeviceErrorKind::ForeignHandle, WAIT, "an event of another device")
+        })?;
+        let _current = self.context.enter(WAIT)?;
+        // SAFETY: a stream and an event of this context that live.
+        let code = unsafe { sys::cuStreamWaitEvent(self.raw, event.handle().0, 0) };
+        self.context.check(WAIT, code)
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        if !self.is_ours {
+            return;
+        }
+        let Ok(_current) = self.context.enter("close a stream") else { return };
+        // SAFETY: opened by `open`, destroyed here alone. Work that was submitted goes on.
+        let code = unsafe { sys::cuStreamDestroy_v2(self.raw) };
+        let _ = self.context.check("close a stream", code);
+    }
+}

@@ -1,0 +1,298 @@
+//! The driver itself, on the first device. A machine without one shows why and tests the rest.
+use std::sync::Arc;
+
+use kv_core::DeviceErrorKind;
+
+use super::*;
+use crate::gpu::{HostCopy, Launch};
+use crate::params::TableParams;
+
+/// The device, or `None` where this machine has none.
+fn gpu() -> Option<CudaGpu> {
+    match CudaGpu::open(&CudaOptions::default()) {
+        Ok(gpu) => Some(gpu),
+        Err(error) => {
+            assert_eq!(error.kind(), DeviceErrorKind::Unsupported, "{error}");
+            println!("skipped: {error}");
+            None
+        }
+    }
+}
+
+/// Page-locked memory that holds `bytes`.
+fn pinned(gpu: &CudaGpu, bytes: &[u8]) -> Box<dyn Pinned> {
+    let memory = gpu.pinned(bytes.len()).unwrap();
+    assert_eq!(memory.len(), bytes.len());
+    // SAFETY: fresh memory of this very length.
+    unsafe { memory.base().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    memory
+}
+
+fn held(memory: &dyn Pinned) -> Vec<u8> {
+    // SAFETY: memory that was written, by `pinned` or a download that was waited for.
+    unsafe { std::slice::from_raw_parts(memory.base(), memory.len()) }.to_vec()
+}
+
+fn download(gpu: &CudaGpu, stream: &mut dyn Stream, from: Address, bytes: usize) -> Vec<u8> {
+    let memory = pinned(gpu, &vec![0xee; bytes]);
+    // SAFETY: the memory lives until the event is done, and callers allocated the range.
+    unsafe { stream.download(memory.base(), from, bytes) }.unwrap();
+    let event = stream.record().unwrap();
+    event.wait().unwrap();
+    assert!(event.is_done().unwrap());
+    held(&*memory)
+}
+
+/// True on any machine: a device is opened, or the refusal says why.
+#[test]
+fn opening_never_panics() {
+    for ordinal in [0, 99, u32::MAX] {
+        match CudaGpu::open(&CudaOptions::new(ordinal)) {
+            Ok(gpu) => assert!(gpu.facts().capability >= 80),
+            Err(error) => {
+                assert_eq!(error.kind(), DeviceErrorKind::Unsupported, "{error}");
+                assert!(error.to_string().contains('('), "no reason: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn without_a_driver_the_reason_is_that() {
+    if facts::is_driver_present() {
+        return;
+    }
+    let error = CudaGpu::open(&CudaOptions::default()).unwrap_err();
+    assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
+    let said = error.to_string();
+    assert_eq!(said, "open cuda: Unsupported (no CUDA driver library on this machine)");
+}
+
+#[test]
+fn memory_is_zeroed_copied_and_zeroed() {
+    let Some(gpu) = gpu() else { return };
+    let mut stream = gpu.stream().unwrap();
+    let device = gpu.alloc(1000).unwrap();
+    assert_eq!(device % 256, 0);
+    assert_eq!(download(&gpu, &mut *stream, device, 1000), [0; 1000]);
+    let bytes: Vec<u8> = (0..=255).cycle().take(900).collect();
+    let memory = pinned(&gpu, &bytes);
+    // SAFETY: 900 bytes from 50 on lie in the 1000, as do the 100 zeroes; the host memory lives.
+    unsafe { stream.upload(device + 50, memory.base(), 900) }.unwrap();
+    // SAFETY: as above.
+    unsafe { stream.zero(device + 100, 100) }.unwrap();
+    let mut expected = [vec![0; 50], bytes, vec![0; 50]].concat();
+    expected[100..200].fill(0);
+    assert_eq!(download(&gpu, &mut *stream, device, 1000), expected);
+    // SAFETY: allocated above, and nothing uses it.
+    unsafe { gpu.free(device) };
+}
+
+#[test]
+fn batches_copy_every_piece() {
+    let Some(gpu) = gpu() else { return };
+    let mut stream = gpu.stream().unwrap();
+    let device = gpu.alloc(64 * 256).unwrap();
+    let bytes: Vec<u8> = (0..64_u8).flat_map(|piece| [piece; 100]).collect();
+    let (from, to) = (pinned(&gpu, &bytes), pinned(&gpu, &[0xee; 6400]));
+    for pieces in [1, 64] {
+        let copies = |memory: &dyn Pinned| -> Vec<HostCopy> {
+            let piece = |index: usize| HostCopy {
+                host: memory.base().wrapping_add(index * 100),
+                device: device + u64::try_from(index * 256).unwrap(),
+                bytes: 100,
+            };
+            (0..pieces).map(piece).collect()
+        };
+        // SAFETY: pieces lie in both memories, which live until the event below is done.
+        unsafe { stream.upload_batch(&copies(&*from)) }.unwrap();
+        // SAFETY: as above.
+        unsafe { stream.download_batch(&copies(&*to)) }.unwrap();
+        stream.record().unwrap().wait().unwrap();
+        assert_eq!(held(&*to)[..pieces * 100], bytes[..pieces * 100]);
+    }
+    // SAFETY: allocated above, and nothing uses it.
+    unsafe { gpu.free(device) };
+}
+
+#[test]
+fn streams_wait_for_each_other() {
+    let Some(gpu) = gpu() else { return };
+    let (mut first, mut second) = (gpu.stream().unwrap(), gpu.stream().unwrap());
+    let bytes = vec![7_u8; 1 << 20];
+    let device = gpu.alloc(1 << 20).unwrap();
+    let memory = pinned(&gpu, &bytes);
+    for _ in 0..20 {
+        // SAFETY: the range is what was allocated, and the host memory lives.
+        unsafe { first.zero(device, 1 << 20) }.unwrap();
+        // SAFETY: as above.
+        unsafe { first.upload(device, memory.base(), 1 << 20) }.unwrap();
+        let event = first.record().unwrap();
+        second.wait_for(&event).unwrap();
+        drop(event);
+        assert_eq!(download(&gpu, &mut *second, device, 1 << 20), bytes);
+    }
+    // SAFETY: allocated above, and nothing uses it.
+    unsafe { gpu.free(device) };
+}
+
+#[test]
+fn handles_of_another_opening_are_refused() {
+    let (Some(one), Some(other)) = (gpu(), gpu()) else { return };
+    let mut stream = one.stream().unwrap();
+    let event = other.stream().unwrap().record().unwrap();
+    let error = stream.wait_for(&event).unwrap_err();
+    assert_eq!(error.kind(), DeviceErrorKind::ForeignHandle);
+}
+
+#[test]
+fn memory_of_callers_is_checked() {
+    let Some(gpu) = gpu() else { return };
+    let device = gpu.alloc(4096).unwrap();
+    gpu.check_foreign(device, 4096).unwrap();
+    gpu.check_foreign(device + 96, 4000).unwrap();
+    let kind = |address, bytes| gpu.check_foreign(address, bytes).unwrap_err().kind();
+    assert_eq!(kind(device, 1 << 40), DeviceErrorKind::OutOfRange);
+    assert_eq!(kind(64, 1), DeviceErrorKind::ForeignHandle);
+    // SAFETY: allocated above, and nothing uses it.
+    unsafe { gpu.free(device) };
+}
+
+/// Entry of the tables, and the block it becomes.
+type TableChange = [u32; 2];
+
+/// A change of block tables: the smallest kernel there is.
+struct Change {
+    tables: Address,
+    changes: Address,
+    memory: Box<dyn Pinned>,
+}
+
+impl Change {
+    const BYTES: usize = size_of::<[TableChange; 2]>();
+
+    fn new(gpu: &CudaGpu, changes: [TableChange; 2]) -> Self {
+        let tables = gpu.alloc(64).unwrap();
+        let memory = pinned(gpu, bytemuck::must_cast_slice(&changes));
+        Self { tables, changes: gpu.alloc(256).unwrap(), memory }
+    }
+
+    fn submit(&self, stream: &mut dyn Stream) -> Result<(), DeviceError> {
+        // SAFETY: the host memory lives as long as `self`, which tests keep until they are done.
+        unsafe { stream.upload(self.changes, self.memory.base(), Self::BYTES) }?;
+        let (changes, tables) = (self.changes, self.tables);
+        let params = TableParams { changes, tables, num_changes: 2, pad: 0 };
+        let launch =
+            Launch { kernel: "update_tables", grid: [1, 1, 1], threads: 256, shared_bytes: 0 };
+        // SAFETY: what `update_tables` takes; 16 tables and two changes were allocated.
+        unsafe { stream.launch(&launch, bytemuck::bytes_of(&params)) }
+    }
+
+    fn result(&self, gpu: &CudaGpu, stream: &mut dyn Stream) -> Vec<u32> {
+        bytemuck::pod_collect_to_vec(&download(gpu, stream, self.tables, 16))
+    }
+
+    fn free(self, gpu: &CudaGpu) {
+        for address in [self.tables, self.changes] {
+            // SAFETY: allocated by `new`; the tests have waited for all that uses it.
+            unsafe { gpu.free(address) };
+        }
+    }
+}
+
+const CHANGES: [TableChange; 2] = [[1, 77], [3, 99]];
+
+#[test]
+fn kernels_run_by_name() {
+    let Some(gpu) = gpu() else { return };
+    gpu.prepare(&["update_tables"]).unwrap();
+    let mut stream = gpu.stream().unwrap();
+    let change = Change::new(&gpu, CHANGES);
+    change.submit(&mut *stream).unwrap();
+    assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99]);
+    let error = gpu.prepare(&["no_such_kernel"]).unwrap_err();
+    assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
+    let launch = Launch { kernel: "update_tables", grid: [0, 1, 1], threads: 1, shared_bytes: 0 };
+    // SAFETY: nothing runs: the driver refuses a grid of nothing.
+    let error = unsafe { stream.launch(&launch, &[0; size_of::<TableParams>()]) }.unwrap_err();
+    assert_eq!(error.kind(), DeviceErrorKind::Driver, "{error}");
+    assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99], "the device is as it was");
+    change.free(&gpu);
+}
+
+#[test]
+fn captured_work_runs_again() {
+    let Some(gpu) = gpu() else { return };
+    let mut stream = gpu.stream().unwrap();
+    let change = Change::new(&gpu, CHANGES);
+    // Loading a kernel while work is captured is allowed.
+    stream.begin_capture().unwrap();
+    change.submit(&mut *stream).unwrap();
+    let graph = stream.end_capture().unwrap();
+    assert_eq!(change.result(&gpu, &mut *stream), [0; 4], "captured, and not run");
+    for _ in 0..3 {
+        // SAFETY: the memory of `change` is there.
+        unsafe { stream.zero(change.tables, 64) }.unwrap();
+        // SAFETY: as above.
+        unsafe { stream.replay(&*graph) }.unwrap();
+        assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99]);
+    }
+    // A replay reads what lies in page-locked memory then.
+    let block = change.memory.base().wrapping_add(4);
+    // SAFETY: nothing reads the memory now, and a change has 8 bytes.
+    unsafe { block.write(5) };
+    // SAFETY: the memory of `change` is there.
+    unsafe { stream.replay(&*graph) }.unwrap();
+    assert_eq!(change.result(&gpu, &mut *stream), [0, 5, 0, 99]);
+    drop(graph);
+    change.free(&gpu);
+}
+
+#[test]
+fn a_callers_stream_stays_the_callers() {
+    use cudarc::driver::sys;
+
+    let Some(gpu) = gpu() else { return };
+    let raw = gpu.context.open_stream("test").unwrap();
+    let change = Change::new(&gpu, CHANGES);
+    for _ in 0..2 {
+        // SAFETY: the stream lives until the end of this test, and is of this context.
+        let mut stream = unsafe { gpu.foreign_stream(raw.cast()) }.unwrap();
+        change.submit(&mut *stream).unwrap();
+        assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99]);
+    }
+    change.free(&gpu);
+    let _current = gpu.context.enter("test").unwrap();
+    // SAFETY: opened above; no wrapper is left.
+    let code = unsafe { sys::cuStreamDestroy_v2(raw) };
+    assert_eq!(code, sys::CUresult::CUDA_SUCCESS, "it was still there");
+}
+
+#[test]
+fn dropped_at_any_time() {
+    let Some(gpu) = gpu() else { return };
+    let mut stream = gpu.stream().unwrap();
+    let memory = pinned(&gpu, &[1; 64]);
+    let event = stream.record().unwrap();
+    drop(gpu);
+    drop(stream);
+    assert!(event.wait().is_ok());
+    drop(memory);
+    drop(event);
+}
+
+#[test]
+fn threads_share_a_device() {
+    let Some(gpu) = gpu().map(Arc::new) else { return };
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let mut stream = gpu.stream().unwrap();
+                let change = Change::new(&gpu, CHANGES);
+                change.submit(&mut *stream).unwrap();
+                assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99]);
+                change.free(&gpu);
+            });
+        }
+    });
+}

