@@ -169,7 +169,7 @@ fn an_invariant_cut_ignores_the_neighbours() {
 #[cfg(feature = "emulated")]
 mod device {
     use super::*;
-    use crate::emulated::{Emulated, EmulatorOptions};
+    use crate::emulated::{Emulator, EmulatorOptions};
     use crate::gpu::{Gpu, Launch};
     use crate::num::to_u64;
     use crate::params::{Address, Counts, DecodePlanParams, Plan};
@@ -183,7 +183,7 @@ mod device {
 
     #[test]
     fn plans_as_the_host_does() {
-        let gpu = Emulated::open(&EmulatorOptions::default()).unwrap();
+        let gpu = Emulator::open(&EmulatorOptions::default()).unwrap();
         let mut stream = gpu.stream().unwrap();
         let mut random = Random(4711);
         for _ in 0..60 {
