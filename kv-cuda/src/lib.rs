@@ -30,7 +30,8 @@ mod scratch;
 mod staging;
 mod step;
 mod tensors;
-#[cfg(all(test, feature = "emulated"))]
+#[cfg(test)]
+#[cfg(feature = "emulated")]
 mod tests;
 mod waiter;
 
