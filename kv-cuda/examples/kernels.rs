@@ -10,8 +10,9 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt::Write as _;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs, thread};
@@ -260,7 +261,9 @@ fn write(done: &[Done<'_>], version: u32, folder: &Path) -> Result<()> {
         if let Some((unit, ..)) = units.iter().find(|(.., kernels, _)| kernels.is_empty()) {
             return Err(format!("{unit} exports no kernel").into());
         }
-        let bytes = code::pack(version, &units)?;
+        let bytes = code::pack(version, &units, |image| {
+            zstd(image).unwrap_or_else(|| code::compress(image))
+        })?;
         let path = folder.join(format!("{arch}.kva"));
         fs::write(&path, &bytes)?;
         let raw: usize = units.iter().map(|(.., image)| image.len()).sum();
@@ -274,8 +277,27 @@ fn write(done: &[Done<'_>], version: u32, folder: &Path) -> Result<()> {
     Ok(())
 }
 
+/// A frame as small as the `zstd` program makes it, `None` where there is no such program.
+fn zstd(image: &[u8]) -> Option<Vec<u8>> {
+    let mut command = Command::new("zstd");
+    command.args(["-19", "--no-check", "--stdout", "--quiet", "-"]);
+    let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = piped.spawn().ok()?;
+    let mut stdin = child.stdin.take()?;
+    // It reads while we write; what it makes of a part is not used.
+    let output = thread::scope(|scope| {
+        scope.spawn(move || stdin.write_all(image));
+        child.wait_with_output()
+    });
+    output.ok().filter(|output| output.status.success()).map(|output| output.stdout)
+}
+
 /// Compares the archives with the sources; says which entries are not current.
 fn check(jobs: &[Job<'_>], version: u32, folder: &Path) -> Result<()> {
+    if !folder.is_dir() {
+        println!("no archives: this crate embeds no compiled kernels");
+        return Ok(());
+    }
     let mut stale = Vec::new();
     for arch in Arch::SHIPPED {
         let path = folder.join(format!("{arch}.kva"));

@@ -11,7 +11,7 @@ mod report;
 mod source;
 
 pub use arch::{Arch, UnknownArch};
-pub use archive::{Archive, Damaged, Entry, pack};
+pub use archive::{Archive, Damaged, Entry, compress, pack};
 pub use cache::Cache;
 pub use nvrtc::{CompileError, Compiled, Nvrtc};
 pub use report::{KernelReport, entry_points, report};
