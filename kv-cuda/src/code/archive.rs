@@ -261,12 +261,9 @@ mod tests {
             let Ok(archive) = Archive::parse(&damaged) else { continue };
             // Names, keys and the version are not covered by a hash; wrong ones are not found.
             let image = |archive: &Archive<'_>| archive.entry("attend.cu").map(Entry::image);
-            match image(&archive) {
-                Some(Ok(same)) => {
-                    assert_eq!(Ok(same), image(&original).unwrap());
-                    harmless += 1;
-                }
-                Some(Err(Damaged)) | None => {}
+            if let Some(Ok(same)) = image(&archive) {
+                assert_eq!(Ok(same), image(&original).unwrap());
+                harmless += 1;
             }
         }
         assert!(harmless < 150, "{harmless} changes went unnoticed");
