@@ -350,15 +350,6 @@ KV_DEV void kv_finish(const KvAttendParams& p, const KvUnit& u, const KvShared& 
   }
 }
 
-// Runs one unit, whose rows are in shared memory.
-template <bool SHARED, u32 R>
-KV_DEV void kv_attend_part(const KvAttendParams& p, const KvUnit& u, const KvShared& s, u32* counter) {
-  kv_walk<SHARED, R>(p, u, s);
-  kv_join_warps<SHARED, R>(u, s, p.v_plane.head_dim);
-  if (u.splits > 1 && !kv_join_parts(p, u, s, counter)) return;
-  kv_finish(p, u, s);
-}
-
 // The rows, and all parts of their context that are this block's.
 template <u32 R> KV_DEV void kv_attend(const KvAttendParams& p) {
   KV_DYN_SMEM(memory);
@@ -371,6 +362,7 @@ template <u32 R> KV_DEV void kv_attend(const KvAttendParams& p) {
   KvUnit u;
   u.entry = kv_entry_of(counts.sequences, blockIdx.x, start);
   u.sequence = sequences[u.entry];
+  if (u.sequence.q_len < p.q_len_min || u.sequence.q_len > p.q_len_max) return;
   u.kv_head = blockIdx.y;
   const u32 rows = u.sequence.q_len * p.group, tiles = (rows + ROWS - 1) / ROWS;
   const u32 nth = blockIdx.x - start(u.entry);
@@ -395,8 +387,14 @@ template <u32 R> KV_DEV void kv_attend(const KvAttendParams& p) {
       u.end = split.end;
     }
     u.reach = kv_reach(first, last, u.begin, u.end);
-    if (rows <= R) kv_attend_part<false, R>(p, u, s, counter);
-    else kv_attend_part<true, R>(p, u, s, counter);
+    if (rows <= R) {
+      kv_walk<false, R>(p, u, s);
+      kv_join_warps<false, R>(u, s, p.v_plane.head_dim);
+    } else {
+      kv_walk<true, R>(p, u, s);
+      kv_join_warps<true, R>(u, s, p.v_plane.head_dim);
+    }
+    if (u.splits == 1 || kv_join_parts(p, u, s, counter)) kv_finish(p, u, s);
     kv_sync();
   }
 }

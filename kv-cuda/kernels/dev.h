@@ -105,12 +105,18 @@ KV_DEV u32 kv_pack(KvF16, float lo, float hi) {
 #if __CUDA_ARCH__ >= 890
 KV_DEV u32 kv_e4m3x2_f16x2(u32 x) { u32 r; u16 h = (u16)x; asm("cvt.rn.f16x2.e4m3x2 %0,%1;" : "=r"(r) : "h"(h)); return r; }
 #else
-KV_DEV u32 kv_e4m3x2_f16x2(u32 x) {  // exponent re-bias by multiply with 2^8 in f16 (exact; NaN code 0x7f becomes 480, documented)
+KV_DEV u32 kv_e4m3x2_f16x2(u32 x) {  // exponent re-bias by multiply with 2^8 in f16 (exact)
   u32 q = kv_prmt(x, 0, 0x1404);  // byte0 -> bits 8..15, byte1 -> bits 24..31
   u32 o = (q & 0x80008000u) | ((q & 0x7f007f00u) >> 1);
-  u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(o), "r"(0x5c005c00u)); return r;  // 0x5c00 = 256.0
+  u32 r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(o), "r"(0x5c005c00u));  // 0x5c00 = 256.0
+  return r | ((((o & 0x7fff7fffu) + 0x00800080u) >> 1) & 0x20002000u);        // 480, which is the NaN, becomes one
 }
 #endif
+// two int8 (low 16 bits of x) -> f16x2: 1024 + 128 + value, made of bits, less 1152; exact
+KV_DEV u32 kv_int8x2_f16x2(u32 x) {
+  u32 r, u = kv_prmt(x ^ 0x8080u, 0x64646464u, 0x4140);
+  asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(u), "r"(0x64806480u)); return r;
+}
 KV_DEV float kv_bf16_f(u16 x) { return kv_as_f(u32(x) << 16); }
 KV_DEV float kv_f16_f(u16 x) { float f; asm("cvt.f32.f16 %0,%1;" : "=f"(f) : "h"(x)); return f; }
 // Loads and stores of global memory by a builtin type of up to 16 bytes, aligned to its size: data that no thread of the

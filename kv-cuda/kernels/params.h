@@ -96,6 +96,36 @@ struct KvAttendParams {
   u32 window_left;       // UINT32_MAX without
   u32 sink_tokens;       // seen besides a window
   u32 group;             // query heads of a kv head
+  u32 q_len_min, q_len_max;  // entries with fewer or more queries are another kernel's
+};
+
+// A piece of decoding: some tiles of what up to 16 query rows of one kv head see. See pieces.h.
+struct KvPiece {
+  u32 sequence, head;         // entry of the batch, kv head
+  u32 row;                    // first of its rows; a query has `group` of them
+  u32 tile_begin, tile_end;   // of the tiles that these rows see
+  u32 part, parts;            // of the pieces that these rows were cut into
+  u32 partial;                // where the partial results of these parts begin; 0 where there is one
+};
+
+// Of `plan_decode`, which cuts the work of `slots` thread blocks.
+struct KvDecodePlanParams {
+  KvPlan plan;
+  u64 pieces;  // KvPiece, in the order of slots
+  u64 starts;  // u32 [slots + 1]: the first piece of every slot
+  u32 slots, kv_heads, group;
+  u32 full, window_left, sink_tokens;  // as in KvAttendParams
+  u32 invariant;                       // the cut depends on positions alone
+  u32 pad;
+};
+
+// Of the kernels `decode_*`. part_rows is f32 [partial results][16][dim], part_stats f32 [partial results][16],
+// counters u32 [partial results]; part_index is not used.
+struct KvDecodeParams {
+  KvAttendParams attend;
+  u64 pieces, starts;  // what `plan_decode` or the host wrote for as many slots as there are thread blocks
+  u32 units;           // of the ring in shared memory: see decode.h
+  u32 pad;
 };
 
 struct KvRange { u32 table, begin, len, coded, start, pad0, pad1, pad2; };

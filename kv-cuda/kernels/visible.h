@@ -8,7 +8,8 @@ constexpr u32 KV_NONE = 0xffffffffu;
 // Keys that one query sees: 0..sinks and begin..end. No bound falls from one query to the next.
 struct KvVisible { u32 begin, end, sinks; };
 
-KV_DEV KvVisible kv_visible(const KvAttendParams& p, const KvSequence& s, u32 query) {
+// `p` has the options of attention: KvAttendParams, KvDecodePlanParams.
+template <class Params> KV_DEV KvVisible kv_visible(const Params& p, const KvSequence& s, u32 query) {
   const i64 len = (i64)s.kv_len, position = len - (i64)s.q_len + (i64)query;
   i64 begin = 0, end = len;
   if (p.window_left != KV_NONE && position > (i64)p.window_left) begin = position - (i64)p.window_left;
@@ -30,16 +31,16 @@ KV_DEV KvReach kv_reach(const KvVisible& first, const KvVisible& last, u32 part_
   return reach;
 }
 
-// The first tile at or behind `tile` in which something is seen; KV_NONE behind the last.
-KV_DEV u32 kv_next_tile(const KvReach& reach, u32 tile) {
-  if (reach.sinks_begin < reach.sinks_end && (u64)tile * KV_TILE < reach.sinks_end) {
-    const u32 first = reach.sinks_begin / KV_TILE;
+// The first tile of TOKENS at or behind `tile` in which something is seen; KV_NONE behind the last.
+template <u32 TOKENS = KV_TILE> KV_DEV u32 kv_next_tile(const KvReach& reach, u32 tile) {
+  if (reach.sinks_begin < reach.sinks_end && (u64)tile * TOKENS < reach.sinks_end) {
+    const u32 first = reach.sinks_begin / TOKENS;
     return tile > first ? tile : first;
   }
   if (reach.begin >= reach.end) return KV_NONE;
-  const u32 first = reach.begin / KV_TILE;
+  const u32 first = reach.begin / TOKENS;
   if (tile < first) tile = first;
-  return (u64)tile * KV_TILE < reach.end ? tile : KV_NONE;
+  return (u64)tile * TOKENS < reach.end ? tile : KV_NONE;
 }
 
 // The same among tiles `lane`, `lane + lanes`, ..; `lanes` is a power of two.

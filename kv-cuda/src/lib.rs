@@ -1,9 +1,23 @@
 //! The CUDA backend of the KV cache.
+//!
+//! [`CudaBackend`] implements the contract of [`kv_core::backend`] on a card of compute capability
+//! 8.0 or later. Nothing of CUDA is needed to build it; the driver is looked up when a device is
+//! opened, and a machine without one gets [`Unsupported`](kv_core::DeviceErrorKind::Unsupported).
+//!
+//! A [`CudaQueue`] is a stream. Inputs in host memory are staged through page-locked memory;
+//! outputs lie in device memory. The plan of a step goes to the device once, when the step begins,
+//! and all layers share it; with [`StepLimits`] its lists keep their addresses, as a captured graph
+//! of launches needs it.
+//!
+//! The same host code and the same kernels run on the CPU with the feature `emulated`
+//! (`CudaBackend::emulated`): slow, for tests, and without a card.
 mod backend;
 mod buffer;
 #[doc(hidden)]
 pub mod code;
 mod constants;
+#[allow(dead_code, unused_imports, reason = "the attend operation is to start it")]
+mod decode;
 mod driver;
 #[cfg(feature = "emulated")]
 mod emulated;
@@ -16,6 +30,8 @@ mod scratch;
 mod staging;
 mod step;
 mod tensors;
+#[cfg(all(test, feature = "emulated"))]
+mod tests;
 mod waiter;
 
 pub use backend::CudaBackend;

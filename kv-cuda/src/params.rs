@@ -135,6 +135,41 @@ params! {
         window_left: u32,
         sink_tokens: u32,
         group: u32,
+        q_len_min: u32,
+        q_len_max: u32,
+    }
+    /// A piece of decoding: some tiles of what up to 16 query rows of one kv head see.
+    struct Piece {
+        sequence: u32,
+        head: u32,
+        row: u32,
+        tile_begin: u32,
+        tile_end: u32,
+        part: u32,
+        parts: u32,
+        partial: u32,
+    }
+    /// Of `plan_decode`.
+    struct DecodePlanParams {
+        plan: Plan,
+        pieces: Address,
+        starts: Address,
+        slots: u32,
+        kv_heads: u32,
+        group: u32,
+        full: u32,
+        window_left: u32,
+        sink_tokens: u32,
+        invariant: u32,
+        pad: u32,
+    }
+    /// Of `decode_*`.
+    struct DecodeParams {
+        attend: AttendParams,
+        pieces: Address,
+        starts: Address,
+        units: u32,
+        pad: u32,
     }
     /// Rows to gather of one sequence.
     struct Range {

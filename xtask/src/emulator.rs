@@ -2,6 +2,8 @@
 //!
 //! Compiles every kernel of kv-cuda and the emulator with a C++ compiler, file by file, and again
 //! only what has changed since. Knows no kernel by name.
+mod self_test;
+
 use std::collections::VecDeque;
 use std::env;
 use std::ffi::OsString;
@@ -97,10 +99,15 @@ const COMMON: &[&str] = &[
 #[derive(Debug, Default)]
 pub(crate) struct Options {
     pub(crate) sanitizer: Sanitizer,
+    /// Test the emulator itself instead.
+    pub(crate) self_test: bool,
 }
 
 /// Builds it and says where it is.
 pub(crate) fn run(options: &Options) -> Result<()> {
+    if options.self_test {
+        return self_test::run();
+    }
     let library = library(options.sanitizer)?;
     println!("{}", library.display());
     Ok(())

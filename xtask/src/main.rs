@@ -32,6 +32,7 @@ Usage: cargo xtask COMMAND
       [-- ARG...]      to the runner, as to libtest: a part of a case's name, --list, --exact
   emulator             the library that runs CUDA kernels on the CPU: target/emulator
       --sanitize NAME  watched by `address` (and undefined behaviour), `thread`, or `none`
+      --self-test      instead, the emulator's own tests, plain and with each sanitizer
   tidy                 rules about files, crates and documents that no compiler checks
       --fix            first break comments anew where lines are too long
   setup                what the suites need on this machine, installed where that is possible
@@ -152,6 +153,7 @@ fn parse_emulator(mut parser: Parser) -> Result<Command> {
             Arg::Long("sanitize") => {
                 options.sanitizer = emulator::Sanitizer::parse(&parser.value()?.string()?)?;
             }
+            Arg::Long("self-test") => options.self_test = true,
             Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
             other => return Err(other.unexpected().into()),
         }

@@ -90,6 +90,7 @@ inline u32 kv_pack(KvF16, float low, float high) {
 inline u32 kv_e4m3x2_f16x2(u32 x) {
   return kv_pack(KvF16(), kvemu::e4m3_to_float(u8(x)), kvemu::e4m3_to_float(u8(x >> 8)));
 }
+inline u32 kv_int8x2_f16x2(u32 x) { return kv_pack(KvF16(), float(i8(x)), float(i8(x >> 8))); }
 inline float kv_bf16_f(u16 x) { return kvemu::bf16_to_float(x); }
 inline float kv_f16_f(u16 x) { return kvemu::half_to_float(x); }
 

@@ -77,6 +77,7 @@ void copy_wait(u32 keep);
 #define KV_GRID_CONST
 #define KV_TABLE static const
 #define KV_DYN_SMEM(name) u8* const name = kvemu::shared_memory()
+// A body that is a function of its own has lines of its own; all of a macro's argument is on one line, for reports.
 #define KV_KERNEL(name, Params, threads, blocks, ...)                                    \
   static const kvemu::Kernel kv_kernel_##name{#name, sizeof(Params), threads, [](const void* params) { \
     (__VA_ARGS__)(*static_cast<const Params*>(params));                                  \

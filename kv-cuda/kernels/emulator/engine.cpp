@@ -44,8 +44,8 @@ std::string Engine::run(const Launch& launch) {
   order_.resize(threads_);
   for (u32 i = 0; i < threads_; i++) order_[i] = i;
   enter_scheduler(scheduler_);
-  happened_before(launched_);
   allocate_shared();
+  happened_before(launched_);
   const u64 blocks = u64(launch.grid.x) * launch.grid.y * launch.grid.z;
   std::vector<u32> shuffled;
   if (launch.seed != 0) {
@@ -108,7 +108,7 @@ void Engine::run_threads() {
   }
   if (error_.empty()) return;
   for (u32 i = 0; i < threads_; i++) {
-    if (!fibers_[i]->is_done) fibers_[i]->stack.abandon();
+    if (!fibers_[i]->is_done) fibers_[i]->stack.abandon(fibers_[i]->context);
   }
 }
 
@@ -150,6 +150,7 @@ void Engine::wait(Wait what, Site site, u32 generation) {
   fiber.wait = what;
   fiber.site = site;
   fiber.generation = generation;
+  happened_before(ended_);  // should it never come back
   switch_context(fiber.context, scheduler_);
 }
 
@@ -169,6 +170,7 @@ void Engine::fail(const char* format, ...) {
   vsnprintf(text + begin, sizeof text - size_t(begin), format, list);
   va_end(list);
   report(text);
+  happened_before(ended_);
   leave(current().context, scheduler_);
 }
 

@@ -74,7 +74,12 @@ void Stack::prepare(Context& context, void (*entry)()) {
 #endif
 }
 
-void Stack::abandon() {
+void Stack::abandon(Context& context) {
+  (void)context;
+#ifdef KV_EMU_TSAN
+  __tsan_destroy_fiber(context.tsan_fiber);  // it believes to be inside the functions that were left
+  context.tsan_fiber = nullptr;
+#endif
 #ifdef KV_EMU_ASAN
   __asan_unpoison_memory_region(begin_, STACK_BYTES);  // the functions that were left do not do it
 #endif

@@ -34,8 +34,8 @@ class Stack {
   Stack& operator=(const Stack&) = delete;
   // Makes `context` begin `entry` on this stack. `entry` never returns: it ends with `leave`.
   void prepare(Context& context, void (*entry)());
-  // For a stack that was left in the middle of something.
-  void abandon();
+  // For a fiber that was left in the middle of something.
+  void abandon(Context& context);
 
  private:
   uint8_t* begin_;

@@ -18,6 +18,7 @@
 extern "C" {
 void* __tsan_get_current_fiber(void);
 void* __tsan_create_fiber(unsigned flags);
+void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void __tsan_acquire(void* address);
 void __tsan_release(void* address);
@@ -63,7 +64,7 @@ inline void copy_bytes(void* to, const void* from, size_t bytes) {
   const volatile uint8_t* in = static_cast<const uint8_t*>(from);
   for (size_t i = 0; i < bytes; i++) out[i] = in[i];
 #else
-  std::memcpy(to, from, bytes);
+  if (bytes > 0) std::memcpy(to, from, bytes);  // null goes with 0 bytes
 #endif
 }
 inline void fill_bytes(void* to, uint8_t byte, size_t bytes) {

@@ -21,7 +21,7 @@ use memory::{HostMemory, Memory};
 use stream::EmulatedStream;
 
 /// Name of the backend.
-const NAME: &str = "cuda-emulated";
+const NAME: &str = "emulated";
 
 /// How an emulated GPU is opened.
 ///

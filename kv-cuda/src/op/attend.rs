@@ -59,6 +59,8 @@ pub(crate) fn attend(
         window_left: options.window().unwrap_or(u32::MAX),
         sink_tokens: options.num_sink_tokens(),
         group,
+        q_len_min: 0,
+        q_len_max: u32::MAX,
     };
     let splits_max = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0);
     run(queue, &mut params, (&step.extent, splits_max))?;

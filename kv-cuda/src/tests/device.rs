@@ -1,14 +1,14 @@
 //! Device memory as vectors.
 use bytemuck::Pod;
 
-use crate::emulated::{Emulated, EmulatorOptions};
+use crate::emulated::{Emulator, EmulatorOptions};
 use crate::gpu::{Gpu, Launch, Stream};
 use crate::params::Address;
 
 /// An emulated GPU whose memory is freed with it.
 #[derive(Debug)]
 pub(super) struct Device {
-    gpu: Emulated,
+    gpu: Emulator,
     stream: Box<dyn Stream>,
     taken: Vec<Address>,
 }
@@ -16,7 +16,7 @@ pub(super) struct Device {
 impl Device {
     /// Threads and blocks in an order that depends on `seed`.
     pub(super) fn open(seed: u32) -> Self {
-        let gpu = Emulated::open(&EmulatorOptions::default().seed(seed)).unwrap();
+        let gpu = Emulator::open(&EmulatorOptions::default().seed(seed)).unwrap();
         let stream = gpu.stream().unwrap();
         Self { gpu, stream, taken: Vec::new() }
     }
@@ -47,7 +47,13 @@ impl Device {
     }
 
     /// Starts a kernel of 128 threads, or of 256 if it copies blocks.
-    pub(super) fn launch<T: Pod>(&mut self, kernel: &'static str, grid: [u32; 3], shared: u32, params: &T) {
+    pub(super) fn launch<T: Pod>(
+        &mut self,
+        kernel: &'static str,
+        grid: [u32; 3],
+        shared: u32,
+        params: &T,
+    ) {
         let threads = if kernel == "copy_blocks" { 256 } else { 128 };
         let launch = Launch { kernel, grid, threads, shared_bytes: shared };
         // SAFETY: tests name addresses of memory they have put, as large as what they say of it.

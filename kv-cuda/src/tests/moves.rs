@@ -1,7 +1,7 @@
 //! `copy_blocks`, `convert_rows` and `pad_rows`.
 use half::{bf16, f16};
+use kv_core::BlockOrder;
 use kv_core::KvFormat;
-use kv_core::geometry::BlockOrder;
 
 use super::device::Device;
 use super::random::Random;
@@ -41,7 +41,12 @@ fn first_slots_of_blocks_are_copied_in_every_plane() {
                 num_planes: 3,
                 num_copies: 5,
             };
-            device.launch("copy_blocks", [1 + i as u32, 1 + i as u32 % 2, 1 + i as u32 % 4], 0, &params);
+            device.launch(
+                "copy_blocks",
+                [1 + i as u32, 1 + i as u32 % 2, 1 + i as u32 % 4],
+                0,
+                &params,
+            );
             for world in &mut worlds {
                 for copy in &copies {
                     copy_block(world, copy);
@@ -72,7 +77,8 @@ fn copy_block(world: &mut World, copy: &BlockCopy) {
 }
 
 /// Three entries in every shape a tensor has.
-const ENTRIES: [Entry; 3] = [Entry { start: 0, len: 5 }, Entry { start: 5, len: 0 }, Entry { start: 5, len: 3 }];
+const ENTRIES: [Entry; 3] =
+    [Entry { start: 0, len: 5 }, Entry { start: 5, len: 0 }, Entry { start: 5, len: 3 }];
 const TOTAL: u32 = 8;
 
 /// A tensor with room for one entry and three tokens more than there are, rows `gap` values apart.
@@ -85,7 +91,8 @@ fn tensor(axes: u32, dtype: u32, (heads, dim): (u32, u32), gap: u32) -> (Tensor,
         1 => (row, row * 4),
         _ => (0, row),
     };
-    let shape = Tensor { batch_stride, token_stride, axes, dtype, batch, tokens, heads, dim, data: 0 };
+    let shape =
+        Tensor { batch_stride, token_stride, axes, dtype, batch, tokens, heads, dim, data: 0 };
     (shape, row as u32 * batch * tokens)
 }
 
@@ -112,7 +119,8 @@ fn pad(tensor: &Tensor, owned: &[Entry], value: f32, image: &mut [u8]) {
             _ => owned.get(entry as usize).map_or(0, |entry| entry.len),
         };
         for token in used..tensor.tokens {
-            let at = u64::from(entry) * tensor.batch_stride + u64::from(token) * tensor.token_stride;
+            let at =
+                u64::from(entry) * tensor.batch_stride + u64::from(token) * tensor.token_stride;
             image[at as usize..][..bytes.len()].copy_from_slice(&bytes);
         }
     }
@@ -129,7 +137,9 @@ fn rows_change_axes_and_types_and_the_rest_is_padding() {
         let (mut src, src_bytes) = tensor(src_axes, src_dtype, shape, gap);
         let (mut dst, dst_bytes) = tensor(dst_axes, dst_dtype, shape, 8 - gap);
         let size = if src_dtype == 0 { 4 } else { 2 };
-        let values = random.row((src_bytes / size) as usize);
+        // Numbers: a NaN would get other bits.
+        let mut values = random.row((src_bytes / size) as usize);
+        values.iter_mut().filter(|value| value.is_nan()).for_each(|value| *value = 0.5);
         let (bytes, _) = elements(src_dtype, &values);
         let mut image = vec![UNTOUCHED; dst_bytes as usize];
         let row = (shape.0 * shape.1 * size) as usize;
@@ -154,8 +164,14 @@ fn rows_change_axes_and_types_and_the_rest_is_padding() {
 }
 
 /// With the numbers of the parameters, then with fewer entries, which only the counts know.
-fn pad_and_check(device: &mut Device, (out, entries): (Tensor, Address), value: f32, mut image: Vec<u8>) {
-    let mut params = PadParams { out, entries, num_entries: 3, total: TOTAL, value, ..Default::default() };
+fn pad_and_check(
+    device: &mut Device,
+    (out, entries): (Tensor, Address),
+    value: f32,
+    mut image: Vec<u8>,
+) {
+    let mut params =
+        PadParams { out, entries, num_entries: 3, total: TOTAL, value, ..Default::default() };
     device.launch("pad_rows", [2, 1, 1], 0, &params);
     pad(&out, &ENTRIES, value, &mut image);
     assert_eq!(device.bytes(out.data, image.len()), image, "{params:?}");

@@ -1,7 +1,7 @@
 //! Every stored format against kv-quant, bit for bit: `write_plain`, `write_rows`, `gather_rows`.
 use half::{bf16, f16};
 use kv_core::calibration::{HeadConstants, PlaneConstants};
-use kv_core::geometry::{BlockOrder, PlaneLayout, PlaneShape};
+use kv_core::{BlockOrder, PlaneLayout, PlaneShape};
 use kv_core::{KvFormat, Place};
 use kv_quant::{block, row, transform};
 
@@ -86,15 +86,30 @@ impl World {
         match place.is_wide && self.layout.format().is_quantised() {
             true => block::decode_wide(from, &mut values),
             false => {
-                row::decode_row(self.layout.format(), self.constants(head).scale, from, &mut values);
+                row::decode_row(
+                    self.layout.format(),
+                    self.constants(head).scale,
+                    from,
+                    &mut values,
+                );
             }
         }
         values
     }
 
+    /// Whether the element around a byte is NaN, there and in the image.
+    fn both_nan(&self, got: &[u8], at: usize) -> bool {
+        let format = self.layout.format();
+        let size = format.wide_format().row_bytes(1) as usize;
+        let element = at / size * size..at / size * size + size;
+        are_nan(format, [&got[element.clone()], &self.image[element]])
+    }
+
+    /// Compares the plane with the image.
     pub(super) fn check(&self, device: &mut Device, what: &str) {
         let got = device.bytes(self.plane.base, self.image.len());
-        let Some(at) = got.iter().zip(&self.image).position(|(got, image)| got != image) else {
+        let differ = |at: &usize| got[*at] != self.image[*at] && !self.both_nan(&got, *at);
+        let Some(at) = (0..got.len()).find(differ) else {
             return;
         };
         let around = at.saturating_sub(8)..(at + 8).min(got.len());
@@ -106,6 +121,16 @@ impl World {
             &got[around]
         );
     }
+}
+
+/// Whether elements, of the plane or in 16 bits among codes, are NaN of whichever bits: a GPU has one
+/// NaN, a CPU keeps what it is given.
+fn are_nan(format: KvFormat, elements: [&[u8]; 2]) -> bool {
+    elements.iter().all(|element| {
+        let mut value = [0.0];
+        row::decode_row(format.wide_format(), 1.0, element, &mut value);
+        value[0].is_nan()
+    })
 }
 
 /// A tensor of ragged rows.
@@ -151,8 +176,8 @@ struct Case {
 }
 
 /// New tokens of three entries; the second has none.
-const NEW: [u32; 3] = [21, 0, 30];
-const TOTAL: u32 = 51;
+const NEW: [u32; 3] = [13, 0, 20];
+const TOTAL: u32 = 33;
 
 fn run(case: Case, seed: u64) {
     let what = format!("{case:?}");
@@ -163,7 +188,11 @@ fn run(case: Case, seed: u64) {
     let mut worlds: [World; 2] = std::array::from_fn(|i| {
         let plain = layout(formats[i], order, dims[i], heads).with_transform(case.transforms);
         let sinks = if wide_slots <= 16 { case.sinks } else { 0 };
-        World::new(&mut device, plain.with_wide_rows(sinks, false, wide_slots).unwrap(), &mut random)
+        World::new(
+            &mut device,
+            plain.with_wide_rows(sinks, false, wide_slots).unwrap(),
+            &mut random,
+        )
     });
     let map = *worlds[0].layout.slot_map();
     // Each entry has blocks of its own; the step brings all its tokens.
@@ -184,7 +213,8 @@ fn run(case: Case, seed: u64) {
             slots.push(block * 16 + place.inside);
             places.push((block, place));
         }
-        let sequence = Sequence { new_start: start, new_len, kv_len: new_len, table, ..Default::default() };
+        let sequence =
+            Sequence { new_start: start, new_len, kv_len: new_len, table, ..Default::default() };
         sequences.push(sequence);
         start += new_len;
     }
@@ -193,8 +223,7 @@ fn run(case: Case, seed: u64) {
         let rows: Vec<f32> = (0..TOTAL * heads).flat_map(|_| random.row(dim)).collect();
         let (bytes, values) = elements(case.dtype, &rows);
         for (unit, values) in values.chunks(dim).enumerate() {
-            let (head, (block, place)) =
-                (unit % heads as usize, places[unit / heads as usize]);
+            let (head, (block, place)) = (unit % heads as usize, places[unit / heads as usize]);
             let stored = worlds[i].stored(head, values);
             worlds[i].put(block, place, head, &stored);
         }
@@ -272,7 +301,11 @@ fn gather(
         let (_, expected) = elements(dtype, &values);
         for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
             let format = world.layout.format();
-            assert_eq!(bits(*got), bits(*expected), "{format}, dim {dim}, value {at}: {got} {expected}");
+            assert_eq!(
+                bits(*got),
+                bits(*expected),
+                "{format}, dim {dim}, value {at}: {got} {expected}"
+            );
         }
     }
 }
@@ -324,7 +357,8 @@ fn rows_are_transformed_and_sinks_are_wide() {
 fn plain_rows_of_any_type_and_alignment_are_moved() {
     for (i, format) in KvFormat::PLAIN.iter().enumerate() {
         for dtype in 0..3 {
-            for (j, (dim, offset)) in [(128, 0), (128, 8), (12, 4), (3, 0)].into_iter().enumerate() {
+            for (j, (dim, offset)) in [(128, 0), (128, 8), (12, 4), (3, 0)].into_iter().enumerate()
+            {
                 let case = Case {
                     formats: [*format, KvFormat::PLAIN[(i + j) % 3]],
                     dims: [dim, dim + 4],

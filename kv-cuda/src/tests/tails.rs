@@ -2,7 +2,7 @@
 use std::collections::BTreeMap;
 
 use half::f16;
-use kv_core::geometry::{BlockOrder, PlaneLayout};
+use kv_core::{BlockOrder, PlaneLayout};
 use kv_core::{KvFormat, Place, SlotMap};
 use kv_quant::block::{self, BlockMean};
 
@@ -48,7 +48,8 @@ impl Life {
     ) -> Sequence {
         let (coded_before, len) = (self.coded, self.len + new_len);
         let coded = map.coded_after(coded_before, len);
-        let sealed = if coded == coded_before { Vec::new() } else { std::mem::take(&mut self.tail) };
+        let sealed =
+            if coded == coded_before { Vec::new() } else { std::mem::take(&mut self.tail) };
         let mut more = |blocks: &mut Vec<u32>, count: u32| {
             while blocks.len() < count as usize {
                 blocks.push(pool.pop().unwrap());
@@ -61,7 +62,15 @@ impl Life {
         let sealed_index = (self.codes.len() + self.tail.len()) as u32;
         held.extend(sealed);
         (self.len, self.coded) = (len, coded);
-        Sequence { new_len, kv_len: len, coded, coded_before, sealed_index, table, ..Default::default() }
+        Sequence {
+            new_len,
+            kv_len: len,
+            coded,
+            coded_before,
+            sealed_index,
+            table,
+            ..Default::default()
+        }
     }
 
     /// Cuts it.
@@ -108,7 +117,8 @@ impl Life {
             rows[begin as usize..end as usize].iter().for_each(|row| mean.add(row));
             mean.finish().to_vec()
         });
-        let at = world.layout.block_bytes() * u64::from(block) + world.layout.mean_begin(head as u32);
+        let at =
+            world.layout.block_bytes() * u64::from(block) + world.layout.mean_begin(head as u32);
         let bytes = mean.iter().flat_map(|mean| f16::from_f32(*mean).to_le_bytes());
         for (to, byte) in world.image[at as usize..].iter_mut().zip(bytes) {
             *to = byte;
@@ -132,7 +142,7 @@ const LIVES: usize = 3;
 const BLOCKS: u32 = 160;
 
 fn layout(case: Case, plane: usize, wide_slots: u32) -> PlaneLayout {
-    let shape = kv_core::geometry::PlaneShape {
+    let shape = kv_core::PlaneShape {
         num_blocks: BLOCKS,
         block_size: 16,
         num_kv_heads: HEADS,
@@ -220,7 +230,10 @@ fn run(case: Case, seed: u64) {
                     life.put(world, plane);
                 }
             }
-            world.check(&mut device, &format!("{case:?}, step {step}, plane {plane}, {sequences:?}"));
+            world.check(
+                &mut device,
+                &format!("{case:?}, step {step}, plane {plane}, {sequences:?}"),
+            );
         }
     }
 }

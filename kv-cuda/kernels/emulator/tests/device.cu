@@ -7,7 +7,7 @@ struct KvTestParams { u64 in, out; u32 count, argument; };
 KV_DEV u32 kv_test_index() { return blockIdx.x * blockDim.x + threadIdx.x; }
 
 // Rows of 16 results, one row a thread: what warps exchange.
-KV_KERNEL(test_warp, KvTestParams, 64, 1, [](const KvTestParams& p) {
+KV_DEV void kv_test_warp(const KvTestParams& p) {
   const u32 i = kv_test_index(), v = ((const u32*)p.in)[i], lane = threadIdx.x & 31;
   u32* row = (u32*)p.out + 16 * i;
   row[0] = kv_shfl(v, 31 - lane);
@@ -27,10 +27,11 @@ KV_KERNEL(test_warp, KvTestParams, 64, 1, [](const KvTestParams& p) {
   row[14] = gridDim.x;
   kv_syncwarp();
   row[15] = threadIdx.x;
-});
+}
+KV_KERNEL(test_warp, KvTestParams, 64, 1, kv_test_warp)
 
 // Rows of 24 results of one thread: arithmetic of a pair of numbers.
-KV_KERNEL(test_numbers, KvTestParams, 32, 1, [](const KvTestParams& p) {
+KV_DEV void kv_test_numbers(const KvTestParams& p) {
   const u32 i = kv_test_index();
   if (i >= p.count) return;
   const float a = kv_ldg((const float*)p.in + 2 * i), b = kv_ldcg((const float*)p.in + 2 * i + 1);
@@ -61,15 +62,17 @@ KV_KERNEL(test_numbers, KvTestParams, 32, 1, [](const KvTestParams& p) {
   row[21] = (float)(kv_popc(kv_as_u(a)) * 64 + kv_clz(kv_as_u(b)));
   row[22] = kv_as_f(kv_prmt(kv_as_u(a), kv_as_u(b), 0x5140));
   row[23] = kv_ldcs((const float*)p.in + 2 * i);
-});
+}
+KV_KERNEL(test_numbers, KvTestParams, 32, 1, kv_test_numbers)
 
 // Counters: [0] threads, [1] the largest value, [2] goes round 0..=argument, [3 + k] how often that was k.
-KV_KERNEL(test_atomics, KvTestParams, 64, 1, [](const KvTestParams& p) {
+KV_DEV void kv_test_atomics(const KvTestParams& p) {
   u32* counters = (u32*)p.out;
   kv_atomic_add(counters, 1);
   kv_atomic_max(counters + 1, ((const u32*)p.in)[kv_test_index()]);
   kv_atomic_add(counters + 3 + kv_atomic_inc(counters + 2, p.argument), 1);
-});
+}
+KV_KERNEL(test_atomics, KvTestParams, 64, 1, kv_test_atomics)
 
 // C [16][8] += A [16][16] B [8][16]: `argument` 1 for bf16. B is transposed, as keys are; then A again, from memory
 // where its two halves are transposed, as values are.
@@ -79,7 +82,7 @@ template <class T> KV_DEV void kv_test_multiply(const KvTestParams& p) {
   const u8* in = (const u8*)p.in;
   // A: 16 rows of 32 bytes; B behind it: 8 rows.
   kv_cp_async16(shared + 16 * lane, in + 16 * lane, true);
-  kv_cp_async16(shared + 512 + 16 * (lane % 16), in + 512 + 16 * (lane % 16), true);
+  if (lane < 16) kv_cp_async16(shared + 512 + 16 * lane, in + 512 + 16 * lane, true);
   kv_cp_commit();
   kv_cp_wait<0>();
   kv_syncwarp();
@@ -99,11 +102,11 @@ template <class T> KV_DEV void kv_test_multiply(const KvTestParams& p) {
   kv_ldsm4t(turned, shared + 32 * (lane % 16) + 16 * (lane / 16));
   for (int i = 0; i < 4; i++) ((u32*)(c + 128))[4 * lane + i] = turned[i] ^ kv_movmatrix(a[i]);
 }
-KV_KERNEL(test_multiply_f16, KvTestParams, 32, 1, [](const KvTestParams& p) { kv_test_multiply<KvF16>(p); });
-KV_KERNEL(test_multiply_bf16, KvTestParams, 32, 1, [](const KvTestParams& p) { kv_test_multiply<KvBf16>(p); });
+KV_KERNEL(test_multiply_f16, KvTestParams, 32, 1, kv_test_multiply<KvF16>)
+KV_KERNEL(test_multiply_bf16, KvTestParams, 32, 1, kv_test_multiply<KvBf16>)
 
 // Reverses `count` numbers a block through shared memory; the last block adds up what all blocks noted.
-KV_KERNEL(test_last_block, KvTestParams, 128, 1, [](const KvTestParams& p) {
+KV_DEV void kv_test_last_block(const KvTestParams& p) {
   KV_DYN_SMEM(shared);
   u32* numbers = (u32*)shared;
   kv_grid_wait();
@@ -125,4 +128,5 @@ KV_KERNEL(test_last_block, KvTestParams, 128, 1, [](const KvTestParams& p) {
   sum = kv_warp_sum_u32(sum);
   if (threadIdx.x == 0) notes[gridDim.x] = sum;
   kv_grid_launch();
-});
+}
+KV_KERNEL(test_last_block, KvTestParams, 128, 1, kv_test_last_block)

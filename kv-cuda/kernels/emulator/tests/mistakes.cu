@@ -7,7 +7,7 @@ enum KvMistake : u32 {
   KV_MISALIGNED_COPY, KV_MISALIGNED_MATRIX, KV_EARLY_READ, KV_NO_MISTAKE,
 };
 
-KV_KERNEL(test_mistake, KvMistakeParams, 64, 1, [](const KvMistakeParams& p) {
+KV_DEV void kv_test_mistake(const KvMistakeParams& p) {
   KV_DYN_SMEM(shared);
   u32* out = (u32*)p.out;
   const u32 i = threadIdx.x;
@@ -54,4 +54,5 @@ KV_KERNEL(test_mistake, KvMistakeParams, 64, 1, [](const KvMistakeParams& p) {
       break;
   }
   out[i] = v;
-});
+}
+KV_KERNEL(test_mistake, KvMistakeParams, 64, 1, kv_test_mistake)

@@ -1,0 +1,290 @@
+// Attention of a few queries over long contexts, on tensor cores: 16 query rows of one kv head meet K and V tile by
+// tile (Dao et al., "Flash-Decoding for long-context inference"; the layout of one kernel is our own).
+//
+// Rows are queries one after another, the heads of the group within each, so that all of them share what is read of K
+// and V. Thread blocks stay: each works through the pieces that plan.cu gave its slot. In a piece, every warp takes
+// subtiles of 32 tokens in turn and has a ring of its own in shared memory, which cp.async fills ahead; no warp waits
+// for another before the piece ends. Pieces of the same rows leave partial results, and the last to end joins them in
+// the order of parts.
+//
+// What a launch may be (the host checks it):
+// - K and V: one format, one head_dim of 64, 80, 96, 128, 192, 256; f16 or bf16 with queries of that type, or a byte a
+//   value with a given scale, with queries of either; no transforms, means, sinks or tails in 16 bits; rows and
+//   segments at multiples of 16 bytes, and so are block_bytes, token_stride and head_stride; any block_size.
+// - q and out: the same type, rows at multiples of 4 bytes; any q_len and group, but 16 rows are the work of one.
+// Launch: slots blocks of 32 * warps threads, warps = 4, or 2 from head_dim 192 on;
+//   shared bytes = queries + max(units * unit, merge), where
+//   queries = head_dim * 32 from head_dim 192 on, else 0,
+//   unit    = warps * 32 * row_bytes: 32 tokens of K or of V for every warp,
+//   merge   = warps * 16 * (head_dim + 4) * 4 + warps * 16 * 8 + 16,
+//   units   = 2 to 8: as many as let two blocks share a multiprocessor, if that is at least 2, else one.
+// What a query does not see never reaches its rows, be it NaN and seen by another query of the piece.
+#pragma once
+#include "decode_format.h"
+#include "pieces.h"
+
+constexpr u32 KV_DECODE_UNITS_MAX = 8;
+constexpr float KV_LOG2_E = 1.44269504088896340736f, KV_LN_2 = 0.69314718055994530942f;
+KV_DEV float kv_decode_none() { return kv_as_f(0xff800000u); }  // logit of a key that is not seen
+
+template <int N> KV_DEV void kv_decode_wait_for(u32 groups) {
+  if (groups == (u32)N) kv_cp_wait<N>();
+  else if constexpr (N > 0) kv_decode_wait_for<N - 1>(groups);
+}
+
+KV_DEV u64 kv_decode_shfl(u64 v, u32 lane) {
+  return (u64)kv_shfl((u32)v, lane) | ((u64)kv_shfl((u32)(v >> 32), lane) << 32);
+}
+
+// What a piece needs again and again.
+struct KvDecodeWork {
+  const KvDecodeParams& p;
+  KvPiece piece;
+  const KvSequence& sequence;
+  KvDecodeReach reach;
+  u32 rows;      // of the piece that are queries
+  u32 subtiles;  // of all warps
+  u32 lane, warp;
+
+  // Where a subtile of the piece begins.
+  KV_DEV u32 position(u32 subtile) const {
+    const u32 nth = piece.tile_begin * 2 + subtile, sinks = reach.sink_tiles * 2;
+    return nth < sinks ? nth * 32 : (nth - sinks) * 32 + reach.first * KV_DECODE_TILE;
+  }
+  KV_DEV bool reaches(u32 position) const {
+    return position < reach.sinks || (position >= reach.begin && position < reach.end);
+  }
+};
+
+// The ring of one warp: K and V of its subtiles in turn, 32 rows each.
+template <class F, int DIM> struct KvDecodeRing {
+  static constexpr u32 WARPS = DIM >= 192 ? 2 : 4;
+  static constexpr u32 ROW = DIM * F::BYTES, CHUNKS = ROW / 16, UNIT = 32 * ROW;
+
+  u8* memory;
+  u32 put = 0, take = 0;
+  // Of the row of this lane in the subtile that is fetched next.
+  u32 block = 0, inside = 0;
+  bool ok = false;
+  u32 ok_rows = 0;  // of the subtile that is fetched, by lane
+  u64 v_row = 0;    // where its V is
+
+  // Looks the block of the next subtile up: early, for it takes as long as a read of memory.
+  KV_DEV void look_up(const KvDecodeWork& w, u32 nth) {
+    const u32 subtile = nth * WARPS + w.warp, position = w.position(subtile) + w.lane;
+    const u32 block_size = w.p.attend.k_plane.block_size;
+    ok = subtile < w.subtiles && w.reaches(position);
+    block = 0;
+    inside = position % block_size;
+    const u32* table = (const u32*)w.p.attend.plan.tables + w.sequence.table;
+#ifdef KV_BUG_OOB
+    ok = subtile < w.subtiles;
+    if (ok) block = table[position / block_size];
+#else
+    if (ok) block = kv_ldg(table + position / block_size);
+#endif
+  }
+  KV_DEV u64 row_of(const KvPlane& plane, u32 head) const {
+    return (u64)kv_block(plane, block) + (u64)inside * plane.token_stride + (u64)head * plane.head_stride;
+  }
+  // Starts the copy of K or V of a subtile: unit 2 * nth or 2 * nth + 1. Rows beyond what is seen become zeros.
+  KV_DEV void fetch(const KvDecodeWork& w, u32 unit) {
+    const bool is_v = (unit & 1) != 0;
+    u64 row = v_row;
+    if (!is_v) {
+      row = row_of(w.p.attend.k_plane, w.piece.head);
+      v_row = row_of(w.p.attend.v_plane, w.piece.head);
+      ok_rows = kv_ballot(ok);
+      look_up(w, unit / 2 + 1);
+    }
+    u8* to = memory + put * UNIT;
+    put = put + 1 == w.p.units ? 0 : put + 1;
+#pragma unroll
+    for (u32 i = 0; i < CHUNKS; i++) {
+      const u32 nth = i * 32 + w.lane, token = nth / CHUNKS, chunk = nth % CHUNKS;
+      const u64 from = kv_decode_shfl(row, token) + chunk * 16;
+      kv_cp_async16(to + token * ROW + F::template place<DIM>(is_v, token, chunk) * 16, (const void*)from,
+                    (ok_rows >> token & 1) != 0);
+    }
+  }
+  KV_DEV const u8* next(u32 units) {
+    const u8* from = memory + take * UNIT;
+    take = take + 1 == units ? 0 : take + 1;
+    return from;
+  }
+};
+
+// Query rows g and g + 8 of a lane: what each sees, and its factor.
+struct KvDecodeRows {
+  KvVisible seen[2];
+  float factor[2];  // what a product of codes is multiplied with to be a score times log2 e
+  float max[2], sum[2];
+};
+
+// Scores of a subtile become weights: masked, relative to the running maximum, packed for the product with V. Whether
+// some row of the warp does not see all of it.
+template <class F, int DIM>
+KV_DEV bool kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows, float (&s)[4][4], u32 (&weights)[2][4],
+                            float (&o)[DIM / 8][4]) {
+  const u32 t = w.lane & 3;
+  const KvAttendParams& a = w.p.attend;
+  // Whether every row sees the whole subtile.
+  u32 low = rows.seen[0].begin > rows.seen[1].begin ? rows.seen[0].begin : rows.seen[1].begin;
+  u32 high = rows.seen[0].end < rows.seen[1].end ? rows.seen[0].end : rows.seen[1].end;
+  const bool cut = kv_any(base < low || base + 32 > high);
+  float max[2] = {rows.max[0], rows.max[1]};
+#pragma unroll
+  for (u32 n = 0; n < 4; n++)
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) {
+      float x = s[n][j] * rows.factor[j >> 1];
+      if (a.soft_cap > 0.f) {
+        const float grown = kv_exp2(2.f * x);  // of x / log2 e: the factor is divided by the cap
+        x = a.soft_cap * KV_LOG2_E * (1.f - 2.f * kv_rcp(grown + 1.f));
+      }
+      if (cut) {
+        const u32 position = base + n * 8 + t * 2 + (j & 1);
+        const KvVisible& seen = rows.seen[j >> 1];
+        if (position >= seen.end || (position < seen.begin && position >= seen.sinks)) x = kv_decode_none();
+      }
+      s[n][j] = x;
+      max[j >> 1] = kv_max(max[j >> 1], x);
+    }
+#ifdef KV_BUG_DIVERGE
+  if (base + (w.lane >> 2) < w.reach.end)
+#endif
+#pragma unroll
+    for (u32 h = 0; h < 2; h++) {
+      max[h] = kv_max(max[h], kv_shfl_xorf(max[h], 1));
+      max[h] = kv_max(max[h], kv_shfl_xorf(max[h], 2));
+    }
+  if (kv_any(max[0] > rows.max[0] || max[1] > rows.max[1])) {
+#pragma unroll
+    for (u32 h = 0; h < 2; h++) {
+      const float shrink = max[h] == rows.max[h] ? 1.f : kv_exp2(rows.max[h] - max[h]);
+      rows.max[h] = max[h];
+      rows.sum[h] *= shrink;
+#pragma unroll
+      for (u32 d = 0; d < DIM / 8; d++) {
+        o[d][h * 2] *= shrink;
+        o[d][h * 2 + 1] *= shrink;
+      }
+    }
+  }
+  const float none = kv_decode_none();
+  const float from[2] = {rows.max[0] == none ? 0.f : rows.max[0], rows.max[1] == none ? 0.f : rows.max[1]};
+#pragma unroll
+  for (u32 n = 0; n < 4; n++) {
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) {
+      s[n][j] = kv_exp2(s[n][j] - from[j >> 1]);
+      rows.sum[j >> 1] += s[n][j];
+    }
+    weights[n / 2][n % 2 * 2] = kv_pack(typename F::Math(), s[n][0], s[n][1]);
+    weights[n / 2][n % 2 * 2 + 1] = kv_pack(typename F::Math(), s[n][2], s[n][3]);
+  }
+  return cut;
+}
+
+// Adds the weighted rows of V where several queries see different keys: query by query.
+template <class F, int DIM>
+KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const u32 (&weights)[2][4], const u8* v_rows,
+                                float (&o)[DIM / 8][4]) {
+  const u32 group = w.p.attend.group, row = w.piece.row + (w.lane >> 2);
+  const u32 first = w.piece.row / group, last = (w.piece.row + w.rows - 1) / group;
+  for (u32 query = first; query <= last; query++) {
+    const u32 seen = kv_visible_bits(kv_visible(w.p.attend, w.sequence, query), base);
+    const KvDecodeOne one(seen, w.lane, row / group == query, (row + 8) / group == query);
+    F::template sum<DIM>(one, weights, v_rows, w.lane, o);
+  }
+}
+
+#include "decode_query.h"
+#include "decode_merge.h"
+
+// One piece: every warp its subtiles, then the merge.
+template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p, const KvPiece& piece, u8* smem) {
+  typedef KvDecodeRing<F, DIM> Ring;
+  const KvAttendParams& a = p.attend;
+  const KvSequence& sequence = ((const KvSequence*)a.plan.sequences)[piece.sequence];
+  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tiles = piece.tile_end - piece.tile_begin;
+  const u64 left = (u64)sequence.q_len * a.group - piece.row;
+  const KvDecodeWork w = {p, piece, sequence, kv_decode_reach(a, sequence, a.group, piece.row),
+                          left < KV_DECODE_ROWS ? (u32)left : KV_DECODE_ROWS, tiles * 2, lane, warp};
+  u8* const tail = smem + KvDecodeQuery<F, DIM>::SHARED;
+  const u32 own = (w.subtiles + Ring::WARPS - 1 - warp) / Ring::WARPS * 2;  // units of this warp
+  Ring ring;
+  ring.memory = tail + warp * p.units * Ring::UNIT;
+  ring.look_up(w, 0);
+  for (u32 unit = 0; unit + 1 < p.units; unit++) {
+    if (unit < own) ring.fetch(w, unit);
+    kv_cp_commit();
+  }
+  KvDecodeRows rows;
+  KvDecodeQuery<F, DIM> query;
+  query.load(w, rows, smem);
+  float o[DIM / 8][4];
+#pragma unroll
+  for (u32 d = 0; d < DIM / 8; d++)
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) o[d][j] = 0.f;
+  u32 weights[2][4];
+  const bool several = piece.row / a.group != (piece.row + w.rows - 1) / a.group;  // queries
+  bool apart = false;
+  for (u32 unit = 0; unit < own; unit++) {
+#ifdef KV_BUG_WAIT
+    kv_decode_wait_for<KV_DECODE_UNITS_MAX - 1>(p.units - 1);
+#else
+    kv_decode_wait_for<KV_DECODE_UNITS_MAX - 2>(p.units - 2);
+#endif
+#ifndef KV_BUG_NO_SYNCWARP
+    kv_syncwarp();  // what every lane copied is there, and every lane is done with what is fetched over below
+#endif
+    const u8* from = ring.next(p.units);
+    if (unit + p.units - 1 < own) ring.fetch(w, unit + p.units - 1);
+    kv_cp_commit();
+    const u32 base = w.position(unit / 2 * Ring::WARPS + warp);
+    if ((unit & 1) == 0) {
+      float s[4][4];
+      F::template scores<DIM>(query, from, lane, s);
+      apart = kv_decode_weigh<F, DIM>(w, base, rows, s, weights, o) && several;
+    } else if (apart) {
+      kv_decode_sum_apart<F, DIM>(w, base, weights, from, o);
+    } else {
+      F::template sum<DIM>(KvDecodeAll(), weights, from, lane, o);
+    }
+  }
+  kv_cp_wait<0>();
+#ifndef KV_BUG_NO_SYNC
+  kv_sync();  // every warp is done with its ring: the merge uses the same memory
+#endif
+  kv_decode_merge<F, DIM>(w, rows, o, tail);
+}
+
+template <class F, int DIM> KV_DEV void kv_decode(const KvDecodeParams& p) {
+  KV_DYN_SMEM(smem);
+  const u32* starts = (const u32*)p.starts + blockIdx.x;
+  const u32 end = starts[1];
+  for (u32 i = starts[0]; i < end; i++) {
+    kv_decode_piece<F, DIM>(p, ((const KvPiece*)p.pieces)[i], smem);
+    kv_sync();  // shared memory is free for the next piece
+  }
+}
+
+// The kernels of one format: every head_dim, or the one that KV_DECODE_DIM names, because each takes seconds to
+// compile. Two blocks share a multiprocessor where their rings let them.
+#if !defined(KV_DECODE_DIM)
+#define KV_DECODE_KERNELS(name, F)                                        \
+  KV_KERNEL(name##_64, KvDecodeParams, 128, 2, kv_decode<F, 64>)          \
+  KV_KERNEL(name##_80, KvDecodeParams, 128, 2, kv_decode<F, 80>)          \
+  KV_KERNEL(name##_96, KvDecodeParams, 128, 2, kv_decode<F, 96>)          \
+  KV_KERNEL(name##_128, KvDecodeParams, 128, 2, kv_decode<F, 128>)        \
+  KV_KERNEL(name##_192, KvDecodeParams, 64, 2, kv_decode<F, 192>)         \
+  KV_KERNEL(name##_256, KvDecodeParams, 64, 2, kv_decode<F, 256>)
+#else
+#define KV_DECODE_NAME(name, dim) name##_##dim
+#define KV_DECODE_EXPORT(...) KV_KERNEL(__VA_ARGS__)
+#define KV_DECODE_KERNEL(name, F, dim) \
+  KV_DECODE_EXPORT(KV_DECODE_NAME(name, dim), KvDecodeParams, (dim >= 192 ? 64 : 128), 2, kv_decode<F, dim>)
+#define KV_DECODE_KERNELS(name, F) KV_DECODE_KERNEL(name, F, KV_DECODE_DIM)
+#endif

@@ -1,0 +1,208 @@
+// How stored rows of K and V meet tensor cores: fragments of 16 tokens from rows in shared memory.
+//
+// The mma takes 16 values of 8 tokens from a warp; lane (g, t) = (lane / 4, lane % 4) holds those of token g, or of
+// channel g for V. Rows of 16-bit values come through ldmatrix. Codes of a byte are read as they lie, 16 of a row at
+// once, and become f16 in registers: which value of a row is which of the mma is free, as long as queries (for K) or
+// the output (for V) follow the same order.
+#pragma once
+#include "params.h"
+
+// How weights meet the fragments of V: as they are, or for the rows of one query alone, of which lanes know whether
+// their rows g and g + 8 belong to it. Tokens that the query does not see are zeros then: another query may see a NaN
+// there.
+struct KvDecodeAll {
+  template <class T> KV_DEV void operator()(T, float (&o)[4], const u32 (&weights)[4], u32, u32 b0, u32 b1) const {
+    kv_mma(T(), o, weights, b0, b1);
+  }
+};
+struct KvDecodeOne {
+  u32 keep[2][2];  // bits of tokens 2t and 2t + 1, and of 2t + 8 and 2t + 9, of either half of a subtile
+  bool own[2];
+  KV_DEV KvDecodeOne(u32 seen, u32 lane, bool low, bool high) : own{low, high} {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+      const u32 two = seen >> (i * 8 + (lane & 3) * 2) & 3;
+      keep[i / 2][i % 2] = (two & 1 ? 0xffffu : 0) | (two & 2 ? 0xffff0000u : 0);
+    }
+  }
+  template <class T> KV_DEV void operator()(T, float (&o)[4], const u32 (&weights)[4], u32 half, u32 b0, u32 b1) const {
+    float c[4] = {o[0], o[1], o[2], o[3]};
+    kv_mma(T(), c, weights, b0 & keep[half][0], b1 & keep[half][1]);
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) o[j] = own[j >> 1] ? c[j] : o[j];
+  }
+};
+
+// What the chunks of a row are turned by, so that 8 rows at the same chunk of 16 bytes lie in different banks.
+template <int CHUNKS> KV_DEV u32 kv_decode_turn(u32 row) {
+  constexpr u32 period = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+  return row / (8 / period) % period;
+}
+
+template <class T> struct KvDecodePlain {
+  typedef T Math;
+  static constexpr int BYTES = 2;
+  static constexpr bool CODES = false;
+
+  // Where a chunk of a row lies.
+  template <int DIM> static KV_DEV u32 place(bool, u32 row, u32 chunk) { return chunk ^ kv_decode_turn<DIM / 8>(row); }
+  // First of the two values of a query row in register `r` of step `k`.
+  static KV_DEV u32 query_column(u32 k, u32 r, u32 t) { return k * 16 + t * 2 + (r >> 1) * 8; }
+  // Column of value `j` of accumulator `d`.
+  template <int DIM> static KV_DEV u32 column(u32 d, u32 j, u32 t) { return d * 8 + t * 2 + (j & 1); }
+
+  template <int DIM, class Query>
+  static KV_DEV void scores(const Query& query, const u8* k_rows, u32 lane, float (&s)[4][4]) {
+#pragma unroll
+    for (u32 n = 0; n < 4; n++)
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) s[n][j] = 0.f;
+#pragma unroll
+    for (u32 k = 0; k < DIM / 16; k++) {
+      u32 a[4];
+      query.get(k, lane, a);
+#pragma unroll
+      for (u32 half = 0; half < 2; half++) {
+        const u32 row = half * 16 + (lane >> 4) * 8 + (lane & 7), chunk = k * 2 + (lane >> 3 & 1);
+        u32 b[4];
+        kv_ldsm4(b, k_rows + row * DIM * 2 + place<DIM>(false, row, chunk) * 16);
+        kv_mma(T(), s[half * 2], a, b[0], b[1]);
+        kv_mma(T(), s[half * 2 + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  template <int DIM, class Add>
+  static KV_DEV void sum(const Add& add, const u32 (&weights)[2][4], const u8* v_rows, u32 lane,
+                         float (&o)[DIM / 8][4]) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++)
+#pragma unroll
+      for (u32 d = 0; d < DIM / 8; d += 2) {
+        const u32 row = half * 16 + (lane >> 3 & 1) * 8 + (lane & 7), chunk = d + (lane >> 4);
+        u32 b[4];
+        kv_ldsm4t(b, v_rows + row * DIM * 2 + place<DIM>(true, row, chunk) * 16);
+        add(T(), o[d], weights[half], half, b[0], b[1]);
+        add(T(), o[d + 1], weights[half], half, b[2], b[3]);
+      }
+  }
+};
+
+// Codes of a byte; `C::pair` makes two f16 of the lower two.
+template <class C> struct KvDecodeCodes {
+  typedef KvF16 Math;
+  static constexpr int BYTES = 1;
+  static constexpr bool CODES = true;
+
+  // Lanes that read together lie in different banks: two whole rows of K, every other row of V.
+  template <int DIM> static KV_DEV u32 place(bool is_v, u32 row, u32 chunk) {
+    constexpr int chunks = DIM / 16, whole = chunks / 8 * 8;
+    if (is_v) return (int)chunk < whole ? chunk ^ (row & 6) : chunks == 4 ? chunk ^ (row & 2) : chunk;
+    return chunks % 8 == 0 ? chunk ^ (row & 1) * 4 : chunk;
+  }
+  // Four lanes share 64 values of K, 16 each, and what is left at the end evenly.
+  template <int DIM> static KV_DEV u32 query_base(u32 k) { return k * 16 / 64 * 64; }
+  template <int DIM> static KV_DEV u32 query_width(u32 k) { return k * 16 / 64 * 64 + 64 <= DIM ? 16 : DIM % 64 / 4; }
+  template <int DIM> static KV_DEV u32 query_column(u32 k, u32 r, u32 t) {
+    return query_base<DIM>(k) + t * query_width<DIM>(k) + k % 4 * 4 + (r >> 1) * 2;
+  }
+  // Eight lanes share 128 values of V, 16 each; then 64, 32 and 16.
+  struct Run { u32 base, width; };
+  template <int DIM> static KV_DEV constexpr Run run_at(u32 column) {
+    constexpr int whole = DIM / 128 * 128, half = DIM / 64 * 64, quarter = DIM / 32 * 32;
+    const int at = (int)column;
+    return at < whole     ? Run{column / 128 * 128, 16}
+           : at < half    ? Run{whole, 8}
+           : at < quarter ? Run{half, 4}
+                          : Run{quarter, 2};
+  }
+  template <int DIM> static KV_DEV u32 column(u32 d, u32 j, u32 t) {
+    const Run run = run_at<DIM>(d * 8);
+    return run.base + (t * 2 + (j & 1)) * run.width + (d * 8 - run.base) / 8;
+  }
+
+  // `WIDTH` bytes of a row, as words.
+  template <int WIDTH> static KV_DEV void read(u32 (&words)[4], const u8* at) {
+    if (WIDTH == 16) {
+      const uint4 x = *(const uint4*)at;
+      words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+    } else if (WIDTH == 8) {
+      const uint2 x = *(const uint2*)at;
+      words[0] = x.x, words[1] = x.y;
+    } else if (WIDTH == 4) {
+      words[0] = *(const u32*)at;
+    } else {
+      words[0] = *(const u16*)at;
+    }
+  }
+
+  template <int DIM, int BASE, int WIDTH, class Query>
+  static KV_DEV void score_run(const Query& query, const u8* k_rows, u32 lane, float (&s)[4][4]) {
+    const u32 g = lane >> 2, t = lane & 3, byte = BASE + t * WIDTH;
+#pragma unroll
+    for (u32 n = 0; n < 4; n++) {
+      const u32 row = n * 8 + g;
+      u32 x[4];
+      read<WIDTH>(x, k_rows + row * DIM + place<DIM>(false, row, byte / 16) * 16 + byte % 16);
+#pragma unroll
+      for (u32 i = 0; i < WIDTH / 4; i++) {
+        u32 a[4];
+        query.get(BASE / 16 + i, lane, a);
+        kv_mma(KvF16(), s[n], a, C::pair(x[i]), C::pair(x[i] >> 16));
+      }
+    }
+  }
+  template <int DIM, class Query>
+  static KV_DEV void scores(const Query& query, const u8* k_rows, u32 lane, float (&s)[4][4]) {
+#pragma unroll
+    for (u32 n = 0; n < 4; n++)
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) s[n][j] = 0.f;
+    score_run<DIM, 0, 16>(query, k_rows, lane, s);
+    if constexpr (DIM >= 128) score_run<DIM, 64, 16>(query, k_rows, lane, s);
+    if constexpr (DIM >= 192) score_run<DIM, 128, 16>(query, k_rows, lane, s);
+    if constexpr (DIM >= 256) score_run<DIM, 192, 16>(query, k_rows, lane, s);
+    if constexpr (DIM % 64 == 32) score_run<DIM, DIM / 64 * 64, 8>(query, k_rows, lane, s);
+    if constexpr (DIM % 64 == 16) score_run<DIM, DIM / 64 * 64, 4>(query, k_rows, lane, s);
+  }
+
+  template <int DIM, int BASE, int WIDTH, class Add>
+  static KV_DEV void sum_run(const Add& add, const u32 (&weights)[2][4], const u8* v_rows, u32 lane,
+                             float (&o)[DIM / 8][4]) {
+    const u32 g = lane >> 2, t = lane & 3, byte = BASE + g * WIDTH;
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+      u32 x[4][4];  // tokens 2t, 2t + 1, 2t + 8, 2t + 9: those of this lane's weights
+#pragma unroll
+      for (u32 r = 0; r < 4; r++) {
+        const u32 row = half * 16 + t * 2 + (r & 1) + (r >> 1) * 8;
+        read<WIDTH>(x[r], v_rows + row * DIM + place<DIM>(true, row, byte / 16) * 16 + byte % 16);
+      }
+#pragma unroll
+      for (u32 i = 0; i < (WIDTH + 3) / 4; i++) {
+        constexpr u32 first = BASE / 8;
+        const u32 a0 = kv_prmt(x[0][i], x[1][i], 0x5140), b0 = kv_prmt(x[2][i], x[3][i], 0x5140);
+        add(KvF16(), o[first + i * 4], weights[half], half, C::pair(a0), C::pair(b0));
+        add(KvF16(), o[first + i * 4 + 1], weights[half], half, C::pair(a0 >> 16), C::pair(b0 >> 16));
+        if constexpr (WIDTH > 2) {
+          const u32 a1 = kv_prmt(x[0][i], x[1][i], 0x7362), b1 = kv_prmt(x[2][i], x[3][i], 0x7362);
+          add(KvF16(), o[first + i * 4 + 2], weights[half], half, C::pair(a1), C::pair(b1));
+          add(KvF16(), o[first + i * 4 + 3], weights[half], half, C::pair(a1 >> 16), C::pair(b1 >> 16));
+        }
+      }
+    }
+  }
+  template <int DIM, class Add>
+  static KV_DEV void sum(const Add& add, const u32 (&weights)[2][4], const u8* v_rows, u32 lane,
+                         float (&o)[DIM / 8][4]) {
+    if constexpr (DIM >= 128) sum_run<DIM, 0, 16>(add, weights, v_rows, lane, o);
+    if constexpr (DIM >= 256) sum_run<DIM, 128, 16>(add, weights, v_rows, lane, o);
+    if constexpr (DIM % 128 >= 64) sum_run<DIM, DIM / 128 * 128, 8>(add, weights, v_rows, lane, o);
+    if constexpr (DIM % 64 >= 32) sum_run<DIM, DIM / 64 * 64, 4>(add, weights, v_rows, lane, o);
+    if constexpr (DIM % 32 >= 16) sum_run<DIM, DIM / 32 * 32, 2>(add, weights, v_rows, lane, o);
+  }
+};
+
+struct KvCodeE4m3 { static KV_DEV u32 pair(u32 x) { return kv_e4m3x2_f16x2(x); } };
+struct KvCodeE5m2 { static KV_DEV u32 pair(u32 x) { return kv_prmt(x, 0, 0x1404); } };  // the upper bytes of f16
+struct KvCodeInt8 { static KV_DEV u32 pair(u32 x) { return kv_int8x2_f16x2(x); } };

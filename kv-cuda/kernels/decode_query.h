@@ -1,0 +1,98 @@
+// Query rows of a piece as fragments of the mma. Part of decode.h.
+#pragma once
+
+template <class F, int DIM> struct KvDecodeQuery {
+  // Long rows would take the registers of the output: they lie in shared memory, as the lanes read them.
+  static constexpr bool IS_SHARED = DIM >= 192;
+  static constexpr u32 SHARED = IS_SHARED ? DIM * 32 : 0;
+  static constexpr u32 STEPS = DIM / 16;
+
+  u32 held[IS_SHARED ? 1 : STEPS][4];
+  const uint4* shared;
+
+  KV_DEV void get(u32 k, u32 lane, u32 (&a)[4]) const {
+    if constexpr (IS_SHARED) {
+      const uint4 x = shared[k * 32 + lane];
+      a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
+    } else {
+#pragma unroll
+      for (u32 r = 0; r < 4; r++) a[r] = held[k][r];
+    }
+  }
+
+  static KV_DEV u32 column(u32 k, u32 r, u32 t) {
+    if constexpr (F::CODES) return F::template query_column<DIM>(k, r, t);
+    else return F::query_column(k, r, t);
+  }
+
+  // Loads the rows, zeros where there is no query, and what each of them sees.
+  KV_DEV void load(const KvDecodeWork& w, KvDecodeRows& rows, u8* smem) {
+    const KvAttendParams& a = w.p.attend;
+    const u32 g = w.lane >> 2, t = w.lane & 3;
+    // Codes are multiplied in f16: queries of bf16 are brought into its range by a power of two.
+    const bool convert = F::CODES && a.q.dtype == KV_BF16;
+    const u16* from[2];
+    float inverse[2] = {1.f, 1.f}, shift[2] = {1.f, 1.f};
+#pragma unroll
+    for (u32 h = 0; h < 2; h++) {
+      const u32 row = w.piece.row + g + h * 8;
+      rows.seen[h] = {0, KV_NONE, 0};  // a row without a query masks nothing
+      rows.max[h] = kv_decode_none();
+      rows.sum[h] = 0.f;
+      from[h] = nullptr;
+      if (g + h * 8 >= w.rows) continue;
+      const u32 query = row / a.group;
+      rows.seen[h] = kv_visible(a, w.sequence, query);
+      from[h] = (const u16*)kv_head_row(a.q, w.piece.sequence, w.sequence.q_start, query,
+                                        w.piece.head * a.group + row % a.group);
+    }
+    if (convert) {
+      float large[2] = {0.f, 0.f};
+#pragma unroll
+      for (u32 h = 0; h < 2; h++) {
+        for (u32 i = t * 2; i < DIM && from[h] != nullptr; i += 8) {
+          const u32 pair = *(const u32*)(from[h] + i);
+          large[h] = kv_max(large[h], kv_as_f(pair << 16 & 0x7fffffffu));
+          large[h] = kv_max(large[h], kv_as_f(pair & 0x7fff0000u));
+        }
+        large[h] = kv_max(large[h], kv_shfl_xorf(large[h], 1));
+        large[h] = kv_max(large[h], kv_shfl_xorf(large[h], 2));
+        // The largest becomes 256 to 512, unless it is next to nothing, or infinite.
+        const u32 exponent = kv_as_u(large[h]) >> 23;
+        if (exponent < 9 || exponent > 254) continue;
+        shift[h] = kv_as_f((262 - exponent) << 23);
+        inverse[h] = kv_as_f((exponent - 8) << 23);
+      }
+    }
+    const float scale = F::CODES ? a.scale * kv_constants(a.k_plane, w.piece.head).scale : a.scale;
+    // With a soft cap, of what the cap's hyperbolic tangent takes, times log2 e.
+    const float factor = a.soft_cap > 0.f ? scale / a.soft_cap * KV_LOG2_E : scale * KV_LOG2_E;
+    rows.factor[0] = factor * inverse[0];
+    rows.factor[1] = factor * inverse[1];
+    if constexpr (IS_SHARED) {
+      shared = (const uint4*)smem;
+      for (u32 k = w.warp; k < STEPS; k += KvDecodeRing<F, DIM>::WARPS) {
+        u32 x[4];
+        step(from, convert, shift, k, t, x);
+        ((uint4*)smem)[k * 32 + w.lane] = make_uint4(x[0], x[1], x[2], x[3]);
+      }
+      kv_sync();
+    } else {
+      shared = nullptr;
+#pragma unroll
+      for (u32 k = 0; k < STEPS; k++) step(from, convert, shift, k, t, held[k]);
+    }
+  }
+
+  static KV_DEV void step(const u16* const (&from)[2], bool convert, const float (&shift)[2], u32 k, u32 t,
+                          u32 (&x)[4]) {
+#pragma unroll
+    for (u32 r = 0; r < 4; r++) {
+      const u32 h = r & 1;
+      x[r] = from[h] == nullptr ? 0 : *(const u32*)(from[h] + column(k, r, t));
+      if (convert) {
+        x[r] = kv_pack(KvF16(), kv_bf16_f((u16)x[r]) * shift[h], kv_bf16_f((u16)(x[r] >> 16)) * shift[h]);
+      }
+    }
+  }
+};

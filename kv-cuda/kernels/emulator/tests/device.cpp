@@ -1,0 +1,204 @@
+// Tests of the functions of dev.h on the emulator, and of what it reports: kernels of device.cu and mistakes.cu.
+#include <algorithm>
+#include <thread>
+
+#include "check.h"
+
+using test::address;
+using test::launch;
+
+namespace {
+
+struct Params { u64 in, out; u32 count, argument; };
+
+void warp(u32 seed) {
+  constexpr u32 BLOCKS = 3, THREADS = 64, COUNT = BLOCKS * THREADS;
+  test::Random random;
+  std::vector<u32> in(COUNT), out(COUNT * 16);
+  for (u32& v : in) v = random.below(1000);
+  const std::string error = launch("test_warp", BLOCKS, THREADS, 0, Params{address(in), address(out), COUNT, 0}, seed);
+  KV_CHECK(error.empty(), "%s", error.c_str());
+  for (u32 i = 0; i < COUNT; i++) {
+    const u32 begin = i / 32 * 32, lane = i % 32, eighth = i / 8 * 8, quarter = i / 4 * 4;
+    u32 votes = 0, sum = 0, max8 = 0, any = 0, least = 1000;
+    for (u32 j = 0; j < 32; j++) {
+      votes |= u32(in[begin + j] % 3 == 0) << j;
+      sum += in[begin + j];
+      any |= in[begin + j] == in[i / 64 * 64];
+    }
+    for (u32 j = 0; j < 8; j++) max8 = std::max(max8, in[eighth + j]);
+    for (u32 j = 0; j < 4; j++) least = std::min(least, in[quarter + j]);
+    // Element (row, column) of the matrix of 16 bits is in lane 4 * row + column / 2.
+    u32 turned = 0;
+    for (u32 half = 0; half < 2; half++) {
+      const u32 row = 2 * (lane % 4) + half, column = lane / 4;
+      const u32 v = in[begin + 4 * row + column / 2] * 0x10001u + 0x8000u;
+      turned |= (v >> (16 * (column % 2)) & 0xffffu) << (16 * half);
+    }
+    const u32 want[16] = {in[begin + 31 - lane], lane + 3 < 32 ? in[i + 3] : in[i], in[begin + (lane ^ 5)], votes, any, 1,
+                          sum, max8, kvemu::as_bits(float(sum)), kvemu::as_bits(-float(least)),
+                          kvemu::as_bits(float(in[begin + 7])),
+                          kvemu::as_bits(float(lane + 16 < 32 ? in[i + 16] : in[i])), turned, i / 64, BLOCKS, i % 64};
+    for (u32 j = 0; j < 16; j++) {
+      KV_CHECK(out[16 * i + j] == want[j], "thread %u result %u: %u, not %u", i, j, out[16 * i + j], want[j]);
+    }
+  }
+}
+
+void numbers() {
+  const float infinity = kv_infinity();
+  const std::vector<float> in = {1.5f,  2.25f,  -2.5f, 3.0f,  0.5f,      -0.0f,    65519.9f, 65520.0f, 1e-8f, 6.0e-8f,
+                                 3e9f,  -3e9f,  1.0f,  1e30f, -infinity, infinity, 1.0f,     3.0f,     448.f, 1e-30f,
+                                 -0.1f, 2049.f, 0.0f,  7.0f,  3.3895e38f, 1.00390625f};
+  const u32 count = u32(in.size() / 2);
+  std::vector<float> copy = in, out(count * 24);
+  KV_CHECK(launch("test_numbers", 1, 32, 0, Params{address(copy), address(out), count, 0}, 0).empty(), "failed");
+  for (u32 i = 0; i < count; i++) {
+    const float a = in[2 * i], b = in[2 * i + 1];
+    const float* row = &out[24 * i];
+    const i64 whole = a >= 2147483648.f ? 0x7fffffff : a < -2147483648.f ? -0x80000000ll : i64(std::nearbyint(a));
+    const float want[] = {std::max(a, b), std::min(a, b), std::exp(a), std::nearbyint(a), std::floor(a),
+                          std::fma(a, b, a), a + b, a - b, a * b, a / b, std::sqrt(a * a), float(i32(whole))};
+    for (u32 j = 0; j < sizeof want / sizeof *want; j++) {
+      const bool same = row[j] == want[j] || (std::isnan(row[j]) && std::isnan(want[j]));
+      KV_CHECK(same, "pair %u result %u: %g, not %g", i, j, double(row[j]), double(want[j]));
+    }
+    // Halves: to nearest, ties to even, against a search of all values around.
+    for (u32 side = 0; side < 2; side++) {
+      const double value = side == 0 ? a : b;
+      for (u32 kind = 0; kind < 2; kind++) {
+        const double got = row[15 + 2 * kind + side];
+        const int digits = kind == 0 ? 11 : 8, lowest = kind == 0 ? -24 : -133;
+        int exponent = 0;
+        std::frexp(value, &exponent);
+        const double unit = std::ldexp(1.0, std::max(exponent - digits, lowest));
+        const double largest = kind == 0 ? 65520.0 : std::ldexp(2.0 - std::ldexp(1.0, -8), 127);
+        const double nearest = std::fabs(value) >= largest ? std::copysign(INFINITY, value)
+                                                           : std::nearbyint(value / unit) * unit;
+        KV_CHECK(got == nearest || std::isinf(value), "%g rounds to %g, not %g", value, nearest, got);
+      }
+    }
+    KV_CHECK(row[19] == kvemu::e4m3_to_float(u8(i)) && row[20] == 0, "code %u: %g %g", i, double(row[19]), double(row[20]));
+    const u32 bits_a = kvemu::as_bits(a), bits_b = kvemu::as_bits(b);
+    const u32 mixed = (bits_a & 0xff) | (bits_b & 0xff) << 8 | (bits_a >> 8 & 0xff) << 16 | (bits_b >> 8 & 0xff) << 24;
+    KV_CHECK(kvemu::as_bits(row[22]) == mixed, "pair %u: prmt %08x, not %08x", i, kvemu::as_bits(row[22]), mixed);
+    KV_CHECK(kvemu::as_bits(row[23]) == bits_a, "pair %u: %g", i, double(row[23]));
+    const int zeros = bits_b == 0 ? 32 : __builtin_clz(bits_b);
+    KV_CHECK(row[21] == float(__builtin_popcount(bits_a) * 64 + zeros), "pair %u: %g", i, double(row[21]));
+  }
+}
+
+void atomics(u32 seed) {
+  constexpr u32 BLOCKS = 5, COUNT = BLOCKS * 64, WRAP = 6;
+  std::vector<u32> in(COUNT), out(3 + WRAP + 1);
+  for (u32 i = 0; i < COUNT; i++) in[i] = i * 37 % 311;
+  KV_CHECK(launch("test_atomics", BLOCKS, 64, 0, Params{address(in), address(out), COUNT, WRAP}, seed).empty(), "failed");
+  KV_CHECK(out[0] == COUNT && out[1] == 310 && out[2] == COUNT % (WRAP + 1), "%u %u %u", out[0], out[1], out[2]);
+  for (u32 k = 0; k <= WRAP; k++) {
+    KV_CHECK(out[3 + k] == (COUNT + WRAP - k) / (WRAP + 1), "%u came %u times", k, out[3 + k]);
+  }
+}
+
+void multiply(bool is_bf16, u32 seed) {
+  test::Random random;
+  std::vector<u16> in(24 * 16);
+  const auto code = [&](float v) { return is_bf16 ? kvemu::float_to_bf16(v) : kvemu::float_to_half(v); };
+  const auto value = [&](u16 v) { return is_bf16 ? kvemu::bf16_to_float(v) : kvemu::half_to_float(v); };
+  for (u16& v : in) v = code(random.normal());
+  std::vector<float> out(16 * 8 + 32 * 4);
+  for (u32 i = 0; i < 128; i++) out[i] = random.normal();
+  const std::vector<float> before = out;
+  const char* name = is_bf16 ? "test_multiply_bf16" : "test_multiply_f16";
+  // 512 bytes of A and 256 of B, in an allocation that cp.async may read 16 bytes of.
+  void* aligned = aligned_alloc(16, in.size() * 2);
+  std::memcpy(aligned, in.data(), in.size() * 2);
+  const Params params = {u64(reinterpret_cast<uintptr_t>(aligned)), address(out), 0, 0};
+  const std::string error = launch(name, 1, 32, 768, params, seed);
+  free(aligned);
+  KV_CHECK(error.empty(), "%s", error.c_str());
+  for (u32 i = 0; i < 16; i++) {
+    for (u32 j = 0; j < 8; j++) {
+      double sum = before[8 * i + j];
+      for (u32 k = 0; k < 16; k++) sum += double(value(in[16 * i + k])) * double(value(in[256 + 16 * j + k]));
+      KV_CHECK(std::fabs(sum - out[8 * i + j]) < 1e-5, "(%u, %u): %g, not %g", i, j, double(out[8 * i + j]), sum);
+    }
+  }
+  // Transposed by the load and by movmatrix is the same.
+  for (u32 i = 128; i < out.size(); i++) KV_CHECK(kvemu::as_bits(out[i]) == 0, "lane %u", (i - 128) / 4);
+}
+
+void last_block(u32 seed) {
+  constexpr u32 BLOCKS = 9, COUNT = BLOCKS * 128;
+  std::vector<u32> in(COUNT), out(COUNT + BLOCKS + 2);
+  for (u32 i = 0; i < COUNT; i++) in[i] = i * 7919 % 10007;
+  for (u32 turn = 0; turn < 2; turn++) {  // the counter is as it was
+    const std::string error = launch("test_last_block", BLOCKS, 128, 512, Params{address(in), address(out), COUNT, 0}, seed);
+    KV_CHECK(error.empty(), "%s", error.c_str());
+  }
+  u32 sum = 0;
+  for (u32 block = 0; block < BLOCKS; block++) {
+    for (u32 i = 0; i < 128; i++) KV_CHECK(out[128 * block + i] == in[128 * block + 127 - i], "block %u", block);
+    sum += in[128 * block + 127];
+  }
+  KV_CHECK(out[COUNT + BLOCKS] == sum && out[COUNT + BLOCKS + 1] == 0, "%u, not %u", out[COUNT + BLOCKS], sum);
+}
+
+// The same kernel with and without a mistake, and what must be said about it.
+void mistakes() {
+  const char* const said[] = {
+      "divergent barrier", "deadlock", "divergent warp", "deadlock", "divergent warp",
+      "past its 1024 bytes of shared memory", "kv_cp_async16", "kv_ldsm4", "", "",
+  };
+  alignas(16) static u8 in[16] = {1, 2, 3, 4};
+  for (u32 seed = 0; seed < 3; seed++) {
+    for (u32 mistake = 0; mistake < sizeof said / sizeof *said; mistake++) {
+#if defined(__SANITIZE_ADDRESS__) || defined(KV_EMU_TSAN)
+      if (mistake == 5) continue;  // the sanitizer stops the program, as it should
+#endif
+      std::vector<u32> out(64);
+      const Params params = {u64(reinterpret_cast<uintptr_t>(in)), address(out), 1023, mistake};
+      const std::string error = launch("test_mistake", 1, 64, 1024, params, seed);
+      KV_CHECK(said[mistake][0] == 0 ? error.empty() : error.find(said[mistake]) != std::string::npos,
+               "mistake %u: %s", mistake, error.c_str());
+      const bool has_place = error.find("mistakes.cu:") != std::string::npos || mistake == 5;
+      KV_CHECK(error.empty() || (has_place && error.find("block (0, 0, 0)") != std::string::npos), "%s", error.c_str());
+      if (mistake == 8) KV_CHECK(out[3] == 0xffffffffu, "read %08x before it was there", out[3]);
+    }
+  }
+}
+
+void refusals() {
+  char error[64];
+  const Params params = {};
+  const u32 one[3] = {1, 1, 1}, none[3] = {1, 0, 1};
+  const auto refused = [&](const char* name, const u32* grid, u32 threads, u32 shared, u32 bytes, const char* words) {
+    error[0] = 0;
+    const int code = kv_emu_launch(name, grid, threads, shared, &params, bytes, 0, error, sizeof error);
+    KV_CHECK(code != 0 && std::strstr(error, words) != nullptr, "%s: %d %s", words, code, error);
+  };
+  refused("test_nothing", one, 64, 0, sizeof params, "no kernel is named");
+  refused("test_warp", one, 32, 0, sizeof params, "has 64 threads");
+  refused("test_warp", one, 64, 0, sizeof params - 1, "bytes of parameters");
+  refused("test_warp", one, 64, 1 << 20, sizeof params, "bytes of shared memory");
+  refused("test_warp", none, 64, 0, sizeof params, "no grid");
+}
+
+}  // namespace
+
+int main() {
+  for (u32 seed = 0; seed < 4; seed++) {
+    warp(seed);
+    atomics(seed);
+    multiply(false, seed);
+    multiply(true, seed);
+    last_block(seed);
+  }
+  numbers();
+  refusals();
+  mistakes();
+  std::vector<std::thread> threads;  // a launch on each of several at once
+  for (u32 i = 0; i < 4; i++) threads.emplace_back([i] { last_block(i); });
+  for (std::thread& thread : threads) thread.join();
+  printf("%d failures\n", test::failures);
+  return test::failures == 0 ? 0 : 1;
+}

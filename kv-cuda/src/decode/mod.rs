@@ -1,0 +1,261 @@
+//! Decoding on tensor cores: which calls it takes, how its kernels are started, and how much memory
+//! they need.
+//!
+//! The kernels are `kernels/decode.h`; who does what is decided in [`plan`].
+mod plan;
+
+pub(crate) use plan::{DecodePlan, Work};
+
+use crate::params::{Plane, Tensor};
+
+/// Query rows that one thread block treats together: those of one matrix product.
+const ROWS: u32 = 16;
+/// Tokens of K or of V that a warp fetches together.
+const UNIT_TOKENS: u32 = 32;
+/// Units in a warp's ring, at least and at most.
+const UNITS: (u32, u32) = (2, 8);
+/// Shared memory that every thread block costs a multiprocessor besides its own.
+const SHARED_RESERVED: u32 = 1024;
+
+/// `head_dim`s that there are kernels for.
+const DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];
+
+/// Kernels of a format, in the order of [`DIMS`].
+macro_rules! kernels {
+    ($format:literal) => {
+        [
+            concat!("decode_", $format, "_64"),
+            concat!("decode_", $format, "_80"),
+            concat!("decode_", $format, "_96"),
+            concat!("decode_", $format, "_128"),
+            concat!("decode_", $format, "_192"),
+            concat!("decode_", $format, "_256"),
+        ]
+    };
+}
+
+/// Numbers of `KvDtype` and `KvFormat`, as in `params.h`.
+mod code {
+    pub(super) const DTYPE_F16: u32 = 1;
+    pub(super) const DTYPE_BF16: u32 = 2;
+    pub(super) const F16: u32 = 1;
+    pub(super) const BF16: u32 = 2;
+    pub(super) const E4M3: [u32; 2] = [3, 4];
+    pub(super) const E5M2: [u32; 2] = [6, 7];
+    pub(super) const INT8: [u32; 2] = [10, 11];
+}
+
+/// How a decoding kernel is started, with as many thread blocks as the plan has slots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shape {
+    /// Name of the kernel.
+    pub(crate) kernel: &'static str,
+    /// Threads of a block.
+    pub(crate) threads: u32,
+    /// `DecodeParams::units`.
+    pub(crate) units: u32,
+    /// Bytes of shared memory.
+    pub(crate) shared_bytes: u32,
+}
+
+impl Shape {
+    /// How a call is decoded by a device whose thread blocks have `shared_bytes_max` bytes of shared
+    /// memory, `None` for a call that only the kernel for everything takes: of several head
+    /// dimensions, transforms, rows in 16 bits among codes, scales inside rows, and rows that do
+    /// not lie on 16 bytes.
+    pub(crate) fn of(
+        (q, out): (&Tensor, &Tensor),
+        (k, v): (&Plane, &Plane),
+        shared_bytes_max: u32,
+    ) -> Option<Self> {
+        let kernels = kernels_of(k.format, q.dtype)?;
+        let alike = (k.format, k.head_dim) == (v.format, v.head_dim)
+            && k.block_size == v.block_size
+            && (q.dtype, q.dim, q.heads) == (out.dtype, out.dim, out.heads)
+            && q.dim == k.head_dim;
+        let lies_well = is_plain(k) && is_plain(v) && is_even(q) && is_even(out);
+        let index = DIMS.iter().position(|dim| *dim == k.head_dim)?;
+        let kernel = kernels.get(index).copied()?;
+        if !alike || !lies_well {
+            return None;
+        }
+        Self::sized(kernel, k.head_dim, k.row_bytes, shared_bytes_max)
+    }
+
+    /// Two thread blocks share a multiprocessor where their rings have two units each.
+    fn sized(
+        kernel: &'static str,
+        dim: u32,
+        row_bytes: u32,
+        shared_bytes_max: u32,
+    ) -> Option<Self> {
+        let warps: u32 = if dim >= 192 { 2 } else { 4 };
+        let queries = if dim >= 192 { dim.saturating_mul(ROWS).saturating_mul(2) } else { 0 };
+        let unit = warps.saturating_mul(UNIT_TOKENS).saturating_mul(row_bytes);
+        // Rows of every warp with some room between them, their maxima and sums, and a flag.
+        let row = dim.saturating_add(4).saturating_mul(4).saturating_add(8);
+        let merge = warps.saturating_mul(ROWS).saturating_mul(row).saturating_add(16);
+        let shared = |units: u32| queries.saturating_add(units.saturating_mul(unit).max(merge));
+        let most = |room: u32| {
+            let ring = room.checked_sub(queries)?.checked_div(unit)?;
+            let units = ring.min(UNITS.1);
+            (units >= UNITS.0 && shared(units) <= room).then_some(units)
+        };
+        let half = shared_bytes_max.saturating_sub(SHARED_RESERVED).checked_div(2)?;
+        let units = most(half).or_else(|| most(shared_bytes_max))?;
+        let threads = warps.saturating_mul(32);
+        Some(Self { kernel, threads, units, shared_bytes: shared(units) })
+    }
+}
+
+/// Kernels that read rows of this format for queries of this type.
+fn kernels_of(format: u32, dtype: u32) -> Option<[&'static str; DIMS.len()]> {
+    let is_short = [code::DTYPE_F16, code::DTYPE_BF16].contains(&dtype);
+    match format {
+        code::F16 if dtype == code::DTYPE_F16 => Some(kernels!("f16")),
+        code::BF16 if dtype == code::DTYPE_BF16 => Some(kernels!("bf16")),
+        codes if is_short && code::E4M3.contains(&codes) => Some(kernels!("e4m3")),
+        codes if is_short && code::E5M2.contains(&codes) => Some(kernels!("e5m2")),
+        codes if is_short && code::INT8.contains(&codes) => Some(kernels!("int8")),
+        _ => None,
+    }
+}
+
+/// Whether all rows are alike and lie on 16 bytes.
+fn is_plain(plane: &Plane) -> bool {
+    let strides = [plane.block_bytes, plane.token_stride, plane.head_stride, plane.base];
+    let extras = [plane.transforms, plane.block_means, plane.sinks, plane.has_tail];
+    strides.iter().all(|stride| stride.is_multiple_of(16)) && extras.iter().all(|n| *n == 0)
+}
+
+/// Whether rows are read and written two values at a time.
+fn is_even(tensor: &Tensor) -> bool {
+    [tensor.data, tensor.batch_stride, tensor.token_stride].iter().all(|n| n.is_multiple_of(4))
+}
+
+/// Memory that a decoding call needs beside its tensors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Room {
+    /// Pieces of the plan, `Piece` each.
+    pub(crate) pieces: u64,
+    /// Partial results: 16 rows of `head_dim` f32 in `part_rows`, 16 f32 in `part_stats` and a
+    /// counter of 4 bytes each.
+    pub(crate) partials: u64,
+}
+
+impl Room {
+    /// What any plan needs of up to `sequences` sequences that have `total_q` queries together.
+    /// `tokens` are those of the longest one; they count only where the cut may not depend on the
+    /// batch.
+    pub(crate) fn of(work: &Work, sequences: u64, total_q: u64, tokens: u64) -> Self {
+        let rows = total_q.saturating_mul(work.group.into());
+        let tiles = rows.div_ceil(ROWS.into()).saturating_add(sequences);
+        let items = tiles.saturating_mul(work.kv_heads.into());
+        if work.invariant {
+            let parts = tokens.div_ceil(plan::INVARIANT_TOKENS).saturating_add(1);
+            let pieces = items.saturating_mul(parts);
+            return Self { pieces, partials: pieces };
+        }
+        let slots = u64::from(work.slots);
+        Self { pieces: items.saturating_add(slots), partials: slots.saturating_mul(2) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
+    use super::*;
+
+    fn tensor(dtype: u32, dim: u32) -> Tensor {
+        let token_stride = u64::from(dim) * 8 * 2;
+        Tensor {
+            data: 256,
+            token_stride,
+            dtype,
+            batch: 1,
+            tokens: 4,
+            heads: 8,
+            dim,
+            ..Tensor::default()
+        }
+    }
+
+    fn plane(format: u32, head_dim: u32) -> Plane {
+        let row_bytes = if format <= code::BF16 { head_dim * 2 } else { head_dim };
+        let head_stride = u64::from(row_bytes);
+        Plane {
+            base: 4096,
+            block_bytes: head_stride * 2 * 16,
+            token_stride: head_stride * 2,
+            head_stride,
+            num_blocks: 9,
+            block_size: 16,
+            num_kv_heads: 2,
+            head_dim,
+            format,
+            row_bytes,
+            ..Plane::default()
+        }
+    }
+
+    fn shape(format: u32, dtype: u32, dim: u32, shared: u32) -> Option<Shape> {
+        let (q, plane) = (tensor(dtype, dim), plane(format, dim));
+        Shape::of((&q, &q), (&plane, &plane), shared)
+    }
+
+    #[test]
+    fn two_blocks_share_a_multiprocessor_where_they_can() {
+        const KIB: u32 = 1024;
+        let expected = |kernel, threads, units, shared_bytes| {
+            Some(Shape { kernel, threads, units, shared_bytes })
+        };
+        for (kib, units) in [(227, 3), (163, 2), (99, 3)] {
+            let found = shape(code::BF16, code::DTYPE_BF16, 128, kib * KIB);
+            assert_eq!(found, expected("decode_bf16_128", 128, units, units * 32 * KIB), "{kib}");
+        }
+        let found = shape(code::F16, code::DTYPE_F16, 256, 99 * KIB);
+        assert_eq!(found, expected("decode_f16_256", 64, 2, 72 * KIB));
+        let found = shape(code::E4M3[1], code::DTYPE_BF16, 64, 227 * KIB);
+        assert_eq!(found, expected("decode_e4m3_64", 128, 8, 64 * KIB));
+        for (shared, dim) in
+            [227, 163, 99].into_iter().flat_map(|kib| DIMS.map(|dim| (kib * KIB, dim)))
+        {
+            let formats = [code::F16, code::BF16, code::E4M3[0], code::E5M2[0], code::INT8[0]];
+            for format in formats {
+                let dtype = if format == code::BF16 { code::DTYPE_BF16 } else { code::DTYPE_F16 };
+                let found = shape(format, dtype, dim, shared).unwrap();
+                assert!(
+                    found.shared_bytes <= shared && (2..=8).contains(&found.units),
+                    "{found:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn other_calls_are_left_to_the_other_kernel() {
+        let shared = 99 * 1024;
+        assert_eq!(shape(code::F16, code::DTYPE_BF16, 128, shared), None, "types differ");
+        assert_eq!(shape(code::F16, 0, 128, shared), None, "f32 queries");
+        assert_eq!(shape(9, code::DTYPE_F16, 128, shared), None, "scales inside rows");
+        assert_eq!(shape(code::F16, code::DTYPE_F16, 72, shared), None, "another head_dim");
+        let (q, good) = (tensor(code::DTYPE_F16, 128), plane(code::F16, 128));
+        let takes = |k: &Plane, v: &Plane| Shape::of((&q, &q), (k, v), shared).is_some();
+        assert!(takes(&good, &good));
+        let bad = [
+            Plane { token_stride: 8, ..good },
+            Plane { base: 8, ..good },
+            Plane { transforms: 1, ..good },
+            Plane { block_means: 1, ..good },
+            Plane { sinks: 4, ..good },
+            Plane { has_tail: 1, ..good },
+            Plane { head_dim: 64, ..good },
+        ];
+        for plane in bad {
+            assert!(!takes(&plane, &good) && !takes(&good, &plane), "{plane:?}");
+        }
+        let odd = Tensor { data: 258, ..q };
+        assert_eq!(Shape::of((&odd, &q), (&good, &good), shared), None);
+        assert_eq!(Shape::of((&q, &odd), (&good, &good), shared), None);
+    }
+}

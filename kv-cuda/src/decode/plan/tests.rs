@@ -1,0 +1,221 @@
+use super::*;
+
+/// A small generator of its own: the same numbers on every machine.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: u32) -> u32 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        u32::try_from(self.0 >> 33).unwrap() % n
+    }
+    fn pick<T: Copy>(&mut self, list: &[T]) -> T {
+        list[usize::try_from(self.below(u32::try_from(list.len()).unwrap())).unwrap()]
+    }
+}
+
+fn work(slots: u32, kv_heads: u32, group: u32) -> Work {
+    let (full, window_left, sink_tokens, invariant) = (false, u32::MAX, 0, false);
+    Work { slots, kv_heads, group, full, window_left, sink_tokens, invariant }
+}
+
+fn sequences(lens: &[(u32, u32)]) -> Vec<Sequence> {
+    lens.iter().map(|&(q_len, kv_len)| Sequence { q_len, kv_len, ..Sequence::default() }).collect()
+}
+
+fn planned(sequences: &[Sequence], work: &Work) -> DecodePlan {
+    let mut plan = DecodePlan::default();
+    plan.fill(sequences, work);
+    plan
+}
+
+fn random_case(random: &mut Random) -> (Vec<Sequence>, Work) {
+    let heads = random.pick(&[1, 2, 8]);
+    let work = Work {
+        full: random.below(4) == 0,
+        window_left: random.pick(&[u32::MAX, u32::MAX, 0, 5, 100, 1000]),
+        sink_tokens: random.pick(&[0, 0, 4, 64, 200]),
+        invariant: random.below(3) == 0,
+        ..work(random.pick(&[1, 2, 7, 64, 264]), heads, random.pick(&[1, 4, 7, 16, 20]))
+    };
+    let count = random.pick(&[0, 1, 2, 5, 40, 100]);
+    let lens = (0..count).map(|_| {
+        let longest = random.pick(&[2, 100, 5000, 40_000]);
+        (random.pick(&[0, 1, 1, 1, 2, 5]), random.below(longest))
+    });
+    (sequences(&lens.collect::<Vec<_>>()), work)
+}
+
+/// What a slot has to do.
+fn load(pieces: &[Piece]) -> u64 {
+    pieces.iter().map(|p| u64::from(p.tile_end - p.tile_begin) + OVERHEAD).sum()
+}
+
+/// Every item is there once, in order, and its parts hold each of its tiles once.
+fn check(sequences: &[Sequence], work: &Work, plan: &DecodePlan) {
+    let mut pieces = plan.pieces.iter();
+    let (mut partials, mut total) = (0, 0);
+    for (index, sequence) in sequences.iter().enumerate() {
+        let row_tiles = (sequence.q_len * work.group).div_ceil(16);
+        for (head, row_tile) in (0..work.kv_heads).flat_map(|h| (0..row_tiles).map(move |r| (h, r)))
+        {
+            let tiles = work.tiles(sequence, row_tile);
+            let mut at = 0;
+            let mut parts = 1;
+            let mut part = 0;
+            while part < parts {
+                let piece = pieces.next().expect("a part is missing");
+                parts = piece.parts;
+                let place = (piece.sequence, piece.head, piece.row, piece.part, piece.tile_begin);
+                let index = u32::try_from(index).unwrap();
+                assert_eq!(place, (index, head, row_tile * 16, part, at), "{piece:?}");
+                assert!(piece.tile_end > at || (tiles == 0 && parts == 1), "{piece:?}");
+                assert_eq!(piece.partial, if parts > 1 { partials } else { 0 });
+                at = piece.tile_end;
+                part += 1;
+            }
+            assert_eq!(at, tiles, "tiles are left");
+            partials += if parts > 1 { parts } else { 0 };
+            total += cost(tiles, work.invariant);
+        }
+    }
+    assert!(pieces.next().is_none(), "more pieces than work");
+    assert_eq!(plan.num_partials, partials);
+    let slots = usize::try_from(work.slots).unwrap();
+    let bounds: Vec<_> = plan.starts.iter().map(|s| usize::try_from(*s).unwrap()).collect();
+    assert_eq!((bounds.len(), bounds[0], bounds[slots]), (slots + 1, 0, plan.pieces.len()));
+    let share = total.div_ceil(work.slots.into()).max(SHARE_MIN);
+    let longest = u64::from(INVARIANT) + OVERHEAD;
+    let beyond = if work.invariant { longest } else { OVERHEAD + 2 * (END_MIN - 1) + OVERHEAD };
+    for bound in bounds.windows(2) {
+        let load = load(&plan.pieces[bound[0]..bound[1]]);
+        assert!(load <= share + beyond, "a slot has {load} of {share}");
+    }
+}
+
+#[test]
+fn random_batches_are_covered_and_balanced() {
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    for _ in 0..400 {
+        let (sequences, work) = random_case(&mut random);
+        let plan = planned(&sequences, &work);
+        check(&sequences, &work, &plan);
+        assert_eq!(planned(&sequences, &work), plan);
+    }
+}
+
+#[test]
+fn workspaces_hold_every_plan() {
+    let mut random = Random(77);
+    for _ in 0..400 {
+        let (sequences, work) = random_case(&mut random);
+        let plan = planned(&sequences, &work);
+        let total_q = sequences.iter().map(|s| u64::from(s.q_len)).sum();
+        let longest = sequences.iter().map(|s| u64::from(s.kv_len)).max().unwrap_or(0);
+        let count = u64::try_from(sequences.len()).unwrap();
+        let room = super::super::Room::of(&work, count, total_q, longest);
+        assert!(room.pieces >= u64::try_from(plan.pieces.len()).unwrap(), "{work:?}");
+        assert!(room.partials >= plan.num_partials.into(), "{work:?}");
+    }
+}
+
+#[test]
+fn one_long_context_is_shared_by_all_slots() {
+    let plan = planned(&sequences(&[(1, 131_072)]), &work(264, 8, 4));
+    let loads: Vec<_> = plan
+        .starts
+        .windows(2)
+        .map(|w| load(&plan.pieces[usize::try_from(w[0]).unwrap()..usize::try_from(w[1]).unwrap()]))
+        .collect();
+    // 2050 tiles for each of 8 heads and 264 slots: 63 each.
+    assert!(loads.iter().all(|load| *load <= 63 + 6), "{loads:?}");
+    assert!(loads.iter().filter(|load| **load < 50).count() <= 4, "{loads:?}");
+}
+
+#[test]
+fn short_contexts_are_not_cut() {
+    let plan = planned(&sequences(&[(1, 200), (1, 64), (1, 0)]), &work(264, 2, 4));
+    assert!(plan.pieces.iter().all(|piece| piece.parts == 1));
+    assert_eq!((plan.pieces.len(), plan.num_partials), (6, 0));
+    assert_eq!(planned(&[], &work(3, 2, 4)).starts, [0; 4]);
+}
+
+#[test]
+fn what_a_window_leaves_out_has_no_tiles() {
+    let windowed = Work { window_left: 100, sink_tokens: 70, ..work(1, 1, 1) };
+    let tiles = |work: &Work, kv_len| planned(&sequences(&[(1, kv_len)]), work).pieces[0].tile_end;
+    assert_eq!(tiles(&windowed, 10_000), 2 + 2, "sink tokens, then 9899..10000");
+    assert_eq!(tiles(&windowed, 228), 2 + 2, "127..228 begins in the second tile of the sinks");
+    assert_eq!(tiles(&windowed, 100), 2);
+    assert_eq!(tiles(&Work { sink_tokens: 0, ..windowed }, 10_000), 2);
+    assert_eq!(tiles(&Work { window_left: u32::MAX, ..windowed }, 10_000), 157);
+}
+
+#[test]
+fn an_invariant_cut_ignores_the_neighbours() {
+    let work = Work { invariant: true, window_left: 5000, ..work(7, 2, 4) };
+    let cut = |lens: &[(u32, u32)], index: u32| -> Vec<_> {
+        let plan = planned(&sequences(lens), &work);
+        let own = plan.pieces.iter().filter(|piece| piece.sequence == index);
+        own.map(|p| (p.head, p.row, p.tile_begin, p.tile_end, p.part, p.parts)).collect()
+    };
+    let alone = cut(&[(2, 3000)], 0);
+    assert_eq!(alone.len(), 2 * 3);
+    assert_eq!(cut(&[(1, 7), (2, 3000), (1, 90_000)], 1), alone);
+}
+
+/// The kernel writes the same bytes.
+#[cfg(feature = "emulated")]
+mod device {
+    use super::*;
+    use crate::emulated::{Emulated, EmulatorOptions};
+    use crate::gpu::{Gpu, Launch};
+    use crate::num::to_u64;
+    use crate::params::{Address, Counts, DecodePlanParams, Plan};
+
+    fn address<T>(list: &[T]) -> Address {
+        to_u64(list.as_ptr().expose_provenance())
+    }
+    fn address_mut<T>(list: &mut [T]) -> Address {
+        to_u64(list.as_mut_ptr().expose_provenance())
+    }
+
+    #[test]
+    fn plans_as_the_host_does() {
+        let gpu = Emulated::open(&EmulatorOptions::default()).unwrap();
+        let mut stream = gpu.stream().unwrap();
+        let mut random = Random(4711);
+        for _ in 0..60 {
+            let (sequences, work) = random_case(&mut random);
+            let host = planned(&sequences, &work);
+            let counts = [Counts { sequences: to_u32(sequences.len()), ..Counts::default() }];
+            let mut pieces = vec![Piece { part: 99, ..Piece::default() }; host.pieces.len() + 1];
+            let mut starts = vec![77; host.starts.len()];
+            let params = DecodePlanParams {
+                plan: Plan {
+                    counts: address(&counts),
+                    sequences: address(&sequences),
+                    ..Plan::default()
+                },
+                pieces: address_mut(&mut pieces),
+                starts: address_mut(&mut starts),
+                slots: work.slots,
+                kv_heads: work.kv_heads,
+                group: work.group,
+                full: work.full.into(),
+                window_left: work.window_left,
+                sink_tokens: work.sink_tokens,
+                invariant: work.invariant.into(),
+                pad: 0,
+            };
+            let launch =
+                Launch { kernel: "plan_decode", grid: [1; 3], threads: 32, shared_bytes: 0 };
+            // SAFETY: the emulator's device is the host, every list is as long as the kernel reads
+            // or writes, and it is done when the call returns.
+            unsafe { stream.launch(&launch, bytemuck::bytes_of(&params)) }.unwrap();
+            assert_eq!(pieces.pop().map(|piece| piece.part), Some(99), "nothing behind the end");
+            assert_eq!((pieces, starts), (host.pieces, host.starts), "{work:?}");
+        }
+    }
+}
