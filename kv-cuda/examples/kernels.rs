@@ -21,7 +21,8 @@ use kv_cuda::code::{self, Arch, Archive, Cache, KernelReport, Key, Nvrtc, Unit};
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
 
-const USAGE: &str = "kernels --work DIR --archives DIR [--only UNIT] [--write | --check]";
+const USAGE: &str =
+    "kernels --work DIR --archives DIR [--only UNIT] [--arch ARCH] [--write | --check]";
 
 struct Options {
     /// What was compiled, and logs.
@@ -29,6 +30,7 @@ struct Options {
     /// Archives and their manifest.
     archives: PathBuf,
     only: Option<String>,
+    arch: Option<Arch>,
     write: bool,
     check: bool,
 }
@@ -60,9 +62,11 @@ fn run() -> Result<()> {
     if units.is_empty() {
         return Err("no such unit".into());
     }
-    let jobs: Vec<_> = units
+    // All units for one architecture before the next: most mistakes show for any of them.
+    let archs = options.arch.map_or_else(|| Arch::SHIPPED.to_vec(), |arch| vec![arch]);
+    let jobs: Vec<_> = archs
         .iter()
-        .flat_map(|unit| Arch::SHIPPED.map(|arch| (unit, arch)))
+        .flat_map(|arch| units.iter().map(|unit| (unit, *arch)))
         .map(|(unit, arch)| Job { unit, arch, key: unit.key(arch, version) })
         .collect();
     let (done, failures) = work(&jobs, &options.work)?;
@@ -86,7 +90,7 @@ fn run() -> Result<()> {
 
 fn parse(args: Vec<String>) -> Result<Options> {
     let (mut write, mut check) = (false, false);
-    let (mut work, mut archives, mut only) = (None, None, None);
+    let (mut work, mut archives, mut only, mut arch) = (None, None, None, None);
     let mut args = args.into_iter();
     while let Some(arg) = args.next() {
         let mut value = || args.next().ok_or(USAGE);
@@ -94,16 +98,17 @@ fn parse(args: Vec<String>) -> Result<Options> {
             "--work" => work = Some(PathBuf::from(value()?)),
             "--archives" => archives = Some(PathBuf::from(value()?)),
             "--only" => only = Some(value()?),
+            "--arch" => arch = Some(value()?.parse()?),
             "--write" => write = true,
             "--check" => check = true,
             _ => return Err(USAGE.into()),
         }
     }
-    if only.is_some() && (write || check) {
-        return Err("archives hold all units".into());
+    if (only.is_some() || arch.is_some()) && (write || check) {
+        return Err("archives hold all units for all architectures".into());
     }
     let (work, archives) = work.zip(archives).ok_or(USAGE)?;
-    Ok(Options { work, archives, only, write, check })
+    Ok(Options { work, archives, only, arch, write, check })
 }
 
 /// One compilation.
@@ -201,7 +206,10 @@ fn compiled<'a>(job: &'a Job<'a>, folder: &Path) -> Result<Done<'a>> {
 
 /// Prints kernels by architectures; returns how many spill.
 fn table(done: &[Done<'_>]) -> usize {
-    let archs: Vec<Arch> = Arch::SHIPPED.into_iter().filter(|arch| !arch.is_ptx()).collect();
+    let mut archs: Vec<Arch> = done.iter().map(|one| one.job.arch).collect();
+    archs.sort();
+    archs.dedup();
+    archs.retain(|arch| !arch.is_ptx());
     let mut rows: BTreeMap<(String, String), BTreeMap<Arch, KernelReport>> = BTreeMap::new();
     for one in done {
         for kernel in one.reports() {
