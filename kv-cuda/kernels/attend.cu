@@ -42,10 +42,10 @@ KV_DEV void kv_score(KvFloat4 (&dots)[R], const float* q, u32 row_stride, const 
 #pragma unroll
       for (u32 j = 0; j < N; j++) {
         const KvFloat4 query = *(const KvFloat4*)(q + j * row_stride + chunk * KV_CHUNK + 4 * i);
-        dots[j].x += query.x * key.x;
-        dots[j].y += query.y * key.y;
-        dots[j].z += query.z * key.z;
-        dots[j].w += query.w * key.w;
+        dots[j].x = kv_fma(query.x, key.x, dots[j].x);
+        dots[j].y = kv_fma(query.y, key.y, dots[j].y);
+        dots[j].z = kv_fma(query.z, key.z, dots[j].z);
+        dots[j].w = kv_fma(query.w, key.w, dots[j].w);
       }
     }
   }
@@ -71,8 +71,8 @@ KV_DEV void kv_sum(float* sums, u32 row_stride, const float (&factors)[R], const
         const float a = v[token * KV_STRIDE], b = v[token * KV_STRIDE + 32];
 #pragma unroll
         for (u32 j = 0; j < N; j++) {
-          low[j] += weights[token * R + j] * a;
-          high[j] += weights[token * R + j] * b;
+          low[j] = kv_fma(weights[token * R + j], a, low[j]);
+          high[j] = kv_fma(weights[token * R + j], b, high[j]);
         }
       }
     } else {
@@ -82,8 +82,8 @@ KV_DEV void kv_sum(float* sums, u32 row_stride, const float (&factors)[R], const
 #pragma unroll
         for (u32 j = 0; j < N; j++) {
           if ((seen[j] >> token & 1) == 0) continue;
-          low[j] += weights[token * R + j] * a;
-          high[j] += weights[token * R + j] * b;
+          low[j] = kv_fma(weights[token * R + j], a, low[j]);
+          high[j] = kv_fma(weights[token * R + j], b, high[j]);
         }
       }
     }

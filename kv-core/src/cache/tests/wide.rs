@@ -1,4 +1,7 @@
 //! Sequences with tokens that take several slots.
+use proptest::prelude::*;
+
+use super::lives::{live, operation};
 use super::*;
 use crate::{KeyMean, KvFormat, ScaleGroup, Scaling, Slot, SpecError};
 

@@ -148,16 +148,23 @@ impl Rates {
         let Self { classes, order } = self;
         order.clear();
         let unseen = array::from_fn(|bin| best_rate(&guess, bin));
-        for (class, seen) in classes.iter_mut().enumerate() {
+        for seen in classes.iter_mut() {
             if seen.reached[0] > 0.0 {
                 seen.conclude(&guess);
             } else {
                 seen.rate = unseen;
             }
-            if seen.in_use {
-                let numbers = to_u32(class.saturating_mul(NUM_BINS))..;
-                order.extend(seen.rate.iter().copied().zip(numbers));
+        }
+        // Without the block before it nobody finds the last one.
+        let (inside, last) = classes.split_at_mut(NUM_CLASSES / 2);
+        for (last, inside) in last.iter_mut().zip(inside) {
+            for (last, inside) in last.rate.iter_mut().zip(&inside.rate) {
+                *last = last.min(*inside);
             }
+        }
+        for (class, seen) in classes.iter().enumerate().filter(|(_, seen)| seen.in_use) {
+            let numbers = to_u32(class.saturating_mul(NUM_BINS))..;
+            order.extend(seen.rate.iter().copied().zip(numbers));
         }
         order.sort_unstable_by(|(a, left), (b, right)| a.total_cmp(b).then(right.cmp(left)));
         order

@@ -1,0 +1,215 @@
+//! What stays cached and for how long, what is given up, and in which order.
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_core::eviction::{Clock, Eviction, ManualClock, Priority, Retention, RetentionRange};
+use kv_core::{Admission, BlocksExhausted, CacheError, CacheSpecBuilder, GroupId, PrefixReuse};
+
+use super::super::{case, small};
+use super::prompts::Prompts;
+use super::{plain, tokens, with};
+use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
+use crate::device::Device;
+use crate::lab::seq;
+
+pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+    vec![
+        case("reuse/given_up_and_computed_again", evicted),
+        case("reuse/tails_are_given_up_before_heads", tails),
+        case("reuse/pinned_prefixes_stay", pinned),
+        case("reuse/forgetting_stops_where_others_go_on", forgotten),
+        case("reuse/priorities_hold_and_run_out", priorities),
+        case("reuse/blocks_taken_over_are_not_free", spoken_for),
+    ]
+}
+
+fn full_blocks(num_blocks: u32) -> CacheSpecBuilder {
+    small().paged(4, num_blocks).prefix_reuse(PrefixReuse::FullBlocks)
+}
+
+/// Computes a prompt and lets it go.
+fn leave<B: Device>(prompts: &mut Prompts<B>, prompt: &[u32]) -> Result<(), CaseError> {
+    prompts.begin(90, prompt, plain())?;
+    Ok(prompts.cache.release(seq(90))?)
+}
+
+fn evicted<B: Device>(backend: &B) -> CaseResult {
+    let mut prompts = Prompts::new(backend, small().paged(4, 6))?;
+    for round in 0..3 {
+        for other in [0, 100, 200] {
+            prompts.begin(1, &tokens(other..other + 18), plain()).at(format!("round {round}"))?;
+            prompts.feed(1, &[7, 8])?;
+            prompts.cache.release(seq(1))?;
+        }
+    }
+    ensure(prompts.cache.stats().evictions > 0, || "nothing was given up".to_owned())?;
+    Ok(Outcome::Holds)
+}
+
+/// Of a sequence that ends, a pin that goes and a window that moves, the last block is given up
+/// first: what is left can be found.
+fn tails<B: Device>(backend: &B) -> CaseResult {
+    for eviction in Eviction::ALL {
+        for is_pinned in [false, true] {
+            let place = format!("{eviction}, pinned: {is_pinned}");
+            let mut prompts = Prompts::new(backend, full_blocks(8).eviction(eviction))?;
+            prompts.begin(1, &tokens(0..16), plain())?;
+            let pin = is_pinned.then(|| prompts.cache.pin_prefix(&tokens(0..16), plain()));
+            prompts.cache.release(seq(1))?;
+            if let Some(pin) = pin {
+                prompts.cache.unpin(pin.id)?;
+            }
+            prompts.begin(2, &tokens(100..116), plain())?;
+            for (left, more) in [12, 8, 4, 0].into_iter().zip(0..) {
+                prompts.feed(2, &tokens(200 + 4 * more..204 + 4 * more))?;
+                let found = prompts.cache.probe(&tokens(0..17), plain());
+                same("tokens left", found, left).at(&place)?;
+            }
+        }
+        // Four blocks leave a window at once.
+        let mut prompts = Prompts::new(backend, full_blocks(7).window_left(3).eviction(eviction))?;
+        prompts.cache.start(seq(1), &tokens(0..24), plain())?;
+        prompts.names.insert(1, Vec::new());
+        prompts.feed(1, &tokens(0..20))?;
+        prompts.feed(1, &tokens(20..24))?;
+        same("free blocks", prompts.cache.free_blocks(GroupId(0)), 5)?;
+        for (left, id) in [16, 12, 8, 4, 0].into_iter().zip(2..) {
+            prompts.begin(id, &[100 * id as u32], plain())?;
+            let found = prompts.cache.probe(&tokens(0..17), plain());
+            same("tokens left behind a window", found, left).at(eviction)?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn pinned<B: Device>(backend: &B) -> CaseResult {
+    for eviction in Eviction::ALL {
+        let mut prompts = Prompts::new(backend, full_blocks(6).eviction(eviction))?;
+        let system = tokens(0..9);
+        leave(&mut prompts, &system)?;
+        let pins = [(); 2].map(|()| prompts.cache.pin_prefix(&system, plain()));
+        same("tokens pinned", pins.map(|pin| pin.tokens), [8; 2])?;
+        for other in [100, 200, 300] {
+            leave(&mut prompts, &tokens(other..other + 16))?;
+            let found = prompts.cache.probe(&system, plain());
+            same("tokens of a pinned prefix", found, 8).at(eviction)?;
+        }
+        same("free blocks", prompts.cache.free_blocks(GroupId(0)), 4)?;
+        ensure(!prompts.cache.reset_prefixes()?, || "a reset took pinned blocks".to_owned())?;
+        // Two pins hold it: one that goes changes nothing.
+        for (pin, left) in pins.into_iter().zip([8, 0]) {
+            ensure(prompts.cache.unpin(pin.id)?, || "a pin is unknown".to_owned())?;
+            same("tokens", prompts.begin(1, &tokens(0..9), plain())?, 8)?;
+            prompts.cache.release(seq(1))?;
+            let fits = if left == 0 { 24 } else { 16 };
+            leave(&mut prompts, &tokens(400 + fits..400 + 2 * fits))?;
+            let found = prompts.cache.probe(&system, plain());
+            same("tokens behind the pin", found, left).at(eviction)?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+fn forgotten<B: Device>(backend: &B) -> CaseResult {
+    let mut prompts = Prompts::new(backend, full_blocks(12))?;
+    let [one, other] = [50, 60].map(|next| with(tokens(0..8), &tokens(next..next + 5)));
+    prompts.begin(1, &one, plain())?;
+    prompts.begin(2, &other, plain())?;
+    let forget = |prompts: &mut Prompts<B>, prompt: &[u32], keep| {
+        prompts.cache.forget_prefix(prompt, plain(), keep)
+    };
+    let found =
+        |prompts: &Prompts<B>| [&one, &other].map(|prompt| prompts.cache.probe(prompt, plain()));
+    same("blocks that somebody holds", forget(&mut prompts, &one, 0)?, 0)?;
+    prompts.cache.release(seq(1))?;
+    same("a block behind the shared ones", forget(&mut prompts, &one, 0)?, 1)?;
+    same("tokens left", found(&prompts), [8, 12])?;
+    prompts.begin(1, &one, plain())?;
+    prompts.cache.release(seq(1))?;
+    prompts.cache.release(seq(2))?;
+    same("a block that nothing follows", forget(&mut prompts, &one, 0)?, 1)?;
+    same("tokens left", found(&prompts), [8, 12])?;
+    same("blocks behind 4 tokens", forget(&mut prompts, &other, 4)?, 2)?;
+    same("tokens left", found(&prompts), [4, 4])?;
+    prompts.begin(1, &other, plain())?;
+    Ok(Outcome::Holds)
+}
+
+fn worth(level: u8, seconds: Option<u64>) -> Result<Retention, CaseError> {
+    let priority = Priority { level, duration: seconds.map(Duration::from_secs) };
+    let range = RetentionRange { begin: 0, end: None, priority };
+    Ok(Retention::new(vec![range]).map_err(|error| error.to_string())?)
+}
+
+/// Two prompts fill the pool, and a third takes the blocks of the one that is worth less.
+fn priorities<B: Device>(backend: &B) -> CaseResult {
+    let (high, middle) = (worth(80, Some(10))?, worth(50, None)?);
+    for eviction in [Eviction::Priority, Eviction::Default] {
+        for (way, seconds) in [0, 1, 2].into_iter().flat_map(|way| [(way, 9), (way, 10)]) {
+            let place = format!("{eviction}, way {way}, {seconds} seconds");
+            let mut prompts = Prompts::new(backend, full_blocks(4))?;
+            let time = Arc::new(ManualClock::new());
+            let clock: Arc<dyn Clock> = Arc::<ManualClock>::clone(&time);
+            let is_set = prompts.cache.set_policy(GroupId(0), eviction.policy(4, &clock));
+            ensure(is_set, || "the policy was refused".to_owned())?;
+            let first = tokens(0..9);
+            match way {
+                // Asked for by who computes it, by who takes it over, and by who names it.
+                0 => drop(prompts.begin(1, &first[..8], plain().retention(&high))?),
+                1 => {
+                    leave(&mut prompts, &first[..8])?;
+                    let reused = prompts.cache.start(seq(1), &first, plain().retention(&high))?;
+                    same("tokens", reused, 8)?;
+                }
+                _ => {
+                    prompts.begin(1, &first[..8], plain())?;
+                    let priority = high.priority_at(0, 8);
+                    let tokens = prompts.cache.prioritise_prefix(&first, plain(), priority);
+                    same("tokens with another priority", tokens, 8)?;
+                }
+            }
+            // It counts from when nobody runs on the blocks.
+            time.advance(Duration::from_mins(1));
+            prompts.cache.release(seq(1))?;
+            prompts.begin(2, &tokens(100..108), plain().retention(&middle))?;
+            prompts.cache.release(seq(2))?;
+            time.advance(Duration::from_secs(seconds));
+            prompts.begin(3, &tokens(200..208), plain())?;
+            let left = [first, tokens(100..109)].map(|p| prompts.cache.probe(&p, plain()));
+            let expected = if seconds < 10 { [8, 0] } else { [0, 8] };
+            same("tokens left of either", left, expected).at(place)?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
+/// A cached block that a prompt is to begin with cannot be given up to make room for its rest.
+fn spoken_for<B: Device>(backend: &B) -> CaseResult {
+    let mut prompts = Prompts::new(backend, full_blocks(4))?;
+    leave(&mut prompts, &tokens(0..8))?;
+    prompts.begin(1, &[90], plain())?;
+    // One block is held, one empty, two are cached, and either of these begins the prompt.
+    let group = GroupId(0);
+    let full = |result: Result<usize, CacheError>| match result {
+        Err(CacheError::Exhausted(exhausted)) => Ok(exhausted),
+        other => Err(CaseError::from(format!("{other:?} where blocks are short"))),
+    };
+    let ask = |prompts: &Prompts<B>, len, admission: Admission| {
+        prompts.cache.check_admission(&tokens(0..len), plain(), &admission)
+    };
+    let all = Admission::default();
+    let refused = full(ask(&prompts, 13, all))?;
+    same("13 tokens", refused, BlocksExhausted { group, needed: 4, free: 1, evictable: 2 })?;
+    same("9 tokens", ask(&prompts, 9, all).ok(), Some(8))?;
+    same("a chunk of 13", ask(&prompts, 13, all.chunk(4)).ok(), Some(8))?;
+    full(ask(&prompts, 13, all.chunk(4).must_fit()))?;
+    let refused = full(ask(&prompts, 9, all.watermark(1)))?;
+    same("a watermark", refused, BlocksExhausted { group, needed: 4, free: 1, evictable: 2 })?;
+    let refused = full(prompts.cache.start(seq(2), &tokens(0..9), plain().reserve(16)))?;
+    same("a reserve", refused, BlocksExhausted { group, needed: 2, free: 1, evictable: 0 })?;
+    same("free blocks", prompts.cache.free_blocks(group), 3)?;
+    same("tokens", prompts.cache.start(seq(2), &tokens(0..9), plain().reserve(12))?, 8)?;
+    same("free blocks", prompts.cache.free_blocks(group), 0)?;
+    prompts.check(1)?;
+    Ok(Outcome::Holds)
+}

@@ -1,0 +1,30 @@
+//! Prefixes that are taken over: whose bytes they are, and that attention over them is right.
+//!
+//! K and V are made of the tokens before them, so a row of another prefix shows wherever it is
+//! read.
+mod bytes;
+mod keep;
+mod prompts;
+mod share;
+
+use kv_core::StartOptions;
+
+use crate::case::Case;
+use crate::device::Device;
+
+pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
+    [share::cases(), bytes::cases(), keep::cases()].concat()
+}
+
+fn plain() -> StartOptions<'static> {
+    StartOptions::default()
+}
+
+fn tokens(range: std::ops::Range<u32>) -> Vec<u32> {
+    range.collect()
+}
+
+fn with(mut tokens: Vec<u32>, more: &[u32]) -> Vec<u32> {
+    tokens.extend(more);
+    tokens
+}
