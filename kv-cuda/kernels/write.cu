@@ -1,4 +1,5 @@
-// New rows of K and V go to their slots: kv-cpu's write.rs and write/tail.rs. Needs `--fmad=false`.
+// nvrtc: --fmad=false
+// New rows of K and V go to their slots: kv-cpu's write.rs and write/tail.rs. Needs `--fmad=false`: see the first line.
 //
 // kernel        planes                              blocks (any number works)     threads  shared bytes
 // write_plain   both plain and untransformed,       [total_new]                   128      0
