@@ -107,8 +107,8 @@ template <class F, int DIM> struct KvDecodeRing {
                     (ok_rows >> token & 1) != 0);
     }
   }
-  KV_DEV const u8* next(u32 units) {
-    const u8* from = memory + take * UNIT;
+  KV_DEV u8* next(u32 units) {
+    u8* from = memory + take * UNIT;
     take = take + 1 == units ? 0 : take + 1;
     return from;
   }
@@ -186,17 +186,42 @@ KV_DEV bool kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows,
   return cut;
 }
 
-// Adds the weighted rows of V where several queries see different keys: query by query.
+// Adds the weighted rows of V that some queries of the piece see and others do not, row by row, and leaves zeros in
+// their place: a matrix product would multiply them by zero for the others, and they may be NaN.
 template <class F, int DIM>
-KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const u32 (&weights)[2][4], const u8* v_rows,
-                                float (&o)[DIM / 8][4]) {
-  const u32 group = w.p.attend.group, row = w.piece.row + (w.lane >> 2);
-  const u32 first = w.piece.row / group, last = (w.piece.row + w.rows - 1) / group;
-  for (u32 query = first; query <= last; query++) {
-    const u32 seen = kv_visible_bits(kv_visible(w.p.attend, w.sequence, query), base);
-    const KvDecodeOne one(seen, w.lane, row / group == query, (row + 8) / group == query);
-    F::template sum<DIM>(one, weights, v_rows, w.lane, o);
+KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const KvDecodeRows& rows, const u32 (&weights)[2][4],
+                                u8* v_rows, float (&o)[DIM / 8][4]) {
+  const KvAttendParams& a = w.p.attend;
+  const u32 lane = w.lane, t = lane & 3;
+  const KvVisible first = kv_visible(a, w.sequence, w.piece.row / a.group);
+  const KvVisible last = kv_visible(a, w.sequence, (w.piece.row + w.rows - 1) / a.group);
+  // Bounds never fall from one query to the next: what the first and the last see, all do.
+  const u32 some = kv_bits(0, w.reach.sinks, base) | kv_bits(w.reach.begin, w.reach.end, base);
+  u32 apart = some & ~(kv_visible_bits(first, base) & kv_visible_bits(last, base));
+  while (apart != 0) {
+    const u32 token = 31 - kv_clz(apart), from = (lane & ~3u) + (token >> 1 & 3);
+    apart &= ~(1u << token);
+    float weight[2];
+#pragma unroll
+    for (u32 h = 0; h < 2; h++) {
+      const u32 low = token & 8 ? weights[0][h + 2] : weights[0][h];
+      const u32 high = token & 8 ? weights[1][h + 2] : weights[1][h];
+      weight[h] = F::weight(kv_shfl(token & 16 ? high : low, from) >> (token & 1) * 16);
+    }
+    const bool sees[2] = {(kv_visible_bits(rows.seen[0], base) >> token & 1) != 0,
+                          (kv_visible_bits(rows.seen[1], base) >> token & 1) != 0};
+#pragma unroll
+    for (u32 d = 0; d < DIM / 8; d++)
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) {
+        const float x = F::template value<DIM>(v_rows, token, F::template column<DIM>(d, j, t));
+        if (sees[j >> 1]) o[d][j] += weight[j >> 1] * x;
+      }
+    kv_syncwarp();
+    uint4* const row = (uint4*)(v_rows + token * DIM * F::BYTES);
+    for (u32 i = lane; i < DIM * F::BYTES / 16; i += 32) row[i] = make_uint4(0, 0, 0, 0);
   }
+  kv_syncwarp();
 }
 
 #include "decode_query.h"
@@ -240,7 +265,7 @@ template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p,
 #ifndef KV_BUG_NO_SYNCWARP
     kv_syncwarp();  // what every lane copied is there, and every lane is done with what is fetched over below
 #endif
-    const u8* from = ring.next(p.units);
+    u8* const from = ring.next(p.units);
     if (unit + p.units - 1 < own) ring.fetch(w, unit + p.units - 1);
     kv_cp_commit();
     const u32 base = w.position(unit / 2 * Ring::WARPS + warp);
@@ -248,10 +273,9 @@ template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p,
       float s[4][4];
       F::template scores<DIM>(query, from, lane, s);
       apart = kv_decode_weigh<F, DIM>(w, base, rows, s, weights, o) && several;
-    } else if (apart) {
-      kv_decode_sum_apart<F, DIM>(w, base, weights, from, o);
     } else {
-      F::template sum<DIM>(KvDecodeAll(), weights, from, lane, o);
+      if (apart) kv_decode_sum_apart<F, DIM>(w, base, rows, weights, from, o);
+      F::template sum<DIM>(weights, from, lane, o);
     }
   }
   kv_cp_wait<0>();
@@ -271,20 +295,6 @@ template <class F, int DIM> KV_DEV void kv_decode(const KvDecodeParams& p) {
   }
 }
 
-// The kernels of one format: every head_dim, or the one that KV_DECODE_DIM names, because each takes seconds to
-// compile. Two blocks share a multiprocessor where their rings let them.
-#if !defined(KV_DECODE_DIM)
-#define KV_DECODE_KERNELS(name, F)                                        \
-  KV_KERNEL(name##_64, KvDecodeParams, 128, 2, kv_decode<F, 64>)          \
-  KV_KERNEL(name##_80, KvDecodeParams, 128, 2, kv_decode<F, 80>)          \
-  KV_KERNEL(name##_96, KvDecodeParams, 128, 2, kv_decode<F, 96>)          \
-  KV_KERNEL(name##_128, KvDecodeParams, 128, 2, kv_decode<F, 128>)        \
-  KV_KERNEL(name##_192, KvDecodeParams, 64, 2, kv_decode<F, 192>)         \
-  KV_KERNEL(name##_256, KvDecodeParams, 64, 2, kv_decode<F, 256>)
-#else
-#define KV_DECODE_NAME(name, dim) name##_##dim
-#define KV_DECODE_EXPORT(...) KV_KERNEL(__VA_ARGS__)
-#define KV_DECODE_KERNEL(name, F, dim) \
-  KV_DECODE_EXPORT(KV_DECODE_NAME(name, dim), KvDecodeParams, (dim >= 192 ? 64 : 128), 2, kv_decode<F, dim>)
-#define KV_DECODE_KERNELS(name, F) KV_DECODE_KERNEL(name, F, KV_DECODE_DIM)
-#endif
+// A kernel: 2 warps for long rows, else 4. Two blocks share a multiprocessor where their rings let them.
+#define KV_DECODE(name, F, DIM) \
+  KV_KERNEL(name, KvDecodeParams, (DIM >= 192 ? 64 : 128), 2, kv_decode<F, DIM>)

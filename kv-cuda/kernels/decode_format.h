@@ -7,32 +7,6 @@
 #pragma once
 #include "params.h"
 
-// How weights meet the fragments of V: as they are, or for the rows of one query alone, of which lanes know whether
-// their rows g and g + 8 belong to it. Tokens that the query does not see are zeros then: another query may see a NaN
-// there.
-struct KvDecodeAll {
-  template <class T> KV_DEV void operator()(T, float (&o)[4], const u32 (&weights)[4], u32, u32 b0, u32 b1) const {
-    kv_mma(T(), o, weights, b0, b1);
-  }
-};
-struct KvDecodeOne {
-  u32 keep[2][2];  // bits of tokens 2t and 2t + 1, and of 2t + 8 and 2t + 9, of either half of a subtile
-  bool own[2];
-  KV_DEV KvDecodeOne(u32 seen, u32 lane, bool low, bool high) : own{low, high} {
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-      const u32 two = seen >> (i * 8 + (lane & 3) * 2) & 3;
-      keep[i / 2][i % 2] = (two & 1 ? 0xffffu : 0) | (two & 2 ? 0xffff0000u : 0);
-    }
-  }
-  template <class T> KV_DEV void operator()(T, float (&o)[4], const u32 (&weights)[4], u32 half, u32 b0, u32 b1) const {
-    float c[4] = {o[0], o[1], o[2], o[3]};
-    kv_mma(T(), c, weights, b0 & keep[half][0], b1 & keep[half][1]);
-#pragma unroll
-    for (u32 j = 0; j < 4; j++) o[j] = own[j >> 1] ? c[j] : o[j];
-  }
-};
-
 // What the chunks of a row are turned by, so that 8 rows at the same chunk of 16 bytes lie in different banks.
 template <int CHUNKS> KV_DEV u32 kv_decode_turn(u32 row) {
   constexpr u32 period = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
@@ -51,13 +25,22 @@ template <class T> struct KvDecodePlain {
   // Column of value `j` of accumulator `d`.
   template <int DIM> static KV_DEV u32 column(u32 d, u32 j, u32 t) { return d * 8 + t * 2 + (j & 1); }
 
+  static KV_DEV float weight(u32 bits) { return number(T(), (u16)bits); }
+  // One value of a row of V.
+  template <int DIM> static KV_DEV float value(const u8* v_rows, u32 row, u32 column) {
+    return number(T(), *(const u16*)(v_rows + row * DIM * 2 + place<DIM>(true, row, column / 8) * 16 + column % 8 * 2));
+  }
+  static KV_DEV float number(KvF16, u16 x) { return kv_f16_f(x); }
+  static KV_DEV float number(KvBf16, u16 x) { return kv_bf16_f(x); }
+
   template <int DIM, class Query>
   static KV_DEV void scores(const Query& query, const u8* k_rows, u32 lane, float (&s)[4][4]) {
 #pragma unroll
     for (u32 n = 0; n < 4; n++)
 #pragma unroll
       for (u32 j = 0; j < 4; j++) s[n][j] = 0.f;
-#pragma unroll
+    constexpr int steps = Query::IS_SHARED ? 4 : DIM / 16;  // more would fetch queries into registers early
+#pragma unroll steps
     for (u32 k = 0; k < DIM / 16; k++) {
       u32 a[4];
       query.get(k, lane, a);
@@ -72,9 +55,8 @@ template <class T> struct KvDecodePlain {
     }
   }
 
-  template <int DIM, class Add>
-  static KV_DEV void sum(const Add& add, const u32 (&weights)[2][4], const u8* v_rows, u32 lane,
-                         float (&o)[DIM / 8][4]) {
+  template <int DIM>
+  static KV_DEV void sum(const u32 (&weights)[2][4], const u8* v_rows, u32 lane, float (&o)[DIM / 8][4]) {
 #pragma unroll
     for (u32 half = 0; half < 2; half++)
 #pragma unroll
@@ -82,8 +64,8 @@ template <class T> struct KvDecodePlain {
         const u32 row = half * 16 + (lane >> 3 & 1) * 8 + (lane & 7), chunk = d + (lane >> 4);
         u32 b[4];
         kv_ldsm4t(b, v_rows + row * DIM * 2 + place<DIM>(true, row, chunk) * 16);
-        add(T(), o[d], weights[half], half, b[0], b[1]);
-        add(T(), o[d + 1], weights[half], half, b[2], b[3]);
+        kv_mma(T(), o[d], weights[half], b[0], b[1]);
+        kv_mma(T(), o[d + 1], weights[half], b[2], b[3]);
       }
   }
 };
@@ -119,6 +101,12 @@ template <class C> struct KvDecodeCodes {
   template <int DIM> static KV_DEV u32 column(u32 d, u32 j, u32 t) {
     const Run run = run_at<DIM>(d * 8);
     return run.base + (t * 2 + (j & 1)) * run.width + (d * 8 - run.base) / 8;
+  }
+
+  static KV_DEV float weight(u32 bits) { return kv_f16_f((u16)bits); }
+  // One value of a row of V.
+  template <int DIM> static KV_DEV float value(const u8* v_rows, u32 row, u32 column) {
+    return weight(C::pair(v_rows[row * DIM + place<DIM>(true, row, column / 16) * 16 + column % 16]));
   }
 
   // `WIDTH` bytes of a row, as words.
@@ -166,9 +154,8 @@ template <class C> struct KvDecodeCodes {
     if constexpr (DIM % 64 == 16) score_run<DIM, DIM / 64 * 64, 4>(query, k_rows, lane, s);
   }
 
-  template <int DIM, int BASE, int WIDTH, class Add>
-  static KV_DEV void sum_run(const Add& add, const u32 (&weights)[2][4], const u8* v_rows, u32 lane,
-                             float (&o)[DIM / 8][4]) {
+  template <int DIM, int BASE, int WIDTH>
+  static KV_DEV void sum_run(const u32 (&weights)[2][4], const u8* v_rows, u32 lane, float (&o)[DIM / 8][4]) {
     const u32 g = lane >> 2, t = lane & 3, byte = BASE + g * WIDTH;
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
@@ -182,24 +169,23 @@ template <class C> struct KvDecodeCodes {
       for (u32 i = 0; i < (WIDTH + 3) / 4; i++) {
         constexpr u32 first = BASE / 8;
         const u32 a0 = kv_prmt(x[0][i], x[1][i], 0x5140), b0 = kv_prmt(x[2][i], x[3][i], 0x5140);
-        add(KvF16(), o[first + i * 4], weights[half], half, C::pair(a0), C::pair(b0));
-        add(KvF16(), o[first + i * 4 + 1], weights[half], half, C::pair(a0 >> 16), C::pair(b0 >> 16));
+        kv_mma(KvF16(), o[first + i * 4], weights[half], C::pair(a0), C::pair(b0));
+        kv_mma(KvF16(), o[first + i * 4 + 1], weights[half], C::pair(a0 >> 16), C::pair(b0 >> 16));
         if constexpr (WIDTH > 2) {
           const u32 a1 = kv_prmt(x[0][i], x[1][i], 0x7362), b1 = kv_prmt(x[2][i], x[3][i], 0x7362);
-          add(KvF16(), o[first + i * 4 + 2], weights[half], half, C::pair(a1), C::pair(b1));
-          add(KvF16(), o[first + i * 4 + 3], weights[half], half, C::pair(a1 >> 16), C::pair(b1 >> 16));
+          kv_mma(KvF16(), o[first + i * 4 + 2], weights[half], C::pair(a1), C::pair(b1));
+          kv_mma(KvF16(), o[first + i * 4 + 3], weights[half], C::pair(a1 >> 16), C::pair(b1 >> 16));
         }
       }
     }
   }
-  template <int DIM, class Add>
-  static KV_DEV void sum(const Add& add, const u32 (&weights)[2][4], const u8* v_rows, u32 lane,
-                         float (&o)[DIM / 8][4]) {
-    if constexpr (DIM >= 128) sum_run<DIM, 0, 16>(add, weights, v_rows, lane, o);
-    if constexpr (DIM >= 256) sum_run<DIM, 128, 16>(add, weights, v_rows, lane, o);
-    if constexpr (DIM % 128 >= 64) sum_run<DIM, DIM / 128 * 128, 8>(add, weights, v_rows, lane, o);
-    if constexpr (DIM % 64 >= 32) sum_run<DIM, DIM / 64 * 64, 4>(add, weights, v_rows, lane, o);
-    if constexpr (DIM % 32 >= 16) sum_run<DIM, DIM / 32 * 32, 2>(add, weights, v_rows, lane, o);
+  template <int DIM>
+  static KV_DEV void sum(const u32 (&weights)[2][4], const u8* v_rows, u32 lane, float (&o)[DIM / 8][4]) {
+    if constexpr (DIM >= 128) sum_run<DIM, 0, 16>(weights, v_rows, lane, o);
+    if constexpr (DIM >= 256) sum_run<DIM, 128, 16>(weights, v_rows, lane, o);
+    if constexpr (DIM % 128 >= 64) sum_run<DIM, DIM / 128 * 128, 8>(weights, v_rows, lane, o);
+    if constexpr (DIM % 64 >= 32) sum_run<DIM, DIM / 64 * 64, 4>(weights, v_rows, lane, o);
+    if constexpr (DIM % 32 >= 16) sum_run<DIM, DIM / 32 * 32, 2>(weights, v_rows, lane, o);
   }
 };
 

@@ -116,7 +116,7 @@ struct KvDecodePlanParams {
   u32 slots, kv_heads, group;
   u32 full, window_left, sink_tokens;  // as in KvAttendParams
   u32 invariant;                       // the cut depends on positions alone
-  u32 pad;
+  u32 q_len_max;                       // entries with more queries are another kernel's
 };
 
 // Of the kernels `decode_*`. part_rows is f32 [partial results][16][dim], part_stats f32 [partial results][16],

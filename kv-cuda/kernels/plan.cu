@@ -23,6 +23,7 @@ struct KvPlanner {
   bool invariant;
 
   KV_DEV u32 row_tiles(u32 sequence) const {
+    if (sequences[sequence].q_len > p.q_len_max) return 0;
     const u64 rows = (u64)sequences[sequence].q_len * p.group;
     return (u32)((rows + KV_DECODE_ROWS - 1) / KV_DECODE_ROWS);
   }

@@ -16,7 +16,6 @@ mod buffer;
 #[doc(hidden)]
 pub mod code;
 mod constants;
-#[allow(dead_code, unused_imports, reason = "the attend operation is to start it")]
 mod decode;
 mod driver;
 #[cfg(feature = "emulated")]

@@ -161,7 +161,7 @@ params! {
         window_left: u32,
         sink_tokens: u32,
         invariant: u32,
-        pad: u32,
+        q_len_max: u32,
     }
     /// Of `decode_*`.
     struct DecodeParams {

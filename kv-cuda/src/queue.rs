@@ -5,12 +5,13 @@ use std::task::{Context, Poll};
 use kv_core::backend::{Fence, Queue, Readback};
 use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
-    GatherPlan, WriteArgs, WritePlan,
+    GatherPlan, PlanId, WriteArgs, WritePlan,
 };
 use kv_core::{DeviceError, DeviceErrorKind, GroupId};
 
 use crate::buffer::CudaBuffer;
 use crate::constants::Constants;
+use crate::decode::Work;
 use crate::gpu::{Event, Gpu, Launch, Pinned, Stream};
 use crate::num::{bytes, to_u64};
 use crate::op;
@@ -91,6 +92,16 @@ impl CudaQueue {
     ) -> Result<StepPlan, DeviceError> {
         let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
         self.steps.get(&mut way, batch, tables)
+    }
+
+    /// How the batch of a plan that [`Self::step`] gave is decoded.
+    pub(crate) fn decode(
+        &mut self,
+        id: PlanId,
+        work: &Work,
+    ) -> Result<(Address, Address), DeviceError> {
+        let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
+        self.steps.decode(&mut way, id, work)
     }
 
     /// Begins a call, with nothing packed.

@@ -66,6 +66,7 @@ pub struct PlanBuffers {
     splits: Vec<KvSplit>,
     slots: Vec<Slot>,
     id: PlanId,
+    determinism: Determinism,
     stamps: Vec<u64>,
     stamp: u64,
     /// Whether blocks are checked for a second writer.
@@ -123,6 +124,10 @@ impl PlanBuffers {
     pub fn id(&self) -> PlanId {
         self.id
     }
+    /// What the cut of contexts may depend on.
+    pub fn determinism(&self) -> Determinism {
+        self.determinism
+    }
     /// The batch, in the caller's order.
     pub fn sequences(&self) -> &[PlannedSequence] {
         &self.sequences
@@ -172,6 +177,7 @@ impl PlanBuffers {
     ) -> Result<(), PlanError> {
         self.clear();
         self.id = PlanId::next();
+        self.determinism = policy.determinism;
         self.claims = claims;
         layout.check_tables(tables)?;
         self.stamps.resize(to_usize(tables.num_blocks()), 0);

@@ -7,6 +7,7 @@ mod plan;
 pub(crate) use plan::{DecodePlan, Work};
 
 use crate::params::{Plane, Tensor};
+use crate::step::Extent;
 
 /// Query rows that one thread block treats together: those of one matrix product.
 const ROWS: u32 = 16;
@@ -159,6 +160,12 @@ impl Room {
         let slots = u64::from(work.slots);
         Self { pieces: items.saturating_add(slots), partials: slots.saturating_mul(2) }
     }
+}
+
+/// What any batch of this extent needs.
+pub(crate) fn room(work: &Work, extent: &Extent) -> Room {
+    let sequences = extent.sequences.into();
+    Room::of(work, sequences, extent.total_q.into(), extent.kv_len_max.into())
 }
 
 #[cfg(test)]

@@ -46,6 +46,8 @@ pub(crate) struct Work {
     pub(crate) sink_tokens: u32,
     /// The cut depends on positions alone.
     pub(crate) invariant: bool,
+    /// Entries with more queries are another kernel's.
+    pub(crate) q_len_max: u32,
 }
 
 /// The pieces of a batch; its memory is kept from step to step.
@@ -103,6 +105,9 @@ impl DecodePlan {
 impl Work {
     /// Items of one kv head: 16 rows each, queries one after another, heads within.
     fn row_tiles(&self, sequence: &Sequence) -> u32 {
+        if sequence.q_len > self.q_len_max {
+            return 0;
+        }
         let rows = u64::from(sequence.q_len) * u64::from(self.group);
         u32::try_from(rows.div_ceil(16)).unwrap_or(u32::MAX)
     }

@@ -7,20 +7,45 @@ use kv_core::{DeviceError, DeviceErrorKind};
 
 use super::tables::{Change, DeviceTables};
 use super::{Extent, StepLimits, StepPlan, Way};
+use crate::decode::{DecodePlan, Work, room};
 use crate::gpu::{Gpu, Launch};
 use crate::num::{to_u32, to_u64, to_usize};
-use crate::params::{Address, Counts, Entry, Plan, Sequence, Split, TableParams};
+use crate::params::{
+    Address, Counts, DecodePlanParams, Entry, Piece, Plan, Sequence, Split, TableParams,
+};
 use crate::scratch::{At, Pack, Scratch};
 
 /// The lists of one batch, and the tables they point into.
 #[derive(Debug)]
 pub(super) struct Image {
+    gpu: Arc<dyn Gpu>,
     id: PlanId,
     pub(super) used: u64,
     memory: Scratch,
     tables: DeviceTables,
+    /// Whether its lists keep their addresses.
+    is_fixed: bool,
     step: StepPlan,
+    /// The batch, for plans that are made on the host: those that no captured launch needs.
+    sequences: Vec<Sequence>,
+    plan: DecodePlan,
+    /// Layers that decode alike share a plan: one, or one for every window.
+    decodes: Vec<DecodeImage>,
 }
+
+/// How the batch is decoded.
+#[derive(Debug)]
+struct DecodeImage {
+    work: Work,
+    memory: Scratch,
+    pieces: Address,
+    starts: Address,
+    /// Whether it is this batch's.
+    is_made: bool,
+}
+
+/// Ways of decoding that are kept.
+const DECODES_KEPT: usize = 16;
 
 /// How many elements each list has room for.
 #[derive(Debug, Clone, Copy)]
@@ -33,11 +58,16 @@ struct Room {
 impl Image {
     pub(super) fn new(gpu: &Arc<dyn Gpu>) -> Self {
         Self {
+            gpu: Arc::clone(gpu),
             id: super::no_plans(),
             used: 0,
             memory: Scratch::new(gpu),
             tables: DeviceTables::new(gpu),
+            is_fixed: false,
             step: StepPlan::default(),
+            sequences: Vec::new(),
+            plan: DecodePlan::default(),
+            decodes: Vec::new(),
         }
     }
 
@@ -48,6 +78,58 @@ impl Image {
         self.step
     }
 
+    /// The batch is nobody's until its copy stands.
+    fn forget(&mut self) {
+        self.id = super::no_plans();
+        for decode in &mut self.decodes {
+            decode.is_made = false;
+        }
+    }
+
+    /// Addresses of the pieces and starts of this batch's decoding, planned at the first call.
+    pub(super) fn decode(
+        &mut self,
+        way: &mut Way<'_>,
+        work: &Work,
+    ) -> Result<(Address, Address), DeviceError> {
+        let extent = self.step.extent;
+        let known = self.decodes.iter().position(|decode| decode.work == *work);
+        let index = known.unwrap_or_else(|| {
+            if self.decodes.len() >= DECODES_KEPT {
+                self.decodes.clear();
+            }
+            let memory = Scratch::new(&self.gpu);
+            let (pieces, starts) = (0, 0);
+            self.decodes.push(DecodeImage { work: *work, memory, pieces, starts, is_made: false });
+            self.decodes.len().saturating_sub(1)
+        });
+        let Some(decode) = self.decodes.get_mut(index) else {
+            return Ok((0, 0));
+        };
+        if decode.is_made {
+            return Ok((decode.pieces, decode.starts));
+        }
+        let room = room(work, &extent);
+        let pieces = room.pieces.saturating_mul(to_u64(size_of::<Piece>()));
+        let starts = u64::from(work.slots).saturating_add(1).saturating_mul(4);
+        decode.pieces = decode.memory.reserve(pieces.saturating_add(starts))?;
+        decode.starts = decode.pieces.saturating_add(pieces);
+        if self.is_fixed {
+            plan_on_device(way, (self.step.plan, decode.pieces, decode.starts), work)?;
+        } else {
+            self.plan.fill(&self.sequences, work);
+            debug_assert!(to_u64(self.plan.pieces.len()) <= room.pieces, "as many as any batch");
+            let pieces = bytemuck::cast_slice(&self.plan.pieces);
+            let starts = bytemuck::cast_slice(&self.plan.starts);
+            // SAFETY: there is room for as many pieces as any batch of this extent is cut into.
+            unsafe { way.staging.upload(way.stream, decode.pieces, pieces)? };
+            // SAFETY: and for one more start than there are slots.
+            unsafe { way.staging.upload(way.stream, decode.starts, starts)? };
+        }
+        decode.is_made = true;
+        Ok((decode.pieces, decode.starts))
+    }
+
     /// Sends a batch with its block tables.
     pub(super) fn send_whole(
         &mut self,
@@ -56,15 +138,15 @@ impl Image {
         batch: &PlanBuffers,
         tables: &BlockTables,
     ) -> Result<(), DeviceError> {
-        // Until the copy stands, the image is nobody's.
-        self.id = super::no_plans();
+        self.forget();
         let (mut blocks, mut begins) = (Vec::new(), Vec::new());
         for sequence in batch.sequences() {
             begins.push(to_u32(blocks.len()));
             blocks.extend(tables.row(sequence.row).iter().map(|block| block.0));
         }
         let table = |index: usize, _| begins.get(index).copied().unwrap_or(0);
-        let lists = Lists::put(pack, batch, None, table)?;
+        let lists = Lists::put(pack, batch, None, (table, &mut self.sequences))?;
+        self.is_fixed = false;
         let blocks = pack.push(&blocks);
         let base = self.memory.send((way.stream, way.staging), pack)?;
         self.step = lists.at(base, blocks.from(base));
@@ -80,13 +162,15 @@ impl Image {
         (batch, tables): (&PlanBuffers, &BlockTables),
         limits: Option<StepLimits>,
     ) -> Result<(), DeviceError> {
-        self.id = super::no_plans();
+        self.forget();
         self.tables.fit(tables, limits)?;
         let rows = batch.sequences().iter().map(|sequence| sequence.row);
         let changes = self.tables.changes(rows, tables);
         let width = self.tables.width();
         let table = |_, row: u32| row.saturating_mul(width);
-        let sent = Lists::put(pack, batch, limits, table).and_then(|lists| {
+        self.is_fixed = limits.is_some();
+        let lists = Lists::put(pack, batch, limits, (table, &mut self.sequences));
+        let sent = lists.and_then(|lists| {
             let room = limits.map_or(0, |limits| to_usize(limits.sequences));
             let at = pack.push_in(&changes, room);
             let base = self.memory.send((way.stream, way.staging), pack)?;
@@ -115,6 +199,31 @@ impl Image {
     }
 }
 
+/// Cuts a batch that only the device knows when the launch is replayed.
+fn plan_on_device(
+    way: &mut Way<'_>,
+    (plan, pieces, starts): (Plan, Address, Address),
+    work: &Work,
+) -> Result<(), DeviceError> {
+    let params = DecodePlanParams {
+        plan,
+        pieces,
+        starts,
+        slots: work.slots,
+        kv_heads: work.kv_heads,
+        group: work.group,
+        full: work.full.into(),
+        window_left: work.window_left,
+        sink_tokens: work.sink_tokens,
+        invariant: work.invariant.into(),
+        q_len_max: work.q_len_max,
+    };
+    let launch = Launch { kernel: "plan_decode", grid: [1, 1, 1], threads: 32, shared_bytes: 0 };
+    // SAFETY: the plan lies in the image's memory; there is room for as many pieces as any batch of
+    // the image's extent is cut into.
+    unsafe { way.stream.launch(&launch, bytemuck::bytes_of(&params)) }
+}
+
 /// Where the lists of a batch are in a pack.
 struct Lists {
     counts: At,
@@ -132,10 +241,11 @@ impl Lists {
         pack: &mut Pack,
         batch: &PlanBuffers,
         limits: Option<StepLimits>,
-        table: impl Fn(usize, u32) -> u32,
+        (table, sequences): (impl Fn(usize, u32) -> u32, &mut Vec<Sequence>),
     ) -> Result<Self, DeviceError> {
         pack.clear();
-        let (mut entries, mut sequences, mut part_index) = (Vec::new(), Vec::new(), Vec::new());
+        sequences.clear();
+        let (mut entries, mut part_index) = (Vec::new(), Vec::new());
         let mut parts = 0_u64;
         for (index, sequence) in batch.sequences().iter().enumerate() {
             part_index.push(u32::try_from(parts).unwrap_or(u32::MAX));
@@ -174,6 +284,7 @@ impl Lists {
             total_new: batch.total_new(),
             q_len_max: batch.q_len_max(),
             new_len_max: batch.new_len_max(),
+            kv_len_max: batch.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0),
             parts,
         };
         let extent = limits.map_or(Ok(actual), |limits| within(actual, limits))?;
@@ -194,7 +305,7 @@ impl Lists {
         };
         Ok(Self {
             counts: pack.push(&[counts]),
-            sequences: pack.push_in(&sequences, room.sequences),
+            sequences: pack.push_in(sequences, room.sequences),
             entries: pack.push_in(&entries, room.sequences),
             part_index: pack.push_in(&part_index, room.sequences),
             splits: pack.push_in(&splits, room.splits),
@@ -229,6 +340,7 @@ fn within(step: Extent, limits: StepLimits) -> Result<Extent, DeviceError> {
         total_new: tokens,
         q_len_max: limits.tokens_per_sequence,
         new_len_max: limits.tokens_per_sequence,
+        kv_len_max: limits.max_seq_len,
         parts: u64::from(limits.splits).saturating_mul(limits.tokens_per_sequence.into()),
     };
     let found = [
@@ -236,6 +348,7 @@ fn within(step: Extent, limits: StepLimits) -> Result<Extent, DeviceError> {
         ("parts of contexts", step.splits, largest.splits),
         ("queries of one sequence", step.q_len_max, largest.q_len_max),
         ("new tokens of one sequence", step.new_len_max, largest.new_len_max),
+        ("tokens of one sequence", step.kv_len_max, largest.kv_len_max),
     ];
     match found.into_iter().find(|(_, got, max)| got > max) {
         None => Ok(largest),

@@ -16,6 +16,7 @@ use kv_core::block::BlockTables;
 use kv_core::plan::{PlanBuffers, PlanId};
 use kv_core::{DeviceError, GroupId};
 
+use crate::decode::Work;
 use crate::gpu::{Gpu, Stream};
 use crate::params::{Address, Plan};
 use crate::scratch::Pack;
@@ -52,6 +53,7 @@ pub(crate) struct Extent {
     pub(crate) total_new: u32,
     pub(crate) q_len_max: u32,
     pub(crate) new_len_max: u32,
+    pub(crate) kv_len_max: u32,
     /// Partial results of one head: a query of a part of a cut sequence each.
     pub(crate) parts: u64,
 }
@@ -147,6 +149,23 @@ impl Steps {
         image.used = clock;
         image.send_whole(way, &mut self.pack, batch, tables)?;
         Ok(image.step())
+    }
+}
+
+impl Steps {
+    /// How a batch that [`Self::get`] gave is decoded: the addresses of pieces and starts. The
+    /// first call of a step plans on the device.
+    pub(crate) fn decode(
+        &mut self,
+        way: &mut Way<'_>,
+        id: PlanId,
+        work: &Work,
+    ) -> Result<(Address, Address), DeviceError> {
+        let mut images = self.groups.iter_mut().chain(&mut self.by_hand);
+        match images.find(|image| image.holds(id)) {
+            Some(image) => image.decode(way, work),
+            None => Ok((0, 0)),
+        }
     }
 }
 

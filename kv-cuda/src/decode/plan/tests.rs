@@ -17,7 +17,7 @@ impl Random {
 
 fn work(slots: u32, kv_heads: u32, group: u32) -> Work {
     let (full, window_left, sink_tokens, invariant) = (false, u32::MAX, 0, false);
-    Work { slots, kv_heads, group, full, window_left, sink_tokens, invariant }
+    Work { slots, kv_heads, group, full, window_left, sink_tokens, invariant, q_len_max: 9 }
 }
 
 fn sequences(lens: &[(u32, u32)]) -> Vec<Sequence> {
@@ -169,7 +169,7 @@ fn an_invariant_cut_ignores_the_neighbours() {
 #[cfg(feature = "emulated")]
 mod device {
     use super::*;
-    use crate::emulated::{Emulated, EmulatorOptions};
+    use crate::emulated::{Emulator, EmulatorOptions};
     use crate::gpu::{Gpu, Launch};
     use crate::num::to_u64;
     use crate::params::{Address, Counts, DecodePlanParams, Plan};
@@ -183,7 +183,7 @@ mod device {
 
     #[test]
     fn plans_as_the_host_does() {
-        let gpu = Emulated::open(&EmulatorOptions::default()).unwrap();
+        let gpu = Emulator::open(&EmulatorOptions::default()).unwrap();
         let mut stream = gpu.stream().unwrap();
         let mut random = Random(4711);
         for _ in 0..60 {
@@ -207,7 +207,7 @@ mod device {
                 window_left: work.window_left,
                 sink_tokens: work.sink_tokens,
                 invariant: work.invariant.into(),
-                pad: 0,
+                q_len_max: work.q_len_max,
             };
             let launch =
                 Launch { kernel: "plan_decode", grid: [1; 3], threads: 32, shared_bytes: 0 };
