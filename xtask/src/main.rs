@@ -38,6 +38,7 @@ Usage: cargo xtask COMMAND
   setup                what the suites need on this machine, installed where that is possible
   kernels              every CUDA kernel compiled for every architecture, with its registers
       --only UNIT      only this file of kv-cuda/kernels
+      --arch ARCH      only for this architecture, such as sm_90a
       --check          and say whether the compiled kernels in the tree are current
       --write          and write them
   bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
@@ -167,6 +168,7 @@ fn parse_kernels(mut parser: Parser) -> Result<Command> {
     while let Some(arg) = parser.next()? {
         match arg {
             Arg::Long("only") => args.extend(["--only".into(), parser.value()?]),
+            Arg::Long("arch") => args.extend(["--arch".into(), parser.value()?]),
             Arg::Long("check") => args.push("--check".into()),
             Arg::Long("write") => args.push("--write".into()),
             Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
@@ -206,10 +208,10 @@ mod tests {
 
     #[test]
     fn kernels_passes_on_what_it_knows() {
-        let Ok(Command::Kernels(args)) = parsed("kernels --only attend.cu --check") else {
+        let Ok(Command::Kernels(args)) = parsed("kernels --only attend.cu --arch sm_90a") else {
             panic!("not parsed as kernels");
         };
-        assert_eq!(args, ["--only", "attend.cu", "--check"]);
+        assert_eq!(args, ["--only", "attend.cu", "--arch", "sm_90a"]);
         assert!(parsed("kernels --fast").is_err() && parsed("kernels --only").is_err());
     }
 

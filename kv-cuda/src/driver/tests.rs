@@ -95,7 +95,12 @@ fn batches_copy_every_piece() {
     let device = gpu.alloc(64 * 256).unwrap();
     let bytes: Vec<u8> = (0..64_u8).flat_map(|piece| [piece; 100]).collect();
     let (from, to) = (pinned(&gpu, &bytes), pinned(&gpu, &[0xee; 6400]));
-    for pieces in [1, 64] {
+    for (pieces, captured) in [(1, false), (64, false), (64, true)] {
+        // SAFETY: 6400 bytes that nothing reads or writes now.
+        unsafe { to.base().write_bytes(0xee, 6400) };
+        if captured {
+            stream.begin_capture().unwrap();
+        }
         let copies = |memory: &dyn Pinned| -> Vec<HostCopy> {
             let piece = |index: usize| HostCopy {
                 host: memory.base().wrapping_add(index * 100),
@@ -108,6 +113,11 @@ fn batches_copy_every_piece() {
         unsafe { stream.upload_batch(&copies(&*from)) }.unwrap();
         // SAFETY: as above.
         unsafe { stream.download_batch(&copies(&*to)) }.unwrap();
+        if captured {
+            let graph = stream.end_capture().unwrap();
+            // SAFETY: as above.
+            unsafe { stream.replay(&*graph) }.unwrap();
+        }
         stream.record().unwrap().wait().unwrap();
         assert_eq!(held(&*to)[..pieces * 100], bytes[..pieces * 100]);
     }
