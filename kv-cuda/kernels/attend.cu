@@ -22,7 +22,9 @@
 #include "attend.h"
 
 // Which of a block's rows the `j`-th of a warp is, in `running` and `sums`.
-template <bool SHARED, u32 R> KV_DEV u32 kv_own_row(u32 warp, u32 j) { return SHARED ? j * KV_WARPS + warp : warp * R + j; }
+template <bool SHARED, u32 R> KV_DEV u32 kv_own_row(u32 warp, u32 j) {
+  return SHARED ? j * KV_WARPS + warp : warp * R + j;
+}
 template <bool SHARED> KV_DEV u32 kv_query_row(u32 warp, u32 j) { return SHARED ? j * KV_WARPS + warp : j; }
 
 // Waits for all who stage and use a tile together.
