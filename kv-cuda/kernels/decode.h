@@ -192,7 +192,7 @@ template <class F, int DIM>
 KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const KvDecodeRows& rows, const u32 (&weights)[2][4],
                                 u8* v_rows, float (&o)[DIM / 8][4]) {
   const KvAttendParams& a = w.p.attend;
-  const u32 lane = w.lane, t = lane & 3;
+  const u32 lane = w.lane;
   const KvVisible first = kv_visible(a, w.sequence, w.piece.row / a.group);
   const KvVisible last = kv_visible(a, w.sequence, (w.piece.row + w.rows - 1) / a.group);
   // Bounds never fall from one query to the next: what the first and the last see, all do.
@@ -201,6 +201,8 @@ KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const KvDecodeR
   while (apart != 0) {
     const u32 token = 31 - kv_clz(apart), from = (lane & ~3u) + (token >> 1 & 3);
     apart &= ~(1u << token);
+    // Out of a shuffle, so that the compiler does not keep what follows from it in registers for the whole kernel.
+    const u32 t = kv_shfl(lane & 3, lane);
     float weight[2];
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
