@@ -332,9 +332,10 @@ KV_DEV void kv_finish(const KvAttendParams& p, const KvUnit& u, const KvShared& 
       total.sum = running.sum * kv_weight(running.max, total.max) + own;
     }
     const bool empty = running.sum == 0.f;
-    const float weight = empty ? 0.f : kv_weight(running.max, total.max) / total.sum;
+    // Divided rather than multiplied with a reciprocal: a rounding less.
+    const float weight = empty ? 0.f : kv_weight(running.max, total.max), sum = empty ? 1.f : total.sum;
     float* values = s.sums + row * s.stride_v;
-    for (u32 d = lane; d < dim; d += 32) values[d] *= weight;
+    for (u32 d = lane; d < dim; d += 32) values[d] = values[d] * weight / sum;
     if (p.v_plane.transforms != 0 && !empty) {
       kv_syncwarp();
       kv_transform_output(values, constants.back, dim, lane);
