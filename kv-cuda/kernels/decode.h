@@ -99,7 +99,7 @@ template <class F, int DIM> struct KvDecodeRing {
     }
     u8* to = memory + put * UNIT;
     put = put + 1 == w.p.units ? 0 : put + 1;
-    // Out of a shuffle, so that the compiler does not keep the places of all chunks in registers, which are short there.
+    // Out of a shuffle, so that the compiler does not keep the places of all chunks in registers, which are short.
     const u32 lane = DIM == 192 ? kv_shfl(w.lane, w.lane) : w.lane;
 #pragma unroll
     for (u32 i = 0; i < CHUNKS; i++) {
