@@ -1,3 +1,4 @@
+//! What a plan promises: all tiles once, fair shares, and the same from the device.
 use super::*;
 
 /// A small generator of its own: the same numbers on every machine.
