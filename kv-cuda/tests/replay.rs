@@ -1,6 +1,11 @@
 //! Launches of one decode step, captured once, serve later steps of other batches: sequences come
 //! and go between replays, and every output has the bits that a step without capture gives.
 #![cfg(feature = "emulated")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::arithmetic_side_effects,
+    reason = "a test that overflows or finds nothing fails"
+)]
 
 use half::f16;
 use kv_core::backend::{Queue, Readback};
@@ -50,7 +55,8 @@ fn values(seed: u32, len: u32) -> Vec<f16> {
         state ^= state << 13;
         state ^= state >> 17;
         state ^= state << 5;
-        f16::from_f32((state >> 8) as f32 / 8_388_608.0 - 1.0)
+        let byte = u8::try_from(state >> 24).unwrap_or(0);
+        f16::from_f32(f32::from(byte) / 128.0 - 1.0)
     };
     (0..len).map(|_| next()).collect()
 }
@@ -90,9 +96,7 @@ impl Side {
     /// A decode step of some sequences: its outputs, row by row.
     fn decode(&mut self, sequences: &[SequenceId], captures: bool, window: Option<u32>) -> Vec<u8> {
         self.steps += 1;
-        for (buffer, (which, len)) in
-            self.inputs.iter().zip([(1, Q_LEN), (2, K_LEN), (3, K_LEN)])
-        {
+        for (buffer, (which, len)) in self.inputs.iter().zip([(1, Q_LEN), (2, K_LEN), (3, K_LEN)]) {
             let rows = values(self.steps * 10 + which, len * u32::from(LAYERS));
             let queue = self.cache.queue_mut();
             queue.upload(buffer, 0, bytemuck::cast_slice(&rows)).unwrap();
@@ -130,7 +134,8 @@ fn layers(
     }
     for layer in 0..LAYERS {
         let at = |len: u32| u64::from(len) * u64::from(layer) * 2;
-        let kv = |buffer| TensorView::device(DType::F16, buffer, at(K_LEN), &[BATCH, KV_HEADS, DIM]);
+        let kv =
+            |buffer| TensorView::device(DType::F16, buffer, at(K_LEN), &[BATCH, KV_HEADS, DIM]);
         step.write(layer, kv(k), kv(v), QkvFormat::Thd).unwrap();
         let dims = [BATCH, Q_HEADS, DIM];
         let q = TensorView::device(DType::F16, q, at(Q_LEN), &dims);
@@ -179,8 +184,8 @@ fn same_bits(format: KvFormat, window: Option<u32>) {
             }
             Decode(ids) => {
                 let ids: Vec<_> = ids.iter().map(|id| seq(*id)).collect();
-                let captures = captured.steps > 0;
-                let got = captured.decode(&ids, captures, window);
+                let is_warm = captured.steps > 0;
+                let got = captured.decode(&ids, is_warm, window);
                 assert_eq!(got, plain.decode(&ids, false, window), "{format}: act {index}");
             }
             End(id) => {

@@ -215,12 +215,12 @@ const CHANGES: [TableChange; 2] = [[1, 77], [3, 99]];
 #[test]
 fn kernels_run_by_name() {
     let Some(gpu) = gpu() else { return };
-    gpu.prepare(&["update_tables"]).unwrap();
+    gpu.modules.function("update_tables").unwrap();
     let mut stream = gpu.stream().unwrap();
     let change = Change::new(&gpu, CHANGES);
     change.submit(&mut *stream).unwrap();
     assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99]);
-    let error = gpu.prepare(&["no_such_kernel"]).unwrap_err();
+    let error = gpu.modules.function("no_such_kernel").unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
     let launch = Launch { kernel: "update_tables", grid: [0, 1, 1], threads: 1, shared_bytes: 0 };
     // SAFETY: nothing runs: the driver refuses a grid of nothing.

@@ -139,12 +139,11 @@ impl Gpu for Emulator {
     }
 
     fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError> {
-        match HostMemory::new(bytes) {
-            Some(memory) => Ok(Box::new(memory)),
-            None => {
-                let detail = format!("{bytes} bytes of host memory");
-                Err(DeviceError::new(DeviceErrorKind::OutOfMemory, "pinned").with_detail(detail))
-            }
+        if let Some(memory) = HostMemory::new(bytes) {
+            Ok(Box::new(memory))
+        } else {
+            let detail = format!("{bytes} bytes of host memory");
+            Err(DeviceError::new(DeviceErrorKind::OutOfMemory, "pinned").with_detail(detail))
         }
     }
 
@@ -158,5 +157,5 @@ impl Gpu for Emulator {
     }
 }
 
-/// Bytes of shared memory of a block on sm_90; the library refuses more.
+/// Bytes of shared memory of a block on `sm_90`; the library refuses more.
 const SHARED_BYTES_MAX: u32 = 232_448;
