@@ -2,9 +2,9 @@
 use kv_core::DeviceError;
 use kv_core::plan::{WriteArgs, WritePlan};
 
+use super::round16;
 use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
-use super::round16;
 use crate::params::WriteParams;
 use crate::queue::{CudaQueue, Parts};
 use crate::step::Extent;
