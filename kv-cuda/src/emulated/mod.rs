@@ -139,12 +139,11 @@ impl Gpu for Emulator {
     }
 
     fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError> {
-        if let Some(memory) = HostMemory::new(bytes) {
-            Ok(Box::new(memory))
-        } else {
+        let memory = HostMemory::new(bytes).ok_or_else(|| {
             let detail = format!("{bytes} bytes of host memory");
-            Err(DeviceError::new(DeviceErrorKind::OutOfMemory, "pinned").with_detail(detail))
-        }
+            DeviceError::new(DeviceErrorKind::OutOfMemory, "pinned").with_detail(detail)
+        })?;
+        Ok(Box::new(memory))
     }
 
     fn check_foreign(&self, address: Address, bytes: u64) -> Result<(), DeviceError> {
