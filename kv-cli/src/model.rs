@@ -9,8 +9,9 @@ use std::path::Path;
 use anyhow::{Context, bail};
 use candle_core::{CpuStorage, Device, Module, Storage, Tensor};
 use candle_nn::Linear;
+use kv::backend::{Queue, Readback};
 use kv::{
-    AttentionOptions, Backend, QkvFormat, SequenceId, Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, Backend, DType, QkvFormat, SequenceId, Step, StepInput, TensorView, TensorViewMut,
 };
 
 use crate::config::ModelConfig;
@@ -177,11 +178,13 @@ impl Layer {
 }
 
 /// Buffers one step's layers share.
-#[derive(Debug, Default)]
-struct Scratch {
+#[derive(Debug)]
+struct Scratch<Buf> {
     rotation: Rotation,
     q: Vec<f32>,
     k: Vec<f32>,
+    /// Outputs of attention, on a device that cannot write them to the host.
+    out: Option<Buf>,
 }
 
 impl<B: Backend> Model<B> for Llama {
@@ -211,7 +214,12 @@ impl Llama {
         tokens: &[u32],
         tap: &mut Tap<'_>,
     ) -> anyhow::Result<Tensor> {
-        let mut scratch = Scratch::default();
+        let mut scratch = Scratch {
+            rotation: Rotation::default(),
+            q: Vec::new(),
+            k: Vec::new(),
+            out: None,
+        };
         self.rope.fill(step.positions(), &mut scratch.rotation);
         let ids = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu)?;
         let mut x = self.embedding.index_select(&ids, 0)?;
@@ -235,13 +243,13 @@ impl Llama {
         index: u16,
         layer: &Layer,
         h: &Tensor,
-        scratch: &mut Scratch,
+        scratch: &mut Scratch<B::Buffer>,
         tap: &mut Tap<'_>,
     ) -> anyhow::Result<Tensor> {
         let ModelConfig { heads, kv_heads, head_dim, .. } = self.config;
         let tokens = to_u32(h.dim(0)?);
         let (q, k, v) = (layer.q.forward(h)?, layer.k.forward(h)?, layer.v.forward(h)?);
-        let Scratch { rotation, q: q_turned, k: k_turned } = scratch;
+        let Scratch { rotation, q: q_turned, k: k_turned, out: buffer } = scratch;
         with_values(&q, |q| self.rope.rotate(rotation, q, to_usize(heads), q_turned))?;
         with_values(&k, |k| self.rope.rotate(rotation, k, to_usize(kv_heads), k_turned))?;
         with_values(&v, |v| {
@@ -258,10 +266,35 @@ impl Llama {
         let dims = [tokens, heads, head_dim];
         let mut out = vec![0.0_f32; q_turned.len()];
         let q = TensorView::host::<f32>(q_turned, &dims);
-        step.attend(index, q, TensorViewMut::host(&mut out, &dims), &options)?;
+        if step.cache().backend().capabilities().host_outputs {
+            step.attend(index, q, TensorViewMut::host(&mut out, &dims), &options)?;
+        } else {
+            attend_on_device(step, index, (q, &dims), &options, (buffer, &mut out))?;
+        }
         let out = Tensor::from_vec(out, q_dims(h, heads, head_dim)?, &Device::Cpu)?;
         Ok(layer.out.forward(&out)?)
     }
+}
+
+/// Attends into memory of the device, kept in `buffer` from layer to layer, and fetches the result.
+fn attend_on_device<B: Backend>(
+    step: &mut Step<'_, B>,
+    layer: u16,
+    (q, dims): (TensorView<'_, B::Buffer>, &[u32]),
+    options: &AttentionOptions<'_>,
+    (buffer, out): (&mut Option<B::Buffer>, &mut [f32]),
+) -> anyhow::Result<()> {
+    let bytes = u64::try_from(size_of_val(out))?;
+    let buffer = match buffer {
+        Some(buffer) => buffer,
+        None => buffer.insert(step.cache().backend().alloc(bytes)?),
+    };
+    step.attend(layer, q, TensorViewMut::device(DType::F32, buffer, 0, dims), options)?;
+    let queue = step.queue_mut();
+    let readback = queue.download(buffer, 0, bytes)?;
+    queue.flush()?;
+    bytemuck::cast_slice_mut(out).copy_from_slice(&readback.wait()?);
+    Ok(())
 }
 
 fn q_dims(h: &Tensor, heads: u32, head_dim: u32) -> candle_core::Result<(usize, usize)> {
@@ -278,5 +311,36 @@ fn with_values<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> anyhow::Re
     match range.and_then(|range| values.get(range)) {
         Some(values) => Ok(read(values)),
         None => bail!("a projection is not dense"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kv::cpu::{CpuBackend, CpuOptions};
+    use kv::{CacheSpec, KvCache, StartOptions};
+
+    #[test]
+    fn outputs_on_the_device_are_those_on_the_host() {
+        let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).paged(4, 4);
+        let backend = CpuBackend::open(CpuOptions::default().threads(1)).unwrap();
+        let mut cache = KvCache::new(backend, spec.build().unwrap()).unwrap();
+        let id = SequenceId(1);
+        cache.start(id, &[], StartOptions::default()).unwrap();
+        let mut step = cache.begin_step(&[StepInput::count(id, 3)]).unwrap();
+        let rows: Vec<f32> = (0_u8..24).map(|n| f32::from(n) / 7.0).collect();
+        let options = AttentionOptions::causal(0.5);
+        let mut buffer = None;
+        for layer in 0..2 {
+            let kv = TensorView::host(&rows[usize::from(layer)..][..12], &[3, 1, 4]);
+            step.write(layer, kv, kv, QkvFormat::Thd).unwrap();
+            let dims = [3, 2, 4];
+            let q = TensorView::host(&rows, &dims);
+            let (mut host, mut device) = ([0.0_f32; 24], [1.0_f32; 24]);
+            step.attend(layer, q, TensorViewMut::host(&mut host, &dims), &options).unwrap();
+            let out = (&mut buffer, &mut device[..]);
+            attend_on_device(&mut step, layer, (q, &dims), &options, out).unwrap();
+            assert_eq!(device, host, "layer {layer}");
+        }
     }
 }

@@ -60,6 +60,11 @@ impl Device {
                 let backend = kv_cpu::CpuBackend::open(kv_cpu::CpuOptions::default())?;
                 Ok(AnyBackend::new(backend))
             }
+            #[cfg(feature = "cuda")]
+            Self::Cuda { index } => {
+                let backend = kv_cuda::CudaBackend::open(&kv_cuda::CudaOptions::new(*index))?;
+                Ok(AnyBackend::new(backend))
+            }
             missing => Err(Error::NotBuilt { backend: missing.backend() }),
         }
     }
@@ -132,8 +137,17 @@ mod tests {
 
     #[test]
     fn a_backend_that_is_not_built_in_names_its_feature() {
-        let error = Device::open("cuda").expect_err("no cuda yet").to_string();
-        assert!(error.contains("built without feature `cuda`"), "{error}");
+        let error = Device::open("wgpu").expect_err("no wgpu yet").to_string();
+        assert!(error.contains("built without feature `wgpu`"), "{error}");
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn cuda_opens_or_says_why_not() {
+        if let Err(error) = Device::open("cuda") {
+            let kind = kv_core::DeviceErrorKind::Unsupported;
+            assert!(matches!(&error, Error::Device(e) if e.kind() == kind), "{error}");
+        }
     }
 
     #[cfg(feature = "cpu")]

@@ -30,6 +30,7 @@
 //! | feature | gives |
 //! |---|---|
 //! | `cpu` (default) | the backend `cpu`, and the module `kv::cpu` |
+//! | `cuda` | the backend `cuda`, and the module `kv::cuda`; the driver is looked for when a device is opened |
 //!
 //! Features only add names; which device is used is always the program's choice.
 #![forbid(unsafe_code)]
@@ -43,6 +44,8 @@ pub use kv_core::*;
 /// The CPU backend with its own types, for callers that want no type erasure.
 #[cfg(feature = "cpu")]
 pub use kv_cpu as cpu;
+#[cfg(feature = "cuda")]
+pub use kv_cuda as cuda;
 /// Stored formats to the bit, and the calibration of a model.
 pub use kv_quant as quant;
 

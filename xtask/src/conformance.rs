@@ -25,7 +25,12 @@ const REPORT: &str = "KV_CONFORMANCE_REPORT";
 const BACKENDS: [&str; 3] = ["cpu", "wgpu", "cuda"];
 
 /// The CUDA backend on the emulator: a test target of kv-cuda, run where it is asked for.
-const EMULATED: &str = "emulated";
+pub(crate) const EMULATED: &str = "emulated";
+
+/// Whether a test target is a runner, which a stage of its own runs.
+pub(crate) fn is_runner(target: &str) -> bool {
+    [TEST_TARGET, EMULATED].contains(&target)
+}
 
 /// What to run.
 #[derive(Debug, Default)]
@@ -39,7 +44,7 @@ pub(crate) struct Options {
     /// What watches the kernels of [`EMULATED`].
     pub(crate) sanitizer: Sanitizer,
     /// Kernels of the CPU backend to use instead of the best of this machine.
-    isa: Option<&'static str>,
+    pub(crate) isa: Option<&'static str>,
 }
 
 /// How many cases ended how.
@@ -178,8 +183,8 @@ fn run_backend(
             command.args(["--exclude", &package.name]);
         }
     }
+    command.args(suite::FEATURES);
     if backend == EMULATED {
-        command.args(["--features", "kv-cuda/emulated"]);
         emulate(&mut command, options.sanitizer)?;
     }
     command.args(["--test", target, "--"]);
@@ -204,7 +209,7 @@ fn run_backend(
 
 /// Builds the emulator's library and tells the runner where it is.
 fn emulate(command: &mut Command, sanitizer: Sanitizer) -> Result<()> {
-    command.env("KV_CUDA_EMULATOR", emulator::library(sanitizer)?);
+    command.env(emulator::SETTING, emulator::library(sanitizer)?);
     let Some(runtime) = emulator::runtime(sanitizer)? else {
         return Ok(());
     };

@@ -82,6 +82,9 @@ const ADDRESS: &[&str] = &[
     "-fno-omit-frame-pointer",
 ];
 
+/// Variable that tells kv-cuda where the library is.
+pub(crate) const SETTING: &str = "KV_CUDA_EMULATOR";
+
 /// Of every file. Without contraction, so that sums are the host's bit for bit.
 const COMMON: &[&str] = &[
     "-std=c++17",

@@ -4,13 +4,22 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::emulator::Sanitizer;
 use crate::workspace::Workspace;
-use crate::{conformance, kernels, readme, setup, shell, tidy};
+use crate::{conformance, emulator, kernels, readme, setup, shell, tidy};
 
 /// The crate with the heavy dependencies: built once, in release, for its tests and for README
 /// alike. All other crates are always chosen together, because cargo builds a dependency again for
 /// every choice of crates that switches other features of it on.
 pub(crate) const HEAVY: &str = "kv-cli";
+
+/// Switched on in every build of the light crates, for the same reason: the CUDA backend runs on the
+/// emulator too.
+pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated"];
+
+/// The emulator's own tests, with each sanitizer.
+const SELF_TEST: emulator::Options =
+    emulator::Options { sanitizer: Sanitizer::None, self_test: true };
 
 /// How a stage ended.
 enum Outcome {
@@ -28,11 +37,13 @@ const STAGES: &[Stage] = &[
     ("licences", licences),
     ("spelling", spelling),
     ("other instruction sets", cross_check),
-    ("unit and API tests, benches once", unit_tests),
+    ("CUDA emulator", |_| emulator::run(&SELF_TEST).map(passed)),
     ("CUDA kernels", compile_kernels),
+    ("unit and API tests, benches once", unit_tests),
     ("doc tests", doc_tests),
     ("conformance", conform),
     ("conformance of all CPU kernels", conform_kernels),
+    ("conformance of CUDA kernels on the emulator", conform_emulated),
     ("kv-cli in release", heavy_tests),
     ("rustdoc", rustdoc),
     ("features", features),
@@ -93,7 +104,7 @@ fn format(_: &Workspace) -> Result<Outcome> {
 fn clippy(workspace: &Workspace) -> Result<Outcome> {
     let deny = ["--all-targets", "--", "--deny", "warnings"];
     let light = ["clippy", "--workspace", "--exclude", HEAVY];
-    shell::run(shell::cargo(light).args(deny))?;
+    shell::run(shell::cargo(light).args(FEATURES).args(deny))?;
     if workspace.package(HEAVY).is_some() {
         shell::run(shell::cargo(["clippy", "--release", "--package", HEAVY]).args(deny))?;
     }
@@ -129,15 +140,17 @@ fn cross_check(workspace: &Workspace) -> Result<Outcome> {
 /// doc tests, which cargo does not run beside named targets.
 fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
     let mut args: Vec<&str> = vec!["test", "--workspace", "--exclude", HEAVY];
+    args.extend(FEATURES);
     args.extend(["--lib", "--bins", "--examples", "--benches"]);
     let light = workspace.packages.iter().filter(|package| package.name != HEAVY);
     let names = light.flat_map(|package| package.targets_of("test")).map(|test| &*test.name);
     // Several crates name a test target alike; cargo takes a name for all of them.
-    let names: BTreeSet<&str> = names.filter(|name| *name != conformance::TEST_TARGET).collect();
+    let names: BTreeSet<&str> = names.filter(|name| !conformance::is_runner(name)).collect();
     for name in names {
         args.extend(["--test", name]);
     }
-    cargo(&args)
+    let library = emulator::library(Sanitizer::None)?;
+    shell::run(shell::cargo(args).env(emulator::SETTING, library)).map(passed)
 }
 
 /// A machine that cannot get the compiler has still tested the kernels on the emulator.
@@ -149,7 +162,8 @@ fn compile_kernels(workspace: &Workspace) -> Result<Outcome> {
 }
 
 fn doc_tests(_: &Workspace) -> Result<Outcome> {
-    cargo(&["test", "--workspace", "--exclude", HEAVY, "--doc"])
+    let light = ["test", "--workspace", "--exclude", HEAVY, "--doc"];
+    shell::run(shell::cargo(light).args(FEATURES)).map(passed)
 }
 
 fn conform(_: &Workspace) -> Result<Outcome> {
@@ -168,6 +182,21 @@ fn conform_kernels(_: &Workspace) -> Result<Outcome> {
         if !total.is_clean() {
             bail!("{isa}: {total}");
         }
+    }
+    Ok(Outcome::Passed)
+}
+
+/// Threads of the emulator are slow, so the suite runs once here and not erased as well; what
+/// erasure does is the same on every backend.
+fn conform_emulated(_: &Workspace) -> Result<Outcome> {
+    let options = conformance::Options {
+        backends: vec![conformance::EMULATED.to_owned()],
+        args: vec![format!("{}::", conformance::EMULATED).into()],
+        ..conformance::Options::default()
+    };
+    let total = conformance::run(&options)?;
+    if !total.is_clean() {
+        bail!("{total}");
     }
     Ok(Outcome::Passed)
 }
