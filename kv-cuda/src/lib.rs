@@ -34,7 +34,8 @@ mod staging;
 mod step;
 mod swap;
 mod tensors;
-#[cfg(all(test, feature = "emulated"))]
+#[cfg(test)]
+#[cfg(feature = "emulated")]
 mod tests;
 mod waiter;
 

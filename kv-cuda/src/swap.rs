@@ -2,7 +2,8 @@
 //!
 //! Owns the room on the host and the order of copies: those of a call form one batch behind the
 //! event they wait for. Refuses to know why a block moves, and which sequence it belongs to.
-#[cfg(all(test, feature = "emulated"))]
+#[cfg(test)]
+#[cfg(feature = "emulated")]
 mod tests;
 
 use std::sync::Arc;
@@ -94,8 +95,8 @@ struct SwapPlane {
 }
 
 impl CudaBackend {
-    /// Reserves swap space for `capacity` blocks of a group, in page-locked host memory, and opens a
-    /// stream for it.
+    /// Reserves swap space for `capacity` blocks of a group, in page-locked host memory, and opens
+    /// a stream for it.
     ///
     /// All layers of the group must have memory by now: those that get it later make another
     /// `CudaSwap` necessary.

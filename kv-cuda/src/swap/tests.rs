@@ -16,7 +16,7 @@ use kv_core::{PlaneLayout, PlaneShape};
 use crate::queue::CudaFence;
 use crate::swap::CudaSwap;
 use crate::tests::random::Random;
-use crate::{CudaBackend, CudaBuffer, CudaQueue, EmulatorOptions};
+use crate::{CudaBackend, CudaBuffer, CudaOptions, CudaQueue, EmulatorOptions};
 use late::{LateGpu, Note, World as Lanes, lock};
 
 const BLOCKS: u32 = 8;
@@ -174,6 +174,14 @@ fn blocks_come_back_as_they_were() {
     }
     let backend = CudaBackend::emulated(&EmulatorOptions::default()).unwrap();
     there_and_back(World::new(backend, odd_layouts(), 2), "emulated");
+}
+
+#[test]
+fn blocks_come_back_on_a_card() {
+    match CudaBackend::open(&CudaOptions::default()) {
+        Ok(backend) => there_and_back(World::new(backend, odd_layouts(), 5), "a card"),
+        Err(error) => assert_eq!(error.kind(), DeviceErrorKind::Unsupported, "{error}"),
+    }
 }
 
 #[test]

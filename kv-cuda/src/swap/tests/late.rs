@@ -1,8 +1,8 @@
 //! An emulated GPU whose streams do nothing before somebody waits.
 //!
 //! Work that lacks an order then takes effect in the wrong one: a stream runs up to the event that
-//! is waited for, and other streams only as far as it waits for theirs. Or all streams but the first
-//! run at once, and the first is the late one. A batch runs backwards.
+//! is waited for, and other streams only as far as it waits for theirs. Or all streams but the
+//! first run at once, and the first is the late one. A batch runs backwards.
 use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
