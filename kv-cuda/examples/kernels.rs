@@ -10,8 +10,9 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt::Write as _;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs, thread};
@@ -20,7 +21,8 @@ use kv_cuda::code::{self, Arch, Archive, Cache, KernelReport, Key, Nvrtc, Unit};
 
 type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
 
-const USAGE: &str = "kernels --work DIR --archives DIR [--only UNIT] [--write | --check]";
+const USAGE: &str =
+    "kernels --work DIR --archives DIR [--only UNIT] [--arch ARCH] [--write | --check]";
 
 struct Options {
     /// What was compiled, and logs.
@@ -28,6 +30,7 @@ struct Options {
     /// Archives and their manifest.
     archives: PathBuf,
     only: Option<String>,
+    arch: Option<Arch>,
     write: bool,
     check: bool,
 }
@@ -59,9 +62,11 @@ fn run() -> Result<()> {
     if units.is_empty() {
         return Err("no such unit".into());
     }
-    let jobs: Vec<_> = units
+    // All units for one architecture before the next: most mistakes show for any of them.
+    let archs = options.arch.map_or_else(|| Arch::SHIPPED.to_vec(), |arch| vec![arch]);
+    let jobs: Vec<_> = archs
         .iter()
-        .flat_map(|unit| Arch::SHIPPED.map(|arch| (unit, arch)))
+        .flat_map(|arch| units.iter().map(|unit| (unit, *arch)))
         .map(|(unit, arch)| Job { unit, arch, key: unit.key(arch, version) })
         .collect();
     let (done, failures) = work(&jobs, &options.work)?;
@@ -85,7 +90,7 @@ fn run() -> Result<()> {
 
 fn parse(args: Vec<String>) -> Result<Options> {
     let (mut write, mut check) = (false, false);
-    let (mut work, mut archives, mut only) = (None, None, None);
+    let (mut work, mut archives, mut only, mut arch) = (None, None, None, None);
     let mut args = args.into_iter();
     while let Some(arg) = args.next() {
         let mut value = || args.next().ok_or(USAGE);
@@ -93,16 +98,17 @@ fn parse(args: Vec<String>) -> Result<Options> {
             "--work" => work = Some(PathBuf::from(value()?)),
             "--archives" => archives = Some(PathBuf::from(value()?)),
             "--only" => only = Some(value()?),
+            "--arch" => arch = Some(value()?.parse()?),
             "--write" => write = true,
             "--check" => check = true,
             _ => return Err(USAGE.into()),
         }
     }
-    if only.is_some() && (write || check) {
-        return Err("archives hold all units".into());
+    if (only.is_some() || arch.is_some()) && (write || check) {
+        return Err("archives hold all units for all architectures".into());
     }
     let (work, archives) = work.zip(archives).ok_or(USAGE)?;
-    Ok(Options { work, archives, only, write, check })
+    Ok(Options { work, archives, only, arch, write, check })
 }
 
 /// One compilation.
@@ -200,7 +206,10 @@ fn compiled<'a>(job: &'a Job<'a>, folder: &Path) -> Result<Done<'a>> {
 
 /// Prints kernels by architectures; returns how many spill.
 fn table(done: &[Done<'_>]) -> usize {
-    let archs: Vec<Arch> = Arch::SHIPPED.into_iter().filter(|arch| !arch.is_ptx()).collect();
+    let mut archs: Vec<Arch> = done.iter().map(|one| one.job.arch).collect();
+    archs.sort();
+    archs.dedup();
+    archs.retain(|arch| !arch.is_ptx());
     let mut rows: BTreeMap<(String, String), BTreeMap<Arch, KernelReport>> = BTreeMap::new();
     for one in done {
         for kernel in one.reports() {
@@ -260,7 +269,9 @@ fn write(done: &[Done<'_>], version: u32, folder: &Path) -> Result<()> {
         if let Some((unit, ..)) = units.iter().find(|(.., kernels, _)| kernels.is_empty()) {
             return Err(format!("{unit} exports no kernel").into());
         }
-        let bytes = code::pack(version, &units)?;
+        let bytes = code::pack(version, &units, |image| {
+            zstd(image).unwrap_or_else(|| code::compress(image))
+        })?;
         let path = folder.join(format!("{arch}.kva"));
         fs::write(&path, &bytes)?;
         let raw: usize = units.iter().map(|(.., image)| image.len()).sum();
@@ -274,8 +285,27 @@ fn write(done: &[Done<'_>], version: u32, folder: &Path) -> Result<()> {
     Ok(())
 }
 
+/// A frame as small as the `zstd` program makes it, `None` where there is no such program.
+fn zstd(image: &[u8]) -> Option<Vec<u8>> {
+    let mut command = Command::new("zstd");
+    command.args(["-19", "--no-check", "--stdout", "--quiet", "-"]);
+    let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = piped.spawn().ok()?;
+    let mut stdin = child.stdin.take()?;
+    // It reads while we write; what it makes of a part is not used.
+    let output = thread::scope(|scope| {
+        scope.spawn(move || stdin.write_all(image));
+        child.wait_with_output()
+    });
+    output.ok().filter(|output| output.status.success()).map(|output| output.stdout)
+}
+
 /// Compares the archives with the sources; says which entries are not current.
 fn check(jobs: &[Job<'_>], version: u32, folder: &Path) -> Result<()> {
+    if !folder.is_dir() {
+        println!("no archives: this crate embeds no compiled kernels");
+        return Ok(());
+    }
     let mut stale = Vec::new();
     for arch in Arch::SHIPPED {
         let path = folder.join(format!("{arch}.kva"));

@@ -1,29 +1,30 @@
-// Attention over cached rows, for every shape, stored format and option of the contract: what other
-// kernels are compared with, and what takes the calls that they do not.
+// Attention over cached rows, for every shape, stored format and option: what takes the calls that no
+// other kernel does.
 //
 // A unit is some rows of one kv head (a row is one head of one query) against one part of a context.
 // It meets the context in tiles of 32 tokens at multiples of 32, so that the order of a sum depends
 // on positions alone: decodes a tile of K into shared memory, scores it with one token a lane, weighs
-// it (online softmax), decodes V and sums it with some values of a row a lane. Where the sequence has
-// at most R rows, each warp walks tiles of its own and the warps are joined at the end; where it has
-// more, the warps share every tile and each has some of the rows. That, too, depends on the sequence
-// alone. Parts of a context leave partial results, which the block that is done last joins in the
-// order of the parts, so that the same plan gives the same bits.
+// it (online softmax), decodes V and sums it with some values of a row a lane. A sequence of at most R
+// rows has each warp walk tiles of its own, joined at the end; of more, the warps share every tile and
+// each has some of the rows. Parts of a context leave partial results, which the block that is done
+// last joins in the order of the parts, so that the same plan gives the same bits.
 //
 // Launch, with R = 4 for `attend_rows` and 1 for `attend_rows_large` (for heads of so many values
 // that the former lacks shared memory; choose by head_dim alone, as results differ in the last bits):
-//   grid x: floor(total_q * group / (4 R)) + sequences; y: kv heads; z: the most splits of a sequence, at
-//           least 1; a smaller z is right and slower
+//   grid x: floor(total_q * group / (4 R)) + sequences; y: kv heads; z: the most splits of a sequence,
+//           at least 1; fewer are right and slower
 //   threads: 128
 //   shared bytes: 43008 + 16 R (up(dim_k) + up(dim_v) + 72) + 16, with up(n) = n rounded up to a multiple of 64
 //   part_rows: f32 [num_parts][q heads][dim_v]; part_stats: pairs [num_parts][q heads] (maximum, sum):
 //           row (part_index[sequence] + split * q_len + query) * q heads + head
-//   counters: u32 [grid x][kv heads]
-// Rows of `out` and `lse` that no query owns are not touched.
+//   counters: u32 [grid x][kv heads]; takes entries with q_len_min..=q_len_max queries
+// Rows that no query owns are not touched.
 #include "attend.h"
 
 // Which of a block's rows the `j`-th of a warp is, in `running` and `sums`.
-template <bool SHARED, u32 R> KV_DEV u32 kv_own_row(u32 warp, u32 j) { return SHARED ? j * KV_WARPS + warp : warp * R + j; }
+template <bool SHARED, u32 R> KV_DEV u32 kv_own_row(u32 warp, u32 j) {
+  return SHARED ? j * KV_WARPS + warp : warp * R + j;
+}
 template <bool SHARED> KV_DEV u32 kv_query_row(u32 warp, u32 j) { return SHARED ? j * KV_WARPS + warp : j; }
 
 // Waits for all who stage and use a tile together.
@@ -231,10 +232,7 @@ KV_DEV void kv_load_queries(const KvAttendParams& p, const KvUnit& u, const KvSh
     } else {
       for (u32 d = lane; d < s.stride_q; d += 32) to[d] = 0.f;
     }
-    if (lane == 0) {
-      s.seen[row] = seen;
-      s.bias[row] = bias;
-    }
+    if (lane == 0) s.seen[row] = seen, s.bias[row] = bias;
   }
   kv_sync();
 }
@@ -334,9 +332,10 @@ KV_DEV void kv_finish(const KvAttendParams& p, const KvUnit& u, const KvShared& 
       total.sum = running.sum * kv_weight(running.max, total.max) + own;
     }
     const bool empty = running.sum == 0.f;
-    const float weight = empty ? 0.f : kv_weight(running.max, total.max) / total.sum;
+    // Divided rather than multiplied with a reciprocal: a rounding less.
+    const float weight = empty ? 0.f : kv_weight(running.max, total.max), sum = empty ? 1.f : total.sum;
     float* values = s.sums + row * s.stride_v;
-    for (u32 d = lane; d < dim; d += 32) values[d] *= weight;
+    for (u32 d = lane; d < dim; d += 32) values[d] = values[d] * weight / sum;
     if (p.v_plane.transforms != 0 && !empty) {
       kv_syncwarp();
       kv_transform_output(values, constants.back, dim, lane);
@@ -383,8 +382,7 @@ template <u32 R> KV_DEV void kv_attend(const KvAttendParams& p) {
     u.begin = u.end = 0;
     if (u.sequence.num_splits > 0) {
       const KvSplit& split = ((const KvSplit*)p.plan.splits)[(u64)u.sequence.split_start + u.split];
-      u.begin = split.begin;
-      u.end = split.end;
+      u.begin = split.begin, u.end = split.end;
     }
     u.reach = kv_reach(first, last, u.begin, u.end);
     if (rows <= R) {

@@ -99,9 +99,11 @@ template <class F, int DIM> struct KvDecodeRing {
     }
     u8* to = memory + put * UNIT;
     put = put + 1 == w.p.units ? 0 : put + 1;
+    // Out of a shuffle, so that the compiler does not keep the places of all chunks in registers, which are short.
+    const u32 lane = DIM == 192 ? kv_shfl(w.lane, w.lane) : w.lane;
 #pragma unroll
     for (u32 i = 0; i < CHUNKS; i++) {
-      const u32 nth = i * 32 + w.lane, token = nth / CHUNKS, chunk = nth % CHUNKS;
+      const u32 nth = i * 32 + lane, token = nth / CHUNKS, chunk = nth % CHUNKS;
       const u64 from = kv_decode_shfl(row, token) + chunk * 16;
       kv_cp_async16(to + token * ROW + F::template place<DIM>(is_v, token, chunk) * 16, (const void*)from,
                     (ok_rows >> token & 1) != 0);
@@ -119,6 +121,11 @@ struct KvDecodeRows {
   KvVisible seen[2];
   float factor[2];  // what a product of codes is multiplied with to be a score times log2 e
   float max[2], sum[2];
+
+  // `sinks` of a row's own are as many as there are, as far as its window does not see them anyway.
+  KV_DEV bool sees(u32 h, u32 position, u32 sink_tokens) const {
+    return position < seen[h].end && (position >= seen[h].begin || position < sink_tokens);
+  }
 };
 
 // Scores of a subtile become weights: masked, relative to the running maximum, packed for the product with V. Whether
@@ -144,8 +151,7 @@ KV_DEV bool kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows,
       }
       if (cut) {
         const u32 position = base + n * 8 + t * 2 + (j & 1);
-        const KvVisible& seen = rows.seen[j >> 1];
-        if (position >= seen.end || (position < seen.begin && position >= seen.sinks)) x = kv_decode_none();
+        if (!rows.sees(j >> 1, position, a.sink_tokens)) x = kv_decode_none();
       }
       s[n][j] = x;
       max[j >> 1] = kv_max(max[j >> 1], x);
@@ -192,7 +198,7 @@ template <class F, int DIM>
 KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const KvDecodeRows& rows, const u32 (&weights)[2][4],
                                 u8* v_rows, float (&o)[DIM / 8][4]) {
   const KvAttendParams& a = w.p.attend;
-  const u32 lane = w.lane, t = lane & 3;
+  const u32 lane = w.lane;
   const KvVisible first = kv_visible(a, w.sequence, w.piece.row / a.group);
   const KvVisible last = kv_visible(a, w.sequence, (w.piece.row + w.rows - 1) / a.group);
   // Bounds never fall from one query to the next: what the first and the last see, all do.
@@ -201,6 +207,8 @@ KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const KvDecodeR
   while (apart != 0) {
     const u32 token = 31 - kv_clz(apart), from = (lane & ~3u) + (token >> 1 & 3);
     apart &= ~(1u << token);
+    // Out of a shuffle, so that the compiler does not keep what follows from it in registers for the whole kernel.
+    const u32 t = kv_shfl(lane & 3, lane);
     float weight[2];
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
@@ -208,8 +216,7 @@ KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const KvDecodeR
       const u32 high = token & 8 ? weights[1][h + 2] : weights[1][h];
       weight[h] = F::weight(kv_shfl(token & 16 ? high : low, from) >> (token & 1) * 16);
     }
-    const bool sees[2] = {(kv_visible_bits(rows.seen[0], base) >> token & 1) != 0,
-                          (kv_visible_bits(rows.seen[1], base) >> token & 1) != 0};
+    const bool sees[2] = {rows.sees(0, base + token, a.sink_tokens), rows.sees(1, base + token, a.sink_tokens)};
 #pragma unroll
     for (u32 d = 0; d < DIM / 8; d++)
 #pragma unroll

@@ -39,7 +39,8 @@ template <class T> struct KvDecodePlain {
     for (u32 n = 0; n < 4; n++)
 #pragma unroll
       for (u32 j = 0; j < 4; j++) s[n][j] = 0.f;
-    constexpr int steps = Query::IS_SHARED ? 4 : DIM / 16;  // more would fetch queries into registers early
+    // More would fetch queries from shared memory into registers early.
+    [[maybe_unused]] constexpr int steps = Query::IS_SHARED ? 4 : DIM / 16;
 #pragma unroll steps
     for (u32 k = 0; k < DIM / 16; k++) {
       u32 a[4];

@@ -1,4 +1,5 @@
-// Stored rows become plain rows again: kv-cpu's gather.rs. Needs `--fmad=false`.
+// nvrtc: --fmad=false
+// Stored rows become plain rows again: kv-cpu's gather.rs. As exact as the host: no fused operations.
 //
 // kernel        blocks (any number works)        threads  shared bytes
 // gather_rows   [total * num_kv_heads / 4]       128      4 * round16(4 * head_dim); 0 where the

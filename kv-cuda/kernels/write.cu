@@ -1,4 +1,6 @@
-// New rows of K and V go to their slots: kv-cpu's write.rs and write/tail.rs. Needs `--fmad=false`.
+// nvrtc: --fmad=false
+// New rows of K and V go to their slots: kv-cpu's write.rs and write/tail.rs. As exact as the host, so no operations
+// are fused.
 //
 // kernel        planes                              blocks (any number works)     threads  shared bytes
 // write_plain   both plain and untransformed,       [total_new]                   128      0

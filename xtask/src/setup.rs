@@ -48,6 +48,13 @@ const NEEDS: &[Need] = &[
         is_required: false,
     },
     Need {
+        name: "g++",
+        for_what: "cargo xtask emulator: CUDA kernels on the CPU",
+        is_present: || shell::output(shell::program("g++").arg("--version")).is_some(),
+        get: &["apt-get", "install", "g++"],
+        is_required: false,
+    },
+    Need {
         name: CROSS_TARGET,
         for_what: "cargo xtask test: kv-cpu type-checked for another instruction set",
         is_present: has_cross_target,

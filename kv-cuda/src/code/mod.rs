@@ -11,7 +11,7 @@ mod report;
 mod source;
 
 pub use arch::{Arch, UnknownArch};
-pub use archive::{Archive, Damaged, Entry, pack};
+pub use archive::{Archive, Damaged, Entry, compress, pack};
 pub use cache::Cache;
 pub use nvrtc::{CompileError, Compiled, Nvrtc};
 pub use report::{KernelReport, entry_points, report};
@@ -31,6 +31,12 @@ pub fn units() -> Vec<Unit<'static>> {
     units.map(|source| Unit::new(*source, &all)).collect()
 }
 
+/// The unit that exports a kernel, as far as the sources show it without a compiler.
+pub(crate) fn exporting<'a>(units: &'a [Unit<'static>], kernel: &str) -> Option<&'a Unit<'static>> {
+    let fitting = units.iter().filter_map(|unit| Some((unit.fit(kernel)?, unit)));
+    fitting.max_by_key(|(fit, _)| *fit).map(|(_, unit)| unit)
+}
+
 /// The embedded archive for an architecture, `None` where this build has none.
 ///
 /// # Errors
@@ -39,4 +45,35 @@ pub(crate) fn embedded(arch: Arch) -> Option<Result<Archive<'static>, Damaged>> 
     let name = format!("{arch}.kva");
     let (_, bytes) = ARCHIVES.iter().find(|(file, _)| *file == name)?;
     Some(Archive::parse(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_of_this_crate_are_found_in_its_sources() {
+        let units = units();
+        for (kernel, unit) in [
+            ("update_tables", "tables.cu"),
+            ("write_rows", "write.cu"),
+            ("attend_rows", "attend.cu"),
+            ("attend_rows_large", "attend.cu"),
+            ("decode_bf16_128", "decode_bf16.cu"),
+            ("prefill_f16_64", "prefill_f16.cu"),
+        ] {
+            assert_eq!(exporting(&units, kernel).map(Unit::name), Some(unit), "{kernel}");
+        }
+        assert!(exporting(&units, "no_such_kernel").is_none());
+    }
+
+    #[test]
+    fn what_must_round_like_the_host_is_compiled_so() {
+        for unit in units() {
+            let text = unit.text();
+            let needs = text.contains("encode.h\"") || text.contains("Needs `--fmad=false`");
+            let has = unit.options(Arch::PTX).iter().any(|option| option == "--fmad=false");
+            assert!(has || !needs, "{}: its first line does not say it", unit.name());
+        }
+    }
 }

@@ -2,15 +2,18 @@
 //!
 //! Bound here and not through cudarc, which takes the first library of some names: the one that a
 //! setting names has to be the one that is used.
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+mod calls;
+
+use std::ffi::{CString, c_int};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
-use std::ptr::{self, NonNull};
+use std::ptr;
 
 use libloading::Library;
 
 use super::{Arch, Unit};
+use calls::{Bytes, Calls, RawProgram, Size};
 
 /// What came out of the compiler.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -172,107 +175,6 @@ impl Nvrtc {
         };
         Ok(Compiled { image, log })
     }
-}
-
-type RawProgram = NonNull<c_void>;
-type Size = unsafe extern "C" fn(RawProgram, *mut usize) -> c_int;
-type Bytes = unsafe extern "C" fn(RawProgram, *mut c_char) -> c_int;
-
-/// Functions of the library, as `nvrtc.h` declares them.
-#[derive(Debug, Clone, Copy)]
-struct Calls {
-    error: unsafe extern "C" fn(c_int) -> *const c_char,
-    version: unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int,
-    num_archs: unsafe extern "C" fn(*mut c_int) -> c_int,
-    archs: unsafe extern "C" fn(*mut c_int) -> c_int,
-    create: unsafe extern "C" fn(
-        *mut Option<RawProgram>,
-        *const c_char,
-        *const c_char,
-        c_int,
-        *const *const c_char,
-        *const *const c_char,
-    ) -> c_int,
-    destroy: unsafe extern "C" fn(*mut Option<RawProgram>) -> c_int,
-    compile: unsafe extern "C" fn(RawProgram, c_int, *const *const c_char) -> c_int,
-    log_size: Size,
-    log: Bytes,
-    cubin_size: Size,
-    cubin: Bytes,
-    ptx_size: Size,
-    ptx: Bytes,
-}
-
-impl Calls {
-    fn find(library: &Library) -> Result<Self, CompileError> {
-        Ok(Self {
-            // SAFETY: the types of all fields are those that `nvrtc.h` declares, unchanged since
-            // CUDA 11.1, which brought the youngest of them.
-            error: unsafe { find(library, "nvrtcGetErrorString") }?,
-            // SAFETY: as above.
-            version: unsafe { find(library, "nvrtcVersion") }?,
-            // SAFETY: as above.
-            num_archs: unsafe { find(library, "nvrtcGetNumSupportedArchs") }?,
-            // SAFETY: as above.
-            archs: unsafe { find(library, "nvrtcGetSupportedArchs") }?,
-            // SAFETY: as above.
-            create: unsafe { find(library, "nvrtcCreateProgram") }?,
-            // SAFETY: as above.
-            destroy: unsafe { find(library, "nvrtcDestroyProgram") }?,
-            // SAFETY: as above.
-            compile: unsafe { find(library, "nvrtcCompileProgram") }?,
-            // SAFETY: as above.
-            log_size: unsafe { find(library, "nvrtcGetProgramLogSize") }?,
-            // SAFETY: as above.
-            log: unsafe { find(library, "nvrtcGetProgramLog") }?,
-            // SAFETY: as above.
-            cubin_size: unsafe { find(library, "nvrtcGetCUBINSize") }?,
-            // SAFETY: as above.
-            cubin: unsafe { find(library, "nvrtcGetCUBIN") }?,
-            // SAFETY: as above.
-            ptx_size: unsafe { find(library, "nvrtcGetPTXSize") }?,
-            // SAFETY: as above.
-            ptx: unsafe { find(library, "nvrtcGetPTX") }?,
-        })
-    }
-
-    fn check(&self, call: &'static str, code: c_int) -> Result<(), CompileError> {
-        if code == 0 {
-            return Ok(());
-        }
-        Err(CompileError::Failed { call, reason: self.word(code) })
-    }
-
-    /// The library's own word for an error.
-    fn word(&self, code: c_int) -> String {
-        // SAFETY: any number may be asked for.
-        let word = unsafe { (self.error)(code) };
-        if word.is_null() {
-            return format!("error {code}");
-        }
-        // SAFETY: a string constant of the library, which stays loaded.
-        unsafe { CStr::from_ptr(word) }.to_string_lossy().into_owned()
-    }
-
-    fn capabilities(&self) -> Result<Vec<u32>, CompileError> {
-        let mut count = 0;
-        // SAFETY: a place for a number.
-        let code = unsafe { (self.num_archs)(&raw mut count) };
-        self.check("nvrtcGetNumSupportedArchs", code)?;
-        let mut archs = vec![0; usize::try_from(count).unwrap_or(0)];
-        // SAFETY: room for as many numbers as the library has just said.
-        let code = unsafe { (self.archs)(archs.as_mut_ptr()) };
-        self.check("nvrtcGetSupportedArchs", code)?;
-        Ok(archs.into_iter().filter_map(|arch| u32::try_from(arch).ok()).collect())
-    }
-}
-
-/// # Safety
-/// 1. `T` is the type of the function of this name.
-unsafe fn find<T: Copy>(library: &Library, name: &str) -> Result<T, CompileError> {
-    // SAFETY: condition 1.
-    let found = unsafe { library.get::<T>(name.as_bytes()) };
-    found.map(|symbol| *symbol).map_err(|error| no_compiler(said(&error)))
 }
 
 /// A unit inside the compiler, taken down when dropped.

@@ -74,17 +74,17 @@ impl<'a> Unit<'a> {
         &self.headers
     }
 
-    /// Whether this unit seems to export a kernel of this name: `(name,` stands in its text.
-    pub(crate) fn names(&self, kernel: &str) -> bool {
-        self.text().match_indices(kernel).any(|(at, _)| {
-            let before = self.text().get(..at).map(str::trim_end);
-            let after = at
-                .checked_add(kernel.len())
-                .and_then(|end| self.text().get(end..))
-                .map(str::trim_start);
-            before.is_some_and(|text| text.ends_with('('))
-                && after.is_some_and(|text| text.starts_with(','))
-        })
+    /// How well this unit's text fits that it exports a kernel of this name, `None` if not at all.
+    ///
+    /// A kernel's name, or its beginning up to a `_`, stands there as a macro's first argument:
+    /// `(name,`. More of the name fits better.
+    pub(crate) fn fit(&self, kernel: &str) -> Option<usize> {
+        let arguments = self.text().split('(').skip(1).filter_map(|rest| rest.split_once(','));
+        let names = arguments.map(|(name, _)| name.trim()).filter(|name| !name.is_empty());
+        let fitting = names.filter(|name| {
+            kernel.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
+        });
+        fitting.map(str::len).max()
     }
 
     /// Options of the compiler. A unit asks for more of them in its first line: `// nvrtc: ...`.
@@ -187,9 +187,11 @@ mod tests {
     fn kernels_are_found_by_name() {
         let text = "KV_KERNEL(attend_8, P, 128, 1, attend<8>)\nKV_MORE( row ,2) f(rows_2)";
         let unit = Unit::new(Source { name: "k.cu", text }, &[]);
-        assert!(unit.names("attend_8") && unit.names("row"));
-        for other in ["attend", "ttend_8", "rows_2", "P", "none"] {
-            assert!(!unit.names(other), "{other}");
+        for (kernel, fit) in [("attend_8", Some(8)), ("row", Some(3)), ("row_64", Some(3))] {
+            assert_eq!(unit.fit(kernel), fit, "{kernel}");
+        }
+        for other in ["attend", "ttend_8", "attend_80", "rows_2", "P", "none"] {
+            assert_eq!(unit.fit(other), None, "{other}");
         }
     }
 }

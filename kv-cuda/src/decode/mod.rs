@@ -60,8 +60,8 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    /// How a call is decoded by a device whose thread blocks have `shared_bytes_max` bytes of shared
-    /// memory, `None` for a call that only the kernel for everything takes: of several head
+    /// How a call is decoded by a device whose thread blocks have `shared_bytes_max` bytes of
+    /// shared memory, `None` for a call that only the kernel for everything takes: of several head
     /// dimensions, transforms, rows in 16 bits among codes, scales inside rows, and rows that do
     /// not lie on 16 bytes.
     pub(crate) fn of(

@@ -22,9 +22,9 @@ const TILE: u32 = 64;
 /// What a piece costs besides its tiles, in tiles.
 const OVERHEAD: u64 = 2;
 /// Tiles that are worth a cut: a shorter end of an item goes to its neighbour.
-const END_MIN: u64 = 2;
+const END_MIN: u64 = 3;
 /// Cost that is worth a slot: shorter pieces cost more when they are joined than they gain.
-const SHARE_MIN: u64 = 4;
+const SHARE_MIN: u64 = 6;
 /// Tiles of a piece when the cut may not depend on the batch.
 const INVARIANT: u32 = 16;
 /// The same in tokens.

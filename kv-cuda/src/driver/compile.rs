@@ -69,7 +69,8 @@ impl Compiler {
     }
 }
 
-/// Whether a driver loads machine code of a compiler: that of its own major version or an older one.
+/// Whether a driver loads machine code of a compiler: that of its own major version or an older
+/// one.
 fn is_loadable(compiler: u32, driver: u32) -> bool {
     compiler / 1000 <= driver / 1000
 }

@@ -176,6 +176,7 @@ const FUNCTIONS: &[&str] = &[
     "cuStreamGetCtx",
     "cuStreamBeginCapture_v2",
     "cuStreamEndCapture",
+    "cuStreamIsCapturing",
     "cuThreadExchangeStreamCaptureMode",
     "cuGraphInstantiateWithFlags",
     "cuGraphDestroy",

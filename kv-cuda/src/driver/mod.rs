@@ -85,13 +85,6 @@ impl Gpu for CudaGpu {
         Ok(Box::new(CudaStream::open(&self.context, &self.modules)?))
     }
 
-    fn prepare(&self, kernels: &[&'static str]) -> Result<(), DeviceError> {
-        for kernel in kernels {
-            self.modules.function(kernel)?;
-        }
-        Ok(())
-    }
-
     fn check_foreign(&self, address: Address, bytes: u64) -> Result<(), DeviceError> {
         memory::check_foreign(&self.context, address, bytes)
     }

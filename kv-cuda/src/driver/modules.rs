@@ -158,7 +158,7 @@ impl Modules {
         let mut exporting = entries.filter(|entry| entry.kernels.iter().any(|name| name == kernel));
         let named =
             exporting.find_map(|entry| self.units.iter().find(|unit| unit.name() == entry.unit));
-        named.or_else(|| self.units.iter().find(|unit| unit.names(kernel)))
+        named.or_else(|| code::exporting(&self.units, kernel))
     }
 
     fn load(&self, unit: &Unit<'static>) -> Result<Module, DeviceError> {

@@ -4,7 +4,9 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUstream, CUstreamCaptureMode as CaptureMode};
+use cudarc::driver::sys::CUstreamCaptureMode as CaptureMode;
+use cudarc::driver::sys::CUstreamCaptureStatus as CaptureStatus;
+use cudarc::driver::sys::{self, CUstream};
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use super::context::Context;
@@ -55,10 +57,18 @@ impl CudaStream {
         Ok(Self { context, modules, raw, is_ours: false })
     }
 
-    /// Whether so many copies go to the driver in one call, which takes no built-in stream.
+    /// Whether so many copies go to the driver in one call, which takes no built-in stream and none
+    /// that captures.
     fn batches(&self, copies: usize) -> bool {
         const BUILT_IN: [usize; 3] = [0, 1, 2];
-        batch::is_worth_it(self.context.driver, copies) && !BUILT_IN.contains(&self.raw.addr())
+        if !batch::is_worth_it(self.context.driver, copies) || BUILT_IN.contains(&self.raw.addr()) {
+            return false;
+        }
+        let Ok(_current) = self.context.enter("copy a batch") else { return false };
+        let mut status = CaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
+        // SAFETY: a place for a status, and a stream that lives. An error leaves the status.
+        let _ = unsafe { sys::cuStreamIsCapturing(self.raw, &raw mut status) };
+        status == CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
     }
 }
 

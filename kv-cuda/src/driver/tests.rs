@@ -95,7 +95,12 @@ fn batches_copy_every_piece() {
     let device = gpu.alloc(64 * 256).unwrap();
     let bytes: Vec<u8> = (0..64_u8).flat_map(|piece| [piece; 100]).collect();
     let (from, to) = (pinned(&gpu, &bytes), pinned(&gpu, &[0xee; 6400]));
-    for pieces in [1, 64] {
+    for (pieces, captured) in [(1, false), (64, false), (64, true)] {
+        // SAFETY: 6400 bytes that nothing reads or writes now.
+        unsafe { to.base().write_bytes(0xee, 6400) };
+        if captured {
+            stream.begin_capture().unwrap();
+        }
         let copies = |memory: &dyn Pinned| -> Vec<HostCopy> {
             let piece = |index: usize| HostCopy {
                 host: memory.base().wrapping_add(index * 100),
@@ -108,6 +113,11 @@ fn batches_copy_every_piece() {
         unsafe { stream.upload_batch(&copies(&*from)) }.unwrap();
         // SAFETY: as above.
         unsafe { stream.download_batch(&copies(&*to)) }.unwrap();
+        if captured {
+            let graph = stream.end_capture().unwrap();
+            // SAFETY: as above.
+            unsafe { stream.replay(&*graph) }.unwrap();
+        }
         stream.record().unwrap().wait().unwrap();
         assert_eq!(held(&*to)[..pieces * 100], bytes[..pieces * 100]);
     }
@@ -205,12 +215,12 @@ const CHANGES: [TableChange; 2] = [[1, 77], [3, 99]];
 #[test]
 fn kernels_run_by_name() {
     let Some(gpu) = gpu() else { return };
-    gpu.prepare(&["update_tables"]).unwrap();
+    gpu.modules.function("update_tables").unwrap();
     let mut stream = gpu.stream().unwrap();
     let change = Change::new(&gpu, CHANGES);
     change.submit(&mut *stream).unwrap();
     assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99]);
-    let error = gpu.prepare(&["no_such_kernel"]).unwrap_err();
+    let error = gpu.modules.function("no_such_kernel").unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
     let launch = Launch { kernel: "update_tables", grid: [0, 1, 1], threads: 1, shared_bytes: 0 };
     // SAFETY: nothing runs: the driver refuses a grid of nothing.

@@ -31,7 +31,7 @@ pub(super) struct Library {
     #[cfg(test)]
     sizeof: SizeofFn,
     /// Keeps the functions above where they are.
-    _library: libloading::Library,
+    _loaded: libloading::Library,
 }
 
 impl fmt::Debug for Library {
@@ -68,7 +68,7 @@ impl Library {
             kernels,
             #[cfg(test)]
             sizeof,
-            _library: library,
+            _loaded: library,
         })
     }
 

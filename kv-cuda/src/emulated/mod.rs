@@ -139,13 +139,11 @@ impl Gpu for Emulator {
     }
 
     fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError> {
-        match HostMemory::new(bytes) {
-            Some(memory) => Ok(Box::new(memory)),
-            None => {
-                let detail = format!("{bytes} bytes of host memory");
-                Err(DeviceError::new(DeviceErrorKind::OutOfMemory, "pinned").with_detail(detail))
-            }
-        }
+        let memory = HostMemory::new(bytes).ok_or_else(|| {
+            let detail = format!("{bytes} bytes of host memory");
+            DeviceError::new(DeviceErrorKind::OutOfMemory, "pinned").with_detail(detail)
+        })?;
+        Ok(Box::new(memory))
     }
 
     fn check_foreign(&self, address: Address, bytes: u64) -> Result<(), DeviceError> {
@@ -158,5 +156,5 @@ impl Gpu for Emulator {
     }
 }
 
-/// Bytes of shared memory of a block on sm_90; the library refuses more.
+/// Bytes of shared memory of a block on `sm_90`; the library refuses more.
 const SHARED_BYTES_MAX: u32 = 232_448;

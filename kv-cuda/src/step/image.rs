@@ -1,9 +1,9 @@
 //! One batch's lists on the device.
 use std::sync::Arc;
 
+use kv_core::DeviceError;
 use kv_core::block::BlockTables;
 use kv_core::plan::{PlanBuffers, PlanId};
-use kv_core::{DeviceError, DeviceErrorKind};
 
 use super::tables::{Change, DeviceTables};
 use super::{Extent, StepLimits, StepPlan, Way};
@@ -23,6 +23,8 @@ pub(super) struct Image {
     id: PlanId,
     pub(super) used: u64,
     memory: Scratch,
+    /// The lists of batches beyond the limits.
+    larger: Scratch,
     /// Changes of the tables, of which there may be any number.
     changes: Scratch,
     tables: DeviceTables,
@@ -65,6 +67,7 @@ impl Image {
             id: super::no_plans(),
             used: 0,
             memory: Scratch::new(gpu),
+            larger: Scratch::new(gpu),
             changes: Scratch::new(gpu),
             tables: DeviceTables::new(gpu),
             is_fixed: false,
@@ -80,6 +83,12 @@ impl Image {
     }
     pub(super) fn step(&self) -> StepPlan {
         self.step
+    }
+
+    /// Why launches of this batch cannot be captured or replayed, `None` where they can.
+    pub(super) fn not_fixed(&self, limits: &StepLimits) -> Option<String> {
+        let unknown = || "the step is not one of these limits".to_owned();
+        (!self.is_fixed).then(|| within(&self.step.extent, limits).unwrap_or_else(unknown))
     }
 
     /// All memory that captured launches may name.
@@ -156,7 +165,7 @@ impl Image {
             blocks.extend(tables.row(sequence.row).iter().map(|block| block.0));
         }
         let table = |index: usize, _| begins.get(index).copied().unwrap_or(0);
-        let lists = Lists::put(pack, batch, None, (table, &mut self.sequences))?;
+        let lists = Lists::put(pack, batch, None, (table, &mut self.sequences));
         self.is_fixed = false;
         let blocks = pack.push(&blocks);
         let base = self.memory.send((way.stream, way.staging), pack)?;
@@ -179,10 +188,12 @@ impl Image {
         let changes = self.tables.changes(rows, tables);
         let width = self.tables.width();
         let table = |_, row: u32| row.saturating_mul(width);
-        self.is_fixed = limits.is_some();
-        let lists = Lists::put(pack, batch, limits, (table, &mut self.sequences));
-        let sent = lists.and_then(|lists| {
-            let base = self.memory.send((way.stream, way.staging), pack)?;
+        let fixed = limits.filter(|limits| within(&extent_of(batch), limits).is_none());
+        self.is_fixed = fixed.is_some();
+        let lists = Lists::put(pack, batch, fixed, (table, &mut self.sequences));
+        let is_larger = limits.is_some() && fixed.is_none();
+        let memory = if is_larger { &mut self.larger } else { &mut self.memory };
+        let sent = memory.send((way.stream, way.staging), pack).and_then(|base| {
             self.step = lists.at(base, self.tables.address());
             if changes.is_empty() {
                 return Ok(());
@@ -254,7 +265,7 @@ impl Lists {
         batch: &PlanBuffers,
         limits: Option<StepLimits>,
         (table, sequences): (impl Fn(usize, u32) -> u32, &mut Vec<Sequence>),
-    ) -> Result<Self, DeviceError> {
+    ) -> Self {
         pack.clear();
         sequences.clear();
         let (mut entries, mut part_index) = (Vec::new(), Vec::new());
@@ -289,17 +300,8 @@ impl Lists {
         };
         let splits: Vec<_> = batch.splits().iter().map(split).collect();
         let slots: Vec<u32> = batch.slots().iter().map(|slot| slot.0).collect();
-        let actual = Extent {
-            sequences: to_u32(sequences.len()),
-            splits: to_u32(splits.len()),
-            total_q: batch.total_q(),
-            total_new: batch.total_new(),
-            q_len_max: batch.q_len_max(),
-            new_len_max: batch.new_len_max(),
-            kv_len_max: batch.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0),
-            parts,
-        };
-        let extent = limits.map_or(Ok(actual), |limits| within(actual, limits))?;
+        let actual = extent_of(batch);
+        let extent = limits.map_or(actual, |limits| largest(&limits));
         let counts = Counts {
             sequences: actual.sequences,
             splits: actual.splits,
@@ -315,7 +317,7 @@ impl Lists {
             splits: to_usize(extent.splits),
             slots: to_usize(extent.total_new),
         };
-        Ok(Self {
+        Self {
             counts: pack.push(&[counts]),
             sequences: pack.push_in(sequences, room.sequences),
             entries: pack.push_in(&entries, room.sequences),
@@ -323,7 +325,7 @@ impl Lists {
             splits: pack.push_in(&splits, room.splits),
             slots: pack.push_in(&slots, room.slots),
             extent,
-        })
+        }
     }
 
     fn at(&self, base: Address, tables: Address) -> StepPlan {
@@ -342,10 +344,27 @@ impl Lists {
     }
 }
 
-/// The limits as an extent; an error for a step beyond them.
-fn within(step: Extent, limits: StepLimits) -> Result<Extent, DeviceError> {
+/// The numbers of a batch.
+fn extent_of(batch: &PlanBuffers) -> Extent {
+    let sequences = batch.sequences();
+    let parts = sequences.iter().filter(|sequence| sequence.num_splits > 1);
+    let parts = parts.map(|s| u64::from(s.num_splits).saturating_mul(s.q_len.into()));
+    Extent {
+        sequences: to_u32(sequences.len()),
+        splits: to_u32(batch.splits().len()),
+        total_q: batch.total_q(),
+        total_new: batch.total_new(),
+        q_len_max: batch.q_len_max(),
+        new_len_max: batch.new_len_max(),
+        kv_len_max: sequences.iter().map(|s| s.kv_len).max().unwrap_or(0),
+        parts: parts.fold(0, u64::saturating_add),
+    }
+}
+
+/// The limits as an extent.
+fn largest(limits: &StepLimits) -> Extent {
     let tokens = limits.sequences.saturating_mul(limits.tokens_per_sequence);
-    let largest = Extent {
+    Extent {
         sequences: limits.sequences,
         splits: limits.splits,
         total_q: tokens,
@@ -354,7 +373,12 @@ fn within(step: Extent, limits: StepLimits) -> Result<Extent, DeviceError> {
         new_len_max: limits.tokens_per_sequence,
         kv_len_max: limits.max_seq_len,
         parts: u64::from(limits.splits).saturating_mul(limits.tokens_per_sequence.into()),
-    };
+    }
+}
+
+/// What of a step is beyond the limits.
+fn within(step: &Extent, limits: &StepLimits) -> Option<String> {
+    let largest = largest(limits);
     let found = [
         ("sequences", step.sequences, largest.sequences),
         ("parts of contexts", step.splits, largest.splits),
@@ -362,13 +386,8 @@ fn within(step: Extent, limits: StepLimits) -> Result<Extent, DeviceError> {
         ("new tokens of one sequence", step.new_len_max, largest.new_len_max),
         ("tokens of one sequence", step.kv_len_max, largest.kv_len_max),
     ];
-    match found.into_iter().find(|(_, got, max)| got > max) {
-        None => Ok(largest),
-        Some((what, got, max)) => {
-            let why = format!("{got} {what}, and the limits of steps allow {max}");
-            Err(DeviceError::new(DeviceErrorKind::OutOfRange, "begin step").with_detail(why))
-        }
-    }
+    let beyond = found.into_iter().find(|(_, got, max)| got > max);
+    beyond.map(|(what, got, max)| format!("{got} {what}, and the limits of steps allow {max}"))
 }
 
 /// Of a batch's changes, what a pack takes.

@@ -28,8 +28,9 @@ use image::Image;
 /// Plans made by hand that are kept.
 const KEPT: usize = 8;
 
-/// The largest step there will be, so that its lists keep their addresses from step to step: what
-/// captured launches ask for. Memory is reserved for so much.
+/// Steps whose lists keep their addresses from one to the next: what captured launches ask for.
+/// Memory is reserved for the largest. A larger step, of a prompt for instance, runs as ever, but
+/// is neither captured nor replayed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a literal names each limit")]
 pub struct StepLimits {
@@ -37,12 +38,11 @@ pub struct StepLimits {
     pub sequences: u32,
     /// New tokens and queries of one sequence: 1 for plain decoding.
     pub tokens_per_sequence: u32,
-    /// Sequences in the cache: rows of its block tables.
+    /// Sequences in the cache: rows of its block tables. More are refused when a step begins.
     pub cached_sequences: u32,
     /// Tokens of one sequence.
     pub max_seq_len: u32,
-    /// Parts that contexts are cut into, over the batch. A step that would be cut into more is
-    /// refused.
+    /// Parts that contexts are cut into, over the batch: see [`kv_core::plan::KvSplit`].
     pub splits: u32,
 }
 
@@ -111,15 +111,19 @@ impl Steps {
         self.epoch = next_epoch();
         self.groups.clear();
     }
+    /// Why launches of the step that was begun last cannot be captured or replayed.
+    pub(crate) fn not_fixed(&self) -> Option<String> {
+        let Some(limits) = &self.limits else {
+            return Some("needs limits of steps".to_owned());
+        };
+        self.groups.iter().find_map(|image| image.not_fixed(limits))
+    }
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch
     }
     /// Memory of all groups' plans.
     pub(crate) fn memory(&self) -> Vec<CudaBuffer> {
         self.groups.iter().flat_map(Image::memory).collect()
-    }
-    pub(crate) fn limits(&self) -> Option<StepLimits> {
-        self.limits
     }
 
     /// Brings a group's batch to the device.

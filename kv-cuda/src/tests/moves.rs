@@ -1,7 +1,6 @@
 //! `copy_blocks`, `convert_rows` and `pad_rows`.
 use half::{bf16, f16};
-use kv_core::BlockOrder;
-use kv_core::KvFormat;
+use kv_core::{BlockOrder, KvFormat};
 
 use super::device::Device;
 use super::random::Random;

@@ -1,8 +1,7 @@
 //! Every stored format against kv-quant, bit for bit: `write_plain`, `write_rows`, `gather_rows`.
 use half::{bf16, f16};
 use kv_core::calibration::{HeadConstants, PlaneConstants};
-use kv_core::{BlockOrder, PlaneLayout, PlaneShape};
-use kv_core::{KvFormat, Place};
+use kv_core::{BlockOrder, KvFormat, Place, PlaneLayout, PlaneShape};
 use kv_quant::{block, row, transform};
 
 use super::device::{Device, round16};
@@ -61,10 +60,8 @@ impl World {
     pub(super) fn range(&self, block: u32, place: Place, head: usize) -> std::ops::Range<usize> {
         let begin = self.layout.block_bytes() * u64::from(block)
             + self.layout.row_begin(place, head as u32);
-        let bytes = match place.is_wide {
-            true => self.layout.wide_row_bytes(),
-            false => self.layout.row_bytes(),
-        };
+        let bytes =
+            if place.is_wide { self.layout.wide_row_bytes() } else { self.layout.row_bytes() };
         begin as usize..(begin + bytes) as usize
     }
 
@@ -73,9 +70,10 @@ impl World {
         let inv_scale = self.constants(head).inv_scale;
         let (range, format) = (self.range(block, place, head), self.layout.format());
         let to = &mut self.image[range];
-        match place.is_wide && format.is_quantised() {
-            true => block::encode_wide(values, to),
-            false => row::encode_row(format, inv_scale, values, to),
+        if place.is_wide && format.is_quantised() {
+            block::encode_wide(values, to);
+        } else {
+            row::encode_row(format, inv_scale, values, to);
         }
     }
 
@@ -83,16 +81,11 @@ impl World {
     pub(super) fn get(&self, block: u32, place: Place, head: usize) -> Vec<f32> {
         let mut values = vec![0.0; self.layout.head_dim() as usize];
         let from = &self.image[self.range(block, place, head)];
-        match place.is_wide && self.layout.format().is_quantised() {
-            true => block::decode_wide(from, &mut values),
-            false => {
-                row::decode_row(
-                    self.layout.format(),
-                    self.constants(head).scale,
-                    from,
-                    &mut values,
-                );
-            }
+        let (format, scale) = (self.layout.format(), self.constants(head).scale);
+        if place.is_wide && format.is_quantised() {
+            block::decode_wide(from, &mut values);
+        } else {
+            row::decode_row(format, scale, from, &mut values);
         }
         values
     }
@@ -123,8 +116,8 @@ impl World {
     }
 }
 
-/// Whether elements, of the plane or in 16 bits among codes, are NaN of whichever bits: a GPU has one
-/// NaN, a CPU keeps what it is given.
+/// Whether elements, of the plane or in 16 bits among codes, are NaN of whichever bits: a GPU has
+/// one NaN, a CPU keeps what it is given.
 fn are_nan(format: KvFormat, elements: [&[u8]; 2]) -> bool {
     elements.iter().all(|element| {
         let mut value = [0.0];
@@ -240,18 +233,27 @@ fn run(case: Case, seed: u64) {
     let [k, v] = inputs;
     let [k_plane, v_plane] = [worlds[0].plane, worlds[1].plane];
     let params = WriteParams { plan, k, v, k_plane, v_plane };
-    let dim = dims[0].max(dims[1]);
-    let bytes = k_plane.row_bytes.max(v_plane.row_bytes);
-    let shared = 4 * (round16(4 * dim) + 256 + round16(bytes));
-    let is_plain = !case.transforms && formats.iter().all(|format| !format.is_quantised());
-    if is_plain && random.below(2) == 0 {
-        device.launch("write_plain", [1 + random.below(TOTAL), 1, 1], 0, &params);
-    } else {
-        device.launch("write_rows", [1 + random.below(TOTAL), 1, 1], shared, &params);
-    }
+    write(&mut device, &params, random.next() as u32);
     for world in &worlds {
         world.check(&mut device, &what);
         gather(&mut device, world, (&sequences, &places), plan.tables, random.below(3));
+    }
+}
+
+/// Starts the kernel that writes, or one of the two where both can.
+fn write(device: &mut Device, params: &WriteParams, choice: u32) {
+    let WriteParams { k_plane, v_plane, .. } = params;
+    let dim = k_plane.head_dim.max(v_plane.head_dim);
+    let bytes = k_plane.row_bytes.max(v_plane.row_bytes);
+    let shared = 4 * (round16(4 * dim) + 256 + round16(bytes));
+    let is_plain =
+        [k_plane, v_plane].iter().all(|plane| plane.format <= 2 && plane.transforms == 0);
+    // Fewer blocks than there is work, too.
+    let grid = [1 + choice / 2 % TOTAL, 1, 1];
+    if is_plain && choice.is_multiple_of(2) {
+        device.launch("write_plain", grid, 0, params);
+    } else {
+        device.launch("write_rows", grid, shared, params);
     }
 }
 

@@ -2,14 +2,13 @@
 use std::collections::BTreeMap;
 
 use half::f16;
-use kv_core::{BlockOrder, PlaneLayout};
-use kv_core::{KvFormat, Place, SlotMap};
+use kv_core::{BlockOrder, KvFormat, Place, PlaneLayout, PlaneShape, SlotMap};
 use kv_quant::block::{self, BlockMean};
 
 use super::device::{Device, round16};
 use super::random::Random;
 use super::rows::{World, elements, ragged};
-use crate::params::{Counts, Plan, Sequence, WriteParams};
+use crate::params::{Counts, Plan, Sequence, Tensor, WriteParams};
 
 /// One sequence: rows of [plane][head][position] as they are stored, before they are encoded.
 #[derive(Debug, Default)]
@@ -79,8 +78,8 @@ impl Life {
         for head in self.rows.iter_mut().flatten() {
             head.truncate(len as usize);
         }
-        let codes = map.blocks(map.tail_begin(len, self.coded)) as usize;
-        pool.splice(0..0, self.codes.drain(codes..));
+        let before_tail = map.blocks(map.tail_begin(len, self.coded)) as usize;
+        pool.splice(0..0, self.codes.drain(before_tail..));
         let tail = tail_blocks(map, len, self.coded) as usize;
         pool.splice(0..0, self.tail.drain(tail..));
         // A block that holds no code any more gets another mean.
@@ -89,14 +88,14 @@ impl Life {
     }
 
     /// Puts what every position should hold into the image of a plane.
-    fn put(&mut self, world: &mut World, plane: usize) {
+    fn put(&mut self, world: &mut World, which: usize) {
         let map = *world.layout.slot_map();
-        for head in 0..self.rows[plane].len() {
+        for head in 0..self.rows[which].len() {
             for position in 0..self.len {
                 let (block, place) = place_block(self, &map, position);
-                let mut values = self.rows[plane][head][position as usize].clone();
+                let mut values = self.rows[which][head][position as usize].clone();
                 if !place.is_wide && world.layout.has_block_means() {
-                    let mean = self.mean(world, (plane, head, place.index), block);
+                    let mean = self.mean(world, (which, head, place.index), block);
                     values.iter_mut().zip(&mean).for_each(|(value, mean)| *value -= mean);
                 }
                 world.put(block, place, head, &values);
@@ -142,7 +141,7 @@ const LIVES: usize = 3;
 const BLOCKS: u32 = 160;
 
 fn layout(case: Case, plane: usize, wide_slots: u32) -> PlaneLayout {
-    let shape = kv_core::PlaneShape {
+    let shape = PlaneShape {
         num_blocks: BLOCKS,
         block_size: 16,
         num_kv_heads: HEADS,
@@ -152,10 +151,35 @@ fn layout(case: Case, plane: usize, wide_slots: u32) -> PlaneLayout {
     };
     let layout = PlaneLayout::new(shape).unwrap().with_transform(case.transforms);
     let layout = layout.with_wide_rows(case.sinks, true, wide_slots).unwrap();
-    match case.means && plane == 0 && case.formats[0].is_quantised() {
-        true => layout.with_block_means().unwrap(),
-        false => layout,
+    let means = case.means && plane == 0 && case.formats[0].is_quantised();
+    if means { layout.with_block_means().unwrap() } else { layout }
+}
+
+/// New rows of every life, which remembers them; the tensor that brings them.
+fn bring(
+    lives: &mut [Life; LIVES],
+    news: [u32; LIVES],
+    (world, which): (&World, usize),
+    device: &mut Device,
+    random: &mut Random,
+) -> Tensor {
+    let (dim, format) = (world.layout.head_dim(), world.layout.format());
+    let mut all = Vec::new();
+    for (life, new_len) in lives.iter_mut().zip(news) {
+        for head in (0..HEADS as usize).cycle().take((new_len * HEADS) as usize) {
+            let row = random.row(dim as usize);
+            let mut stored = world.stored(head, &row);
+            if format.is_quantised() {
+                for value in &mut stored {
+                    *value = block::round_wide(*value);
+                }
+            }
+            life.rows[which][head].push(stored);
+            all.extend(row);
+        }
     }
+    let (bytes, _) = elements(0, &all);
+    ragged(device.put(&bytes), 0, news.iter().sum(), (HEADS, dim))
 }
 
 fn run(case: Case, seed: u64) {
@@ -183,23 +207,8 @@ fn run(case: Case, seed: u64) {
             1 => 0,
             _ => 1 + random.below(3),
         });
-        let inputs = std::array::from_fn(|plane| {
-            let mut all = Vec::new();
-            for (life, new_len) in lives.iter_mut().zip(news) {
-                for _ in 0..new_len * HEADS {
-                    let row = random.row(case.dim as usize);
-                    let head = all.len() / case.dim as usize % HEADS as usize;
-                    let mut stored = worlds[plane].stored(head, &row);
-                    if case.formats[plane].is_quantised() {
-                        stored.iter_mut().for_each(|value| *value = block::round_wide(*value));
-                    }
-                    life.rows[plane][head].push(stored);
-                    all.extend(row);
-                }
-            }
-            let total = news.iter().sum();
-            let (bytes, _) = elements(0, &all);
-            ragged(device.put(&bytes), 0, total, (HEADS, case.dim))
+        let inputs = [0, 1].map(|plane| {
+            bring(&mut lives, news, (&worlds[plane], plane), &mut device, &mut random)
         });
         // Tails that become codes are read in this step: nobody else takes their blocks.
         let (mut sequences, mut tables, mut held) = (Vec::new(), Vec::new(), Vec::new());

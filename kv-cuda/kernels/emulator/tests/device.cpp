@@ -35,8 +35,8 @@ void warp(u32 seed) {
       const u32 v = in[begin + 4 * row + column / 2] * 0x10001u + 0x8000u;
       turned |= (v >> (16 * (column % 2)) & 0xffffu) << (16 * half);
     }
-    const u32 want[16] = {in[begin + 31 - lane], lane + 3 < 32 ? in[i + 3] : in[i], in[begin + (lane ^ 5)], votes, any, 1,
-                          sum, max8, kvemu::as_bits(float(sum)), kvemu::as_bits(-float(least)),
+    const u32 want[16] = {in[begin + 31 - lane], lane + 3 < 32 ? in[i + 3] : in[i], in[begin + (lane ^ 5)], votes,
+                          any, 1, sum, max8, kvemu::as_bits(float(sum)), kvemu::as_bits(-float(least)),
                           kvemu::as_bits(float(in[begin + 7])),
                           kvemu::as_bits(float(lane + 16 < 32 ? in[i + 16] : in[i])), turned, i / 64, BLOCKS, i % 64};
     for (u32 j = 0; j < 16; j++) {
@@ -78,7 +78,8 @@ void numbers() {
         KV_CHECK(got == nearest || std::isinf(value), "%g rounds to %g, not %g", value, nearest, got);
       }
     }
-    KV_CHECK(row[19] == kvemu::e4m3_to_float(u8(i)) && row[20] == 0, "code %u: %g %g", i, double(row[19]), double(row[20]));
+    KV_CHECK(row[19] == kvemu::e4m3_to_float(u8(i)) && row[20] == 0, "code %u: %g %g", i, double(row[19]),
+             double(row[20]));
     const u32 bits_a = kvemu::as_bits(a), bits_b = kvemu::as_bits(b);
     const u32 mixed = (bits_a & 0xff) | (bits_b & 0xff) << 8 | (bits_a >> 8 & 0xff) << 16 | (bits_b >> 8 & 0xff) << 24;
     KV_CHECK(kvemu::as_bits(row[22]) == mixed, "pair %u: prmt %08x, not %08x", i, kvemu::as_bits(row[22]), mixed);
@@ -92,7 +93,8 @@ void atomics(u32 seed) {
   constexpr u32 BLOCKS = 5, COUNT = BLOCKS * 64, WRAP = 6;
   std::vector<u32> in(COUNT), out(3 + WRAP + 1);
   for (u32 i = 0; i < COUNT; i++) in[i] = i * 37 % 311;
-  KV_CHECK(launch("test_atomics", BLOCKS, 64, 0, Params{address(in), address(out), COUNT, WRAP}, seed).empty(), "failed");
+  const Params params = {address(in), address(out), COUNT, WRAP};
+  KV_CHECK(launch("test_atomics", BLOCKS, 64, 0, params, seed).empty(), "failed");
   KV_CHECK(out[0] == COUNT && out[1] == 310 && out[2] == COUNT % (WRAP + 1), "%u %u %u", out[0], out[1], out[2]);
   for (u32 k = 0; k <= WRAP; k++) {
     KV_CHECK(out[3 + k] == (COUNT + WRAP - k) / (WRAP + 1), "%u came %u times", k, out[3 + k]);
@@ -132,7 +134,8 @@ void last_block(u32 seed) {
   std::vector<u32> in(COUNT), out(COUNT + BLOCKS + 2);
   for (u32 i = 0; i < COUNT; i++) in[i] = i * 7919 % 10007;
   for (u32 turn = 0; turn < 2; turn++) {  // the counter is as it was
-    const std::string error = launch("test_last_block", BLOCKS, 128, 512, Params{address(in), address(out), COUNT, 0}, seed);
+    const Params params = {address(in), address(out), COUNT, 0};
+    const std::string error = launch("test_last_block", BLOCKS, 128, 512, params, seed);
     KV_CHECK(error.empty(), "%s", error.c_str());
   }
   u32 sum = 0;

@@ -64,7 +64,8 @@ struct Problem {
     const KvDecodeParams params = {address(q), address(k), address(v), address(tables), address(work), address(parts),
                                    address(out), address(counters), table_stride, shape.block_size, shape.heads,
                                    shape.group, scale, mistake};
-    return test::launch("test_split_decode", u32(work.size()), KV_DECODE_WARPS * 32, KV_DECODE_SHARED_BYTES, params, seed);
+    return test::launch("test_split_decode", u32(work.size()), KV_DECODE_WARPS * 32, KV_DECODE_SHARED_BYTES, params,
+                        seed);
   }
 
   double at(const std::vector<u16>& plane, u32 entry, u32 token, u32 head, u32 d) const {

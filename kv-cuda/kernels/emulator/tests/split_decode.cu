@@ -45,8 +45,8 @@ KV_DEV void kv_row_max(float (&max)[2]) {
   for (u32 h = 0; h < 2; h++) max[h] = kv_max(max[h], kv_shfl_xorf(max[h], 2));
 }
 
-KV_DEV void kv_attend_tile(const KvDecodeParams& p, const KvWork& w, const u32 (&q)[KV_DECODE_DIM / 16][4], const u8* tile,
-                           u32 begin, u32 lane, KvSoftmax& s) {
+KV_DEV void kv_attend_tile(const KvDecodeParams& p, const KvWork& w, const u32 (&q)[KV_DECODE_DIM / 16][4],
+                           const u8* tile, u32 begin, u32 lane, KvSoftmax& s) {
   float scores[2][4] = {};
   kv_scores(q, tile, lane, scores);
   float max[2] = {s.max[0], s.max[1]};

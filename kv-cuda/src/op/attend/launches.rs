@@ -6,7 +6,7 @@ use crate::params::{AttendParams, Plane, Tensor};
 use crate::step::Extent;
 
 /// `head_dim` of K and V together up to which four rows a warp fit the shared memory that every
-/// card since sm_80 has.
+/// card since `sm_80` has.
 const DIMS_MAX: u32 = 768;
 /// `head_dim`s of the kernels for prefill.
 const PREFILL_DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];

@@ -98,7 +98,7 @@ pub(crate) fn attend(
     params.q = q_from.rows(params.q, base);
     params.part_rows = partials.rows.from(base);
     params.part_stats = partials.stats.from(base);
-    run(queue, plan, params, (&takers, &step.extent))?;
+    run(queue, plan, &params, (&takers, &step.extent))?;
     fill(queue, plan, (&step, out), 0.0)?;
     lse.map_or(Ok(()), |lse| fill(queue, plan, (&step, lse), f32::NEG_INFINITY))
 }
@@ -128,23 +128,19 @@ fn takers(params: &AttendParams, facts: (u32, u32), invariant: bool) -> Takers {
 /// Bytes of partial rows and of what belongs to them.
 fn part_bytes(params: &AttendParams, takers: &Takers, extent: &Extent) -> (u64, u64) {
     let dim = u64::from(params.v_plane.head_dim);
-    match &takers.decode {
-        Some((_, work)) => {
-            let rows = decode::room(work, extent).partials.saturating_mul(16);
-            (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(4))
-        }
-        None => {
-            let rows = extent.parts.saturating_mul(params.q.heads.into());
-            (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(8))
-        }
+    if let Some((_, work)) = &takers.decode {
+        let rows = decode::room(work, extent).partials.saturating_mul(16);
+        return (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(4));
     }
+    let rows = extent.parts.saturating_mul(params.q.heads.into());
+    (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(8))
 }
 
 /// Starts the kernels.
 fn run(
     queue: &mut CudaQueue,
     plan: &AttentionPlan<'_>,
-    params: AttendParams,
+    params: &AttendParams,
     (takers, extent): (&Takers, &Extent),
 ) -> Result<(), DeviceError> {
     if let Some((shape, work)) = &takers.decode {
@@ -152,7 +148,7 @@ fn run(
         let (pieces, starts) = queue.decode(plan.batch().id(), work)?;
         let counters = queue.counters(partials)?;
         let params = DecodeParams {
-            attend: AttendParams { counters, q_len_max: DECODE_Q_LEN_MAX, ..params },
+            attend: AttendParams { counters, q_len_max: DECODE_Q_LEN_MAX, ..*params },
             pieces,
             starts,
             units: shape.units,
@@ -164,16 +160,16 @@ fn run(
     }
     if let Some(kernel) = takers.prefill.filter(|_| extent.q_len_max > DECODE_Q_LEN_MAX) {
         let q_len_min = DECODE_Q_LEN_MAX.saturating_add(1);
-        let params = AttendParams { q_len_min, ..params };
+        let params = AttendParams { q_len_min, ..*params };
         // SAFETY: as above.
         unsafe { queue.launch(&launches::prefill(kernel, &params, extent), &params)? };
     }
     if let Some((q_len_min, q_len_max)) = takers.rest(extent.q_len_max) {
         let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0);
-        let launch = launches::rows(&params, extent, splits);
+        let launch = launches::rows(params, extent, splits);
         let [units, heads, _] = launch.grid;
         let counters = queue.counters(u64::from(units).saturating_mul(heads.into()))?;
-        let params = AttendParams { counters, q_len_min, q_len_max, ..params };
+        let params = AttendParams { counters, q_len_min, q_len_max, ..*params };
         // SAFETY: as above.
         unsafe { queue.launch(&launch, &params)? };
     }

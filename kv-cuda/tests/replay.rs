@@ -1,0 +1,255 @@
+//! Launches of one decode step, captured once, serve later steps of other batches: sequences come
+//! and go between replays, and every output has the bits that a step without capture gives.
+#![cfg(feature = "emulated")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::arithmetic_side_effects,
+    reason = "a test that overflows or finds nothing fails"
+)]
+
+use half::f16;
+use kv_core::backend::{Queue, Readback};
+use kv_core::{
+    AttentionOptions, Backend, CacheSpec, DType, DeviceErrorKind, KvCache, KvFormat, QkvFormat,
+    ScaleGroup, Scaling, SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
+};
+use kv_cuda::{CudaBackend, CudaBuffer, CudaGraph, EmulatorOptions, StepLimits};
+
+const LAYERS: u16 = 2;
+const KV_HEADS: u32 = 2;
+const Q_HEADS: u32 = 8;
+const DIM: u32 = 64;
+/// Sequences in a batch at most.
+const BATCH: u32 = 4;
+/// Values of the keys, and of the queries, of one layer.
+const K_LEN: u32 = BATCH * KV_HEADS * DIM;
+const Q_LEN: u32 = BATCH * Q_HEADS * DIM;
+
+const LIMITS: StepLimits = StepLimits {
+    sequences: BATCH,
+    tokens_per_sequence: 1,
+    cached_sequences: 8,
+    max_seq_len: 1500,
+    splits: 64,
+};
+
+/// A cache, and the tensors that every decode step is given.
+struct Side {
+    cache: KvCache<CudaBackend>,
+    /// Queries, keys and values of all layers, one after another.
+    inputs: [CudaBuffer; 3],
+    out: CudaBuffer,
+    graph: Option<CudaGraph>,
+    /// Decode steps so far.
+    steps: u32,
+}
+
+fn seq(n: u64) -> SequenceId {
+    SequenceId(n)
+}
+
+/// Numbers that differ from call to call.
+fn values(seed: u32, len: u32) -> Vec<f16> {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        let byte = u8::try_from(state >> 24).unwrap_or(0);
+        f16::from_f32(f32::from(byte) / 128.0 - 1.0)
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+impl Side {
+    fn new(format: KvFormat, window: Option<u32>) -> Self {
+        let backend = CudaBackend::emulated(&EmulatorOptions::default().seed(3)).unwrap();
+        let buffer = |len: u32| backend.alloc(u64::from(len) * u64::from(LAYERS) * 2).unwrap();
+        let (inputs, out) = ([buffer(Q_LEN), buffer(K_LEN), buffer(K_LEN)], buffer(Q_LEN));
+        let mut spec = CacheSpec::builder()
+            .layers(LAYERS)
+            .kv_heads(KV_HEADS)
+            .head_dim(DIM)
+            .format(format)
+            .max_seq_len(1500)
+            .max_sequences(8)
+            .paged(16, 300);
+        if let Some(left) = window {
+            spec = spec.window_left(left);
+        }
+        let cache = KvCache::new(backend, spec.build().unwrap()).unwrap();
+        Self { cache, inputs, out, graph: None, steps: 0 }
+    }
+
+    fn prefill(&mut self, sequence: SequenceId, tokens: u32) {
+        self.cache.start(sequence, &[], StartOptions::default()).unwrap();
+        let mut step = self.cache.begin_step(&[StepInput::count(sequence, tokens)]).unwrap();
+        for layer in 0..LAYERS {
+            let seed = u32::try_from(sequence.0).unwrap() * 100 + u32::from(layer);
+            let rows = values(seed, tokens * KV_HEADS * DIM);
+            let rows = TensorView::host(&rows, &[tokens, KV_HEADS, DIM]);
+            step.write(layer, rows, rows, QkvFormat::Thd).unwrap();
+        }
+        step.commit().unwrap();
+    }
+
+    /// A decode step of some sequences: its outputs, row by row.
+    fn decode(&mut self, sequences: &[SequenceId], captures: bool, window: Option<u32>) -> Vec<u8> {
+        self.steps += 1;
+        for (buffer, (which, len)) in self.inputs.iter().zip([(1, Q_LEN), (2, K_LEN), (3, K_LEN)]) {
+            let rows = values(self.steps * 10 + which, len * u32::from(LAYERS));
+            let queue = self.cache.queue_mut();
+            queue.upload(buffer, 0, bytemuck::cast_slice(&rows)).unwrap();
+        }
+        let inputs: Vec<_> = sequences.iter().map(|id| StepInput::count(*id, 1)).collect();
+        let tensors = (&self.inputs, &self.out);
+        let mut step = self.cache.begin_step(&inputs).unwrap();
+        if captures {
+            if self.graph.is_none() {
+                step.queue_mut().begin_capture().unwrap();
+                layers(&mut step, tensors, window);
+                self.graph = Some(step.queue_mut().end_capture().unwrap());
+            }
+            step.queue_mut().replay(self.graph.as_ref().unwrap()).unwrap();
+            step.mark_written();
+        } else {
+            layers(&mut step, tensors, window);
+        }
+        step.commit().unwrap();
+        let queue = self.cache.queue_mut();
+        queue.download(&self.out, 0, self.out.len()).unwrap().wait().unwrap()
+    }
+}
+
+/// Writes and attends every layer of a step, with tensors in device memory.
+fn layers(
+    step: &mut Step<'_, CudaBackend>,
+    (inputs, out): (&[CudaBuffer; 3], &CudaBuffer),
+    window: Option<u32>,
+) {
+    let [q, k, v] = inputs;
+    let mut options = AttentionOptions::causal(0.125);
+    if let Some(left) = window {
+        options = options.window_left(left);
+    }
+    for layer in 0..LAYERS {
+        let at = |len: u32| u64::from(len) * u64::from(layer) * 2;
+        let kv =
+            |buffer| TensorView::device(DType::F16, buffer, at(K_LEN), &[BATCH, KV_HEADS, DIM]);
+        step.write(layer, kv(k), kv(v), QkvFormat::Thd).unwrap();
+        let dims = [BATCH, Q_HEADS, DIM];
+        let q = TensorView::device(DType::F16, q, at(Q_LEN), &dims);
+        let out = TensorViewMut::device(DType::F16, out, at(Q_LEN), &dims);
+        step.attend(layer, q, out, &options).unwrap();
+    }
+}
+
+/// What happens between decode steps, and to whom.
+enum Act {
+    Prefill(u64, u32),
+    Decode(&'static [u64]),
+    End(u64),
+}
+
+/// Both sides live the same life, one with captured launches.
+fn same_bits(format: KvFormat, window: Option<u32>) {
+    use Act::{Decode, End, Prefill};
+    let acts = [
+        Prefill(1, 40),
+        Prefill(2, 700),
+        Decode(&[1, 2]), // as ever, before anything is captured
+        Decode(&[1, 2]), // captured here
+        Prefill(3, 17),
+        Decode(&[3, 1, 2]),
+        End(1),
+        Decode(&[2, 3]),
+        Prefill(4, 1300),
+        Prefill(5, 1),
+        Decode(&[5, 4, 3, 2]),
+        Decode(&[4]),
+        End(2),
+        End(3),
+        Prefill(6, 15),
+        Decode(&[6, 5]),
+        Decode(&[6, 4, 5]), // 6 and 5 go on into new blocks
+        Decode(&[6, 5, 4]),
+    ];
+    let (mut captured, mut plain) = (Side::new(format, window), Side::new(format, window));
+    captured.cache.queue_mut().set_step_limits(LIMITS);
+    for (index, act) in acts.iter().enumerate() {
+        match act {
+            Prefill(id, tokens) => {
+                captured.prefill(seq(*id), *tokens);
+                plain.prefill(seq(*id), *tokens);
+            }
+            Decode(ids) => {
+                let ids: Vec<_> = ids.iter().map(|id| seq(*id)).collect();
+                let is_warm = captured.steps > 0;
+                let got = captured.decode(&ids, is_warm, window);
+                assert_eq!(got, plain.decode(&ids, false, window), "{format}: act {index}");
+            }
+            End(id) => {
+                captured.cache.release(seq(*id)).unwrap();
+                plain.cache.release(seq(*id)).unwrap();
+            }
+        }
+    }
+    assert!(captured.graph.is_some(), "nothing was captured");
+}
+
+#[test]
+fn a_replay_serves_every_batch_on_tensor_cores() {
+    same_bits(KvFormat::F16, None);
+}
+
+#[test]
+fn a_replay_serves_every_batch_in_codes() {
+    same_bits(KvFormat::L4(ScaleGroup::Row), None);
+    same_bits(KvFormat::Int8(Scaling::Row), None);
+}
+
+#[test]
+fn a_replay_serves_every_batch_under_a_window() {
+    same_bits(KvFormat::F16, Some(100));
+}
+
+#[test]
+fn what_cannot_be_captured_is_refused_and_the_step_goes_on() {
+    let mut side = Side::new(KvFormat::F16, None);
+    side.prefill(seq(1), 20);
+    let is_refused = |error: kv_core::DeviceError| error.kind() == DeviceErrorKind::Unsupported;
+    let queue = side.cache.queue_mut();
+    assert!(is_refused(queue.begin_capture().unwrap_err()), "no limits");
+    assert!(is_refused(queue.end_capture().unwrap_err()), "nothing begun");
+    queue.set_step_limits(LIMITS);
+    side.decode(&[seq(1)], false, None);
+    side.decode(&[seq(1)], true, None);
+    let graph = side.graph.take().unwrap();
+
+    // A step beyond the limits runs, but neither as a capture nor as a replay.
+    let mut step = side.cache.begin_step(&[StepInput::count(seq(1), 2)]).unwrap();
+    assert!(is_refused(step.queue_mut().begin_capture().unwrap_err()));
+    assert!(is_refused(step.queue_mut().replay(&graph).unwrap_err()));
+    drop(step);
+
+    // A tensor of the host, in a capture: refused, and the capture can end.
+    let mut step = side.cache.begin_step(&[StepInput::count(seq(1), 1)]).unwrap();
+    step.queue_mut().begin_capture().unwrap();
+    let rows = values(1, KV_HEADS * DIM);
+    let rows = TensorView::host(&rows, &[1, KV_HEADS, DIM]);
+    assert!(step.write(0, rows, rows, QkvFormat::Thd).is_err());
+    step.queue_mut().end_capture().unwrap();
+    step.write(0, rows, rows, QkvFormat::Thd).unwrap();
+    drop(step);
+
+    // Other limits: other addresses.
+    side.cache.queue_mut().set_step_limits(LIMITS);
+    let mut step = side.cache.begin_step(&[StepInput::count(seq(1), 1)]).unwrap();
+    assert!(is_refused(step.queue_mut().replay(&graph).unwrap_err()));
+    drop(step);
+
+    // Another device.
+    let mut other = Side::new(KvFormat::F16, None);
+    let refused = other.cache.queue_mut().replay(&graph).unwrap_err();
+    assert_eq!(refused.kind(), DeviceErrorKind::ForeignHandle);
+}
