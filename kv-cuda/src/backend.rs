@@ -41,7 +41,7 @@ impl CudaBackend {
         Ok(Self::on(Arc::new(Emulator::open(options)?)))
     }
 
-    fn on(gpu: Arc<dyn Gpu>) -> Self {
+    pub(crate) fn on(gpu: Arc<dyn Gpu>) -> Self {
         let facts = gpu.facts();
         let capabilities = Capabilities::minimal()
             .with_buffer_bytes_max(facts.memory)
@@ -82,6 +82,11 @@ impl CudaBackend {
         // SAFETY: both conditions are the caller's promise.
         let stream = unsafe { self.gpu.foreign_stream(stream)? };
         Ok(CudaQueue::on(&self.gpu, &self.waiter, stream))
+    }
+
+    /// What a stream of its own needs.
+    pub(crate) fn parts(&self) -> (&Arc<dyn Gpu>, &Arc<Waiter>) {
+        (&self.gpu, &self.waiter)
     }
 
     /// Name of the card.

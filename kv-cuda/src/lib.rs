@@ -9,6 +9,9 @@
 //! and all layers share it; with [`StepLimits`] its lists keep their addresses, as a captured graph
 //! of launches needs it.
 //!
+//! Blocks of preempted sequences can leave for page-locked host memory and come back, on a stream
+//! beside the queue's: [`CudaBackend::swap`].
+//!
 //! The same host code and the same kernels run on the CPU with the feature `emulated`
 //! (`CudaBackend::emulated`): slow, for tests, and without a card.
 mod backend;
@@ -29,6 +32,7 @@ mod queue;
 mod scratch;
 mod staging;
 mod step;
+mod swap;
 mod tensors;
 #[cfg(test)]
 #[cfg(feature = "emulated")]
@@ -43,3 +47,4 @@ pub use driver::CudaOptions;
 pub use emulated::EmulatorOptions;
 pub use queue::{CudaFence, CudaQueue, CudaReadback};
 pub use step::StepLimits;
+pub use swap::CudaSwap;

@@ -213,8 +213,31 @@ impl CudaQueue {
     }
 
     fn fence(&mut self) -> Result<CudaFence, DeviceError> {
-        let event = self.stream.record()?;
-        Ok(CudaFence { gpu: Arc::clone(&self.gpu), event, waiter: Arc::clone(&self.waiter) })
+        CudaFence::record(&self.gpu, &self.waiter, self.stream.as_mut())
+    }
+}
+
+impl CudaFence {
+    /// Marks the work of a stream so far.
+    pub(crate) fn record(
+        gpu: &Arc<dyn Gpu>,
+        waiter: &Arc<Waiter>,
+        stream: &mut dyn Stream,
+    ) -> Result<Self, DeviceError> {
+        let event = stream.record()?;
+        Ok(Self { gpu: Arc::clone(gpu), event, waiter: Arc::clone(waiter) })
+    }
+
+    /// Its event, for a stream of `gpu` to wait for.
+    pub(crate) fn event_on(
+        &self,
+        gpu: &Arc<dyn Gpu>,
+        operation: &'static str,
+    ) -> Result<&Arc<dyn Event>, DeviceError> {
+        if !Arc::ptr_eq(gpu, &self.gpu) {
+            return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, operation));
+        }
+        Ok(&self.event)
     }
 }
 
@@ -329,10 +352,7 @@ impl Queue for CudaQueue {
     }
 
     fn wait_for(&mut self, fence: &CudaFence) -> Result<(), DeviceError> {
-        if !Arc::ptr_eq(&self.gpu, &fence.gpu) {
-            return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, "wait_for"));
-        }
-        self.stream.wait_for(&fence.event)
+        self.stream.wait_for(fence.event_on(&self.gpu, "wait_for")?)
     }
 }
 

@@ -8,6 +8,6 @@
 )]
 mod device;
 mod moves;
-mod random;
+pub(crate) mod random;
 mod rows;
 mod tails;

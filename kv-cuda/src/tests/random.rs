@@ -2,10 +2,10 @@
 
 /// `SplitMix64`.
 #[derive(Debug)]
-pub(super) struct Random(pub(super) u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    pub(super) fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -13,18 +13,18 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    pub(super) fn below(&mut self, end: u32) -> u32 {
+    pub(crate) fn below(&mut self, end: u32) -> u32 {
         (self.next() % u64::from(end)) as u32
     }
 
     /// Close to the normal distribution: twelve uniform numbers.
-    pub(super) fn normal(&mut self) -> f32 {
+    pub(crate) fn normal(&mut self) -> f32 {
         let uniform = |random: &mut Self| (random.next() >> 40) as f32 / (1 << 24) as f32;
         (0..12).map(|_| uniform(self)).sum::<f32>() - 6.0
     }
 
     /// A row of one of several kinds.
-    pub(super) fn row(&mut self, dim: usize) -> Vec<f32> {
+    pub(crate) fn row(&mut self, dim: usize) -> Vec<f32> {
         let kind = self.below(16);
         let magnitude = f32::exp2(self.below(40) as f32 - 20.0);
         let mut row: Vec<f32> = (0..dim).map(|_| self.normal()).collect();
