@@ -3,7 +3,7 @@ use super::*;
 use crate::eviction::Eviction;
 use crate::{PrefixReuse, PublishAt};
 
-fn cache_with(
+pub(super) fn cache_with(
     num_blocks: u32,
     change: impl FnOnce(crate::CacheSpecBuilder) -> crate::CacheSpecBuilder,
 ) -> KvCache<NullBackend> {
@@ -19,7 +19,7 @@ fn full_blocks(num_blocks: u32) -> KvCache<NullBackend> {
 }
 
 /// Starts a sequence and computes what is not cached; tokens that were.
-fn run(cache: &mut KvCache<NullBackend>, sequence: SequenceId, prompt: &[u32]) -> usize {
+pub(super) fn run(cache: &mut KvCache<NullBackend>, sequence: SequenceId, prompt: &[u32]) -> usize {
     let reused = cache.start(sequence, prompt, StartOptions::default()).unwrap();
     feed(cache, sequence, &prompt[reused..]);
     reused
@@ -31,7 +31,7 @@ fn feed(cache: &mut KvCache<NullBackend>, sequence: SequenceId, tokens: &[u32]) 
     step.commit().unwrap();
 }
 
-fn tokens(range: Range<u32>) -> Vec<u32> {
+pub(super) fn tokens(range: Range<u32>) -> Vec<u32> {
     range.collect()
 }
 
