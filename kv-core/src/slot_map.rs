@@ -176,6 +176,10 @@ impl SlotMap {
     /// Blocks that the first `tokens` tokens fill.
     #[inline]
     pub fn full_blocks(&self, tokens: u32) -> u32 {
+        if tokens < self.sinks {
+            // A block of sinks is full when no further one fits, whatever is left of it.
+            return tokens.checked_div(self.per_block).unwrap_or(0);
+        }
         self.whole_blocks(self.slots(tokens))
     }
 
@@ -288,7 +292,8 @@ mod tests {
     use super::*;
 
     /// Block size, slots of a wide row, sinks.
-    const SHAPES: [(u32, u32, u32); 8] = [
+    const SHAPES: [(u32, u32, u32); 9] = [
+        (3, 2, 3),
         (8, 3, 2),
         (16, 4, 4),
         (16, 6, 4),
@@ -328,6 +333,8 @@ mod tests {
                 assert!(map.tokens(blocks) > position, "{map:?}: {position}");
                 assert!(map.blocks(map.tokens(blocks)) <= blocks);
                 assert!(map.blocks(map.tokens(blocks) + 1) > blocks);
+                let full = (0..=60).take_while(|n| map.tokens(n + 1) <= position).count();
+                assert_eq!(map.full_blocks(position) as usize, full, "{map:?}: {position}");
             }
         }
     }
