@@ -49,11 +49,7 @@ pub(crate) fn names(tokens: &[u32], options: &StartOptions<'_>) -> Vec<Name> {
 }
 
 /// Heads and values of a row of one layer, and how it is stored.
-fn shape(
-    spec: &CacheSpec,
-    layer: u16,
-    plane: Plane,
-) -> Result<([usize; 2], KvFormat), CaseError> {
+fn shape(spec: &CacheSpec, layer: u16, plane: Plane) -> Result<([usize; 2], KvFormat), CaseError> {
     let (group, _) = spec.locate(layer.into()).ok_or("a layer of no group")?;
     let layouts = spec.groups()[usize::from(group.0)].layouts();
     let layout = &layouts[usize::from(plane == Plane::Value)];

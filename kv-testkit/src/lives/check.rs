@@ -29,7 +29,8 @@ impl Seen {
     pub(super) fn undone(&self, before: &Self) -> Result<(), CaseError> {
         same("lengths after a step undone", &self.lens, &before.lens)?;
         same("blocks after a step undone", &self.tables, &before.tables)?;
-        let [now, then] = [self, before].map(|seen| seen.pools.iter().map(|[empty, idle, _]| empty + idle));
+        let [now, then] =
+            [self, before].map(|seen| seen.pools.iter().map(|[empty, idle, _]| empty + idle));
         ensure(now.eq(then), || format!("free blocks: {:?}, {:?}", self.pools, before.pools))?;
         let is_found = self.probes.iter().zip(&before.probes).any(|(now, then)| now > then);
         ensure(!is_found, || format!("{:?} are found, before {:?}", self.probes, before.probes))
@@ -176,9 +177,15 @@ impl<B: Device> Life<B> {
             let known = sequence.tokens.iter().take(sequence.offered as usize);
             let mut prompt: Vec<_> = known.map_while(|token| *token).collect();
             let mut whole = (prompt.len() as u32).min(sequence.cut);
-            for group in self.spec.groups().iter().cycle().take(4 * self.spec.groups().len()) {
+            let ends = |group: &kv_core::GroupSpec, len| {
                 let map = group.slot_map();
-                whole = map.tokens(map.full_blocks(whole));
+                map.tokens(map.full_blocks(len))
+            };
+            // The last boundary of blocks in all groups.
+            while let Some(less) = self.spec.groups().iter().map(|group| ends(group, whole)).min()
+                && less < whole
+            {
+                whole = less;
             }
             prompt.push(77);
             let found = self.cache.probe(&prompt, sequence.options.naming());

@@ -116,8 +116,9 @@ impl Watched {
 
     /// Judges the choice of `named`, which is no candidate any more.
     fn evict(&mut self, eviction: Eviction, named: Option<BlockId>) {
-        let candidate =
-            |(block, known): (&BlockId, &Known)| Some((known.priority.level, known.idle?.1, *block));
+        let candidate = |(block, known): (&BlockId, &Known)| {
+            Some((known.priority.level, known.idle?.1, *block))
+        };
         let all: Vec<_> = self.blocks.iter().filter_map(candidate).collect();
         let (first, oldest) = (all.iter().min(), all.iter().min_by_key(|(_, age, _)| *age));
         let chosen = all.iter().find(|(_, _, block)| Some(*block) == named);

@@ -64,7 +64,7 @@ fn a_prompt_is_said_to_fit_exactly_where_all_its_chunks_do() {
             }
         }
     }
-    assert!(answers.iter().flatten().all(|n| *n > 40), "{answers:?}");
+    assert!(answers.iter().flatten().all(|n| *n > 3), "{answers:?}");
 }
 
 /// Another sequence with the same tokens, which goes on living where their number is odd.
