@@ -195,8 +195,9 @@ struct Chunks<'a> {
 }
 
 impl Chunks<'_> {
-    /// The most blocks of a group that are out of its pool at any time because of this prompt, which
-    /// begins with blocks `found`. A window gives back what it leaves, a tail what became codes.
+    /// The most blocks of a group that are out of its pool at any time because of this prompt,
+    /// which begins with blocks `found`. A window gives back what it leaves, a tail what became
+    /// codes.
     fn blocks<Buf>(
         &self,
         group: &Group<Buf>,

@@ -176,8 +176,8 @@ pub(super) fn first_live(map: &SlotMap, window: Window, len: u32) -> u32 {
 }
 
 impl FoundBlocks {
-    /// Finds the first `count` blocks, as far as they follow each other; each of them where a window
-    /// may do without the first.
+    /// Finds the first `count` blocks, as far as they follow each other; each of them where a
+    /// window may do without the first.
     fn find_blocks<Buf>(&mut self, group: &Group<Buf>, history: &mut History, count: u32) {
         let map = slot_map(group);
         self.blocks.clear();
@@ -191,8 +191,8 @@ impl FoundBlocks {
         });
     }
 
-    /// The longest prefix of at most `len` tokens that this group can serve, and behind which it has
-    /// `backoff` blocks more.
+    /// The longest prefix of at most `len` tokens that this group can serve, and behind which it
+    /// has `backoff` blocks more.
     fn longest<Buf>(&self, group: &Group<Buf>, len: u32, backoff: u32) -> u32 {
         let map = slot_map(group);
         let known = to_u32(self.blocks.len()).saturating_sub(backoff);

@@ -35,10 +35,10 @@ impl Stored {
             KvFormat::L6(ScaleGroup::Group32),
         ]);
         let kind = bytes.next();
-        let tail = format.is_quantised() && kind & 3 < 2;
-        let sinks = if kind & 12 == 12 { u32::from(kind >> 6) } else { 0 };
-        let transform = if kind & 16 == 0 { Transform::Auto } else { Transform::Off };
-        let per_block = tail && kind & 32 == 32;
+        let tail = format.is_quantised() && kind & 0b11 < 2;
+        let sinks = if kind & 0b1100 == 0b1100 { u32::from(kind >> 6) } else { 0 };
+        let transform = if kind & 0x10 == 0 { Transform::Auto } else { Transform::Off };
+        let per_block = tail && kind & 0x20 == 0x20;
         let key_mean = if per_block { KeyMean::PerBlock } else { KeyMean::Calibrated };
         Self { format, transform, key_mean, sinks, tail }
     }

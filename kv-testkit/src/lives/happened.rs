@@ -141,10 +141,6 @@ impl Lived {
 
 impl fmt::Debug for Lived {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut map = f.debug_map();
-        Happened::ALL.iter().for_each(|what| {
-            map.entry(what, &self.count(*what));
-        });
-        map.finish()
+        f.debug_map().entries(Happened::ALL.iter().map(|what| (what, self.count(*what)))).finish()
     }
 }

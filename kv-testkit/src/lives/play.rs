@@ -29,18 +29,20 @@ impl<B: Device> Life<B> {
             16 => self.pin(bytes),
             17 => self.unpin(bytes),
             18 => self.forget(bytes),
-            19 | 20 => self.pass_time(bytes),
+            19 | 20 => {
+                self.pass_time(bytes);
+                Ok(())
+            }
             _ => self.reset(bytes),
         }
     }
 
     /// Levels that were given for a while run out, some of them.
-    fn pass_time(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
+    fn pass_time(&mut self, bytes: &mut Bytes<'_>) {
         let seconds = u64::from(bytes.below(40));
         self.tell(|| format!("{seconds} s pass"));
         self.clock.advance(Duration::from_secs(seconds));
         self.lived.add(Happened::ClockStep);
-        Ok(())
     }
 
     /// Lets the device fail at one of its next operations, once in a while.

@@ -41,6 +41,10 @@ enum Finish {
     Drop,
 }
 
+/// The sequences that began in a step and how many tokens of each entry stay; or why the step never
+/// happened.
+type Ran = Result<(Vec<Begun>, Vec<u32>), Happened>;
+
 /// What became of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Taken {
@@ -168,15 +172,14 @@ impl<B: Device> Life<B> {
         Ok(Taken::Committed)
     }
 
-    /// Begins a step that fits, lets others join, writes and ends it. The sequences that began in it
-    /// and how many tokens of each entry stay; or why it never happened.
+    /// Begins a step that fits, lets others join, writes and ends it.
     fn run(
         &mut self,
         entries: &mut Vec<Entry>,
         late: Vec<Late>,
         bytes: &mut Bytes<'_>,
         finish: Finish,
-    ) -> Result<Result<(Vec<Begun>, Vec<u32>), Happened>, CaseError> {
+    ) -> Result<Ran, CaseError> {
         let ids = self.sequences.iter().map(|sequence| sequence.id).collect::<Vec<_>>();
         let device = self.backend.clone();
         let inputs: Vec<_> = entries.iter().map(|entry| entry.input(ids[entry.at])).collect();

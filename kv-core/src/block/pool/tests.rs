@@ -90,12 +90,12 @@ fn a_level_that_ran_out_holds_again_when_it_is_asked_for_again() {
     let clock = Arc::new(ManualClock::new());
     let timed = Priority { level: 90, duration: Some(Duration::from_secs(10)) };
     for policy in [Eviction::Priority, Eviction::Default] {
-        let shared: Arc<dyn Clock> = clock.clone();
+        let shared: Arc<dyn Clock> = Arc::<ManualClock>::clone(&clock);
         let policy = policy.policy(4, &shared);
         let (mut pool, mut ledger) = (BlockPool::new(GroupId(0), 4, 2, policy), Ledger::new(0, 16));
         let blocks = [1, 2, 3, 4].map(|token| stored(&mut pool, &mut ledger, token));
         pool.set_priority(blocks[0], timed, &mut ledger);
-        blocks.into_iter().for_each(|block| assert!(!pool.release(block)));
+        assert!(!blocks.into_iter().any(|block| pool.release(block)), "they are cached");
         clock.advance(Duration::from_secs(11));
         // The level has run out, which this call finds out.
         assert_eq!(pool.allocate(&mut ledger).map(|taken| taken.block), Some(blocks[1]));

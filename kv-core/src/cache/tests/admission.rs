@@ -1,6 +1,7 @@
 //! A prompt that is said to fit does, chunk by chunk, and no other.
 use super::reuse::{run, tokens};
 use super::*;
+use crate::num::to_usize;
 use crate::{KvFormat, PrefixReuse, Scaling};
 
 /// Ways to lay out the groups of a cache.
@@ -22,9 +23,9 @@ fn build(shape: usize, num_blocks: u32) -> Option<KvCache<NullBackend>> {
 }
 
 /// Computes a prompt in chunks; whether there were always enough blocks.
-fn runs(cache: &mut KvCache<NullBackend>, prompt: &[u32], (chunk, ahead): (usize, u32)) -> bool {
+fn runs(cache: &mut KvCache<NullBackend>, prompt: &[u32], (chunk, ahead): (u32, u32)) -> bool {
     let reused = cache.start(SEQ[1], prompt, StartOptions::default()).unwrap();
-    for (at, chunk) in prompt[reused..].chunks(chunk).enumerate() {
+    for (at, chunk) in prompt[reused..].chunks(to_usize(chunk)).enumerate() {
         let input = StepInput::tokens(SEQ[1], chunk).lookahead(if at == 0 { ahead } else { 0 });
         match cache.begin_step(&[input]) {
             Ok(mut step) => {
@@ -54,7 +55,7 @@ fn a_prompt_is_said_to_fit_exactly_where_all_its_chunks_do() {
                 let admission = Admission::default().chunk(chunk).lookahead(ahead).must_fit();
                 let prompt = tokens(0..len);
                 let said = cache.check_admission(&prompt, StartOptions::default(), &admission);
-                let fits = runs(&mut cache, &prompt, (chunk as usize, ahead));
+                let fits = runs(&mut cache, &prompt, (chunk, ahead));
                 let place = format!(
                     "shape {shape}, {num_blocks} blocks, {len} tokens by {chunk}, {ahead} ahead, \
                      {before} before"
@@ -107,7 +108,7 @@ fn a_block_of_sinks_is_taken_over_whole() {
         let id = SequenceId(u64::from(len));
         let mut prompt = tokens(0..len);
         prompt.push(99);
-        assert_eq!(run(&mut cache, id, &prompt), len as usize);
+        assert_eq!(run(&mut cache, id, &prompt), to_usize(len));
         check_invariants(&cache);
         cache.release(id).unwrap();
     }

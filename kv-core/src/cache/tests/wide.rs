@@ -194,9 +194,9 @@ fn a_tail_that_becomes_codes_is_found_behind_reserved_blocks() {
         append(&mut cache, &[(SEQ[0], 1)]).unwrap();
         let tail = table(&cache)[0];
         let step = cache.begin_step(&[StepInput::count(SEQ[0], 6)]).unwrap();
-        let sealed = step.sequences()[0].sealed_index as usize;
+        let sealed = crate::num::to_usize(step.sequences()[0].sealed_index);
         let row = step.cache().block_table(SEQ[0], GroupId(0)).unwrap();
-        assert_eq!(row[sealed], tail, "{reserve} tokens reserved: {row:?}");
+        assert_eq!(row[sealed].0, tail, "{reserve} tokens reserved: {row:?}");
     }
 }
 
