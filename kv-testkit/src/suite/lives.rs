@@ -20,6 +20,8 @@ const BYTES: usize = 1500;
 /// Scripts that are run in every pool, and the size from which on nothing is ever refused.
 const SCRIPTS: u64 = 12;
 const PLENTY: u32 = 80;
+/// Pools in a row without a refusal, behind which larger ones are not tried.
+const QUIET: u32 = 4;
 
 fn number(variable: &str, default: u64) -> Result<u64, CaseError> {
     match std::env::var(variable) {
@@ -62,11 +64,18 @@ fn random<B: Device>(backend: &B) -> CaseResult {
 fn every_size<B: Device>(backend: &B) -> CaseResult {
     for script in 0..SCRIPTS {
         let bytes = bytes(1 << 32 | script, 400);
-        let (mut refused, mut some) = (0, 0);
+        let (mut refused, mut some, mut quiet) = (0, 0, 0);
+        // Up to where nothing is refused any more, and in the last pool.
         for blocks in 1..=PLENTY {
+            if quiet >= QUIET && blocks < PLENTY {
+                continue;
+            }
             let lived = live_in(backend, &bytes, Some(blocks));
-            refused = lived.at(format!("script {script}, {blocks} blocks"))?.refused();
+            let lived = lived.at(format!("script {script}, {blocks} blocks"))?;
+            refused = lived.refused();
             some += u32::from(refused > 0);
+            let is_quiet = refused == 0 && lived.count(Happened::Operated) > 0;
+            quiet = if is_quiet { quiet + 1 } else { 0 };
         }
         // The last pool is large enough for all, and many are not.
         ensure(refused == 0, || format!("script {script}: refused with {PLENTY} blocks"))?;

@@ -43,7 +43,8 @@ fn runs(cache: &mut KvCache<NullBackend>, prompt: &[u32], (chunk, ahead): (u32, 
 fn a_prompt_is_said_to_fit_exactly_where_all_its_chunks_do() {
     let mut answers = [[0_u32; 2]; SHAPES];
     for (shape, counts) in answers.iter_mut().enumerate() {
-        let cases = (1..14).flat_map(|n| [1, 2, 3, 5, 8, 40].map(|c| (n, c)));
+        let sizes = [2, 3, 5, 7, 9, 12].into_iter();
+        let cases = sizes.flat_map(|n| [1, 3, 8, 40].map(|c| (n, c)));
         let cases = cases.flat_map(|(n, c)| [3, 12, 13, 29].map(|len| (n, c, len)));
         for (num_blocks, chunk, len) in cases {
             for (before, ahead) in [(0, 0), (0, 3), (1, 0), (10, 0), (21, 0)] {
@@ -65,7 +66,7 @@ fn a_prompt_is_said_to_fit_exactly_where_all_its_chunks_do() {
             }
         }
     }
-    assert!(answers.iter().flatten().all(|n| *n > 3), "{answers:?}");
+    assert!(answers.iter().flatten().all(|n| *n > 0), "{answers:?}");
 }
 
 /// Another sequence with the same tokens, which goes on living where their number is odd.
