@@ -263,6 +263,19 @@ fn the_last_holder_copies_too_where_it_would_write_over_another() {
 }
 
 #[test]
+fn a_block_that_its_last_holder_copied_is_wiped() {
+    let mut cache = cache_with(8, |spec| spec.prefix_reuse(PrefixReuse::Off).wipe_on_release(true));
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 3)]).unwrap();
+    cache.fork(SEQ[0], SEQ[1]).unwrap();
+    cache.truncate(SEQ[1], 2).unwrap();
+    let shared = cache.block_table(SEQ[0], GroupId(0)).unwrap()[0];
+    append(&mut cache, &[(SEQ[0], 1), (SEQ[1], 1)]).unwrap();
+    assert_eq!(cache.pool(GroupId(0)).unwrap().holders(shared), 0);
+    assert_eq!(cache.unwiped, [(0, shared)], "nobody holds it any more");
+}
+
+#[test]
 fn a_block_kept_in_a_step_that_never_happened_is_shared_again() {
     let mut cache = cache_with(8, |spec| spec.prefix_reuse(PrefixReuse::Off));
     start(&mut cache, SEQ[0]);
