@@ -31,6 +31,7 @@
 mod case;
 mod consumer;
 pub mod device;
+mod erratic;
 mod harness;
 pub mod lab;
 pub mod lives;

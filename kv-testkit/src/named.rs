@@ -1,7 +1,12 @@
 //! K and V that say which tokens they come from: rows are equal exactly where the whole prefix is,
 //! salt, adapter and contents included. What a sequence reads must be what its own tokens name.
+//!
+//! Rows of f32 hold as much of a name as they can, and come back to the bit. Values of any other
+//! format are 1 or -1: their signs are the name, and no rounding changes one.
 use kv_core::reuse::ContentSpan;
-use kv_core::{CacheSpec, DType, KvCache, Plane, QkvFormat, SequenceId, StartOptions, Step};
+use kv_core::{
+    CacheSpec, DType, KvCache, KvFormat, Plane, QkvFormat, SequenceId, StartOptions, Step,
+};
 
 use crate::case::{At, CaseError, same};
 use crate::device::{Device, Place, Staged};
@@ -43,12 +48,12 @@ pub(crate) fn names(tokens: &[u32], options: &StartOptions<'_>) -> Vec<Name> {
     tokens.iter().zip(0..).map(next).collect()
 }
 
-/// Heads and values of a row of one layer.
-fn shape(spec: &CacheSpec, layer: u16, plane: Plane) -> Result<[usize; 2], CaseError> {
+/// Heads and values of a row of one layer, and how it is stored.
+fn shape(spec: &CacheSpec, layer: u16, plane: Plane) -> Result<([usize; 2], KvFormat), CaseError> {
     let (group, _) = spec.locate(layer.into()).ok_or("a layer of no group")?;
     let layouts = spec.groups()[usize::from(group.0)].layouts();
     let layout = &layouts[usize::from(plane == Plane::Value)];
-    Ok([layout.num_kv_heads() as usize, layout.head_dim() as usize])
+    Ok(([layout.num_kv_heads() as usize, layout.head_dim() as usize], layout.format()))
 }
 
 /// K or V of tokens: multiples of 2^-23 in -1..1, exact in f32.
@@ -63,6 +68,29 @@ pub(crate) fn rows(names: &[Name], layer: u16, plane: Plane, width: usize) -> Ve
     names.iter().flat_map(row).collect()
 }
 
+/// K or V of tokens: 1 and -1, exact in every format of 16 bits or more. 32 values tell prefixes
+/// apart.
+fn signs(names: &[Name], layer: u16, plane: Plane, width: usize) -> Vec<f32> {
+    let salt = u64::from(layer) * 2 + u64::from(plane == Plane::Value);
+    let row = |name: &Name| {
+        let name = mix(*name, salt);
+        let bit = move |at: u64| (mix(name, at / 64) >> (at % 64)) & 1;
+        (0..width as u64).map(move |at| if bit(at) == 0 { 1.0 } else { -1.0 }).collect::<Vec<_>>()
+    };
+    names.iter().flat_map(row).collect()
+}
+
+/// K or V of tokens, for planes of a format.
+fn stored(
+    names: &[Name],
+    (layer, plane): (u16, Plane),
+    width: usize,
+    format: KvFormat,
+) -> Vec<f32> {
+    let make = if format == KvFormat::F32 { rows } else { signs };
+    make(names, layer, plane, width)
+}
+
 /// Writes the rows of a step's new tokens to every layer.
 pub(crate) fn write<B: Device>(
     step: &mut Step<'_, B>,
@@ -72,9 +100,9 @@ pub(crate) fn write<B: Device>(
     for layer in 0..spec.num_layers() {
         let mut kv = Vec::new();
         for plane in [Plane::Key, Plane::Value] {
-            let [heads, dim] = shape(spec, layer, plane)?;
+            let ([heads, dim], format) = shape(spec, layer, plane)?;
             let dims = [names.len() as u32, heads as u32, dim as u32];
-            kv.push((rows(names, layer, plane, heads * dim), dims));
+            kv.push((stored(names, (layer, plane), heads * dim, format), dims));
         }
         let [k, v] = [0, 1].map(|i| kv_core::TensorView::host(&kv[i].0, &kv[i].1));
         step.write(layer, k, v, QkvFormat::Thd)?;
@@ -83,7 +111,7 @@ pub(crate) fn write<B: Device>(
 }
 
 /// Fails unless the rows of a sequence from `begin` on are those of `names`, in every layer of the
-/// group, which stores f32.
+/// group: to the bit, or by the signs of codes.
 pub(crate) fn check<B: Device>(
     backend: &B,
     cache: &mut KvCache<B>,
@@ -94,7 +122,7 @@ pub(crate) fn check<B: Device>(
     let spec = cache.spec().clone();
     for layer in spec.groups()[group].layers() {
         for plane in [Plane::Key, Plane::Value] {
-            let [heads, dim] = shape(&spec, layer.0, plane)?;
+            let ([heads, dim], format) = shape(&spec, layer.0, plane)?;
             let layout = dense(QkvFormat::Thd, &[names.len()], [heads, dim]);
             let made = (layout, DType::F32);
             let mut out = Staged::output(backend, cache.queue_mut(), made, Place::Host)?;
@@ -102,8 +130,12 @@ pub(crate) fn check<B: Device>(
             cache.gather(*layer, plane, &[range], out.view_mut(), QkvFormat::Thd)?;
             let capabilities = backend.capabilities();
             let got = out.read(capabilities, cache.queue_mut())?.values();
-            let expected = rows(names, layer.0, plane, heads * dim);
-            let differs = |(a, b): (&[f32], &[f32])| a != b;
+            let expected = stored(names, (layer.0, plane), heads * dim, format);
+            let is_exact = !format.is_quantised();
+            let is_same = |(a, b): (&f32, &f32)| {
+                if is_exact { a == b } else { a.is_finite() && a * b > 0.0 }
+            };
+            let differs = |(a, b): (&[f32], &[f32])| !a.iter().zip(b).all(is_same);
             let width = heads * dim;
             let first = got.chunks(width).zip(expected.chunks(width)).position(differs);
             same("rows", got.len(), expected.len())?;

@@ -258,14 +258,19 @@ impl BlockPool {
         emptied
     }
 
-    /// Sets what the owner of a block's content asks for it; no change for a block without content.
+    /// Sets what the owner of a block's content asks for it, from now on where it has a duration;
+    /// no change for a block without content.
     pub fn set_priority(&mut self, block: BlockId, priority: Priority, ledger: &mut Ledger) {
-        let before = self.index.set_priority(block, priority);
-        if before.is_some_and(|before| before != priority) {
+        let Some(before) = self.index.set_priority(block, priority) else {
+            return;
+        };
+        // A level may have run out since, and is asked for again.
+        if before != priority || priority.duration.is_some() {
             self.policy.set_priority(block, priority);
-            if let Some(entry) = self.index.get(block).filter(|entry| !entry.is_partial) {
-                ledger.block_updated(self.group, entry.key, priority);
-            }
+        }
+        let entry = self.index.get(block).filter(|entry| !entry.is_partial && before != priority);
+        if let Some(entry) = entry {
+            ledger.block_updated(self.group, entry.key, priority);
         }
     }
 

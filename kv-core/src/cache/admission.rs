@@ -2,6 +2,7 @@
 //! goes by.
 use crate::backend::Backend;
 use crate::cache::demand::{Demand, Exchanged};
+use crate::cache::lookup::{Needed, first_live, sink_blocks};
 use crate::cache::start::{Lookup, exhausted};
 use crate::cache::{Group, KvCache, StartOptions, StepInput, slot_map};
 use crate::error::{CacheError, PlanError};
@@ -20,7 +21,8 @@ pub struct Admission {
     pub lookahead: u32,
     /// Blocks of every group that must stay free, so that running sequences can grow.
     pub watermark: u32,
-    /// The whole prompt must fit, not just the first step's tokens.
+    /// The whole prompt must fit, computed alone and in steps of [`Self::chunk`] tokens, not just
+    /// the first step's tokens. Windows give back what they leave on the way.
     pub must_fit: bool,
 }
 
@@ -102,29 +104,19 @@ impl<B: Backend> KvCache<B> {
                 let blocks = growth.blocks().max(ahead).max(reserved).saturating_sub(held);
                 blocks.saturating_add(u32::from(copied.is_some() && new > 0))
             };
-            let step = needed(chunk, admission.lookahead);
+            let step = needed(chunk, admission.lookahead).saturating_add(idle);
             let all = if admission.must_fit {
-                self.whole_prompt(group, needed(rest, 0), chunk)
+                let prompt = Chunks { reused, len, chunk, reserve: options.reserve, admission };
+                prompt.blocks(group, &blocks, has_part, copied)
             } else {
                 0
             };
-            let total = step.max(all).saturating_add(idle).saturating_add(admission.watermark);
+            let total = step.max(all).saturating_add(admission.watermark);
             if total > group.pool.num_free() {
                 return Err(exhausted(index, total, &group.pool, 0).into());
             }
         }
         Ok(to_usize(reused))
-    }
-
-    /// Blocks for a whole prompt that comes in chunks: a window gives back what it leaves.
-    fn whole_prompt(&self, group: &Group<B::Buffer>, blocks: u32, chunk: u32) -> u32 {
-        let Some(_) = group.window else {
-            return blocks;
-        };
-        let map = slot_map(group);
-        let spec = self.spec.groups().get(group.id);
-        let most = spec.map_or(blocks, |spec| spec.blocks_to_grow(self.spec.max_seq_len()));
-        blocks.min(most.saturating_add(map.blocks(chunk)))
     }
 
     /// Blocks of one group that [`Self::begin_step`] would take for `inputs`, and those it can
@@ -190,6 +182,64 @@ impl<B: Backend> KvCache<B> {
         shared.add(group, &next, 0, &Exchanged::default());
         let first = shared.blocks.saturating_sub(group.grown_by(&next));
         Ok(spec.blocks_to_grow(len).saturating_sub(held).saturating_add(first))
+    }
+}
+
+/// A prompt that is computed chunk by chunk, to its end.
+struct Chunks<'a> {
+    reused: u32,
+    len: u32,
+    chunk: u32,
+    reserve: u32,
+    admission: &'a Admission,
+}
+
+impl Chunks<'_> {
+    /// The most blocks of a group that are out of its pool at any time because of this prompt,
+    /// which begins with blocks `found`. A window gives back what it leaves, a tail what became
+    /// codes.
+    fn blocks<Buf>(
+        &self,
+        group: &Group<Buf>,
+        found: &Needed<'_>,
+        has_part: bool,
+        copied: Option<BlockId>,
+    ) -> u32 {
+        let map = slot_map(group);
+        let reserved = map.blocks_reserved(self.reserve);
+        let has_steps = group.window.is_some() || map.has_tail();
+        let rest = self.len.saturating_sub(self.reused);
+        let chunk = if has_steps && self.chunk > 0 { self.chunk } else { rest.max(1) };
+        let sinks = sink_blocks(group.window, &map);
+        // Others hold these: they cost nothing, and leave nothing behind. The block that is copied
+        // is not among them.
+        let is_shared = |block: &BlockId| !group.pool.is_idle(*block) && copied != Some(*block);
+        let shared = |live: u32| {
+            let is_live = |at: u32| at < sinks || at >= live;
+            let blocks = found.iter(has_part).zip(0..).filter(|(_, at)| is_live(*at));
+            to_u32(blocks.filter_map(|(block, _)| block).filter(is_shared).count())
+        };
+        let (mut at, mut coded, mut most) = (self.reused, self.reused, 0_u32);
+        let mut entries = to_u32(found.iter(has_part).count()).max(reserved);
+        // Where nothing is given back on the way, what a first chunk takes ahead needs no look.
+        let is_window = has_steps && !map.has_tail();
+        let mut ahead = if is_window { self.admission.lookahead } else { 0 };
+        while at < self.len {
+            let next = at.saturating_add(chunk).min(self.len);
+            let growth = Growth::new(&map, coded, at, next);
+            let live = group.window.map_or(0, |window| {
+                let live = first_live(&map, window, at);
+                if map.has_tail() { live.min(map.full_blocks(coded)) } else { live }
+            });
+            // What a step took ahead stays.
+            let before = if map.has_tail() { reserved } else { entries };
+            let further = if ahead > 0 { map.blocks(next.saturating_add(ahead)) } else { 0 };
+            entries = growth.blocks().max(further).max(before);
+            let held = entries.saturating_sub(live.saturating_sub(sinks));
+            most = most.max(held.saturating_sub(shared(live)));
+            (at, coded, ahead) = (next, map.coded_after(coded, next), 0);
+        }
+        most
     }
 }
 

@@ -51,8 +51,10 @@ impl<B: Backend> KvCache<B> {
             }
         }
         while let Some((index, block)) = self.open.kept.pop() {
-            if let Some(group) = self.groups.get_mut(index) {
-                group.pool.release(block);
+            let group = self.groups.get_mut(index);
+            let emptied = group.is_some_and(|group| group.pool.release(block));
+            if emptied && self.spec.wipe_on_release() {
+                self.unwiped.push((index, block));
             }
         }
         self.note_peak();

@@ -72,14 +72,12 @@ impl Found {
         }
         let mut len = limit;
         for (found, group) in self.groups.iter_mut().zip(groups) {
-            found.find_blocks(group, history, len);
-            len = found.longest(group, len);
+            let map = slot_map(group);
+            let count = map.full_blocks(len).saturating_add(backoff).min(map.full_blocks(limit));
+            found.find_blocks(group, history, count);
+            len = found.longest(group, len, backoff);
         }
-        len = self.agree(groups, len);
-        for _ in 0..backoff {
-            let before = len.saturating_sub(1);
-            len = self.agree(groups, before);
-        }
+        len = self.agree(groups, len, backoff);
         self.whole = len;
         self.groups.iter_mut().for_each(|found| found.donor = None);
         if reuse == PrefixReuse::Partial && backoff == 0 {
@@ -87,12 +85,13 @@ impl Found {
         }
     }
 
-    /// The longest prefix of at most `len` tokens that all groups can serve.
-    fn agree<Buf>(&self, groups: &[Group<Buf>], mut len: u32) -> u32 {
+    /// The longest prefix of at most `len` tokens that all groups can serve, and behind which each
+    /// has `backoff` blocks more.
+    fn agree<Buf>(&self, groups: &[Group<Buf>], mut len: u32, backoff: u32) -> u32 {
         loop {
             let before = len;
             for (found, group) in self.groups.iter().zip(groups) {
-                len = found.longest(group, len);
+                len = found.longest(group, len, backoff);
             }
             if len == before || groups.len() == 1 {
                 return len;
@@ -177,13 +176,13 @@ pub(super) fn first_live(map: &SlotMap, window: Window, len: u32) -> u32 {
 }
 
 impl FoundBlocks {
-    /// Finds blocks of the first `len` tokens: the first ones, or every one where a window may do
-    /// without the first.
-    fn find_blocks<Buf>(&mut self, group: &Group<Buf>, history: &mut History, len: u32) {
+    /// Finds the first `count` blocks, as far as they follow each other; each of them where a
+    /// window may do without the first.
+    fn find_blocks<Buf>(&mut self, group: &Group<Buf>, history: &mut History, count: u32) {
         let map = slot_map(group);
         self.blocks.clear();
         let (blocks, may_lack) = (&mut self.blocks, group.window.is_some());
-        history.each_full(group.chain, &map, map.full_blocks(len), |content| {
+        history.each_full(group.chain, &map, count, |content| {
             let found = group.pool.find(content);
             if found.is_some() || may_lack {
                 blocks.push(found);
@@ -192,25 +191,29 @@ impl FoundBlocks {
         });
     }
 
-    /// The longest prefix of at most `len` tokens that this group can serve.
-    fn longest<Buf>(&self, group: &Group<Buf>, len: u32) -> u32 {
+    /// The longest prefix of at most `len` tokens that this group can serve, and behind which it
+    /// has `backoff` blocks more.
+    fn longest<Buf>(&self, group: &Group<Buf>, len: u32, backoff: u32) -> u32 {
         let map = slot_map(group);
-        let most = map.full_blocks(len).min(to_u32(self.blocks.len()));
+        let known = to_u32(self.blocks.len()).saturating_sub(backoff);
+        let mut blocks = map.full_blocks(len).min(known);
         let Some(window) = group.window else {
-            return map.tokens(most);
+            return map.tokens(blocks);
         };
         let is_there = |i: &u32| self.blocks.get(to_usize(*i)).is_some_and(Option::is_some);
         let sinks = sink_blocks(Some(window), &map);
-        let mut blocks = most;
         while blocks > 0 {
+            let end = blocks.saturating_add(backoff);
             // A window of the query alone needs none; something must be cached all the same.
-            let live = first_live(&map, window, map.tokens(blocks)).min(blocks.saturating_sub(1));
+            let live = first_live(&map, window, map.tokens(blocks)).min(end.saturating_sub(1));
             // A gap at `i` rules out every prefix that needs `i`: the next to try ends before it.
-            let gap = (live..blocks).rev().find(|i| !is_there(i));
-            match gap {
-                Some(gap) => blocks = gap,
-                None if (0..sinks.min(blocks)).all(|i| is_there(&i)) => break,
-                None => return 0,
+            if let Some(gap) = (live..end).rev().find(|i| !is_there(i)) {
+                blocks = gap.saturating_sub(backoff);
+                continue;
+            }
+            match (0..sinks.min(blocks)).find(|i| !is_there(i)) {
+                Some(gap) => blocks = gap.saturating_sub(backoff),
+                None => break,
             }
         }
         map.tokens(blocks)

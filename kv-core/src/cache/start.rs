@@ -32,8 +32,13 @@ pub struct StartOptions<'a> {
     /// What the blocks of this sequence are worth once nobody holds them; the default level for all
     /// unless set. Blocks that it takes over get these priorities too.
     pub retention: Option<&'a Retention>,
-    /// Takes over so many full blocks less than are there, for draft models that read ahead of the
-    /// tokens they have seen (EAGLE: 1).
+    /// Takes over so many full blocks less than are there, for draft models whose K and V come from
+    /// the token before (EAGLE: 1): what they wrote at the end of a hit belongs to another token.
+    ///
+    /// A hit counts only where so many blocks more than it are cached, in every group: those are
+    /// computed anew. Of a group with a window, they must follow the window of the hit without a
+    /// gap, so that a window is asked for that is so many blocks longer. Groups of other block
+    /// sizes count in blocks of their own.
     pub backoff_blocks: u32,
     /// Computes the whole prompt, and offers none of it to others.
     pub no_reuse: bool,

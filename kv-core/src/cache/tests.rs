@@ -1,5 +1,7 @@
 //! Sequences on a device that computes nothing: who holds which block, and no trace of a refusal.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
+mod admission;
+mod backoff;
 mod constants;
 mod lives;
 mod reuse;

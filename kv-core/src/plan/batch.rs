@@ -253,7 +253,8 @@ impl PlanBuffers {
             kv_len,
             coded: growth.coded,
             coded_before: growth.coded_before,
-            sealed_index: growth.code_blocks.saturating_add(growth.tail_blocks),
+            // Behind reserved blocks too.
+            sealed_index: to_u32(table.len()).saturating_sub(growth.tail_blocks_before),
             split_start: 0,
             num_splits: 0,
         });

@@ -2,9 +2,10 @@
 use std::collections::BTreeMap;
 
 use kv_core::block::BlockPool;
+use kv_core::eviction::Priority;
 use kv_core::{BlockId, GroupId, PrefixReuse, SequenceId, Stats};
 
-use super::{Life, Sequence};
+use super::{Happened, Life, Sequence, lock};
 use crate::case::{At, CaseError, ensure, same};
 use crate::consumer::place;
 use crate::device::Device;
@@ -23,10 +24,16 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// Fails unless sequences and their blocks are the same; others may be cached or not.
-    pub(super) fn same_lives(&self, before: &Self) -> Result<(), CaseError> {
-        same("lengths after a dropped step", &self.lens, &before.lens)?;
-        same("blocks after a dropped step", &self.tables, &before.tables)
+    /// Fails unless sequences and their blocks are as before a step that never happened. What is
+    /// cached may have been given up for it, but nothing else is found than before.
+    pub(super) fn undone(&self, before: &Self) -> Result<(), CaseError> {
+        same("lengths after a step undone", &self.lens, &before.lens)?;
+        same("blocks after a step undone", &self.tables, &before.tables)?;
+        let [now, then] =
+            [self, before].map(|seen| seen.pools.iter().map(|[empty, idle, _]| empty + idle));
+        ensure(now.eq(then), || format!("free blocks: {:?}, {:?}", self.pools, before.pools))?;
+        let is_found = self.probes.iter().zip(&before.probes).any(|(now, then)| now > then);
+        ensure(!is_found, || format!("{:?} are found, before {:?}", self.probes, before.probes))
     }
 }
 
@@ -77,6 +84,7 @@ impl<B: Device> Life<B> {
             same(format!("length of {}", sequence.id), self.cache.seq_len(sequence.id), len)?;
         }
         self.check_holders()?;
+        self.check_policies()?;
         self.check_rows()?;
         self.check_offers()?;
         self.check_events()
@@ -113,6 +121,30 @@ impl<B: Device> Life<B> {
         Ok(())
     }
 
+    /// Policies know what is cached, and choose as they promise.
+    fn check_policies(&self) -> Result<(), CaseError> {
+        for ((id, pool), watched) in self.groups().zip(&self.watched) {
+            let watched = lock(watched);
+            ensure(watched.broken().is_none(), || format!("{:?}", watched.broken()))?;
+            same("blocks that the policy knows", watched.num_known(), pool.index().len())?;
+            for block in (0..pool.num_blocks()).map(BlockId) {
+                let content = pool.content(block);
+                let known = watched.of(block);
+                let name = || place(usize::from(id.0), block);
+                same(format!("content of {}", name()), known.is_some(), content.is_some())?;
+                if let Some(((priority, is_idle), content)) = known.zip(content) {
+                    same(format!("a candidate: {}", name()), is_idle, pool.is_idle(block))?;
+                    // A level that ran out is the default one.
+                    let is_default = priority == Priority::default();
+                    ensure(priority == content.priority || is_default, || {
+                        format!("{}: {priority:?}, asked for {:?}", name(), content.priority)
+                    })?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Every row that a sequence can read is of its own prefix.
     fn check_rows(&mut self) -> Result<(), CaseError> {
         for sequence in &self.sequences {
@@ -144,9 +176,16 @@ impl<B: Device> Life<B> {
         for sequence in self.sequences.iter().filter(|sequence| sequence.offers) {
             let known = sequence.tokens.iter().take(sequence.offered as usize);
             let mut prompt: Vec<_> = known.map_while(|token| *token).collect();
-            let mut whole = prompt.len() as u32;
-            for group in self.spec.groups().iter().chain(self.spec.groups()) {
-                whole -= whole % group.block_size();
+            let mut whole = (prompt.len() as u32).min(sequence.cut);
+            let ends = |group: &kv_core::GroupSpec, len| {
+                let map = group.slot_map();
+                map.tokens(map.full_blocks(len))
+            };
+            // The last boundary of blocks in all groups.
+            while let Some(less) = self.spec.groups().iter().map(|group| ends(group, whole)).min()
+                && less < whole
+            {
+                whole = less;
             }
             prompt.push(77);
             let found = self.cache.probe(&prompt, sequence.options.naming());
@@ -175,7 +214,7 @@ impl<B: Device> Life<B> {
             return same("events without room", self.cache.take_events().len(), 0);
         }
         // Not after each operation, so that some are lost where there is little room.
-        if self.lived.operations.is_multiple_of(3) {
+        if self.operations().is_multiple_of(3) {
             let events = self.cache.take_events();
             self.consumer.apply(&events).at("events")?;
             if self.consumer.is_lost() {
@@ -194,31 +233,51 @@ impl<B: Device> Life<B> {
         for pin in std::mem::take(&mut self.pins) {
             ensure(self.cache.unpin(pin.id)?, || format!("{:?} was not pinned", pin.id))?;
         }
-        self.lived.operations += 1;
+        self.lived.add(Happened::Operated);
         self.check()?;
         let total = |(_, pool): (GroupId, &BlockPool)| pool.num_free() == pool.num_blocks();
         ensure(self.groups().all(total), || "blocks are held by nobody".to_owned())?;
-        self.lived.evictions = self.cache.stats().evictions;
+        self.lived.add_many(Happened::Evicted, self.cache.stats().evictions);
+        let seen = self.watched.iter().map(|watched| lock(watched).lived());
+        self.lived = seen.fold(self.lived, super::Lived::and);
         ensure(self.cache.reset_prefixes()?, || "a reset was refused".to_owned())?;
         let empty = |(_, pool): (GroupId, &BlockPool)| pool.num_empty() == pool.num_blocks();
         ensure(self.groups().all(empty), || "content survived a reset".to_owned())?;
         let found = self.prompts.iter().map(|(prompt, o)| self.cache.probe(prompt, o.all()));
         same("tokens found after a reset", found.sum::<usize>(), 0)?;
-        same("contents after a reset", self.cache.snapshot().blocks.len(), 0)
+        same("contents after a reset", self.cache.snapshot().blocks.len(), 0)?;
+        self.check_wiped()
+    }
+
+    /// Nothing is left of what was let go, though the device may have failed meanwhile.
+    fn check_wiped(&mut self) -> Result<(), CaseError> {
+        if !self.spec.wipe_on_release() {
+            return Ok(());
+        }
+        for id in 0..self.spec.groups().len() as u8 {
+            let planes = crate::suite::bytes(&mut self.cache, GroupId(id))?;
+            let left = planes.iter().flatten().filter(|byte| **byte != 0).count();
+            same("bytes left of blocks that were let go", left, 0)?;
+        }
+        Ok(())
     }
 
     /// What the model has, for messages.
     pub(super) fn describe(&self) -> String {
         let groups = self.spec.groups().iter();
         let group = |group: &kv_core::GroupSpec| {
-            format!("{}x{} {:?}", group.num_blocks(), group.block_size(), group.window())
+            let [k, _] = group.layouts();
+            let map = group.slot_map();
+            let rows = format!("{} sinks {} tail {}", k.format(), map.sinks(), map.has_tail());
+            let blocks = format!("{}x{}", group.num_blocks(), group.block_size());
+            format!("{blocks} {:?} {rows}", group.window())
         };
         let trace = self.trace.iter().flatten();
         let last: Vec<_> = trace.rev().take(40).map(String::as_str).collect();
         format!(
             "{}\noperation {}, groups {:?}, {:?}, {:?}, lengths {:?}",
             last.into_iter().rev().collect::<Vec<_>>().join("\n"),
-            self.lived.operations,
+            self.operations(),
             groups.map(group).collect::<Vec<_>>(),
             self.spec.prefix_reuse(),
             self.spec.publish_at(),

@@ -1,5 +1,8 @@
 //! Choices read from bytes.
+use std::time::Duration;
+
 use kv_core::StartOptions;
+use kv_core::eviction::{Priority, Retention, RetentionRange};
 use kv_core::reuse::ContentSpan;
 
 /// Bytes, one after another; zeros behind the last.
@@ -50,6 +53,7 @@ impl<'b> Bytes<'b> {
         let mut options = Options::default();
         let kind = self.next();
         match kind & 15 {
+            7 | 8 => options.retention = Some(self.retention()),
             9 => options.salt = b"a".to_vec(),
             10 => options.salt = b"b".to_vec(),
             11 => options.adapter = Some(0),
@@ -64,6 +68,29 @@ impl<'b> Bytes<'b> {
         }
         options
     }
+
+    /// A level, for ever or for a while: the clock advances by as much in a few operations.
+    pub(super) fn priority(&mut self) -> Priority {
+        let (level, kind) = (self.next() % 101, self.next());
+        let duration = (kind > 60).then(|| Duration::from_secs(u64::from(kind) % 50));
+        Priority { level, duration }
+    }
+
+    /// A priority for the beginning of a prompt, one for its rest, one for what is generated.
+    fn retention(&mut self) -> Retention {
+        let (middle, kind) = (1 + self.below(9), self.next());
+        let mut ranges =
+            vec![RetentionRange { begin: 0, end: Some(middle), priority: self.priority() }];
+        if kind & 1 == 1 {
+            ranges.push(RetentionRange { begin: middle, end: None, priority: self.priority() });
+        }
+        // Two ranges that meet, of levels up to 100.
+        let mut retention = Retention::new(ranges).unwrap_or_default();
+        if kind & 2 == 2 {
+            retention = retention.clone().with_decode(self.priority()).unwrap_or(retention);
+        }
+        retention
+    }
 }
 
 /// Options of a start, owned.
@@ -75,12 +102,17 @@ pub(super) struct Options {
     pub(super) backoff: u32,
     pub(super) no_reuse: bool,
     pub(super) reserve: u32,
+    pub(super) retention: Option<Retention>,
 }
 
 impl Options {
     /// For a start.
     pub(super) fn all(&self) -> StartOptions<'_> {
         let options = self.naming().backoff_blocks(self.backoff).reserve(self.reserve);
+        let options = match &self.retention {
+            Some(retention) => options.retention(retention),
+            None => options,
+        };
         if self.no_reuse { options.no_reuse() } else { options }
     }
     /// What tells tokens from equal ones.

@@ -5,48 +5,32 @@
 //! operation everything that can be seen from outside is held to a model that knows no blocks: a
 //! list of names for every sequence, a name standing for all tokens up to it. What a device returns
 //! must be what the names say, so a row of another's tokens cannot go unseen.
+mod admit;
 mod check;
 mod choose;
+mod geometry;
+mod happened;
+mod join;
 mod play;
 mod step;
+mod watch;
 
-use kv_core::eviction::Eviction;
-use kv_core::{CacheSpec, KvCache, KvFormat, Pin, PrefixReuse, PublishAt, SequenceId};
+use std::sync::{Arc, Mutex};
+
+use kv_core::eviction::ManualClock;
+use kv_core::{CacheSpec, GroupId, KvCache, Pin, SequenceId};
 
 use crate::case::{At, CaseError};
 use crate::consumer::Consumer;
 use crate::device::Device;
+use crate::erratic::Erratic;
 use crate::named::Name;
 use choose::{Bytes, Options};
+pub use happened::{Happened, Lived};
+use watch::{Watch, Watched, lock};
 
 /// Set, each operation is written to standard error before it runs: for panics and hangs.
 const TRACE: &str = "KV_CONFORMANCE_TRACE";
-
-/// What happened in one life.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Lived {
-    /// Operations, the refused included.
-    pub operations: u64,
-    /// Operations refused for want of blocks.
-    pub refused: u64,
-    /// Tokens taken over by sequences that began.
-    pub reused: u64,
-    /// Blocks given up for others.
-    pub evictions: u64,
-}
-
-impl Lived {
-    /// Adds another life.
-    #[must_use]
-    pub fn and(self, other: Self) -> Self {
-        Self {
-            operations: self.operations + other.operations,
-            refused: self.refused + other.refused,
-            reused: self.reused + other.reused,
-            evictions: self.evictions + other.evictions,
-        }
-    }
-}
 
 /// A sequence as the model has it.
 #[derive(Debug, Clone)]
@@ -63,14 +47,19 @@ struct Sequence {
     offered: u32,
     /// Whether it offers anything at all.
     offers: bool,
+    /// Of a cut into codes, the first token of its block: no block from there on is offered.
+    cut: u32,
 }
 
 /// A cache and its model.
 #[derive(Debug)]
 struct Life<B: Device> {
-    backend: B,
-    cache: KvCache<B>,
+    backend: Erratic<B>,
+    cache: KvCache<Erratic<B>>,
     spec: CacheSpec,
+    clock: Arc<ManualClock>,
+    /// What was seen of the eviction policies, by group.
+    watched: Vec<Arc<Mutex<Watched>>>,
     sequences: Vec<Sequence>,
     pins: Vec<Pin>,
     /// Prompts that were begun, the last ones, to look up.
@@ -101,6 +90,10 @@ pub fn live_in<B: Device>(
 ) -> Result<Lived, CaseError> {
     let is_told = std::env::var_os(TRACE).is_some();
     live_told(backend, bytes, num_blocks, is_told).or_else(|error| {
+        if error.unsupported().is_some() {
+            // A format that the device has not.
+            return Ok(Lived::default());
+        }
         // Once more, to tell how it came to this.
         live_told(backend, bytes, num_blocks, true).and(Err(error))
     })
@@ -113,67 +106,53 @@ fn live_told<B: Device>(
     is_told: bool,
 ) -> Result<Lived, CaseError> {
     let mut bytes = Bytes::new(bytes);
-    let spec = geometry(&mut bytes, num_blocks)?;
-    let mut life = Life {
-        backend: backend.clone(),
-        cache: KvCache::new(backend.clone(), spec.clone())?,
-        spec,
-        sequences: Vec::new(),
-        pins: Vec::new(),
-        prompts: Vec::new(),
-        consumer: Consumer::default(),
-        next_id: 0,
-        lived: Lived::default(),
-        trace: is_told.then(Vec::new),
+    let Some(spec) = geometry::choose(&mut bytes, num_blocks)? else {
+        return Ok(Lived::default());
     };
+    let mut life = Life::new(backend, spec, is_told)?;
     while !bytes.is_empty() {
         let done = life.operate(&mut bytes).and_then(|()| life.check());
         done.map_err(|error| error.at(life.describe()))?;
-        life.lived.operations += 1;
+        life.lived.add(Happened::Operated);
     }
-    life.end().at("at the end")?;
+    life.end().at("at the end").map_err(|error| error.at(life.describe()))?;
     Ok(life.lived)
 }
 
-/// A geometry of one or two groups, small enough that blocks are always short.
-fn geometry(bytes: &mut Bytes<'_>, num_blocks: Option<u32>) -> Result<CacheSpec, CaseError> {
-    let block_size = 1 + bytes.below(4);
-    let blocks = 1 + bytes.below(14);
-    let blocks = num_blocks.unwrap_or(blocks);
-    let reuse = bytes.pick(&[
-        PrefixReuse::Partial,
-        PrefixReuse::FullBlocks,
-        PrefixReuse::Partial,
-        PrefixReuse::FullBlocks,
-        PrefixReuse::Off,
-    ]);
-    let publish_at = bytes.pick(&[PublishAt::Begin, PublishAt::Commit]);
-    let (kind, window) = (bytes.below(6), bytes.below(10));
-    let events = bytes.pick(&[64, 0, 1, 3, 8]) as usize;
-    let rest = bytes.next();
-    let eviction = bytes.pick(&Eviction::ALL);
-    let layers = if kind < 3 { 1 } else { 2 };
-    let spec = CacheSpec::builder().layers(layers).kv_heads(1).head_dim(2).format(KvFormat::F32);
-    let spec = spec.paged(block_size, blocks);
-    let spec = match kind {
-        0 | 1 => spec,
-        2 => spec.window_left(window).sink_tokens(u32::from(rest >> 6)),
-        3 => spec.group([1], |group| group.window_left(window)),
-        4 => spec.group([1], |group| group.paged(2 * block_size, blocks.div_ceil(2))),
-        _ => spec.group([1], |group| {
-            group
-                .paged(1 + block_size, blocks)
-                .window_left(window)
-                .sink_tokens(u32::from(rest >> 6))
-        }),
-    };
-    let spec = spec
-        .prefix_reuse(reuse)
-        .publish_at(publish_at)
-        .eviction(eviction)
-        .events(events)
-        .max_seq_len(40);
-    Ok(spec.wipe_on_release(rest.is_multiple_of(4)).max_sequences(6).build()?)
+impl<B: Device> Life<B> {
+    fn new(backend: &B, spec: CacheSpec, is_told: bool) -> Result<Self, CaseError> {
+        let backend = Erratic::new(backend.clone());
+        let mut cache = KvCache::new(backend.clone(), spec.clone())?;
+        let (clock, mut watched) = (Arc::new(ManualClock::new()), Vec::new());
+        for (group, id) in spec.groups().iter().zip(0..) {
+            let (watch, seen) = Watch::new(spec.eviction(), group.num_blocks(), &clock);
+            if !cache.set_policy(GroupId(id), Box::new(watch)) {
+                return Err("an empty cache refused a policy".into());
+            }
+            watched.push(seen);
+        }
+        let mut lived = Lived::default();
+        geometry::count(&spec, &mut lived);
+        Ok(Self {
+            backend,
+            cache,
+            spec,
+            clock,
+            watched,
+            sequences: Vec::new(),
+            pins: Vec::new(),
+            prompts: Vec::new(),
+            consumer: Consumer::default(),
+            next_id: 0,
+            lived,
+            trace: is_told.then(Vec::new),
+        })
+    }
+
+    /// What happened so far; operations are numbered by it.
+    fn operations(&self) -> u64 {
+        self.lived.count(Happened::Operated)
+    }
 }
 
 #[cfg(test)]

@@ -1,12 +1,12 @@
 //! Operations outside a step.
 use std::io::Write;
+use std::time::Duration;
 
-use kv_core::eviction::Priority;
 use kv_core::{CacheError, PlanError, PrefixReuse, SequenceId};
 
 use super::choose::{Bytes, Options};
-use super::{Life, Sequence};
-use crate::case::{At, CaseError, ensure, same};
+use super::{Happened, Life, Sequence};
+use crate::case::{CaseError, ensure, same};
 use crate::device::Device;
 use crate::named;
 
@@ -16,7 +16,7 @@ const PROMPTS: usize = 6;
 impl<B: Device> Life<B> {
     /// Runs the next operation.
     pub(super) fn operate(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
-        let kind = bytes.below(20);
+        let kind = bytes.below(22);
         if self.sequences.is_empty() && kind > 4 && kind < 16 {
             return self.start(bytes);
         }
@@ -29,13 +29,50 @@ impl<B: Device> Life<B> {
             16 => self.pin(bytes),
             17 => self.unpin(bytes),
             18 => self.forget(bytes),
+            19 | 20 => {
+                self.pass_time(bytes);
+                Ok(())
+            }
             _ => self.reset(bytes),
+        }
+    }
+
+    /// Levels that were given for a while run out, some of them.
+    fn pass_time(&mut self, bytes: &mut Bytes<'_>) {
+        let seconds = u64::from(bytes.below(40));
+        self.tell(|| format!("{seconds} s pass"));
+        self.clock.advance(Duration::from_secs(seconds));
+        self.lived.add(Happened::ClockStep);
+    }
+
+    /// Lets the device fail at one of its next operations, once in a while.
+    pub(super) fn threaten(&mut self, bytes: &mut Bytes<'_>) {
+        let kind = bytes.next();
+        // With no bytes left, nothing fails.
+        if kind.is_multiple_of(6) && kind > 0 {
+            let (more, is_late) = (u64::from(bytes.below(7)), kind > 127);
+            self.tell(|| format!("the device fails after {more} operations, late: {is_late}"));
+            self.backend.fail_after(more, is_late);
+        }
+    }
+
+    /// What a call answered that stands though the device failed: `None` where it did.
+    fn stands<T>(&mut self, answer: Result<T, CacheError>) -> Result<Option<T>, CaseError> {
+        let has_failed = self.backend.calm();
+        match answer {
+            Err(CacheError::Device(_)) if has_failed => {
+                self.lived.add(Happened::FailedWipe);
+                Ok(None)
+            }
+            Ok(_) if has_failed => Err("a failure of the device was kept quiet".into()),
+            Ok(done) => Ok(Some(done)),
+            Err(other) => Err(other.into()),
         }
     }
 
     /// Notes what is about to happen.
     pub(super) fn tell(&mut self, what: impl FnOnce() -> String) {
-        let number = self.lived.operations;
+        let number = self.operations();
         if let Some(trace) = &mut self.trace {
             let line = format!("{number}: {}", what());
             if std::env::var_os(super::TRACE).is_some() {
@@ -55,7 +92,7 @@ impl<B: Device> Life<B> {
             let sequence = &self.sequences[bytes.index(self.sequences.len())];
             let mut prompt: Vec<_> = sequence.tokens.iter().map_while(|token| *token).collect();
             prompt.push(bytes.token());
-            return (prompt, Options { reserve: 0, ..sequence.options.clone() });
+            return (prompt, Options { reserve: 0, retention: None, ..sequence.options.clone() });
         }
         (bytes.prompt(), bytes.options())
     }
@@ -90,58 +127,8 @@ impl<B: Device> Life<B> {
             offered: 0,
             offers,
             options,
+            cut: u32::MAX,
         }
-    }
-
-    fn start(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
-        let (prompt, options) = self.prompt(bytes);
-        let (id, before) = (self.new_id(), self.see());
-        self.tell(|| format!("start {id}, {prompt:?}, {options:?}"));
-        let probed = self.cache.probe(&prompt, options.all());
-        // The last token is computed, and a pool of that many blocks can hold no more.
-        ensure(probed <= prompt.len().saturating_sub(1), || format!("{probed} tokens found"))?;
-        let (chunk, ahead) = (1 + bytes.below(9), bytes.pick(&[0, 0, 0, 3]));
-        let admission = kv_core::Admission::default().chunk(chunk).lookahead(ahead);
-        let rest = prompt.len() - probed.min(prompt.len());
-        let chunk = (chunk as usize).min(rest);
-        let admission = admission.chunk(chunk as u32);
-        let admitted = self.cache.check_admission(&prompt, options.all(), &admission);
-        self.unchanged(&before).at("check_admission")?;
-        let started = self.cache.start(id, &prompt, options.all());
-        let reused = match started {
-            Ok(reused) => reused,
-            Err(CacheError::Exhausted(_)) => {
-                ensure(admitted.is_err(), || "admitted, and refused by start".to_owned())?;
-                self.lived.refused += 1;
-                return self.unchanged(&before).at("start");
-            }
-            Err(CacheError::Plan(
-                PlanError::TooMany { .. } | PlanError::SequenceTooLong { .. },
-            )) => {
-                let max = self.spec.max_seq_len() as usize;
-                let fits = prompt.len().max(options.reserve as usize) <= max;
-                ensure(!fits || self.sequences.len() == 6, || "refused without need".to_owned())?;
-                return self.unchanged(&before).at("start");
-            }
-            Err(other) => return Err(other.into()),
-        };
-        same("start and probe", reused, probed)?;
-        self.lived.reused += reused as u64;
-        self.remember(&prompt, &options);
-        let sequence = self.begun(id, (prompt, options), reused);
-        self.sequences.push(sequence);
-        if chunk == 0 || bytes.one_in(6) {
-            return Ok(());
-        }
-        self.check().at("started")?;
-        let fits = self.first_step(chunk, ahead)?;
-        ensure(fits == admitted.is_ok(), || {
-            format!("a first step of {chunk} fits: {fits}, behind {reused}: {admitted:?}")
-        })?;
-        if let Ok(tokens) = admitted {
-            same("check_admission and start", tokens, reused)?;
-        }
-        Ok(())
     }
 
     fn fork(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
@@ -150,12 +137,14 @@ impl<B: Device> Life<B> {
         self.tell(|| format!("fork {} to {id}", parent.id));
         match self.cache.fork(parent.id, id) {
             Ok(()) => {
+                self.lived.add(Happened::Forked);
                 let prompt = Vec::new();
                 self.sequences.push(Sequence { id, prompt, ..parent });
                 Ok(())
             }
             Err(CacheError::Plan(PlanError::TooMany { .. })) => {
                 same("sequences when a fork is one too many", self.sequences.len(), 6)?;
+                self.lived.add(Happened::RefusedSequence);
                 self.unchanged(&before)
             }
             Err(other) => Err(other.into()),
@@ -168,31 +157,50 @@ impl<B: Device> Life<B> {
         let has_window = self.spec.groups().iter().any(|group| group.window().is_some());
         let (id, len) = (self.sequences[at].id, bytes.index(self.sequences[at].names.len() + 1));
         self.tell(|| format!("truncate {id} to {len}"));
-        let sequence = &mut self.sequences[at];
-        match self.cache.truncate(sequence.id, len as u32) {
-            Ok(()) => {
-                sequence.tokens.truncate(len);
-                sequence.names.truncate(len);
-                sequence.offered = sequence.offered.min(len as u32);
-                sequence.prompt.clear();
-                Ok(())
-            }
+        self.threaten(bytes);
+        match self.cache.truncate(id, len as u32) {
             Err(CacheError::Plan(PlanError::OutOfWindow { .. })) if has_window => {
-                self.unchanged(&before)
+                self.backend.calm();
+                self.lived.add(Happened::RefusedWindow);
+                return self.unchanged(&before);
             }
-            Err(other) => Err(other.into()),
+            answer => self.stands(answer)?,
+        };
+        self.lived.add(Happened::Truncated);
+        self.sequences[at].prompt.clear();
+        self.cut(at, len);
+        Ok(())
+    }
+
+    /// Notes that a sequence has fewer tokens now.
+    pub(super) fn cut(&mut self, at: usize, len: usize) {
+        let sequence = &mut self.sequences[at];
+        if len == sequence.names.len() {
+            return;
         }
+        sequence.tokens.truncate(len);
+        sequence.names.truncate(len);
+        sequence.offered = sequence.offered.min(len as u32);
+        // A block of a tail that was codes is filled with what may be other codes, and not offered.
+        let maps = self.spec.groups().iter().map(kv_core::GroupSpec::slot_map);
+        let begin = |map: &kv_core::SlotMap| map.tokens(map.full_blocks(len as u32));
+        let cut = maps.filter(|map| map.has_tail()).map(begin).min().unwrap_or(u32::MAX);
+        sequence.cut = sequence.cut.min(cut);
     }
 
     /// Releases a sequence or preempts it; what it offered stays to be found.
     fn leave(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let sequence = self.sequences.remove(bytes.index(self.sequences.len()));
         self.tell(|| format!("end {}", sequence.id));
-        if bytes.one_in(3) {
-            Ok(self.cache.preempt(sequence.id)?)
+        let is_preempted = bytes.one_in(3);
+        self.threaten(bytes);
+        let answer = if is_preempted {
+            self.lived.add(Happened::Preempted);
+            self.cache.preempt(sequence.id)
         } else {
-            Ok(self.cache.release(sequence.id)?)
-        }
+            self.cache.release(sequence.id)
+        };
+        self.stands(answer).map(drop)
     }
 
     fn pin(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
@@ -201,6 +209,7 @@ impl<B: Device> Life<B> {
             self.tell(|| format!("pin {prompt:?}, {options:?}"));
             let pin = self.cache.pin_prefix(&prompt, options.naming());
             ensure(pin.tokens as usize <= prompt.len(), || format!("{pin:?}"))?;
+            self.lived.add_many(Happened::Pinned, u64::from(pin.tokens > 0));
             self.pins.push(pin);
             self.remember(&prompt, &options);
         }
@@ -213,7 +222,10 @@ impl<B: Device> Life<B> {
         }
         let pin = self.pins.remove(bytes.index(self.pins.len()));
         self.tell(|| format!("unpin {pin:?}"));
-        ensure(self.cache.unpin(pin.id)?, || format!("{pin:?} was not pinned"))?;
+        self.threaten(bytes);
+        let answer = self.cache.unpin(pin.id);
+        let was_there = self.stands(answer)?.unwrap_or(true);
+        ensure(was_there, || format!("{pin:?} was not pinned"))?;
         ensure(!self.cache.unpin(pin.id)?, || format!("{pin:?} was pinned twice"))
     }
 
@@ -224,16 +236,20 @@ impl<B: Device> Life<B> {
             let at = bytes.index(self.sequences.len());
             let sequence = &mut self.sequences[at];
             sequence.offers = false;
-            self.cache.forget_sequence(sequence.id)?;
+            let forgotten = self.cache.forget_sequence(sequence.id)?;
+            self.lived.add_many(Happened::Forgotten, u64::from(forgotten));
             return Ok(());
         }
         let (prompt, options) = self.prompt(bytes);
         if kind == 1 {
-            let priority = Priority { level: bytes.next() % 101, duration: None };
+            let priority = bytes.priority();
             self.cache.prioritise_prefix(&prompt, options.naming(), priority);
         } else {
             let keep = bytes.below(9);
-            self.cache.forget_prefix(&prompt, options.naming(), keep)?;
+            self.threaten(bytes);
+            let answer = self.cache.forget_prefix(&prompt, options.naming(), keep);
+            let forgotten = self.stands(answer)?.unwrap_or(0);
+            self.lived.add_many(Happened::Forgotten, u64::from(forgotten));
         }
         Ok(())
     }
@@ -247,6 +263,10 @@ impl<B: Device> Life<B> {
             }
         }
         let is_held = self.groups().any(|(_, pool)| pool.num_used() > 0);
-        same("a reset is done", self.cache.reset_prefixes()?, !is_held)
+        self.threaten(bytes);
+        let answer = self.cache.reset_prefixes();
+        let is_done = self.stands(answer)?.unwrap_or(true);
+        self.lived.add_many(Happened::Reset, u64::from(is_done));
+        same("a reset is done", is_done, !is_held)
     }
 }

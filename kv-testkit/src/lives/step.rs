@@ -1,27 +1,29 @@
 //! Steps: planned, grown one by one, committed whole or in part, or dropped.
-use kv_core::{CacheError, GroupId, PlanError, PublishAt, SequenceId, Step, StepInput};
+use kv_core::{CacheError, GroupId, PublishAt, SequenceId, Step, StepInput};
 
-use super::choose::{Bytes, Options};
-use super::{Life, Sequence};
-use crate::case::{At, CaseError, ensure, same};
+use super::choose::Bytes;
+use super::join::{Begun, Late, join};
+use super::{Happened, Life, Sequence};
+use crate::case::{At, CaseError, ensure};
 use crate::device::Device;
+use crate::erratic::Erratic;
 use crate::named::{self, Name};
 
 /// What one sequence brings.
 #[derive(Debug, Clone)]
-struct Entry {
+pub(super) struct Entry {
     /// Index among the sequences; behind them for those that begin in the step.
-    at: usize,
-    tokens: Vec<u32>,
+    pub(super) at: usize,
+    pub(super) tokens: Vec<u32>,
     /// Nobody tells the ids.
-    is_unknown: bool,
-    drafts: u32,
-    lookahead: u32,
-    names: Vec<Name>,
+    pub(super) is_unknown: bool,
+    pub(super) drafts: u32,
+    pub(super) lookahead: u32,
+    pub(super) names: Vec<Name>,
 }
 
 impl Entry {
-    fn input(&self, id: SequenceId) -> StepInput<'_> {
+    pub(super) fn input(&self, id: SequenceId) -> StepInput<'_> {
         let input = if self.is_unknown {
             StepInput::count(id, self.tokens.len() as u32)
         } else {
@@ -39,9 +41,23 @@ enum Finish {
     Drop,
 }
 
+/// The sequences that began in a step and how many tokens of each entry stay; or why the step never
+/// happened.
+type Ran = Result<(Vec<Begun>, Vec<u32>), Happened>;
+
+/// What became of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Taken {
+    Committed,
+    /// There are not enough blocks.
+    Refused,
+    /// It never happened: dropped, or the device failed.
+    Undone,
+}
+
 impl<B: Device> Life<B> {
-    /// The last sequence brings the next `chunk` tokens of its prompt; false where it is refused.
-    pub(super) fn first_step(&mut self, chunk: usize, ahead: u32) -> Result<bool, CaseError> {
+    /// The last sequence brings the next `chunk` tokens of its prompt, on a device that works.
+    pub(super) fn next_chunk(&mut self, chunk: usize, ahead: u32) -> Result<Taken, CaseError> {
         let at = self.sequences.len() - 1;
         let tokens = self.sequences[at].prompt[..chunk].to_vec();
         let names = self.name(&self.sequences[at], &tokens, false);
@@ -65,7 +81,7 @@ impl<B: Device> Life<B> {
     }
 
     /// What a sequence brings next, if there is room for it.
-    fn entry(&self, at: usize, bytes: &mut Bytes<'_>) -> Option<Entry> {
+    pub(super) fn entry(&self, at: usize, bytes: &mut Bytes<'_>) -> Option<Entry> {
         let sequence = &self.sequences[at];
         let room = (self.spec.max_seq_len() as usize).saturating_sub(sequence.names.len());
         let wanted = 1 + bytes.index(5);
@@ -89,7 +105,7 @@ impl<B: Device> Life<B> {
         let (options, len) = (&sequence.options, sequence.names.len() as u32);
         let last = sequence.names.last().copied();
         let mut name = last.unwrap_or_else(|| named::root(&options.naming()));
-        let unknown = (u128::from(self.lived.operations) << 32) | (1 << 31);
+        let unknown = (u128::from(self.operations()) << 32) | (1 << 31);
         let next = |(token, at): (&u32, u32)| {
             let behind = if is_unknown { Some(unknown) } else { options.behind(at) };
             name = named::then(name, *token, behind);
@@ -109,13 +125,13 @@ impl<B: Device> Life<B> {
         Ok((fits, left))
     }
 
-    /// Runs a step; false where the blocks are exhausted.
+    /// Runs a step.
     fn take(
         &mut self,
         mut entries: Vec<Entry>,
         bytes: &mut Bytes<'_>,
         finish: Finish,
-    ) -> Result<bool, CaseError> {
+    ) -> Result<Taken, CaseError> {
         let inputs: Vec<_> = entries.iter().map(|e| e.input(self.sequences[e.at].id)).collect();
         let (fits, left) = self.demand(&inputs)?;
         let before = self.see();
@@ -124,38 +140,25 @@ impl<B: Device> Life<B> {
             let what = format!("step {inputs:?}, then {late:?}, {finish:?}, fits: {fits}");
             self.tell(|| what);
         }
-        let spec = self.spec.clone();
         if !fits {
             let refused = self.cache.begin_step(&inputs).map(drop);
             let is_full = matches!(refused, Err(CacheError::Exhausted(_)));
             ensure(is_full, || format!("it does not fit, but begin_step says {refused:?}"))?;
-            self.lived.refused += 1;
+            self.lived.add(Happened::RefusedStep);
             self.unchanged(&before).at("begin_step")?;
-            return Ok(false);
+            return Ok(Taken::Refused);
         }
         let is_alone = late.is_empty();
-        let mut step = self.cache.begin_step(&inputs).at("a step that was said to fit")?;
-        let ids = self.sequences.iter().map(|sequence| sequence.id).collect::<Vec<_>>();
-        let joined = join(&mut step, late, &ids, &mut entries)?;
-        let named: Vec<_> = entries.iter().flat_map(|entry| entry.names.clone()).collect();
-        named::write(&mut step, &spec, &named)?;
-        let mut accepted: Vec<_> = entries.iter().map(|e| e.tokens.len() as u32).collect();
-        match finish {
-            Finish::Commit => step.commit()?,
-            Finish::Accept => {
-                for n in &mut accepted {
-                    *n -= bytes.below(*n + 1).min(bytes.below(4));
-                }
-                step.commit_accepted(&accepted)?;
+        self.threaten(bytes);
+        let (begun, accepted) = match self.run(&mut entries, late, bytes, finish)? {
+            Ok(ran) => ran,
+            Err(why) => {
+                self.lived.add(why);
+                return self.see().undone(&before).map(|()| Taken::Undone);
             }
-            Finish::Drop => drop(step),
-        }
-        if finish == Finish::Drop {
-            return self.unchanged_but_cached(&before).map(|()| true);
-        }
-        self.lived.refused += joined.refused;
-        for Begun { id, prompt, options, reused } in joined.begun {
-            self.lived.reused += reused as u64;
+        };
+        for Begun { id, prompt, options, reused } in begun {
+            self.note_reuse(&prompt, &options, reused, true);
             self.remember(&prompt, &options);
             let sequence = self.begun(id, (prompt, options), reused);
             self.sequences.push(sequence);
@@ -164,33 +167,70 @@ impl<B: Device> Life<B> {
             self.committed(entry, accepted, finish);
         }
         if is_alone {
-            // A block that its last holder copied, not to write over what the step might have had
-            // to give back, is free again at the end.
-            let given_back = entries.len() as u32 - 1;
-            for (id, left) in (0..).zip(left) {
-                let free = self.cache.free_blocks(GroupId(id));
-                let is_right = (left..=left + given_back).contains(&free);
-                ensure(is_right, || format!("{free} free blocks after the step, not {left}"))?;
-            }
+            self.check_left(&left, entries.len() as u32)?;
         }
-        Ok(true)
+        Ok(Taken::Committed)
     }
 
-    /// What joins a step after it began.
-    fn late(&mut self, bytes: &mut Bytes<'_>, entries: &[Entry]) -> Vec<Late> {
-        let mut late = Vec::new();
-        if bytes.one_in(3) {
-            let at = bytes.index(self.sequences.len());
-            if entries.iter().all(|entry| entry.at != at) {
-                late.extend(self.entry(at, bytes).map(Late::Add));
+    /// Begins a step that fits, lets others join, writes and ends it.
+    fn run(
+        &mut self,
+        entries: &mut Vec<Entry>,
+        late: Vec<Late>,
+        bytes: &mut Bytes<'_>,
+        finish: Finish,
+    ) -> Result<Ran, CaseError> {
+        let ids = self.sequences.iter().map(|sequence| sequence.id).collect::<Vec<_>>();
+        let device = self.backend.clone();
+        let inputs: Vec<_> = entries.iter().map(|entry| entry.input(ids[entry.at])).collect();
+        let mut step = match self.cache.begin_step(&inputs) {
+            Ok(step) => step,
+            Err(CacheError::Device(_)) if device.calm() => return Ok(Err(Happened::FailedBegin)),
+            Err(other) => return Err(CaseError::from(other).at("a step that was said to fit")),
+        };
+        let joined = join((&mut step, &device), late, &ids, entries)?;
+        self.lived = self.lived.and(joined.lived);
+        let named: Vec<_> = entries.iter().flat_map(|entry| entry.names.clone()).collect();
+        if write((&mut step, &device), &self.spec, &named)? {
+            self.lived.add(Happened::FailedWrite);
+        }
+        let mut accepted: Vec<_> = entries.iter().map(|e| e.tokens.len() as u32).collect();
+        let done = match finish {
+            Finish::Commit => step.commit(),
+            Finish::Accept => {
+                for n in &mut accepted {
+                    *n -= bytes.below(*n + 1).min(bytes.below(4));
+                }
+                step.commit_accepted(&accepted)
             }
+            Finish::Drop => {
+                drop(step);
+                device.calm();
+                return Ok(Err(Happened::Dropped));
+            }
+        };
+        let has_failed = device.calm();
+        match done {
+            Ok(()) if has_failed => Err("a failure was kept quiet".into()),
+            Ok(()) => Ok(Ok((joined.begun, accepted))),
+            Err(CacheError::Device(_)) if has_failed => Ok(Err(Happened::FailedCommit)),
+            Err(other) => Err(other.into()),
         }
-        while late.len() < 3 && bytes.one_in(3) {
-            let (prompt, options) = self.prompt(bytes);
-            // With a reserve it may be refused; without tokens it may bring none.
-            late.push(Late::Start(self.new_id(), prompt, options));
+    }
+
+    /// A step took as many blocks as it was said to.
+    fn check_left(&self, left: &[u32], entries: u32) -> Result<(), CaseError> {
+        let has_tail = self.spec.groups().iter().any(|group| group.slot_map().has_tail());
+        for (id, left) in (0..).zip(left) {
+            // A block that its last holder copied, not to write over what the step might have had
+            // to give back, is free again at the end; with a tail, so is one that became codes,
+            // and what held drafts.
+            let given_back = if has_tail { self.spec.max_seq_len() } else { entries - 1 };
+            let free = self.cache.free_blocks(GroupId(id));
+            let is_right = (*left..=left + given_back).contains(&free);
+            ensure(is_right, || format!("{free} free blocks after the step, not {left}"))?;
         }
-        late
+        Ok(())
     }
 
     /// Notes what a committed step left.
@@ -200,89 +240,40 @@ impl<B: Device> Life<B> {
         let brought = entry.tokens.len();
         let stays = accepted as usize;
         let tokens = entry.tokens.iter().map(|token| (!entry.is_unknown).then_some(*token));
-        sequence.tokens.extend(tokens.take(stays));
-        sequence.names.extend(&entry.names[..stays]);
+        sequence.tokens.extend(tokens);
+        sequence.names.extend(&entry.names);
         let used = brought.min(sequence.prompt.len());
         let follows = sequence.prompt[..used] == entry.tokens[..used] && stays == brought;
         sequence.prompt.drain(..used);
         if !follows {
             sequence.prompt.clear();
         }
-        let len = sequence.names.len() as u32;
+        let len = (sequence.names.len() - brought + stays) as u32;
         let certain = if at_commit && finish == Finish::Accept {
             len
         } else {
             (len + (brought - stays) as u32 - entry.drafts).min(len)
         };
         sequence.offered = sequence.offered.max(certain);
-    }
-
-    /// A step that was dropped: what was given up for it is gone, all else is there.
-    fn unchanged_but_cached(&mut self, before: &super::check::Seen) -> Result<(), CaseError> {
-        self.see().same_lives(before)
-    }
-}
-
-/// Joins an open step.
-#[derive(Debug)]
-enum Late {
-    Add(Entry),
-    Start(SequenceId, Vec<u32>, Options),
-}
-
-/// A sequence that began in a step.
-struct Begun {
-    id: SequenceId,
-    prompt: Vec<u32>,
-    options: Options,
-    reused: usize,
-}
-
-#[derive(Default)]
-struct Joined {
-    begun: Vec<Begun>,
-    refused: u64,
-}
-
-/// Adds what comes late to a step, as far as there are blocks. `ids`: sequences from before.
-fn join<B: Device>(
-    step: &mut Step<'_, B>,
-    late: Vec<Late>,
-    ids: &[SequenceId],
-    entries: &mut Vec<Entry>,
-) -> Result<Joined, CaseError> {
-    let mut joined = Joined::default();
-    for late in late {
-        let (id, entry) = match late {
-            Late::Add(entry) => (ids[entry.at], entry),
-            Late::Start(id, prompt, options) => {
-                let probed = step.cache().probe(&prompt, options.all());
-                let reused = match step.start(id, &prompt, options.all()) {
-                    Ok(reused) => reused,
-                    Err(CacheError::Exhausted(_)) => {
-                        joined.refused += 1;
-                        continue;
-                    }
-                    Err(CacheError::Plan(
-                        PlanError::TooMany { .. } | PlanError::SequenceTooLong { .. },
-                    )) => continue,
-                    Err(other) => return Err(other.into()),
-                };
-                same("start and probe in a step", reused, probed)?;
-                let names = named::names(&prompt, &options.naming())[reused..].to_vec();
-                let (at, tokens) = (ids.len() + joined.begun.len(), prompt[reused..].to_vec());
-                joined.begun.push(Begun { id, prompt, options, reused });
-                let (is_unknown, drafts, lookahead) = (false, 0, 0);
-                (id, Entry { at, tokens, is_unknown, drafts, lookahead, names })
-            }
-        };
-        match step.add(entry.input(id)) {
-            Ok(()) => entries.push(entry),
-            Err(CacheError::Exhausted(_)) => joined.refused += 1,
-            // An empty prompt brings nothing.
-            Err(CacheError::Plan(PlanError::ZeroTokens { .. })) => {}
-            Err(other) => return Err(other.into()),
+        if stays < brought {
+            self.lived.add(Happened::AcceptedPart);
+            self.cut(entry.at, len as usize);
         }
     }
-    Ok(joined)
+}
+
+/// Writes every layer; a write that fails is repeated, as often as the device fails. Says whether
+/// it did.
+fn write<B: Device>(
+    (step, device): (&mut Step<'_, Erratic<B>>, &Erratic<B>),
+    spec: &kv_core::CacheSpec,
+    names: &[Name],
+) -> Result<bool, CaseError> {
+    let mut has_failed = false;
+    loop {
+        match named::write(step, spec, names) {
+            Err(CaseError::Cache(CacheError::Device(_))) if device.calm() => has_failed = true,
+            other => return other.map(|()| has_failed),
+        }
+    }
 }

@@ -23,7 +23,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 }
 
 /// Every byte of every plane of a group.
-pub(super) fn bytes<B: Device>(
+pub(crate) fn bytes<B: Device>(
     cache: &mut KvCache<B>,
     group: GroupId,
 ) -> Result<Vec<Vec<u8>>, CaseError> {

@@ -2,7 +2,7 @@
 use super::case;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::Device;
-use crate::lives::{Lived, live, live_in};
+use crate::lives::{Happened, Lived, live, live_in};
 use crate::rng::Rng;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
@@ -20,6 +20,8 @@ const BYTES: usize = 1500;
 /// Scripts that are run in every pool, and the size from which on nothing is ever refused.
 const SCRIPTS: u64 = 12;
 const PLENTY: u32 = 80;
+/// Pools in a row without a refusal, behind which larger ones are not tried.
+const QUIET: u32 = 4;
 
 fn number(variable: &str, default: u64) -> Result<u64, CaseError> {
     match std::env::var(variable) {
@@ -41,15 +43,20 @@ fn random<B: Device>(backend: &B) -> CaseResult {
         let one = live(backend, &bytes(seed, BYTES));
         total = total.and(one.at(format!("{SEED_VARIABLE}={seed} {LIVES_VARIABLE}=1"))?);
     }
-    if lives != LIVES {
+    if lives != LIVES || first != 1 {
         use std::io::Write;
         let _ = writeln!(std::io::stdout(), "{lives} lives, {total:?}, {:?}", begin.elapsed());
         return Ok(Outcome::Holds);
     }
     // The suite must not go quiet because all lives have become short or empty.
-    let Lived { operations, refused, reused, evictions } = total;
-    let least = operations.min(refused * 20).min(reused * 4).min(evictions * 4);
+    let count = |what| total.count(what);
+    let operations = count(Happened::Operated);
+    let least = operations.min(total.refused() * 20).min(count(Happened::Reused) * 4);
+    let least = least.min(count(Happened::Evicted) * 4);
     ensure(least > lives * 20, || format!("{lives} lives saw no more than {total:?}"))?;
+    // Nor because they have come to lack what is to be tested.
+    let missing = total.missing();
+    ensure(missing.is_empty(), || format!("{missing:?} never happened: {total:?}"))?;
     Ok(Outcome::Holds)
 }
 
@@ -57,13 +64,22 @@ fn random<B: Device>(backend: &B) -> CaseResult {
 fn every_size<B: Device>(backend: &B) -> CaseResult {
     for script in 0..SCRIPTS {
         let bytes = bytes(1 << 32 | script, 400);
-        let mut refused = 0;
+        let (mut refused, mut some, mut quiet) = (0, 0, 0);
+        // Up to where nothing is refused any more, and in the last pool.
         for blocks in 1..=PLENTY {
+            if quiet >= QUIET && blocks < PLENTY {
+                continue;
+            }
             let lived = live_in(backend, &bytes, Some(blocks));
-            refused = lived.at(format!("script {script}, {blocks} blocks"))?.refused;
+            let lived = lived.at(format!("script {script}, {blocks} blocks"))?;
+            refused = lived.refused();
+            some += u32::from(refused > 0);
+            let is_quiet = refused == 0 && lived.count(Happened::Operated) > 0;
+            quiet = if is_quiet { quiet + 1 } else { 0 };
         }
-        // The last pool is large enough for all.
+        // The last pool is large enough for all, and many are not.
         ensure(refused == 0, || format!("script {script}: refused with {PLENTY} blocks"))?;
+        ensure(some > 3, || format!("script {script}: refused in {some} pools only"))?;
     }
     Ok(Outcome::Holds)
 }

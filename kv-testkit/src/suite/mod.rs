@@ -23,6 +23,7 @@ use kv_core::{BlockOrder, CacheSpec, CacheSpecBuilder, KvFormat};
 
 use crate::case::{Case, CaseResult};
 use crate::device::Device;
+pub(crate) use life::bytes;
 
 /// A named case.
 fn case<B: Device>(name: &'static str, run: fn(&B) -> CaseResult) -> Case<B> {

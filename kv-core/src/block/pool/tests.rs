@@ -1,6 +1,9 @@
 //! Holders, idle blocks and what is told of them.
+use std::sync::Arc;
+use std::time::Duration;
+
 use super::*;
-use crate::eviction::Lru;
+use crate::eviction::{Clock, Eviction, Lru, ManualClock};
 
 fn pool(num_blocks: u32) -> (BlockPool, Ledger) {
     let policy = Box::new(Lru::new(num_blocks));
@@ -80,4 +83,27 @@ fn refuses_a_double_release() {
 #[should_panic(expected = "nobody holds")]
 fn refuses_to_retain_a_free_block() {
     pool(1).0.retain(BlockId(0));
+}
+
+#[test]
+fn a_level_that_ran_out_holds_again_when_it_is_asked_for_again() {
+    let clock = Arc::new(ManualClock::new());
+    let timed = Priority { level: 90, duration: Some(Duration::from_secs(10)) };
+    for policy in [Eviction::Priority, Eviction::Default] {
+        let shared: Arc<dyn Clock> = Arc::<ManualClock>::clone(&clock);
+        let policy = policy.policy(4, &shared);
+        let (mut pool, mut ledger) = (BlockPool::new(GroupId(0), 4, 2, policy), Ledger::new(0, 16));
+        let blocks = [1, 2, 3, 4].map(|token| stored(&mut pool, &mut ledger, token));
+        pool.set_priority(blocks[0], timed, &mut ledger);
+        assert!(!blocks.into_iter().any(|block| pool.release(block)), "they are cached");
+        clock.advance(Duration::from_secs(11));
+        // The level has run out, which this call finds out.
+        assert_eq!(pool.allocate(&mut ledger).map(|taken| taken.block), Some(blocks[1]));
+        pool.reuse(blocks[0]);
+        pool.set_priority(blocks[0], timed, &mut ledger);
+        pool.release(blocks[0]);
+        clock.advance(Duration::from_secs(5));
+        let next = [(); 3].map(|()| pool.allocate(&mut ledger).map(|taken| taken.block));
+        assert_eq!(next, [blocks[2], blocks[3], blocks[0]].map(Some));
+    }
 }

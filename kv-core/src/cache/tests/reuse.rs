@@ -3,7 +3,7 @@ use super::*;
 use crate::eviction::Eviction;
 use crate::{PrefixReuse, PublishAt};
 
-fn cache_with(
+pub(super) fn cache_with(
     num_blocks: u32,
     change: impl FnOnce(crate::CacheSpecBuilder) -> crate::CacheSpecBuilder,
 ) -> KvCache<NullBackend> {
@@ -19,7 +19,7 @@ fn full_blocks(num_blocks: u32) -> KvCache<NullBackend> {
 }
 
 /// Starts a sequence and computes what is not cached; tokens that were.
-fn run(cache: &mut KvCache<NullBackend>, sequence: SequenceId, prompt: &[u32]) -> usize {
+pub(super) fn run(cache: &mut KvCache<NullBackend>, sequence: SequenceId, prompt: &[u32]) -> usize {
     let reused = cache.start(sequence, prompt, StartOptions::default()).unwrap();
     feed(cache, sequence, &prompt[reused..]);
     reused
@@ -31,7 +31,7 @@ fn feed(cache: &mut KvCache<NullBackend>, sequence: SequenceId, tokens: &[u32]) 
     step.commit().unwrap();
 }
 
-fn tokens(range: Range<u32>) -> Vec<u32> {
+pub(super) fn tokens(range: Range<u32>) -> Vec<u32> {
     range.collect()
 }
 
@@ -260,6 +260,19 @@ fn the_last_holder_copies_too_where_it_would_write_over_another() {
         assert_eq!(rows, [shared; 2]);
         check_invariants(&cache);
     }
+}
+
+#[test]
+fn a_block_that_its_last_holder_copied_is_wiped() {
+    let mut cache = cache_with(8, |spec| spec.prefix_reuse(PrefixReuse::Off).wipe_on_release(true));
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 3)]).unwrap();
+    cache.fork(SEQ[0], SEQ[1]).unwrap();
+    cache.truncate(SEQ[1], 2).unwrap();
+    let shared = cache.block_table(SEQ[0], GroupId(0)).unwrap()[0];
+    append(&mut cache, &[(SEQ[0], 1), (SEQ[1], 1)]).unwrap();
+    assert_eq!(cache.pool(GroupId(0)).unwrap().holders(shared), 0);
+    assert_eq!(cache.unwiped, [(0, shared)], "nobody holds it any more");
 }
 
 #[test]

@@ -190,6 +190,20 @@ fn a_reserve_serves_every_step_with_a_tail() {
 }
 
 #[test]
+fn a_tail_that_becomes_codes_is_found_behind_reserved_blocks() {
+    for reserve in [0, 6, 24] {
+        let mut cache = tailed(11);
+        cache.start(SEQ[0], &[], StartOptions::default().reserve(reserve)).unwrap();
+        append(&mut cache, &[(SEQ[0], 1)]).unwrap();
+        let tail = table(&cache)[0];
+        let step = cache.begin_step(&[StepInput::count(SEQ[0], 6)]).unwrap();
+        let sealed = crate::num::to_usize(step.sequences()[0].sealed_index);
+        let row = step.cache().block_table(SEQ[0], GroupId(0)).unwrap();
+        assert_eq!(row[sealed].0, tail, "{reserve} tokens reserved: {row:?}");
+    }
+}
+
+#[test]
 fn a_tail_needs_blocks() {
     let spec = |builder: crate::CacheSpecBuilder| builder.layers(1).kv_heads(1).head_dim(32);
     let refuse = |builder: crate::CacheSpecBuilder, what: &str| {

@@ -1,0 +1,131 @@
+//! Geometries of lives: one or two groups, small enough that blocks are always short.
+use kv_core::eviction::Eviction;
+use kv_core::{
+    CacheSpec, CacheSpecBuilder, KeyMean, KvFormat, PrefixReuse, PublishAt, ScaleGroup, Scaling,
+    SpecError, Transform,
+};
+
+use super::choose::Bytes;
+use super::happened::{Happened, Lived};
+use crate::case::CaseError;
+
+/// How rows are stored.
+#[derive(Debug, Clone, Copy)]
+struct Stored {
+    format: KvFormat,
+    transform: Transform,
+    key_mean: KeyMean,
+    sinks: u32,
+    tail: bool,
+}
+
+impl Stored {
+    /// f32 mostly, because its rows come back to the bit.
+    fn choose(bytes: &mut Bytes<'_>) -> Self {
+        let format = bytes.pick(&[
+            KvFormat::F32,
+            KvFormat::F32,
+            KvFormat::F32,
+            KvFormat::F32,
+            KvFormat::F16,
+            KvFormat::Int8(Scaling::Row),
+            KvFormat::Q8_0,
+            KvFormat::Fp8E4m3(Scaling::Row),
+            KvFormat::L4(ScaleGroup::Row),
+            KvFormat::L6(ScaleGroup::Group32),
+        ]);
+        let kind = bytes.next();
+        let tail = format.is_quantised() && kind & 0b11 < 2;
+        let sinks = if kind & 0b1100 == 0b1100 { u32::from(kind >> 6) } else { 0 };
+        let transform = if kind & 0x10 == 0 { Transform::Auto } else { Transform::Off };
+        let per_block = tail && kind & 0x20 == 0x20;
+        let key_mean = if per_block { KeyMean::PerBlock } else { KeyMean::Calibrated };
+        Self { format, transform, key_mean, sinks, tail }
+    }
+
+    /// Values of a row: two of f32 tell prefixes apart, or 32 signs.
+    fn head_dim(self) -> u32 {
+        if self.format == KvFormat::F32 { 2 } else { 32 }
+    }
+
+    /// A block must hold a row of 16 bits.
+    fn block_size(self, at_least: u32) -> u32 {
+        let has_wide = self.format.is_quantised() && (self.tail || self.sinks > 0);
+        let wide = if has_wide { self.format.wide_slots(self.head_dim()) } else { 1 };
+        at_least.max(wide)
+    }
+
+    fn of(self, spec: CacheSpecBuilder) -> CacheSpecBuilder {
+        let spec = spec.head_dim(self.head_dim()).format(self.format).transform(self.transform);
+        spec.key_mean(self.key_mean).sinks(self.sinks).tail(self.tail)
+    }
+}
+
+/// Reads a geometry; `None` where the blocks are too few for a tail.
+pub(super) fn choose(
+    bytes: &mut Bytes<'_>,
+    num_blocks: Option<u32>,
+) -> Result<Option<CacheSpec>, CaseError> {
+    let least = 1 + bytes.below(4);
+    let blocks = 1 + bytes.below(14);
+    let reuse = bytes.pick(&[
+        PrefixReuse::Partial,
+        PrefixReuse::FullBlocks,
+        PrefixReuse::Partial,
+        PrefixReuse::FullBlocks,
+        PrefixReuse::Off,
+    ]);
+    let publish_at = bytes.pick(&[PublishAt::Begin, PublishAt::Commit]);
+    let (kind, window) = (bytes.below(7), bytes.below(10));
+    let events = bytes.pick(&[64, 0, 1, 3, 8]) as usize;
+    let rest = bytes.next();
+    let eviction = bytes.pick(&Eviction::ALL);
+    let stored = Stored::choose(bytes);
+    let block_size = stored.block_size(least);
+    // What a tail holds besides is there too, so that such lives are not all refusals.
+    let further = if stored.tail { bytes.below(20) } else { 0 };
+    let blocks = num_blocks.unwrap_or(blocks + further);
+    let layers = if kind < 3 { 1 } else { 2 };
+    let spec = stored.of(CacheSpec::builder().layers(layers).kv_heads(1));
+    let spec = spec.paged(block_size, blocks);
+    let spec = match kind {
+        0 | 1 => spec,
+        2 => spec.window_left(window).sink_tokens(u32::from(rest >> 6)),
+        3 => spec.group([1], |group| group.window_left(window)),
+        4 => spec.group([1], |group| group.paged(2 * block_size, blocks.div_ceil(2))),
+        5 => spec.group([1], |group| {
+            group
+                .paged(1 + block_size, blocks)
+                .window_left(window)
+                .sink_tokens(u32::from(rest >> 6))
+        }),
+        // Formats by layer: the second has rows of f32 and no tail.
+        _ => spec.group([1], |group| {
+            group.head_dim(2).format(KvFormat::F32).tail(false).key_mean(KeyMean::Calibrated)
+        }),
+    };
+    let spec = spec
+        .prefix_reuse(reuse)
+        .publish_at(publish_at)
+        .eviction(eviction)
+        .events(events)
+        .max_seq_len(40);
+    match spec.wipe_on_release(rest.is_multiple_of(4)).max_sequences(6).build() {
+        Ok(spec) => Ok(Some(spec)),
+        Err(SpecError::Conflict { what: "tail", .. }) => Ok(None),
+        Err(other) => Err(other.into()),
+    }
+}
+
+/// Notes what kind of life it is.
+pub(super) fn count(spec: &CacheSpec, lived: &mut Lived) {
+    let mut note = |what, has: bool| lived.add_many(what, u64::from(has));
+    let any = |has: fn(&kv_core::GroupSpec) -> bool| spec.groups().iter().any(has);
+    note(Happened::LivedIn16Bits, any(|group| group.layouts()[0].format() == KvFormat::F16));
+    let is_quantised = |group: &kv_core::GroupSpec| group.layouts()[0].format().is_quantised();
+    note(Happened::LivedQuantised, spec.groups().iter().any(is_quantised));
+    note(Happened::LivedWithTail, any(|group| group.slot_map().has_tail()));
+    note(Happened::LivedWithSinks, any(|group| group.slot_map().sinks() > 0));
+    let windowed = spec.groups().iter().filter(|group| group.window().is_some());
+    note(Happened::LivedQuantisedWindow, windowed.clone().any(is_quantised));
+}
