@@ -24,6 +24,7 @@ mod decode;
 mod driver;
 #[cfg(feature = "emulated")]
 mod emulated;
+mod fence;
 mod gpu;
 mod num;
 mod op;
@@ -45,6 +46,7 @@ pub use capture::CudaGraph;
 pub use driver::CudaOptions;
 #[cfg(feature = "emulated")]
 pub use emulated::EmulatorOptions;
-pub use queue::{CudaFence, CudaQueue, CudaReadback};
+pub use fence::{CudaFence, CudaReadback};
+pub use queue::CudaQueue;
 pub use step::StepLimits;
 pub use swap::CudaSwap;

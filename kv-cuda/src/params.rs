@@ -8,7 +8,10 @@ use bytemuck::{Pod, Zeroable};
 pub(crate) type Address = u64;
 
 macro_rules! params {
-    ($($(#[$doc:meta])* struct $name:ident { $($(#[$field_doc:meta])* $field:ident: $kind:ty,)* })*) => {
+    ($(
+        $(#[$doc:meta])*
+        struct $name:ident { $($(#[$field_doc:meta])* $field:ident: $kind:ty,)* }
+    )*) => {
         $(
             $(#[$doc])*
             #[derive(Debug, Clone, Copy, Default, PartialEq, Pod, Zeroable)]

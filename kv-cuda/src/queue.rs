@@ -1,8 +1,7 @@
 //! The lane of work: a stream, and the memory its calls share.
 use std::sync::Arc;
-use std::task::{Context, Poll};
 
-use kv_core::backend::{Fence, Queue, Readback};
+use kv_core::backend::Queue;
 use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, PlanId, WriteArgs, WritePlan,
@@ -13,7 +12,8 @@ use crate::buffer::CudaBuffer;
 use crate::capture::{self, CudaGraph, Held};
 use crate::constants::Constants;
 use crate::decode::Work;
-use crate::gpu::{Event, Gpu, Launch, Pinned, Stream};
+use crate::fence::{CudaFence, CudaReadback};
+use crate::gpu::{Gpu, Launch, Stream};
 use crate::num::{bytes, to_u64};
 use crate::op;
 use crate::params::Address;
@@ -46,22 +46,6 @@ pub(crate) struct Parts<'q> {
     pub(crate) pack: &'q mut Pack,
     pub(crate) constants: &'q mut Constants,
     pub(crate) way: Way<'q>,
-}
-
-/// Signals that work submitted before is done.
-#[derive(Debug, Clone)]
-pub struct CudaFence {
-    gpu: Arc<dyn Gpu>,
-    event: Arc<dyn Event>,
-    waiter: Arc<Waiter>,
-}
-
-/// Bytes on their way to the host.
-#[derive(Debug)]
-pub struct CudaReadback {
-    /// Nothing was asked for where there is none.
-    copy: Option<(CudaFence, Box<dyn Pinned>)>,
-    len: usize,
 }
 
 impl CudaQueue {
@@ -213,31 +197,10 @@ impl CudaQueue {
     }
 
     fn fence(&mut self) -> Result<CudaFence, DeviceError> {
-        CudaFence::record(&self.gpu, &self.waiter, self.stream.as_mut())
-    }
-}
-
-impl CudaFence {
-    /// Marks the work of a stream so far.
-    pub(crate) fn record(
-        gpu: &Arc<dyn Gpu>,
-        waiter: &Arc<Waiter>,
-        stream: &mut dyn Stream,
-    ) -> Result<Self, DeviceError> {
-        let event = stream.record()?;
-        Ok(Self { gpu: Arc::clone(gpu), event, waiter: Arc::clone(waiter) })
-    }
-
-    /// Its event, for a stream of `gpu` to wait for.
-    pub(crate) fn event_on(
-        &self,
-        gpu: &Arc<dyn Gpu>,
-        operation: &'static str,
-    ) -> Result<&Arc<dyn Event>, DeviceError> {
-        if !Arc::ptr_eq(gpu, &self.gpu) {
-            return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, operation));
+        if self.held.is_on() {
+            return Err(capture::refused("a fence"));
         }
-        Ok(&self.event)
+        CudaFence::record(&self.gpu, &self.waiter, self.stream.as_mut())
     }
 }
 
@@ -353,59 +316,5 @@ impl Queue for CudaQueue {
 
     fn wait_for(&mut self, fence: &CudaFence) -> Result<(), DeviceError> {
         self.stream.wait_for(fence.event_on(&self.gpu, "wait_for")?)
-    }
-}
-
-impl Fence for CudaFence {
-    fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<(), DeviceError>> {
-        match self.event.is_done() {
-            Ok(true) => Poll::Ready(Ok(())),
-            Err(error) => Poll::Ready(Err(error)),
-            Ok(false) => match self.waiter.wake(&self.event, cx.waker()) {
-                Ok(()) => Poll::Pending,
-                Err(error) => Poll::Ready(Err(error)),
-            },
-        }
-    }
-    fn wait(&self) -> Result<(), DeviceError> {
-        self.event.wait()
-    }
-}
-
-impl CudaReadback {
-    fn take(&mut self) -> Vec<u8> {
-        let Some((_, pinned)) = self.copy.take() else {
-            return Vec::new();
-        };
-        let len = self.len.min(pinned.len());
-        // SAFETY: the copy is done, by its fence, and nobody else has these bytes.
-        unsafe { std::slice::from_raw_parts(pinned.base().cast_const(), len) }.to_vec()
-    }
-}
-
-impl Drop for CudaReadback {
-    fn drop(&mut self) {
-        if let Some((fence, pinned)) = self.copy.take()
-            && fence.event.wait().is_err()
-        {
-            // The device is gone; whether it still writes the bytes nobody can tell.
-            std::mem::forget(pinned);
-        }
-    }
-}
-
-impl Readback for CudaReadback {
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<u8>, DeviceError>> {
-        match self.copy.as_ref().map_or(Poll::Ready(Ok(())), |(fence, _)| fence.poll(cx)) {
-            Poll::Pending => Poll::Pending,
-            Poll::Ready(Ok(())) => Poll::Ready(Ok(self.take())),
-            Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
-        }
-    }
-    fn wait(mut self) -> Result<Vec<u8>, DeviceError> {
-        if let Some((fence, _)) = &self.copy {
-            fence.wait()?;
-        }
-        Ok(self.take())
     }
 }

@@ -55,8 +55,9 @@ impl Staging {
             return Err(DeviceError::new(kv_core::DeviceErrorKind::OutOfMemory, "stage"));
         };
         let to = chunk.base().wrapping_add(*used);
-        // SAFETY: `used + len` is within the chunk, as was asked above; nobody else uses these bytes
-        // of it: earlier copies from them are done, and `used` only grows until they are again.
+        // SAFETY: `used + len` is within the chunk, as was asked above; nobody else uses these
+        // bytes of it: earlier copies from them are done, and `used` only grows until they are
+        // again.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         // Later bytes start at a multiple of 16, as uploads like it.
         *used = used.saturating_add(bytes.len()).next_multiple_of(16);

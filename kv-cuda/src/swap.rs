@@ -12,10 +12,10 @@ use kv_core::{BlockId, DeviceError, DeviceErrorKind, PlaneLayout, PlaneView, Sto
 
 use crate::backend::CudaBackend;
 use crate::buffer::CudaBuffer;
+use crate::fence::CudaFence;
 use crate::gpu::{Gpu, HostCopy, Pinned, Stream};
 use crate::num::{bytes, to_u32, to_usize};
 use crate::params::Address;
-use crate::queue::CudaFence;
 use crate::tensors::unsupported;
 use crate::waiter::Waiter;
 

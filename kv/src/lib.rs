@@ -30,7 +30,7 @@
 //! | feature | gives |
 //! |---|---|
 //! | `cpu` (default) | the backend `cpu`, and the module `kv::cpu` |
-//! | `cuda` | the backend `cuda`, and the module `kv::cuda`; the driver is looked for when a device is opened |
+//! | `cuda` | the backend `cuda`, and the module `kv::cuda`; builds without CUDA |
 //!
 //! Features only add names; which device is used is always the program's choice.
 #![forbid(unsafe_code)]

@@ -13,8 +13,8 @@ use crate::{conformance, emulator, kernels, readme, setup, shell, tidy};
 /// every choice of crates that switches other features of it on.
 pub(crate) const HEAVY: &str = "kv-cli";
 
-/// Switched on in every build of the light crates, for the same reason: the CUDA backend runs on the
-/// emulator too.
+/// Switched on in every build of the light crates, for the same reason: the CUDA backend runs on
+/// the emulator too.
 pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated"];
 
 /// The emulator's own tests, with each sanitizer.

@@ -29,8 +29,12 @@ trait DynQueue: fmt::Debug + Send {
     fn upload(&mut self, dst: &AnyBuffer, at: u64, src: &[u8]) -> Recorded;
     fn download(&mut self, src: &AnyBuffer, at: u64, n: u64) -> Result<AnyReadback, DeviceError>;
     fn zero(&mut self, dst: &AnyBuffer, at: u64, bytes: u64) -> Recorded;
-    fn prepare(&mut self, group: GroupId, write: &WritePlan<'_>, attend: &AttentionPlan<'_>)
-    -> Recorded;
+    fn prepare(
+        &mut self,
+        group: GroupId,
+        write: &WritePlan<'_>,
+        attend: &AttentionPlan<'_>,
+    ) -> Recorded;
     fn write_kv(&mut self, plan: &WritePlan<'_>, args: WriteArgs<'_, AnyBuffer>) -> Recorded;
     fn attend(&mut self, plan: &AttentionPlan<'_>, args: AttendArgs<'_, AnyBuffer>) -> Recorded;
     fn copy_blocks(&mut self, plan: &CopyPlan<'_>, args: CopyArgs<'_, AnyBuffer>) -> Recorded;

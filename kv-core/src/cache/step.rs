@@ -181,8 +181,8 @@ impl<B: Backend> Step<'_, B> {
         self.cache.attend_open(layer.into(), q, (out, Some(lse)), options)
     }
 
-    /// The cache's lane of work, for what a device can do besides: capturing the launches of a step,
-    /// or replaying them.
+    /// The cache's lane of work, for what a device can do besides: capturing the launches of a
+    /// step, or replaying them.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
         self.cache.queue_mut()
     }

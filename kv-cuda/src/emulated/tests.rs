@@ -84,7 +84,7 @@ fn bytes_go_there_and_back() {
     assert!(event.is_done().unwrap());
     // SAFETY: `to` has 16 bytes, written above.
     let bytes = unsafe { std::slice::from_raw_parts(to.base(), 16) };
-    assert_eq!(bytes, b"\x00\x00\x0012\x00\x005678\x00\x00\x00\x00");
+    assert_eq!(bytes, [0, 0, 0, 0, b'1', b'2', 0, 0, b'5', b'6', b'7', b'8', 0, 0, 0, 0]);
     // SAFETY: allocated above, not used below.
     unsafe { gpu.free(address) };
 }

@@ -8,6 +8,7 @@
 //! Plans that a caller makes by hand come without a group; they are sent whole, and found again by
 //! their [`PlanId`].
 mod image;
+mod lists;
 mod tables;
 
 use std::sync::Arc;

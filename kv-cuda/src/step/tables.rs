@@ -20,6 +20,8 @@ pub(super) struct Change {
     pub(super) block: u32,
 }
 
+const _: () = assert!(size_of::<Change>() == 8, "two words each, as kernels have it");
+
 /// What was sent of one row.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sent {

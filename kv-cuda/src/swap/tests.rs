@@ -13,7 +13,7 @@ use kv_core::backend::{Backend, Fence, Queue, Readback};
 use kv_core::{BlockId, BlockOrder, DeviceError, DeviceErrorKind, KvStorage};
 use kv_core::{PlaneLayout, PlaneShape};
 
-use crate::queue::CudaFence;
+use crate::fence::CudaFence;
 use crate::swap::CudaSwap;
 use crate::tests::random::Random;
 use crate::{CudaBackend, CudaBuffer, CudaOptions, CudaQueue, EmulatorOptions};

@@ -1,8 +1,8 @@
 //! Attention over cached rows: which kernel takes which entries of the batch.
 //!
 //! A few queries of an entry are decoding, more are prefill. Either has kernels for tensor cores
-//! that take the usual shapes; the kernel for everything takes the rest. Which kernel takes an entry
-//! follows from its number of queries and the layer, never from its neighbours.
+//! that take the usual shapes; the kernel for everything takes the rest. Which kernel takes an
+//! entry follows from its number of queries and the layer, never from its neighbours.
 mod launches;
 
 use kv_core::DeviceError;
