@@ -303,8 +303,12 @@ mod tests {
         assert_eq!(tables.revision(0), before);
         let mut last = before;
         let changes: [fn(&mut BlockTables); 4] = [
-            |tables| drop(tables.pop(0)),
-            |tables| drop(tables.replace(0, 0, BlockId(7))),
+            |tables| {
+                tables.pop(0).unwrap();
+            },
+            |tables| {
+                tables.replace(0, 0, BlockId(7)).unwrap();
+            },
             |tables| tables.rotate(0, 0, 1),
             |tables| tables.rotate_back(0, 0, 1),
         ];
