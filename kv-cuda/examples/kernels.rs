@@ -3,8 +3,8 @@
 //! Every unit is compiled for every architecture that is shipped, each in a process of its own:
 //! NVRTC compiles one program at a time. What was compiled is kept under its key, so that only
 //! changes cost time. Prints registers, shared memory and spills of every kernel; a spill is a
-//! failure. `--write` makes the archives that the crate embeds, `--check` compares them with what
-//! they should be.
+//! failure. `--write` makes the archives that the crate embeds; `--check` compiles nothing and says
+//! whether they were made of the sources as they are.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
 
 use std::collections::BTreeMap;
@@ -23,6 +23,8 @@ type Result<T, E = Box<dyn Error + Send + Sync>> = std::result::Result<T, E>;
 
 const USAGE: &str =
     "kernels --work DIR --archives DIR [--only UNIT] [--arch ARCH] [--write | --check]";
+
+const MANIFEST: &str = "manifest.txt";
 
 struct Options {
     /// What was compiled, and logs.
@@ -53,8 +55,9 @@ fn run() -> Result<()> {
         return compile(unit, arch, Path::new(image), Path::new(log));
     }
     let options = parse(args)?;
-    let nvrtc = Nvrtc::load(None)?;
-    let version = nvrtc.version();
+    // Archives say what made them; whether they are current needs no compiler.
+    let version =
+        if options.check { made_by(&options.archives)? } else { Nvrtc::load(None)?.version() };
     let units: Vec<_> = code::units()
         .into_iter()
         .filter(|unit| options.only.as_ref().is_none_or(|only| only == unit.name()))
@@ -69,6 +72,9 @@ fn run() -> Result<()> {
         .flat_map(|arch| units.iter().map(|unit| (unit, *arch)))
         .map(|(unit, arch)| Job { unit, arch, key: unit.key(arch, version) })
         .collect();
+    if options.check {
+        return check(&jobs, version, &options.archives);
+    }
     let (done, failures) = work(&jobs, &options.work)?;
     let spilling = table(&done);
     if !failures.is_empty() {
@@ -82,10 +88,14 @@ fn run() -> Result<()> {
     if options.write {
         write(&done, version, &options.archives)?;
     }
-    if options.check {
-        check(&jobs, version, &options.archives)?;
-    }
     Ok(())
+}
+
+/// The compiler that the manifest of the archives names.
+fn made_by(archives: &Path) -> Result<u32> {
+    let manifest = fs::read_to_string(archives.join(MANIFEST))?;
+    let version = manifest.lines().next().and_then(|line| line.strip_prefix("nvrtc "));
+    Ok(version.ok_or("the manifest names no compiler")?.parse()?)
 }
 
 fn parse(args: Vec<String>) -> Result<Options> {
@@ -281,7 +291,7 @@ fn write(done: &[Done<'_>], version: u32, folder: &Path) -> Result<()> {
             writeln!(manifest, "{key} {arch} {unit} {kernels} kernels {bytes} bytes")?;
         }
     }
-    fs::write(folder.join("manifest.txt"), manifest)?;
+    fs::write(folder.join(MANIFEST), manifest)?;
     Ok(())
 }
 
@@ -302,10 +312,6 @@ fn zstd(image: &[u8]) -> Option<Vec<u8>> {
 
 /// Compares the archives with the sources; says which entries are not current.
 fn check(jobs: &[Job<'_>], version: u32, folder: &Path) -> Result<()> {
-    if !folder.is_dir() {
-        println!("no archives: this crate embeds no compiled kernels");
-        return Ok(());
-    }
     let mut stale = Vec::new();
     for arch in Arch::SHIPPED {
         let path = folder.join(format!("{arch}.kva"));

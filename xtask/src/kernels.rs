@@ -19,12 +19,24 @@ const LIBRARY: &str = "nvidia/cu13/lib/libnvrtc.so.13";
 /// Compiles all kernels; arguments go to the program that does it.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
     let workspace = Workspace::load()?;
-    let nvrtc = compiler(&workspace)?;
     let mut command =
         shell::cargo(["run", "--quiet", "--package", "kv-cuda", "--example", "kernels", "--"]);
     command.arg("--work").arg(workspace.target_dir.join("kernels"));
-    command.arg("--archives").arg(shell::root().join("kv-cuda/kernels/compiled"));
-    shell::run(command.args(args).env(SETTING, nvrtc))
+    command.arg("--archives").arg(archives());
+    if !args.iter().any(|arg| arg == "--check") {
+        command.env(SETTING, compiler(&workspace)?);
+    }
+    shell::run(command.args(args))
+}
+
+/// Where what was compiled is kept for everybody.
+fn archives() -> PathBuf {
+    shell::root().join("kv-cuda/kernels/compiled")
+}
+
+/// Whether there is anything compiled that may be out of date.
+pub(crate) fn has_archives() -> bool {
+    archives().is_dir()
 }
 
 /// Why kernels cannot be compiled here, `None` if they can.

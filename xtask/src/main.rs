@@ -41,7 +41,7 @@ Usage: cargo xtask COMMAND
   kernels              every CUDA kernel compiled for every architecture, with its registers
       --only UNIT      only this file of kv-cuda/kernels
       --arch ARCH      only for this architecture, such as sm_90a
-      --check          and say whether the compiled kernels in the tree are current
+      --check          instead, whether the compiled kernels in the tree are current
       --write          and write them
   bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
   bench peers          block life beside other crates in one run; builds what they depend on
