@@ -153,12 +153,12 @@ fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
     shell::run(shell::cargo(args).env(emulator::SETTING, library)).map(passed)
 }
 
-/// Archives that are current were compiled, without a spill, from the sources as they are. Without
-/// archives the kernels are compiled here; a machine that cannot get the compiler has still tested
-/// them on the emulator.
+/// Archives in the tree were compiled without a spill, and a unit test of kv-cuda says whether they
+/// are of the sources as they are. Without archives the kernels are compiled here; a machine that
+/// cannot get the compiler has still tested them on the emulator.
 fn compile_kernels(workspace: &Workspace) -> Result<Outcome> {
     if kernels::has_archives() {
-        return kernels::run(&["--check".into()]).map(passed);
+        return Ok(Outcome::Skipped("archives are there; a unit test compares them".to_owned()));
     }
     match kernels::lacks(workspace) {
         Some(why) => Ok(Outcome::Skipped(why)),

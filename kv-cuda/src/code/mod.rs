@@ -76,4 +76,23 @@ mod tests {
             assert!(has || !needs, "{}: its first line does not say it", unit.name());
         }
     }
+
+    /// What is embedded was compiled, without a spill, from the sources as they are. If this fails:
+    /// `cargo xtask kernels --write`.
+    #[test]
+    fn embedded_code_is_that_of_the_sources() {
+        if ARCHIVES.is_empty() {
+            return;
+        }
+        let units = units();
+        for arch in Arch::SHIPPED {
+            let archive = embedded(arch).expect("one for each").expect("written by this crate");
+            assert_eq!(archive.entries.len(), units.len(), "{arch} has other units");
+            for unit in &units {
+                let key = archive.entry(unit.name()).map(|entry| entry.key);
+                let current = unit.key(arch, archive.version);
+                assert_eq!(key, Some(current), "{arch}: {} is not current", unit.name());
+            }
+        }
+    }
 }
