@@ -153,6 +153,10 @@ impl Call<'_> {
         }
         let segments = (0..layout.num_segments()).map(|index| self.segment(view, index));
         let segments = segments.collect::<Result<Vec<_>, _>>()?;
+        // What is asked of the base, is asked of every segment: one that does not lie on 16 bytes
+        // stands for them. Kernels look at the list alone.
+        let odd = segments.iter().find(|segment| !segment.is_multiple_of(16));
+        plane.base = odd.or(segments.first()).copied().unwrap_or(0);
         plane.segments = constants.get((way, self.held), &segments)?;
         Ok(plane)
     }
