@@ -105,7 +105,12 @@ impl CudaQueue {
         work: &Work,
     ) -> Result<(Address, Address), DeviceError> {
         let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
-        self.steps.decode(&mut way, id, work)
+        let decoded = self.steps.decode(&mut way, id, work);
+        if self.is_capturing() {
+            // Plans that later ones of this capture push out are used by every replay.
+            self.steps.memory().iter().for_each(|memory| self.held.note(memory));
+        }
+        decoded
     }
 
     /// Begins to keep launches instead of running them. Calls on this queue until
@@ -156,6 +161,7 @@ impl CudaQueue {
         if !Arc::ptr_eq(&self.gpu, &graph.gpu) {
             return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, "replay"));
         }
+        self.require_no_capture("a replay")?;
         if graph.epoch != self.steps.epoch() {
             let why = "the graph was captured under other limits of steps, or on another queue";
             return Err(crate::tensors::unsupported("replay", why));
@@ -333,6 +339,7 @@ impl Queue for CudaQueue {
     }
 
     fn wait_for(&mut self, fence: &CudaFence) -> Result<(), DeviceError> {
+        self.require_no_capture("waiting for a fence")?;
         self.stream.wait_for(fence.event_on(&self.gpu, "wait_for")?)
     }
 }

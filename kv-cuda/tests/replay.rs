@@ -295,7 +295,12 @@ fn what_cannot_be_captured_is_refused_and_the_step_goes_on() {
     let rows = values(1, KV_HEADS * DIM);
     let rows = TensorView::host(&rows, &[1, KV_HEADS, DIM]);
     assert!(step.write(0, rows, rows, QkvFormat::Thd).is_err());
-    step.queue_mut().end_capture().unwrap();
+    // So are bytes of the host that go or come by themselves, and a replay inside.
+    let queue = step.queue_mut();
+    assert!(is_refused(queue.upload(&side.out, 0, &[0; 4]).unwrap_err()));
+    assert!(is_refused(queue.download(&side.out, 0, 4).unwrap_err()));
+    assert!(is_refused(queue.replay(&graph).unwrap_err()));
+    queue.end_capture().unwrap();
     step.write(0, rows, rows, QkvFormat::Thd).unwrap();
     drop(step);
 
