@@ -75,12 +75,25 @@ impl CudaQueue {
         self.steps.set_limits(limits);
     }
 
+    /// Whether calls are kept instead of run.
+    pub(crate) fn is_capturing(&self) -> bool {
+        self.held.is_on()
+    }
+
+    /// Refuses what a replay cannot do again: bytes of the host are there only once.
+    fn require_no_capture(&self, what: &str) -> Result<(), DeviceError> {
+        if self.held.is_on() { Err(capture::refused(what)) } else { Ok(()) }
+    }
+
     /// The plan of a step in device memory.
     pub(crate) fn step(
         &mut self,
         batch: &kv_core::plan::PlanBuffers,
         tables: &kv_core::block::BlockTables,
     ) -> Result<StepPlan, DeviceError> {
+        if !self.steps.is_begun(batch.id()) {
+            self.require_no_capture("a batch that is not the step's")?;
+        }
         let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
         self.steps.get(&mut way, batch, tables)
     }
@@ -92,7 +105,12 @@ impl CudaQueue {
         work: &Work,
     ) -> Result<(Address, Address), DeviceError> {
         let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
-        self.steps.decode(&mut way, id, work)
+        let decoded = self.steps.decode(&mut way, id, work);
+        if self.is_capturing() {
+            // Plans that later ones of this capture push out are used by every replay.
+            self.steps.memory().iter().for_each(|memory| self.held.note(memory));
+        }
+        decoded
     }
 
     /// Begins to keep launches instead of running them. Calls on this queue until
@@ -110,6 +128,8 @@ impl CudaQueue {
         }
         self.stream.begin_capture()?;
         self.held.begin();
+        // What was planned before is no part of the graph, which plans every replay anew.
+        self.steps.forget_decodes();
         Ok(())
     }
 
@@ -122,6 +142,8 @@ impl CudaQueue {
             return Err(crate::tensors::unsupported("end capture", "nothing was begun"));
         }
         let mut held = self.held.end();
+        // What was planned since has not run.
+        self.steps.forget_decodes();
         let graph = self.stream.end_capture()?;
         held.extend(self.scratch.memory().cloned());
         held.extend(self.counters.memory().cloned());
@@ -139,6 +161,7 @@ impl CudaQueue {
         if !Arc::ptr_eq(&self.gpu, &graph.gpu) {
             return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, "replay"));
         }
+        self.require_no_capture("a replay")?;
         if graph.epoch != self.steps.epoch() {
             let why = "the graph was captured under other limits of steps, or on another queue";
             return Err(crate::tensors::unsupported("replay", why));
@@ -197,9 +220,7 @@ impl CudaQueue {
     }
 
     fn fence(&mut self) -> Result<CudaFence, DeviceError> {
-        if self.held.is_on() {
-            return Err(capture::refused("a fence"));
-        }
+        self.require_no_capture("a fence")?;
         CudaFence::record(&self.gpu, &self.waiter, self.stream.as_mut())
     }
 }
@@ -216,6 +237,7 @@ impl Queue for CudaQueue {
     type Readback = CudaReadback;
 
     fn upload(&mut self, dst: &CudaBuffer, at: u64, src: &[u8]) -> Result<(), DeviceError> {
+        self.require_no_capture("an upload")?;
         let to = dst.on(&self.gpu, (at, to_u64(src.len())), "upload")?;
         // SAFETY: `on` found the range inside memory of this device.
         unsafe { self.staging.upload(self.stream.as_mut(), to, src) }
@@ -227,6 +249,7 @@ impl Queue for CudaQueue {
         at: u64,
         len: u64,
     ) -> Result<CudaReadback, DeviceError> {
+        self.require_no_capture("a download")?;
         let from = src.on(&self.gpu, (at, len), "download")?;
         let len = bytes(len);
         if len == 0 {
@@ -261,6 +284,7 @@ impl Queue for CudaQueue {
         write: &WritePlan<'_>,
         _attend: &AttentionPlan<'_>,
     ) -> Result<(), DeviceError> {
+        self.require_no_capture("the begin of a step")?;
         let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
         self.steps.prepare(&mut way, group, (write.batch(), write.tables()))
     }
@@ -315,6 +339,7 @@ impl Queue for CudaQueue {
     }
 
     fn wait_for(&mut self, fence: &CudaFence) -> Result<(), DeviceError> {
+        self.require_no_capture("waiting for a fence")?;
         self.stream.wait_for(fence.event_on(&self.gpu, "wait_for")?)
     }
 }

@@ -75,10 +75,21 @@ pub(crate) struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Address of a range of a buffer of this device.
-    fn on(self, buffer: &CudaBuffer, range: (u64, u64)) -> Result<Address, DeviceError> {
+    /// Address of a range of a buffer of this device, for elements of `size` bytes. Kernels that
+    /// read elements off their size would lose the device.
+    fn on(
+        self,
+        buffer: &CudaBuffer,
+        range: (u64, u64),
+        size: usize,
+    ) -> Result<Address, DeviceError> {
         self.held.note(buffer);
-        buffer.on(self.gpu, range, self.operation)
+        let address = buffer.on(self.gpu, range, self.operation)?;
+        if address.is_multiple_of(to_u64(size)) {
+            return Ok(address);
+        }
+        let why = format!("{address:#x}, where elements of {size} bytes should begin");
+        Err(unsupported(self.operation, why))
     }
 
     /// An input; bytes of the host go along in `pack`.
@@ -99,7 +110,7 @@ impl Call<'_> {
             }
             TensorData::Device { buffer, offset } => {
                 let range = (offset, tensor.bytes_reached());
-                Source::Device(self.on(buffer, range)?)
+                Source::Device(self.on(buffer, range, tensor.rows().dtype().size())?)
             }
         };
         Ok((rows(tensor.rows(), 0), source))
@@ -118,7 +129,7 @@ impl Call<'_> {
                 Err(unsupported(self.operation, "an output in host memory: download it instead"))
             }
             TensorDataMut::Device { buffer, offset } => {
-                let address = self.on(buffer, (*offset, reached))?;
+                let address = self.on(buffer, (*offset, reached), shape.dtype().size())?;
                 Ok(rows(&shape, address))
             }
         }
@@ -145,7 +156,7 @@ impl Call<'_> {
             let Some(buffer) = view.constants() else {
                 return Err(unsupported(self.operation, "the plane lacks the constants it needs"));
             };
-            plane.constants = self.on(buffer, (0, layout.constants_bytes()))?;
+            plane.constants = self.on(buffer, (0, layout.constants_bytes()), size_of::<f32>())?;
         }
         if layout.num_segments() == 1 {
             plane.base = self.segment(view, 0)?;
@@ -153,6 +164,10 @@ impl Call<'_> {
         }
         let segments = (0..layout.num_segments()).map(|index| self.segment(view, index));
         let segments = segments.collect::<Result<Vec<_>, _>>()?;
+        // What is asked of the base, is asked of every segment: one that does not lie on 16 bytes
+        // stands for them. Kernels look at the list alone.
+        let odd = segments.iter().find(|segment| !segment.is_multiple_of(16));
+        plane.base = odd.or(segments.first()).copied().unwrap_or(0);
         plane.segments = constants.get((way, self.held), &segments)?;
         Ok(plane)
     }
@@ -162,7 +177,9 @@ impl Call<'_> {
             let why = format!("the plane has no buffer for segment {index}");
             return Err(unsupported(self.operation, why));
         };
-        self.on(buffer, (0, view.layout().segment_bytes(index)))
+        // Rows of codes are read two bytes at a time.
+        let size = if view.layout().format() == KvFormat::F32 { 4 } else { 2 };
+        self.on(buffer, (0, view.layout().segment_bytes(index)), size)
     }
 }
 

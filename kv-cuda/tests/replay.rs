@@ -213,6 +213,63 @@ fn a_replay_serves_every_batch_under_a_window() {
     same_bits(KvFormat::F16, Some(100));
 }
 
+/// Launches of a batch that left no row of the output free serve one that does.
+#[test]
+fn a_replay_clears_rows_that_were_owned_when_it_was_captured() {
+    let (mut captured, mut plain) =
+        (Side::new(KvFormat::F16, None), Side::new(KvFormat::F16, None));
+    captured.cache.queue_mut().set_step_limits(LIMITS);
+    for id in 1..=4_u32 {
+        captured.prefill(seq(id.into()), id * 9);
+        plain.prefill(seq(id.into()), id * 9);
+    }
+    for (ids, captures) in [(&[1, 2, 3, 4][..], false), (&[4, 3, 2, 1], true), (&[2, 3], true)] {
+        let ids: Vec<_> = ids.iter().map(|id| seq(*id)).collect();
+        assert_eq!(captured.decode(&ids, captures, None), plain.decode(&ids, false, None));
+    }
+}
+
+/// A capture may begin when the step has attended already: what was planned then is planned again
+/// by every replay, and by what runs behind the capture.
+#[test]
+fn a_capture_shares_no_plan_with_what_runs_around_it() {
+    let (mut captured, mut plain) =
+        (Side::new(KvFormat::F16, None), Side::new(KvFormat::F16, None));
+    captured.cache.queue_mut().set_step_limits(LIMITS);
+    for side in [&mut captured, &mut plain] {
+        side.prefill(seq(1), 40);
+        side.prefill(seq(2), 700);
+        side.decode(&[seq(1), seq(2)], false, None);
+    }
+    // The first capture stands between other calls of its step.
+    let mut step = captured.cache.begin_step(&[StepInput::count(seq(1), 1)]).unwrap();
+    layers(&mut step, (&captured.inputs, &captured.out), None);
+    step.queue_mut().begin_capture().unwrap();
+    layers(&mut step, (&captured.inputs, &captured.out), None);
+    captured.graph = Some(step.queue_mut().end_capture().unwrap());
+    step.commit().unwrap();
+    let mut step = plain.cache.begin_step(&[StepInput::count(seq(1), 1)]).unwrap();
+    layers(&mut step, (&plain.inputs, &plain.out), None);
+    step.commit().unwrap();
+    for ids in [[seq(2), seq(1)], [seq(1), seq(2)]] {
+        assert_eq!(captured.decode(&ids, true, None), plain.decode(&ids, false, None));
+    }
+    // And here behind a capture that never runs.
+    let mut step = captured.cache.begin_step(&[StepInput::count(seq(2), 1)]).unwrap();
+    step.queue_mut().begin_capture().unwrap();
+    layers(&mut step, (&captured.inputs, &captured.out), None);
+    drop(step.queue_mut().end_capture().unwrap());
+    layers(&mut step, (&captured.inputs, &captured.out), None);
+    step.commit().unwrap();
+    let mut step = plain.cache.begin_step(&[StepInput::count(seq(2), 1)]).unwrap();
+    layers(&mut step, (&plain.inputs, &plain.out), None);
+    step.commit().unwrap();
+    let out = |side: &mut Side| {
+        side.cache.queue_mut().download(&side.out, 0, side.out.len()).unwrap().wait().unwrap()
+    };
+    assert_eq!(out(&mut captured), out(&mut plain));
+}
+
 #[test]
 fn what_cannot_be_captured_is_refused_and_the_step_goes_on() {
     let mut side = Side::new(KvFormat::F16, None);
@@ -238,7 +295,12 @@ fn what_cannot_be_captured_is_refused_and_the_step_goes_on() {
     let rows = values(1, KV_HEADS * DIM);
     let rows = TensorView::host(&rows, &[1, KV_HEADS, DIM]);
     assert!(step.write(0, rows, rows, QkvFormat::Thd).is_err());
-    step.queue_mut().end_capture().unwrap();
+    // So are bytes of the host that go or come by themselves, and a replay inside.
+    let queue = step.queue_mut();
+    assert!(is_refused(queue.upload(&side.out, 0, &[0; 4]).unwrap_err()));
+    assert!(is_refused(queue.download(&side.out, 0, 4).unwrap_err()));
+    assert!(is_refused(queue.replay(&graph).unwrap_err()));
+    queue.end_capture().unwrap();
     step.write(0, rows, rows, QkvFormat::Thd).unwrap();
     drop(step);
 

@@ -44,7 +44,8 @@ impl CudaEvent {
 impl Event for CudaEvent {
     fn is_done(&self) -> Result<bool, DeviceError> {
         const QUERY: &str = "query an event";
-        let _current = self.context.enter(QUERY)?;
+        // Elsewhere in the process something may capture, which forbids the question else.
+        let _current = self.context.enter(QUERY)?.relax();
         // SAFETY: the event is alive as long as `self`.
         match unsafe { sys::cuEventQuery(self.handle.0) } {
             CUresult::CUDA_SUCCESS => Ok(true),
@@ -55,7 +56,7 @@ impl Event for CudaEvent {
 
     fn wait(&self) -> Result<(), DeviceError> {
         const WAIT: &str = "wait for an event";
-        let _current = self.context.enter(WAIT)?;
+        let _current = self.context.enter(WAIT)?.relax();
         // SAFETY: the event is alive as long as `self`.
         self.context.check(WAIT, unsafe { sys::cuEventSynchronize(self.handle.0) })
     }

@@ -2,6 +2,7 @@
 use kv_core::DeviceError;
 use kv_core::plan::{CopyArgs, CopyPlan};
 
+use super::MAX_YZ;
 use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::num::to_u32;
@@ -49,6 +50,3 @@ fn launch(params: &CopyParams, planes: &[Plane]) -> Launch {
     let grid = [params.num_copies, params.num_planes.min(MAX_YZ), parts];
     Launch { kernel: "copy_blocks", grid, threads: 256, shared_bytes: 0 }
 }
-
-/// Blocks along y and z that every device takes.
-const MAX_YZ: u32 = 65_535;

@@ -11,6 +11,9 @@ fn round16(bytes: u32) -> u32 {
     bytes.checked_next_multiple_of(16).unwrap_or(u32::MAX)
 }
 
+/// Blocks along y and z that every device takes; kernels that may want more go on with the next.
+const MAX_YZ: u32 = 65_535;
+
 /// Blocks of four warps for one warp a unit. No more than every device takes along x: kernels go on
 /// with the next unit where there are more.
 fn warps4(units: u64) -> u32 {

@@ -17,15 +17,17 @@ pub(crate) struct Owned {
     pub(crate) counts: Address,
 }
 
-/// Sets every row of `out` behind those of the entries to `value`; `total`: rows of a ragged tensor
-/// that are owned.
+/// Sets every row of `out` behind those of the entries to `value`; `total`: rows that are owned.
 pub(crate) fn pad_rows(
     queue: &mut CudaQueue,
     (out, owned): (Tensor, Owned),
     total: u32,
     value: f32,
 ) -> Result<(), DeviceError> {
-    if out.axes == 2 && total >= out.tokens {
+    let rows = u64::from(out.batch).saturating_mul(out.tokens.into());
+    // No entry has more rows than there is room for, so as many as there are means that none is
+    // free. A replay may meet a batch that leaves some.
+    if u64::from(total) >= rows && !queue.is_capturing() {
         return Ok(());
     }
     let params = PadParams {

@@ -2,7 +2,7 @@
 use kv_core::DeviceError;
 use kv_core::plan::{WriteArgs, WritePlan};
 
-use super::round16;
+use super::{MAX_YZ, round16};
 use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
 use crate::params::WriteParams;
@@ -51,7 +51,7 @@ fn launch(params: &WriteParams, extent: &Extent) -> Launch {
     let (kernel, x, y, shared) = if params.k_plane.has_tail != 0 {
         let parts = extent.new_len_max.checked_div(params.k_plane.block_size).unwrap_or(0);
         let each = warp.saturating_add(floats);
-        ("write_tails", blocks(extent.sequences), parts.saturating_add(2), each)
+        ("write_tails", blocks(extent.sequences), parts.saturating_add(2).min(MAX_YZ), each)
     } else if planes.iter().all(|plane| plane.is_plain()) {
         ("write_plain", extent.total_new, 1, 0)
     } else {

@@ -92,6 +92,10 @@ impl Image {
     /// The batch is nobody's until its copy stands.
     fn forget(&mut self) {
         self.id = super::no_plans();
+        self.forget_decodes();
+    }
+    /// How it is decoded is planned once more.
+    pub(super) fn forget_decodes(&mut self) {
         for decode in &mut self.decodes {
             decode.is_made = false;
         }

@@ -122,6 +122,17 @@ impl Steps {
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch
     }
+    /// Whether a batch is that of a group in the step that was begun last.
+    pub(crate) fn is_begun(&self, id: PlanId) -> bool {
+        self.groups.iter().any(|image| image.holds(id))
+    }
+    /// Where a capture begins or ends: a plan of decoding that was launched on one side of it is
+    /// not there on the other.
+    pub(crate) fn forget_decodes(&mut self) {
+        for image in &mut self.groups {
+            image.forget_decodes();
+        }
+    }
     /// Memory of all groups' plans.
     pub(crate) fn memory(&self) -> Vec<CudaBuffer> {
         self.groups.iter().flat_map(Image::memory).collect()

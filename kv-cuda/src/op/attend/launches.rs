@@ -1,5 +1,6 @@
 //! How the kernels of attention are started: the numbers that the head comments of their sources
 //! give.
+use super::super::MAX_YZ;
 use crate::decode::{Shape, Work};
 use crate::gpu::Launch;
 use crate::params::{AttendParams, Plane, Tensor};
@@ -28,7 +29,7 @@ pub(super) fn rows(params: &AttendParams, extent: &Extent, splits_max: u32) -> L
     let grid = [
         units.unwrap_or(0).saturating_add(extent.sequences),
         params.k_plane.num_kv_heads,
-        splits_max.max(1),
+        splits_max.clamp(1, MAX_YZ),
     ];
     Launch { kernel, grid, threads: 128, shared_bytes }
 }

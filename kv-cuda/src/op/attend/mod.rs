@@ -143,7 +143,9 @@ fn run(
     params: &AttendParams,
     (takers, extent): (&Takers, &Extent),
 ) -> Result<(), DeviceError> {
-    if let Some((shape, work)) = &takers.decode {
+    let few = |queries: u32| (1..=DECODE_Q_LEN_MAX).contains(&queries);
+    let has_few = queue.is_capturing() || plan.sequences().iter().any(|s| few(s.q_len));
+    if let Some((shape, work)) = takers.decode.as_ref().filter(|_| has_few) {
         let partials = decode::room(work, extent).partials;
         let (pieces, starts) = queue.decode(plan.batch().id(), work)?;
         let counters = queue.counters(partials)?;
