@@ -50,21 +50,16 @@ const BUILDS: [Build; 4] = [
         &["build", "--package=kv-cuda", "--example=gpu"],
         &[Program { name: "gpu", target: "gpu", is_test: false }],
     ),
-    (
-        &["build", "--package=kv-cli"],
-        &[Program { name: "kv", target: "kv", is_test: false }],
-    ),
-    (
-        &["build", "--package=xtask"],
-        &[Program { name: "xtask", target: "xtask", is_test: false }],
-    ),
+    (&["build", "--package=kv-cli"], &[Program { name: "kv", target: "kv", is_test: false }]),
+    (&["build", "--package=xtask"], &[Program { name: "xtask", target: "xtask", is_test: false }]),
 ];
 
 /// Files and folders of the tree that a kit has, and where.
-const DATA: [(&str, &str); 4] = [
+const DATA: [(&str, &str); 5] = [
     ("models/stories260K", "models/stories260K"),
     ("kv-testkit/testdata", "testdata"),
     ("kv-cuda/bench/peers.py", "peers.py"),
+    ("LICENSE-APACHE", "LICENSE-APACHE"),
     ("LICENSE-MIT", "LICENSE-MIT"),
 ];
 
@@ -80,9 +75,12 @@ pub(super) fn data(vectors: &[PathBuf]) -> Result<BTreeMap<PathBuf, PathBuf>> {
     Ok(files)
 }
 
-/// Names of its programs.
-pub(super) fn programs() -> impl Iterator<Item = &'static str> {
-    BUILDS.iter().flat_map(|(_, programs)| programs.iter().map(|program| program.name))
+/// Everything that a kit has, by its place in it; nothing is built.
+pub(super) fn contents(vectors: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let programs = BUILDS.iter().flat_map(|(_, programs)| programs.iter());
+    let programs = programs.map(|program| Path::new("bin").join(program.name));
+    let written = ["commit", "run.sh"].map(PathBuf::from);
+    Ok(programs.chain(written).chain(data(vectors)?.into_keys()).collect())
 }
 
 fn list(source: &Path, place: &Path, files: &mut BTreeMap<PathBuf, PathBuf>) -> Result<()> {

@@ -25,6 +25,8 @@ use report::Report;
 pub(crate) struct Options {
     /// Makes an archive there, or in that folder, instead of running anything.
     pub(crate) package: Option<PathBuf>,
+    /// Names what an archive has, and builds nothing.
+    pub(crate) list: bool,
     /// Runs a kit that lies there already, and leaves the report in it.
     pub(crate) kit: Option<PathBuf>,
     /// Folders of vector files to run besides the suite.
@@ -38,6 +40,12 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
     if let Some(vectors) = options.vectors.iter().find(|path| !path.is_dir()) {
         bail!("--vectors {}: no such folder", vectors.display());
     }
+    if options.list {
+        for place in kit::contents(&options.vectors)? {
+            println!("{}", place.display());
+        }
+        return Ok(true);
+    }
     if let Some(place) = &options.package {
         let folder = make_kit(&options.vectors)?;
         kit::pack(&folder, place, &commit()?)?;
@@ -46,13 +54,11 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
     if let Some(why) = no_card() {
         bail!("nothing was run and nothing written: {why}");
     }
-    match &options.kit {
-        Some(folder) => check(&std::path::absolute(folder)?, folder, options.device),
-        None => {
-            let folder = make_kit(&options.vectors)?;
-            check(&folder, &shell::root().join("docs/gpu"), options.device)
-        }
+    if let Some(folder) = &options.kit {
+        return check(&std::path::absolute(folder)?, folder, options.device);
     }
+    let folder = make_kit(&options.vectors)?;
+    check(&folder, &shell::root().join("docs/gpu"), options.device)
 }
 
 /// Why no card can be here, before anything is built; the driver has the last word.

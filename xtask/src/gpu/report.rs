@@ -80,10 +80,8 @@ impl Report {
         let mut text = String::new();
         let Self { card, driver, commit, date, .. } = self;
         let _ = writeln!(text, "# {card}\n");
-        let _ = writeln!(
-            text,
-            "Commit `{commit}`, driver {driver}, {date}. Written by `cargo xtask gpu`; how to read it: [README](README.md).\n"
-        );
+        let _ = write!(text, "Commit `{commit}`, driver {driver}, {date}. Written by ");
+        text.push_str("`cargo xtask gpu`; how to read it: [README](README.md).\n\n");
         if !card.contains(target::CARD) {
             let _ = writeln!(
                 text,
@@ -149,9 +147,11 @@ impl Report {
             if family != last {
                 last = family;
                 let _ = write!(text, "\n## {family}\n\n| what | bytes | us | rate | of copy |");
-                peers.iter().for_each(|peer| _ = write!(text, " {} us |", cell(peer)));
+                for peer in &peers {
+                    let _ = write!(text, " {} us |", cell(peer));
+                }
                 text.push_str(" target |\n|---|---|---|---|---|");
-                peers.iter().for_each(|_| text.push_str("---|"));
+                text.push_str(&"---|".repeat(peers.len()));
                 text.push_str("---|\n");
             }
             text.push_str(&row(measure, &peers));

@@ -22,10 +22,8 @@ pub(super) fn targets(measure: &Measure) -> Vec<Target> {
         let is_met = value.is_some_and(|value| value >= least);
         Target { text: format!(">= {least:.2} of {of}"), is_met }
     };
-    let within = |most: f64| Target {
-        text: format!("<= {most} us"),
-        is_met: measure.micros <= most,
-    };
+    let within =
+        |most: f64| Target { text: format!("<= {most} us"), is_met: measure.micros <= most };
     let parts: Vec<&str> = measure.name.split('/').collect();
     let mut targets = Vec::new();
     match parts.as_slice() {
