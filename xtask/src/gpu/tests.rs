@@ -175,3 +175,104 @@ fn what_programs_say_is_understood() {
     let command = run::shown(&["bin/kv", "--prompt", "Once upon"], &[("A", "1")]);
     assert_eq!(command, "A=1 bin/kv --prompt \"Once upon\"");
 }
+
+/// Programs of a kit that say what real ones say, as scripts.
+#[cfg(unix)]
+const SCRIPTS: [(&str, &str); 5] = [
+    ("driver", "echo 'test result: ok. 2 passed'"),
+    (
+        "conformance",
+        r#"echo '{"passed": 3, "failed": 0, "skipped": 1}' > "$KV_CONFORMANCE_REPORT"
+        test "$KV_CONFORMANCE_TESTDATA" = testdata"#,
+    ),
+    ("replay", r#"test "$KV_CUDA_TEST_CARD" = 0"#),
+    (
+        "gpu",
+        r#"echo '{"kind":"fact","name":"card","value":"A card"}'
+        test "$3" = --out || exit 0
+        echo '{"kind":"check","name":"oracle/bf16","passed":true}' > "$4"
+        echo '{"kind":"measure","name":"copy/driver","us":10,"bytes":40}' >> "$4""#,
+    ),
+    ("kv", r#"echo '{"sequences":[{"text":"One"}]}'"#),
+];
+
+/// A kit of scripts in a folder that is removed with it.
+#[cfg(unix)]
+struct Scripted(PathBuf);
+
+#[cfg(unix)]
+impl Scripted {
+    fn new(name: &str, other: &[(&str, &str)]) -> Self {
+        let kit = std::env::temp_dir().join(format!("kv-xtask-{name}-{}", std::process::id()));
+        fs::create_dir_all(kit.join("bin")).unwrap();
+        fs::create_dir_all(kit.join("vectors/0")).unwrap();
+        fs::write(kit.join("commit"), "abc\n").unwrap();
+        fs::write(kit.join("peers.py"), "").unwrap();
+        for (name, text) in SCRIPTS.iter().chain(other) {
+            let text_file = kit.join(name);
+            fs::write(&text_file, format!("#!/bin/sh\n{text}\n")).unwrap();
+            // Written by another process: one that another thread starts now would hold a file
+            // that we write open, and a program that somebody writes cannot be started.
+            let mut install = Command::new("install");
+            let installed = install.args(["-m", "755"]).arg(text_file).arg(kit.join("bin"));
+            assert!(installed.status().unwrap().success());
+        }
+        Self(kit)
+    }
+}
+
+#[cfg(unix)]
+impl Drop for Scripted {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_kit_is_run_and_its_report_written() {
+    let kit = Scripted::new("right", &[]);
+    assert!(check(&kit.0, &kit.0, 0).unwrap());
+    let text = fs::read_to_string(kit.0.join("a-card.json")).unwrap();
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let checks = report["checks"].as_array().unwrap();
+    let detail = |name: &str| {
+        let found = checks.iter().find(|check| check["name"] == name);
+        found.unwrap_or_else(|| panic!("no {name} in {text}"))["detail"].as_str().unwrap()
+    };
+    assert_eq!(detail("driver"), "ok. 2 passed");
+    for name in ["conformance", "conformance, vectors/0", "differential: random lives"] {
+        assert_eq!(detail(name), "3 passed, 0 failed, 1 skipped");
+    }
+    assert_eq!(detail("kv generate, int8"), "the same texts as with --backend cpu");
+    assert_eq!(detail("oracle/bf16"), "");
+    assert_eq!(report["measures"][0]["us"], 10.0);
+    let markdown = fs::read_to_string(kit.0.join("a-card.md")).unwrap();
+    assert!(markdown.starts_with("# A card\n"));
+    assert!(!(text + &markdown).contains(kit.0.to_str().unwrap()), "where it ran is told");
+}
+
+#[cfg(unix)]
+#[test]
+fn what_fails_is_in_the_report_and_nothing_after_it_is_left_out() {
+    let kv = r#"case "$*" in *cuda*) t=Two;; *) t=One;; esac
+        echo "{\"sequences\":[{\"text\":\"$t\"}]}""#;
+    let kit = Scripted::new("wrong", &[("replay", "echo at $0; exit 3"), ("kv", kv)]);
+    assert!(!check(&kit.0, &kit.0, 0).unwrap());
+    let markdown = fs::read_to_string(kit.0.join("a-card.md")).unwrap();
+    let replay = "KV_CUDA_TEST_CARD=0 bin/replay` | 3 |";
+    assert!(markdown.contains(replay), "{markdown}");
+    assert!(markdown.contains("**FAILED**: at ./bin/replay"), "{markdown}");
+    assert!(markdown.contains("**FAILED**: other texts than with cpu"), "{markdown}");
+    assert!(markdown.contains("| copy/driver | 40 |"), "{markdown}");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_kit_without_a_card_writes_nothing() {
+    let none = "echo 'error: no CUDA driver library'; exit 1";
+    let kit = Scripted::new("none", &[("gpu", none)]);
+    let error = check(&kit.0, &kit.0.join("reports"), 0).unwrap_err().to_string();
+    assert!(error.contains("nothing written: error: no CUDA driver library"), "{error}");
+    assert!(!kit.0.join("reports").exists());
+}
