@@ -51,7 +51,12 @@ fn with_groups(bench: &mut Bench, shape: Shape, groups: &[u32]) -> Result<()> {
     if bytes > bench.room() {
         return bench.skip(&name("gqa*"), &format!("{bytes} bytes of cache do not fit"));
     }
-    let mut cache = shape.filled(&bench.device, layers)?;
+    let mut cache = match shape.filled(&bench.device, layers) {
+        Err(error) if input::is_full(&*error) => {
+            return bench.skip(&name("gqa*"), &error.to_string());
+        }
+        filled => filled?,
+    };
     for &group in groups {
         let (work, micros) = measure(bench, &mut cache, (shape, layers), group)?;
         bench.measure(&name(&format!("gqa{group}")), work, micros)?;

@@ -1,10 +1,12 @@
 //! Caches with something in them, and tensors on the device.
+use std::error::Error;
+
 use half::bf16;
 use kv_core::backend::{Fence, Queue};
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::{
-    Backend, CacheSpec, DType, KvCache, KvFormat, QkvFormat, Scaling, SequenceId, StartOptions,
-    Step, StepInput, TensorView,
+    Backend, CacheError, CacheSpec, DType, DeviceError, DeviceErrorKind, KvCache, KvFormat,
+    QkvFormat, Scaling, SequenceId, StartOptions, Step, StepInput, TensorView,
 };
 use kv_cuda::{CudaBackend, CudaBuffer};
 use kv_testkit::Shared;
@@ -14,7 +16,7 @@ use crate::bench::Result;
 pub(crate) type Cache = KvCache<Shared<CudaBackend>>;
 
 /// Rows of K, and of V, that one step of filling writes at most.
-const FILL_ROWS: u32 = 1 << 16;
+const FILL_ROWS: u32 = 1 << 14;
 
 /// Values of one head, in all that is measured.
 pub(crate) const HEAD_DIM: u32 = 128;
@@ -164,6 +166,15 @@ pub(crate) fn tensor(
         left -= now;
     }
     Ok(buffer)
+}
+
+/// Whether the device has no memory left: somebody else may have some of it.
+pub(crate) fn is_full(error: &(dyn Error + Send + Sync + 'static)) -> bool {
+    let device = match error.downcast_ref::<CacheError>() {
+        Some(CacheError::Device(error)) => Some(error),
+        _ => error.downcast_ref::<DeviceError>(),
+    };
+    device.is_some_and(|error| error.kind() == DeviceErrorKind::OutOfMemory)
 }
 
 /// Waits for all that a queue was given.

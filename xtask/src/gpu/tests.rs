@@ -263,7 +263,8 @@ fn what_fails_is_in_the_report_and_nothing_after_it_is_left_out() {
     let replay = "KV_CUDA_TEST_CARD=0 bin/replay` | 3 |";
     assert!(markdown.contains(replay), "{markdown}");
     assert!(markdown.contains("**FAILED**: at ./bin/replay"), "{markdown}");
-    assert!(markdown.contains("**FAILED**: other texts than with cpu"), "{markdown}");
+    assert!(markdown.contains("**FAILED**: other texts than with --backend cpu"), "{markdown}");
+    assert!(markdown.contains("passed: other texts than with --backend cpu"), "{markdown}");
     assert!(markdown.contains("| copy/driver | 40 |"), "{markdown}");
 }
 
