@@ -122,6 +122,14 @@ pub(crate) trait Stream: fmt::Debug + Send {
         from: Address,
         bytes: usize,
     ) -> Result<(), DeviceError>;
+    /// Copies from one place of the device to another.
+    ///
+    /// # Safety
+    /// 1. Both ranges lie in memory of the device, and do not overlap.
+    unsafe fn copy(&mut self, to: Address, from: Address, bytes: u64) -> Result<(), DeviceError> {
+        let _ = (to, from, bytes);
+        Err(DeviceError::new(DeviceErrorKind::Unsupported, "copy"))
+    }
     /// Sets bytes to zero.
     ///
     /// # Safety

@@ -174,6 +174,32 @@ impl CudaQueue {
         unsafe { self.stream.replay(graph.graph.as_ref()) }
     }
 
+    /// Copies `len` bytes from byte `from.1` of one buffer to byte `to.1` of another, as the driver
+    /// does it: what bandwidth is measured against.
+    ///
+    /// # Errors
+    /// `ForeignHandle` for a buffer of another device, `OutOfRange` past the end of one,
+    /// `Unsupported` for ranges that overlap; the driver's.
+    pub fn copy(
+        &mut self,
+        from: (&CudaBuffer, u64),
+        to: (&CudaBuffer, u64),
+        len: u64,
+    ) -> Result<(), DeviceError> {
+        let source = from.0.on(&self.gpu, (from.1, len), "copy")?;
+        let target = to.0.on(&self.gpu, (to.1, len), "copy")?;
+        if len == 0 {
+            return Ok(());
+        }
+        if source.abs_diff(target) < len {
+            return Err(crate::tensors::unsupported("copy", "the ranges overlap"));
+        }
+        self.held.note(from.0);
+        self.held.note(to.0);
+        // SAFETY: `on` found both ranges inside memory of this device; they do not overlap.
+        unsafe { self.stream.copy(target, source, len) }
+    }
+
     /// Begins a call, with nothing packed.
     pub(crate) fn parts(&mut self, operation: &'static str) -> Parts<'_> {
         self.pack.clear();

@@ -1,6 +1,7 @@
 //! Launches of one decode step, captured once, serve later steps of other batches: sequences come
 //! and go between replays, and every output has the bits that a step without capture gives.
-#![cfg(feature = "emulated")]
+//!
+//! On the emulator, or on the card whose number `KV_CUDA_TEST_CARD` holds.
 #![expect(
     clippy::unwrap_used,
     clippy::arithmetic_side_effects,
@@ -10,10 +11,11 @@
 use half::f16;
 use kv_core::backend::{Queue, Readback};
 use kv_core::{
-    AttentionOptions, Backend, CacheSpec, DType, DeviceErrorKind, KvCache, KvFormat, QkvFormat,
-    ScaleGroup, Scaling, SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, Backend, CacheSpec, DType, DeviceError, DeviceErrorKind, KvCache, KvFormat,
+    QkvFormat, ScaleGroup, Scaling, SequenceId, StartOptions, Step, StepInput, TensorView,
+    TensorViewMut,
 };
-use kv_cuda::{CudaBackend, CudaBuffer, CudaGraph, EmulatorOptions, StepLimits};
+use kv_cuda::{CudaBackend, CudaBuffer, CudaGraph, CudaOptions, StepLimits};
 
 const LAYERS: u16 = 2;
 const KV_HEADS: u32 = 2;
@@ -44,6 +46,24 @@ struct Side {
     steps: u32,
 }
 
+/// The card that is asked for, else the emulator; `None` where there is neither.
+fn open() -> Option<CudaBackend> {
+    if let Ok(card) = std::env::var("KV_CUDA_TEST_CARD") {
+        return Some(CudaBackend::open(&CudaOptions::new(card.parse().unwrap())).unwrap());
+    }
+    cfg!(feature = "emulated").then(|| emulated().unwrap())
+}
+
+#[cfg(feature = "emulated")]
+fn emulated() -> Result<CudaBackend, DeviceError> {
+    CudaBackend::emulated(&kv_cuda::EmulatorOptions::default().seed(3))
+}
+
+#[cfg(not(feature = "emulated"))]
+fn emulated() -> Result<CudaBackend, DeviceError> {
+    Err(DeviceError::new(DeviceErrorKind::Unsupported, "open"))
+}
+
 fn seq(n: u64) -> SequenceId {
     SequenceId(n)
 }
@@ -62,8 +82,8 @@ fn values(seed: u32, len: u32) -> Vec<f16> {
 }
 
 impl Side {
-    fn new(format: KvFormat, window: Option<u32>) -> Self {
-        let backend = CudaBackend::emulated(&EmulatorOptions::default().seed(3)).unwrap();
+    fn new(format: KvFormat, window: Option<u32>) -> Option<Self> {
+        let backend = open()?;
         let buffer = |len: u32| backend.alloc(u64::from(len) * u64::from(LAYERS) * 2).unwrap();
         let (inputs, out) = ([buffer(Q_LEN), buffer(K_LEN), buffer(K_LEN)], buffer(Q_LEN));
         let mut spec = CacheSpec::builder()
@@ -78,7 +98,7 @@ impl Side {
             spec = spec.window_left(left);
         }
         let cache = KvCache::new(backend, spec.build().unwrap()).unwrap();
-        Self { cache, inputs, out, graph: None, steps: 0 }
+        Some(Self { cache, inputs, out, graph: None, steps: 0 })
     }
 
     fn prefill(&mut self, sequence: SequenceId, tokens: u32) {
@@ -174,7 +194,11 @@ fn same_bits(format: KvFormat, window: Option<u32>) {
         Decode(&[6, 4, 5]), // 6 and 5 go on into new blocks
         Decode(&[6, 5, 4]),
     ];
-    let (mut captured, mut plain) = (Side::new(format, window), Side::new(format, window));
+    let (Some(mut captured), Some(mut plain)) =
+        (Side::new(format, window), Side::new(format, window))
+    else {
+        return;
+    };
     captured.cache.queue_mut().set_step_limits(LIMITS);
     for (index, act) in acts.iter().enumerate() {
         match act {
@@ -272,9 +296,9 @@ fn a_capture_shares_no_plan_with_what_runs_around_it() {
 
 #[test]
 fn what_cannot_be_captured_is_refused_and_the_step_goes_on() {
-    let mut side = Side::new(KvFormat::F16, None);
+    let Some(mut side) = Side::new(KvFormat::F16, None) else { return };
     side.prefill(seq(1), 20);
-    let is_refused = |error: kv_core::DeviceError| error.kind() == DeviceErrorKind::Unsupported;
+    let is_refused = |error: DeviceError| error.kind() == DeviceErrorKind::Unsupported;
     let queue = side.cache.queue_mut();
     assert!(is_refused(queue.begin_capture().unwrap_err()), "no limits");
     assert!(is_refused(queue.end_capture().unwrap_err()), "nothing begun");
@@ -311,7 +335,7 @@ fn what_cannot_be_captured_is_refused_and_the_step_goes_on() {
     drop(step);
 
     // Another device.
-    let mut other = Side::new(KvFormat::F16, None);
+    let mut other = Side::new(KvFormat::F16, None).unwrap();
     let refused = other.cache.queue_mut().replay(&graph).unwrap_err();
     assert_eq!(refused.kind(), DeviceErrorKind::ForeignHandle);
 }

@@ -8,6 +8,7 @@
 mod bench;
 mod conformance;
 mod emulator;
+mod gpu;
 mod kernels;
 mod readme;
 mod setup;
@@ -43,6 +44,13 @@ Usage: cargo xtask COMMAND
       --arch ARCH      only for this architecture, such as sm_90a
       --check          instead, whether the compiled kernels in the tree are current
       --write          and write them
+  gpu                  the CUDA backend checked and measured on a card: docs/gpu/CARD.md and .json
+      --device N       the card of this number; otherwise the first
+      --vectors DIR    these vector files too (repeatable)
+      --package PLACE  instead, an archive for a machine with a card and without cargo or network:
+                       a file *.tar.gz, or a folder for one; its run.sh does the same there
+      --list           instead, what an archive has
+      --kit DIR        runs what an archive holds, as run.sh does
   bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
   bench peers          block life beside other crates in one run; builds what they depend on
   help                 this text
@@ -56,6 +64,7 @@ enum Command {
     Setup,
     Bench(Vec<OsString>),
     Kernels(Vec<OsString>),
+    Gpu(gpu::Options),
     Help,
 }
 
@@ -94,6 +103,10 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Setup => setup::run()?,
         Command::Bench(args) => bench::run(&args)?,
         Command::Kernels(args) => kernels::run(&args)?,
+        Command::Gpu(options) => {
+            let is_clean = gpu::run(&options)?;
+            return Ok(if is_clean { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        }
         Command::Help => print!("{HELP}"),
     }
     Ok(ExitCode::SUCCESS)
@@ -113,6 +126,7 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "emulator" => return parse_emulator(parser),
         "bench" => return Ok(Command::Bench(parser.raw_args()?.collect())),
         "kernels" => return parse_kernels(parser),
+        "gpu" => return parse_gpu(parser),
         "test" => Command::Test,
         "tidy" => Command::Tidy { fix: false },
         "setup" => Command::Setup,
@@ -183,6 +197,28 @@ fn parse_kernels(mut parser: Parser) -> Result<Command> {
     Ok(Command::Kernels(args))
 }
 
+fn parse_gpu(mut parser: Parser) -> Result<Command> {
+    let mut options = gpu::Options::default();
+    while let Some(arg) = parser.next()? {
+        match arg {
+            Arg::Long("device") => options.device = parser.value()?.parse()?,
+            Arg::Long("vectors") => {
+                options.vectors.push(std::path::absolute(parser.value()?)?);
+            }
+            Arg::Long("package") => options.package = Some(parser.value()?.into()),
+            Arg::Long("list") => options.list = true,
+            Arg::Long("kit") => options.kit = Some(parser.value()?.into()),
+            Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    let packs = options.package.is_some() || options.list || !options.vectors.is_empty();
+    if options.kit.is_some() && packs {
+        bail!("--kit runs what is there: give it with --device at most");
+    }
+    Ok(Command::Gpu(options))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -229,6 +265,19 @@ mod tests {
         assert!(!options.self_test);
         assert!(parsed("emulator --sanitize memory").is_err());
         assert!(parsed("conformance --backend emulated --sanitize thread").is_ok());
+    }
+
+    #[test]
+    fn gpu_runs_packs_or_runs_what_was_packed() {
+        let Ok(Command::Gpu(options)) = parsed("gpu --package out --vectors some/dir") else {
+            panic!("not parsed as gpu");
+        };
+        assert_eq!(options.package.as_deref(), Some(std::path::Path::new("out")));
+        assert!(options.vectors[0].is_absolute() && options.kit.is_none());
+        assert!(parsed("gpu --kit . --device 1").is_ok());
+        for line in ["gpu --kit . --package x", "gpu --device one", "gpu now", "gpu --package"] {
+            assert!(parsed(line).is_err(), "{line:?}");
+        }
     }
 
     #[test]

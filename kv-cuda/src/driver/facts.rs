@@ -167,6 +167,7 @@ const FUNCTIONS: &[&str] = &[
     "cuMemsetD8Async",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
     "cuPointerGetAttribute",
     "cuMemGetAddressRange_v2",
     "cuStreamCreate",

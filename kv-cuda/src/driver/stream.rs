@@ -99,6 +99,16 @@ impl Stream for CudaStream {
         self.context.check(DOWNLOAD, code)
     }
 
+    unsafe fn copy(&mut self, to: Address, from: Address, bytes: u64) -> Result<(), DeviceError> {
+        const COPY: &str = "copy";
+        let _current = self.context.enter(COPY)?;
+        let bytes = usize::try_from(bytes)
+            .map_err(|_| refuse(DeviceErrorKind::OutOfRange, COPY, format!("{bytes} bytes")))?;
+        // SAFETY: condition 1 of this function, on a stream that lives.
+        let code = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.raw) };
+        self.context.check(COPY, code)
+    }
+
     unsafe fn zero(&mut self, at: Address, bytes: u64) -> Result<(), DeviceError> {
         const ZERO: &str = "zero";
         let _current = self.context.enter(ZERO)?;

@@ -84,6 +84,10 @@ fn memory_is_zeroed_copied_and_zeroed() {
     let mut expected = [vec![0; 50], bytes, vec![0; 50]].concat();
     expected[100..200].fill(0);
     assert_eq!(download(&gpu, &mut *stream, device, 1000), expected);
+    // SAFETY: 300 bytes from 20 and from 600 on lie in the 1000, and do not overlap.
+    unsafe { stream.copy(device + 600, device + 20, 300) }.unwrap();
+    expected.copy_within(20..320, 600);
+    assert_eq!(download(&gpu, &mut *stream, device, 1000), expected);
     // SAFETY: allocated above, and nothing uses it.
     unsafe { gpu.free(device) };
 }

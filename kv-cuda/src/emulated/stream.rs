@@ -27,6 +27,7 @@ pub(super) struct EmulatedStream {
 enum Captured {
     Launch(Launch, Vec<u8>),
     Zero(Address, u64),
+    Copy { to: Address, from: Address, bytes: u64 },
 }
 
 /// Captured work of one device.
@@ -90,6 +91,20 @@ impl Stream for EmulatedStream {
         Ok(())
     }
 
+    unsafe fn copy(&mut self, to: Address, from: Address, bytes: u64) -> Result<(), DeviceError> {
+        if let Some(captured) = &mut self.captured {
+            captured.push(Captured::Copy { to, from, bytes });
+            return Ok(());
+        }
+        let to = self.memory.find(to, bytes, "copy")?;
+        let from = self.memory.find(from, bytes, "copy")?;
+        let bytes = usize::try_from(bytes).unwrap_or(0);
+        // SAFETY: `find` has found the bytes of both, so their number is one that memory has;
+        // condition 1 for the rest.
+        unsafe { ptr::copy_nonoverlapping(from, to, bytes) };
+        Ok(())
+    }
+
     unsafe fn zero(&mut self, at: Address, bytes: u64) -> Result<(), DeviceError> {
         if let Some(captured) = &mut self.captured {
             captured.push(Captured::Zero(at, bytes));
@@ -137,6 +152,8 @@ impl Stream for EmulatedStream {
                 Captured::Launch(launch, params) => unsafe { self.launch(launch, params)? },
                 // SAFETY: condition 1 is that of the zeroing.
                 Captured::Zero(at, bytes) => unsafe { self.zero(*at, *bytes)? },
+                // SAFETY: condition 1 is that of the copy.
+                Captured::Copy { to, from, bytes } => unsafe { self.copy(*to, *from, *bytes)? },
             }
         }
         Ok(())

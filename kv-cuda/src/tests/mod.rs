@@ -6,6 +6,7 @@
     clippy::cast_precision_loss,
     reason = "small numbers, and overflow checks are on"
 )]
+mod buffers;
 mod device;
 mod moves;
 pub(crate) mod random;

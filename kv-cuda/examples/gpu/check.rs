@@ -1,0 +1,80 @@
+//! Right before fast: a case of each kernel family at the shapes that are measured.
+//!
+//! `kv-testkit` compares with its oracle in f64: outputs within twice the error of the plain
+//! computation in the inputs' precision, stored rows bit for bit as `kv-quant` encodes them.
+use kv_core::{CacheSpec, DType, KvFormat};
+use kv_testkit::device::Place;
+use kv_testkit::lab::{Brings, How, Lab};
+
+use crate::bench::{Bench, Result};
+use crate::input::{self, FORMATS};
+
+/// Lengths and geometry.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    kv_heads: u32,
+    head_dim: u32,
+    /// Tokens of a sequence that is long, and of one that is short.
+    lens: [u32; 2],
+    /// New tokens of a prompt's chunk.
+    chunk: u32,
+}
+
+/// Whether all passed; each is a record.
+pub(crate) fn run(bench: &mut Bench) -> Result<bool> {
+    let sizes = if bench.is_tiny {
+        Sizes { kv_heads: 1, head_dim: 64, lens: [35, 3], chunk: 5 }
+    } else {
+        Sizes { kv_heads: 8, head_dim: 128, lens: [3000, 33], chunk: 200 }
+    };
+    let mut is_right = true;
+    for format in FORMATS {
+        for group in [1, 8] {
+            let result = one(bench, sizes, format, group);
+            is_right &= result.is_ok();
+            let what = "write, decode, prefill, gather, copy_blocks";
+            bench.check(&format!("oracle/{format}/gqa{group}: {what}"), &result)?;
+        }
+    }
+    Ok(is_right)
+}
+
+fn one(bench: &Bench, sizes: Sizes, format: KvFormat, group: usize) -> Result<(), String> {
+    let say = |what: &str, error: &dyn std::fmt::Display| format!("{what}: {error}");
+    let [long, short] = sizes.lens;
+    let tokens = long.saturating_add(sizes.chunk).saturating_add(64);
+    let spec = CacheSpec::builder()
+        .layers(1)
+        .kv_heads(sizes.kv_heads)
+        .head_dim(sizes.head_dim)
+        .format(format)
+        .max_sequences(4)
+        .max_seq_len(tokens)
+        .paged(16, tokens.div_ceil(16).saturating_add(16))
+        .build()
+        .map_err(|error| say("geometry", &error))?;
+    let mut lab = match format {
+        KvFormat::Bf16 => Lab::new(&bench.device, spec, 1),
+        _ => Lab::calibrated(&bench.device, spec, input::scales(1), 1),
+    }
+    .map_err(|error| say("cache", &error))?;
+    let decode = How {
+        kv_dtype: DType::Bf16,
+        q_dtype: DType::Bf16,
+        inputs: Place::Device,
+        group,
+        lse: false,
+        ..How::default()
+    };
+    let mut all = || {
+        lab.fill(1, long)?;
+        lab.fill(2, short)?;
+        lab.step(&[(1, Brings::Tokens(1)), (2, Brings::Tokens(1))], &decode)?;
+        lab.step(&[(2, Brings::Tokens(sizes.chunk))], &decode)?;
+        // The child writes into a copy of the block that both have.
+        lab.fork(2, 3)?;
+        lab.step(&[(3, Brings::Tokens(1)), (1, Brings::Tokens(1))], &decode)?;
+        lab.check()
+    };
+    all().map_err(|error| say("wrong", &error))
+}

@@ -1,0 +1,97 @@
+//! Decode attention: one query a sequence over all that is cached.
+use kv_core::{AttentionOptions, Backend, DType, TensorView, TensorViewMut};
+
+use crate::bench::{Bench, Result, Work};
+use crate::input::{self, Cache, FORMATS, HEAD_DIM, SCALE, Shape};
+
+/// What is measured.
+struct Sizes {
+    batches: &'static [u32],
+    contexts: &'static [u32],
+    groups: &'static [u32],
+    blocks: &'static [u32],
+    kv_heads: u32,
+}
+
+const FULL: Sizes = Sizes {
+    batches: &[1, 4, 16, 64, 256],
+    contexts: &[1 << 10, 1 << 13, 1 << 15, 1 << 17],
+    groups: &[1, 4, 8, 16],
+    blocks: &[16, 64],
+    kv_heads: 8,
+};
+
+const TINY: Sizes =
+    Sizes { batches: &[2], contexts: &[40], groups: &[1, 4], blocks: &[16], kv_heads: 2 };
+
+pub(crate) fn run(bench: &mut Bench) -> Result<()> {
+    let sizes = if bench.is_tiny { TINY } else { FULL };
+    for format in FORMATS {
+        for &block_size in sizes.blocks {
+            for &batch in sizes.batches {
+                for &context in sizes.contexts {
+                    let (kv_heads, head_dim, new) = (sizes.kv_heads, HEAD_DIM, 1);
+                    let shape =
+                        Shape { format, block_size, kv_heads, head_dim, batch, context, new };
+                    with_groups(bench, shape, sizes.groups)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The same cache read with more and more queries.
+fn with_groups(bench: &mut Bench, shape: Shape, groups: &[u32]) -> Result<()> {
+    let Shape { format, block_size, batch, context, .. } = shape;
+    let name =
+        |group: &str| format!("decode/{format}/block{block_size}/{group}/b{batch}/c{context}");
+    let layers = shape.layers_of(bench.rotated());
+    let bytes = shape.layer_bytes().saturating_mul(layers.into());
+    if bytes > bench.room() {
+        return bench.skip(&name("gqa*"), &format!("{bytes} bytes of cache do not fit"));
+    }
+    let mut cache = match shape.filled(&bench.device, layers) {
+        Err(error) if input::is_full(&*error) => {
+            return bench.skip(&name("gqa*"), &error.to_string());
+        }
+        filled => filled?,
+    };
+    for &group in groups {
+        let (work, micros) = measure(bench, &mut cache, (shape, layers), group)?;
+        bench.measure(&name(&format!("gqa{group}")), work, micros)?;
+    }
+    Ok(())
+}
+
+fn measure(
+    bench: &Bench,
+    cache: &mut Cache,
+    (shape, layers): (Shape, u16),
+    group: u32,
+) -> Result<(Work, f64)> {
+    let dims = [shape.batch, shape.kv_heads * group, shape.head_dim];
+    let values: u64 = dims.into_iter().map(u64::from).product();
+    let rows = u64::from(shape.batch) * shape.plain_bytes() / 4;
+    let [q, k, v] = [(3, values), (4, rows), (5, rows)]
+        .map(|(seed, values)| input::tensor(&bench.device, cache.queue_mut(), seed, values));
+    let (q, k, v) = (q?, k?, v?);
+    let out = bench.device.alloc(values * 2)?;
+    let mut step = cache.begin_step(&shape.step_inputs())?;
+    shape.write(&mut step, 0..layers, [&k, &v], shape.batch)?;
+    let options = AttentionOptions::causal(SCALE);
+    let micros = bench.clock().time(
+        &mut step,
+        |step, call| {
+            let layer = u16::try_from(call % u32::from(layers))?;
+            let q = TensorView::device(DType::Bf16, &q, 0, &dims);
+            let out = TensorViewMut::device(DType::Bf16, &out, 0, &dims);
+            Ok(step.attend(layer, q, out, &options)?)
+        },
+        |step| input::drain(step.queue_mut()),
+    )?;
+    // Every cached row once, queries in and outputs out.
+    let tokens = u64::from(shape.batch) * u64::from(shape.context);
+    let bytes = tokens * shape.token_bytes() + values * 4;
+    Ok((Work { bytes, flops: 0 }, micros))
+}

@@ -1,0 +1,218 @@
+//! The folder that everything runs from, and the archive it becomes.
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::shell;
+
+/// Largest archive.
+const BYTES_MAX: u64 = 60_000_000;
+/// Folder inside an archive.
+const NAME: &str = "kv-gpu";
+
+/// The one command of a machine without cargo.
+pub(super) const RUN: &str = r#"#!/bin/sh
+# Checks and measures the CUDA backend on this machine's card (--device N: the N-th), and leaves
+# the report, <card>.md and <card>.json, beside this file. Needs an NVIDIA driver, nothing else;
+# uses compute-sanitizer, and PyTorch and FlashInfer of python3, where they are at hand.
+here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd) || exit 1
+exec "$here/bin/xtask" gpu --kit "$here" "$@"
+"#;
+
+/// A program of the kit, and what cargo calls it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Program {
+    name: &'static str,
+    target: &'static str,
+    /// Built with the harness of tests.
+    is_test: bool,
+}
+
+/// One build, and the programs that it gives.
+type Build = (&'static [&'static str], &'static [Program]);
+
+/// In release, as they are measured. Tests and programs apart: cargo builds an example that has
+/// tests only as one of them at a time.
+const BUILDS: [Build; 4] = [
+    (
+        &["test", "--no-run", "--package=kv-cuda", "--lib", "--test=conformance", "--test=replay"],
+        &[
+            Program { name: "driver", target: "kv_cuda", is_test: true },
+            Program { name: "conformance", target: "conformance", is_test: true },
+            Program { name: "replay", target: "replay", is_test: true },
+        ],
+    ),
+    (
+        &["build", "--package=kv-cuda", "--example=gpu"],
+        &[Program { name: "gpu", target: "gpu", is_test: false }],
+    ),
+    (&["build", "--package=kv-cli"], &[Program { name: "kv", target: "kv", is_test: false }]),
+    (&["build", "--package=xtask"], &[Program { name: "xtask", target: "xtask", is_test: false }]),
+];
+
+/// Files and folders of the tree that a kit has, and where.
+const DATA: [(&str, &str); 5] = [
+    ("models/stories260K", "models/stories260K"),
+    ("kv-testkit/testdata", "testdata"),
+    ("kv-cuda/bench/peers.py", "peers.py"),
+    ("LICENSE-APACHE", "LICENSE-APACHE"),
+    ("LICENSE-MIT", "LICENSE-MIT"),
+];
+
+/// Every file of a kit by its place in it, programs aside.
+pub(super) fn data(vectors: &[PathBuf]) -> Result<BTreeMap<PathBuf, PathBuf>> {
+    let mut files = BTreeMap::new();
+    for (source, place) in DATA {
+        list(&shell::root().join(source), Path::new(place), &mut files)?;
+    }
+    for (index, folder) in vectors.iter().enumerate() {
+        list(folder, &PathBuf::from(format!("vectors/{index}")), &mut files)?;
+    }
+    Ok(files)
+}
+
+/// Everything that a kit has, by its place in it; nothing is built.
+pub(super) fn contents(vectors: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let programs = BUILDS.iter().flat_map(|(_, programs)| programs.iter());
+    let programs = programs.map(|program| Path::new("bin").join(program.name));
+    let written = ["commit", "run.sh"].map(PathBuf::from);
+    Ok(programs.chain(written).chain(data(vectors)?.into_keys()).collect())
+}
+
+fn list(source: &Path, place: &Path, files: &mut BTreeMap<PathBuf, PathBuf>) -> Result<()> {
+    let context = || format!("cannot read {}", source.display());
+    if !fs::metadata(source).with_context(context)?.is_dir() {
+        files.insert(place.to_owned(), source.to_owned());
+        return Ok(());
+    }
+    for entry in fs::read_dir(source).with_context(context)? {
+        let entry = entry?;
+        list(&entry.path(), &place.join(entry.file_name()), files)?;
+    }
+    Ok(())
+}
+
+/// Builds everything and lays it out anew.
+pub(super) fn make(folder: &Path, vectors: &[PathBuf], commit: &str) -> Result<()> {
+    let mut built = Vec::new();
+    for (args, programs) in &BUILDS {
+        built.extend(build(args, programs)?);
+    }
+    if folder.exists() {
+        fs::remove_dir_all(folder)?;
+    }
+    let bin = folder.join("bin");
+    fs::create_dir_all(&bin)?;
+    for (name, executable) in built {
+        let place = bin.join(name);
+        fs::copy(&executable, &place)?;
+        shell::run(shell::program("strip").arg(&place)).context("binutils has `strip`")?;
+    }
+    for (place, source) in data(vectors)? {
+        let place = folder.join(place);
+        if let Some(parent) = place.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        fs::copy(&source, &place).with_context(|| format!("cannot copy {}", source.display()))?;
+    }
+    fs::write(folder.join("commit"), format!("{commit}\n"))?;
+    fs::write(folder.join("run.sh"), RUN)?;
+    make_executable(&folder.join("run.sh"))
+}
+
+#[cfg(unix)]
+fn make_executable(file: &Path) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    Ok(fs::set_permissions(file, fs::Permissions::from_mode(0o755))?)
+}
+
+#[cfg(not(unix))]
+fn make_executable(_: &Path) -> Result<()> {
+    bail!("a kit is for Linux")
+}
+
+fn build(args: &[&str], programs: &[Program]) -> Result<Vec<(&'static str, PathBuf)>> {
+    let mut command = shell::cargo(args);
+    command.args(["--release", "--message-format=json-render-diagnostics"]);
+    println!("$ {}", shell::line(&command));
+    let output = command.stderr(std::process::Stdio::inherit()).output()?;
+    if !output.status.success() {
+        bail!("`{}` failed ({})", shell::line(&command), output.status);
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    let find = |program: &Program| {
+        let found = text.lines().find_map(|line| executable(line, *program));
+        let found = found.with_context(|| format!("cargo built no {}", program.target))?;
+        Ok((program.name, found))
+    };
+    programs.iter().map(find).collect()
+}
+
+/// The executable that a message of cargo tells of, if it is this program's.
+fn executable(line: &str, program: Program) -> Option<PathBuf> {
+    let message: Value = serde_json::from_str(line).ok()?;
+    let name = message.pointer("/target/name")?.as_str()?;
+    let is_test = message.pointer("/profile/test")?.as_bool()?;
+    // A runner without the harness is a test all the same.
+    let kind = message.pointer("/target/kind/0")?.as_str()?;
+    let is_ours = name == program.target && (is_test || kind == "test") == program.is_test;
+    is_ours.then(|| message.get("executable")?.as_str().map(PathBuf::from))?
+}
+
+/// Where an archive goes: the file that is named, or one in the folder.
+pub(super) fn archive(place: &Path, commit: &str) -> PathBuf {
+    let is_file = place.to_str().is_some_and(|name| name.ends_with(".tar.gz"));
+    if is_file { place.to_owned() } else { place.join(format!("{NAME}-{commit}.tar.gz")) }
+}
+
+/// Packs a kit; refuses one that is too large.
+pub(super) fn pack(folder: &Path, place: &Path, commit: &str) -> Result<()> {
+    let archive = archive(&std::path::absolute(place)?, commit);
+    if let Some(parent) = archive.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    let mut tar = shell::program("tar");
+    tar.arg("-czf").arg(&archive).arg("-C").arg(folder);
+    // Owners are of no use elsewhere.
+    tar.args(["--owner=0", "--group=0", "--numeric-owner"]);
+    let rename: OsString = format!("--transform=s,^\\.,{NAME},").into();
+    shell::run(tar.arg(rename).arg("."))?;
+    let bytes = fs::metadata(&archive)?.len();
+    println!("{}: {bytes} bytes", archive.display());
+    if bytes >= BYTES_MAX {
+        bail!("{} has {bytes} bytes, {BYTES_MAX} is the limit", archive.display());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn executables_are_found_in_messages() {
+        let message = |name: &str, kind: &str, is_test: bool| {
+            serde_json::json!({
+                "reason": "compiler-artifact",
+                "target": {"name": name, "kind": [kind]},
+                "profile": {"test": is_test},
+                "executable": "/x/y",
+            })
+            .to_string()
+        };
+        let test = Program { name: "driver", target: "kv_cuda", is_test: true };
+        let found = Some(PathBuf::from("/x/y"));
+        assert_eq!(executable(&message("kv_cuda", "lib", true), test), found);
+        assert_eq!(executable(&message("kv_cuda", "lib", false), test), None);
+        assert_eq!(executable(&message("other", "lib", true), test), None);
+        let runner = Program { name: "conformance", target: "conformance", is_test: true };
+        assert_eq!(executable(&message("conformance", "test", false), runner), found);
+        let program = Program { name: "gpu", target: "gpu", is_test: false };
+        assert_eq!(executable(&message("gpu", "example", false), program), found);
+        assert_eq!(executable("not json", program), None);
+    }
+}

@@ -1,0 +1,76 @@
+//! What the programs of a kit say, a JSON object a line.
+use serde_json::Value;
+
+/// One time that was measured.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Measure {
+    pub(super) name: String,
+    /// Median of one call.
+    pub(super) micros: f64,
+    pub(super) bytes: Option<f64>,
+    pub(super) gb_per_s: Option<f64>,
+    pub(super) tflop_per_s: Option<f64>,
+    /// Of the rate of the driver's own copy.
+    pub(super) of_copy: Option<f64>,
+    /// What others took for the same: who, and microseconds.
+    pub(super) peers: Vec<(String, f64)>,
+}
+
+/// Everything that was said.
+#[derive(Debug, Default)]
+pub(super) struct Records {
+    /// Names and values.
+    pub(super) facts: Vec<(String, Value)>,
+    pub(super) measures: Vec<Measure>,
+    /// Names, and what was wrong: nothing, if it is empty.
+    pub(super) checks: Vec<(String, Option<String>)>,
+    /// Names, and why.
+    pub(super) skipped: Vec<(String, String)>,
+}
+
+impl Records {
+    /// Reads lines; those that are no records are other output, or the one that a crash cut off.
+    pub(super) fn read(&mut self, text: &str) {
+        for line in text.lines() {
+            if let Ok(record) = serde_json::from_str::<Value>(line) {
+                self.add(&record);
+            }
+        }
+    }
+
+    /// The value of a fact.
+    pub(super) fn fact(&self, name: &str) -> Option<&Value> {
+        self.facts.iter().find(|(found, _)| found == name).map(|(_, value)| value)
+    }
+
+    fn add(&mut self, record: &Value) -> Option<()> {
+        let text = |key: &str| record.get(key).and_then(Value::as_str).map(str::to_owned);
+        let number = |key: &str| record.get(key).and_then(Value::as_f64);
+        let (kind, name) = (text("kind")?, text("name")?);
+        match kind.as_str() {
+            "fact" => self.facts.push((name, record.get("value")?.clone())),
+            "skipped" => self.skipped.push((name, text("detail")?)),
+            "check" => {
+                let is_right = record.get("passed")?.as_bool()?;
+                let detail = text("detail").unwrap_or_default();
+                self.checks.push((name, (!is_right).then_some(detail)));
+            }
+            "measure" => self.measures.push(Measure {
+                name,
+                micros: number("us")?,
+                bytes: number("bytes"),
+                gb_per_s: number("gb_per_s"),
+                tflop_per_s: number("tflop_per_s"),
+                of_copy: number("of_copy"),
+                peers: Vec::new(),
+            }),
+            "peer" => {
+                let (peer, micros) = (text("peer")?, number("us")?);
+                let ours = self.measures.iter_mut().find(|measure| measure.name == name)?;
+                ours.peers.push((peer, micros));
+            }
+            _ => {}
+        }
+        Some(())
+    }
+}

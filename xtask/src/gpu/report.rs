@@ -1,0 +1,231 @@
+//! The report: what ran, how it ended, and the numbers.
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+
+use super::record::{Measure, Records};
+use super::target::{self, targets};
+
+/// How a check ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// With what it said, if that is worth a word.
+    Passed(String),
+    Failed(String),
+    Skipped(String),
+}
+
+/// One program that was run, or would have been.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Check {
+    pub(super) name: String,
+    /// As one would type it in the kit.
+    pub(super) command: String,
+    /// `None` where nothing ended, or a signal ended it.
+    pub(super) exit_code: Option<i32>,
+    pub(super) seconds: f64,
+    pub(super) outcome: Outcome,
+}
+
+/// Everything that one run found.
+#[derive(Debug, Default)]
+pub(super) struct Report {
+    pub(super) card: String,
+    pub(super) driver: String,
+    pub(super) commit: String,
+    /// `YYYY-MM-DD`.
+    pub(super) date: String,
+    pub(super) checks: Vec<Check>,
+    pub(super) records: Records,
+}
+
+impl Report {
+    /// Name of its files: that of the card, in what every file system has.
+    pub(super) fn file_name(&self) -> String {
+        let plain = |letter: char| {
+            if letter.is_ascii_alphanumeric() { letter.to_ascii_lowercase() } else { '-' }
+        };
+        let name: String = self.card.chars().map(plain).collect();
+        let words: Vec<_> = name.split('-').filter(|word| !word.is_empty()).collect();
+        if words.is_empty() { "unnamed".to_owned() } else { words.join("-") }
+    }
+
+    /// What failed.
+    pub(super) fn failed(&self) -> Vec<&Check> {
+        let is_failed = |check: &&Check| matches!(check.outcome, Outcome::Failed(_));
+        self.checks.iter().filter(is_failed).collect()
+    }
+
+    pub(super) fn json(&self) -> Value {
+        let checks: Vec<_> = self.checks.iter().map(check_json).collect();
+        let measures: Vec<_> = self.records.measures.iter().map(measure_json).collect();
+        let skipped = self.records.skipped.iter();
+        let skipped: Vec<_> =
+            skipped.map(|(name, why)| json!({"name": name, "why": why})).collect();
+        let facts: serde_json::Map<_, _> = self.records.facts.iter().cloned().collect();
+        json!({
+            "card": self.card,
+            "driver": self.driver,
+            "commit": self.commit,
+            "date": self.date,
+            "targets_are_for": target::CARD,
+            "facts": facts,
+            "checks": checks,
+            "measures": measures,
+            "skipped": skipped,
+        })
+    }
+
+    pub(super) fn markdown(&self) -> String {
+        let mut text = String::new();
+        let Self { card, driver, commit, date, .. } = self;
+        let _ = writeln!(text, "# {card}\n");
+        let _ = write!(text, "Commit `{commit}`, driver {driver}, {date}. Written by ");
+        text.push_str("`cargo xtask gpu`; how to read it: [README](README.md).\n\n");
+        if !card.contains(target::CARD) {
+            let _ = writeln!(
+                text,
+                "Targets are set for an {}; on this card they say how far it is from them.\n",
+                target::CARD
+            );
+        }
+        self.show_facts(&mut text);
+        self.show_checks(&mut text);
+        self.show_measures(&mut text);
+        if !self.records.skipped.is_empty() {
+            text.push_str("## Not measured\n\n| what | why |\n|---|---|\n");
+            for (name, why) in &self.records.skipped {
+                let _ = writeln!(text, "| {} | {} |", cell(name), cell(why));
+            }
+        }
+        format!("{}\n", text.trim_end())
+    }
+
+    fn show_facts(&self, text: &mut String) {
+        let facts = self.records.facts.iter().filter(|(name, _)| name != "card");
+        for (name, value) in facts {
+            let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            let _ = writeln!(text, "- {}: {}", cell(name), cell(&value));
+        }
+        text.push('\n');
+    }
+
+    fn show_checks(&self, text: &mut String) {
+        text.push_str("## Checks\n\n| check | command | exit | seconds | result |\n");
+        text.push_str("|---|---|---|---|---|\n");
+        for check in &self.checks {
+            let (word, said) = match &check.outcome {
+                Outcome::Passed(said) => ("passed", said),
+                Outcome::Failed(said) => ("**FAILED**", said),
+                Outcome::Skipped(said) => ("not run", said),
+            };
+            let result = if said.is_empty() { word.to_owned() } else { format!("{word}: {said}") };
+            let exit = check.exit_code.map_or_else(|| "-".to_owned(), |code| code.to_string());
+            let _ = writeln!(
+                text,
+                "| {} | `{}` | {exit} | {:.1} | {} |",
+                cell(&check.name),
+                cell(&check.command),
+                check.seconds,
+                cell(&result)
+            );
+        }
+        text.push('\n');
+    }
+
+    fn show_measures(&self, text: &mut String) {
+        let measures = &self.records.measures;
+        let mut peers: Vec<&str> = Vec::new();
+        for (peer, _) in measures.iter().flat_map(|measure| &measure.peers) {
+            if !peers.contains(&peer.as_str()) {
+                peers.push(peer);
+            }
+        }
+        let mut last = "";
+        for measure in measures {
+            let family = measure.name.split('/').next().unwrap_or_default();
+            if family != last {
+                last = family;
+                let _ = write!(text, "\n## {family}\n\n| what | bytes | us | rate | of copy |");
+                for peer in &peers {
+                    let _ = write!(text, " {} us |", cell(peer));
+                }
+                text.push_str(" target |\n|---|---|---|---|---|");
+                text.push_str(&"---|".repeat(peers.len()));
+                text.push_str("---|\n");
+            }
+            text.push_str(&row(measure, &peers));
+        }
+        text.push('\n');
+    }
+}
+
+fn row(measure: &Measure, peers: &[&str]) -> String {
+    let rate = match (measure.gb_per_s, measure.tflop_per_s) {
+        (_, Some(rate)) => format!("{rate:.1} TFLOP/s"),
+        (Some(rate), None) => format!("{rate:.1} GB/s"),
+        (None, None) => "-".to_owned(),
+    };
+    let or_dash = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
+    let bytes = or_dash(measure.bytes.map(|bytes| format!("{bytes:.0}")));
+    let of_copy = or_dash(measure.of_copy.map(|share| format!("{share:.3}")));
+    let mut text = format!(
+        "| {} | {bytes} | {:.2} | {rate} | {of_copy} |",
+        cell(&measure.name),
+        measure.micros
+    );
+    for peer in peers {
+        let micros = measure.peers.iter().find(|(name, _)| name == peer);
+        let micros = or_dash(micros.map(|(_, micros)| format!("{micros:.2}")));
+        let _ = write!(text, " {micros} |");
+    }
+    let targets: Vec<_> = targets(measure)
+        .into_iter()
+        .map(|target| {
+            let word = if target.is_met { "met" } else { "**missed**" };
+            format!("{}: {word}", target.text)
+        })
+        .collect();
+    let _ = writeln!(text, " {} |", cell(&targets.join("; ")));
+    text
+}
+
+/// Text that does not end a table's cell.
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|").replace(['\n', '\r'], " ")
+}
+
+fn check_json(check: &Check) -> Value {
+    let (outcome, said) = match &check.outcome {
+        Outcome::Passed(said) => ("passed", said),
+        Outcome::Failed(said) => ("failed", said),
+        Outcome::Skipped(said) => ("not run", said),
+    };
+    json!({
+        "name": check.name,
+        "command": check.command,
+        "exit_code": check.exit_code,
+        "seconds": check.seconds,
+        "outcome": outcome,
+        "detail": said,
+    })
+}
+
+fn measure_json(measure: &Measure) -> Value {
+    let targets = targets(measure).into_iter();
+    let targets: Vec<_> =
+        targets.map(|target| json!({"text": target.text, "is_met": target.is_met})).collect();
+    let peers = measure.peers.iter();
+    let peers: serde_json::Map<_, _> =
+        peers.map(|(peer, micros)| (peer.clone(), json!(micros))).collect();
+    json!({
+        "name": measure.name,
+        "us": measure.micros,
+        "bytes": measure.bytes,
+        "gb_per_s": measure.gb_per_s,
+        "tflop_per_s": measure.tflop_per_s,
+        "of_copy": measure.of_copy,
+        "peers_us": peers,
+        "targets": targets,
+    })
+}

@@ -1,0 +1,279 @@
+//! The report, the kit's contents, and what programs say.
+use serde_json::json;
+
+use super::record::{Measure, Records};
+use super::report::{Check, Outcome, Report};
+use super::target::targets;
+use super::*;
+
+fn measure(name: &str, micros: f64, of_copy: Option<f64>) -> Measure {
+    Measure {
+        name: name.to_owned(),
+        micros,
+        bytes: of_copy.map(|_| 1e9),
+        gb_per_s: of_copy.map(|share| share * 4000.0),
+        tflop_per_s: None,
+        of_copy,
+        peers: Vec::new(),
+    }
+}
+
+const DECODE: &str = "decode/bf16/block16/gqa8/b64/c8192";
+
+const RECORDS: &str = r#"
+{"kind":"fact","name":"card","value":"NVIDIA X1"}
+{"kind":"fact","name":"multiprocessors","value":7}
+{"kind":"check","name":"oracle/bf16","passed":true,"detail":""}
+{"kind":"check","name":"oracle/int8","passed":false,"detail":"row 3"}
+{"kind":"measure","name":"copy/driver","us":10,"bytes":4000,"gb_per_s":0.4,"of_copy":1}
+{"kind":"measure","name":"DECODE","us":20,"bytes":7600,"gb_per_s":0.38,"of_copy":0.95}
+{"kind":"measure","name":"prefill/bf16/gqa4/t1024","us":30,"tflop_per_s":500.5}
+{"kind":"skipped","name":"decode/bf16/block16/gqa*/b256/c131072","detail":"do | not fit"}
+{"kind":"peer","name":"DECODE","peer":"SDPA","us":25}
+{"kind":"peer","name":"no such measure","peer":"SDPA","us":25}
+{"kind":"measure","name":"cut off","us":"#;
+
+fn report() -> Report {
+    let mut records = Records::default();
+    records.read(&RECORDS.replace("DECODE", DECODE));
+    let check = |name: &str, outcome| Check {
+        name: name.to_owned(),
+        command: format!("bin/{name}"),
+        exit_code: Some(0),
+        seconds: 1.25,
+        outcome,
+    };
+    Report {
+        card: "NVIDIA X1 (80 GB)".to_owned(),
+        driver: "580.1".to_owned(),
+        commit: "abc".to_owned(),
+        date: "2026-01-02".to_owned(),
+        checks: vec![
+            check("conformance", Outcome::Passed("3 passed, 0 failed, 1 skipped".to_owned())),
+            check("replay", Outcome::Failed("boom".to_owned())),
+            check("peers", Outcome::Skipped("no torch".to_owned())),
+        ],
+        records,
+    }
+}
+
+#[test]
+fn records_are_read_up_to_where_they_break_off() {
+    let records = report().records;
+    assert_eq!(records.measures.len(), 3);
+    assert_eq!(records.measures[1].peers, [("SDPA".to_owned(), 25.0)]);
+    assert_eq!(records.measures[2].tflop_per_s, Some(500.5));
+    assert_eq!(records.fact("multiprocessors"), Some(&json!(7)));
+    assert_eq!(records.checks[0].1, None);
+    assert_eq!(records.checks[1].1.as_deref(), Some("row 3"));
+}
+
+#[test]
+fn the_report_says_what_ran_and_what_was_reached() {
+    let report = report();
+    assert_eq!(report.file_name(), "nvidia-x1-80-gb");
+    assert_eq!(report.failed().len(), 1);
+    let text = report.markdown();
+    for line in [
+        "# NVIDIA X1 (80 GB)",
+        "Commit `abc`, driver 580.1, 2026-01-02.",
+        "- multiprocessors: 7",
+        "| conformance | `bin/conformance` | 0 | 1.2 | passed: 3 passed, 0 failed, 1 skipped |",
+        "| replay | `bin/replay` | 0 | 1.2 | **FAILED**: boom |",
+        "| peers | `bin/peers` | 0 | 1.2 | not run: no torch |",
+        "## decode",
+        "| what | bytes | us | rate | of copy | SDPA us | target |",
+        "| copy/driver | 4000 | 10.00 | 0.4 GB/s | 1.000 | - |  |",
+        "| decode/bf16/block16/gqa8/b64/c8192 | 7600 | 20.00 | 0.4 GB/s | 0.950 | 25.00 | \
+         >= 0.90 of copy: met; not slower than SDPA: met |",
+        "| prefill/bf16/gqa4/t1024 | - | 30.00 | 500.5 TFLOP/s | - | - | \
+         >= 0.60 of 989 TFLOP/s: **missed** |",
+        "| decode/bf16/block16/gqa*/b256/c131072 | do \\| not fit |",
+        "Targets are set for an H200",
+    ] {
+        assert!(text.contains(line), "{line}\n\n{text}");
+    }
+    assert!(text.ends_with("|\n"), "{text}");
+}
+
+#[test]
+fn the_report_for_programs_has_the_same() {
+    let json = report().json();
+    let at = |pointer: &str| json.pointer(pointer).unwrap_or_else(|| panic!("no {pointer}"));
+    assert_eq!(at("/card"), "NVIDIA X1 (80 GB)");
+    assert_eq!(at("/checks/1/outcome"), "failed");
+    assert_eq!(at("/checks/2/detail"), "no torch");
+    assert_eq!(at("/measures/1/of_copy"), 0.95);
+    assert_eq!(at("/measures/1/peers_us/SDPA"), 25.0);
+    assert_eq!(at("/measures/1/targets/0/is_met"), true);
+    assert_eq!(at("/measures/2/bytes"), &json!(null));
+    assert_eq!(at("/skipped/0/why"), "do | not fit");
+}
+
+#[test]
+fn targets_are_those_of_the_shapes_they_name() {
+    let of = |name: &str, micros, of_copy| -> Vec<(String, bool)> {
+        let targets = targets(&measure(name, micros, of_copy)).into_iter();
+        targets.map(|target| (target.text, target.is_met)).collect()
+    };
+    let one = |text: &str, is_met| vec![(text.to_owned(), is_met)];
+    let decode = |rest: &str, share| of(&format!("decode/{rest}"), 1.0, Some(share));
+    assert_eq!(decode("bf16/block16/gqa8/b2/c131072", 0.9), one(">= 0.90 of copy", true));
+    assert_eq!(decode("bf16/block16/gqa8/b64/c8192", 0.89), one(">= 0.90 of copy", false));
+    assert_eq!(decode("fp8-e4m3/block16/gqa8/b64/c8192", 0.86), one(">= 0.85 of copy", true));
+    for rest in ["bf16/block16/gqa8/b1/c131072", "bf16/block64/gqa8/b64/c8192"] {
+        assert_eq!(decode(rest, 0.1), [], "{rest}");
+    }
+    assert_eq!(of("append/bf16/b1/t16384", 1.0, Some(0.5)), one(">= 0.60 of copy", false));
+    assert_eq!(of("append/bf16/b1/t4096", 1.0, Some(0.5)), []);
+    assert_eq!(of("append/bf16/b64/t1/alone", 4.9, Some(0.1)), one("<= 5 us", true));
+    assert_eq!(of("begin_step/b256", 10.1, None), one("<= 10 us", false));
+    // What was not measured is not met.
+    assert_eq!(of("append/bf16/b1/t16384", 1.0, None), one(">= 0.60 of copy", false));
+}
+
+#[test]
+fn a_kit_has_all_that_run_sh_needs() {
+    let files = kit::data(&[shell::root().join("kv-testkit/testdata/te")]).unwrap();
+    for place in [
+        "models/stories260K/config.json",
+        "models/stories260K/model.safetensors",
+        "models/stories260K/tokenizer.json",
+        "testdata/README.md",
+        "peers.py",
+        "LICENSE-MIT",
+    ] {
+        let source = files.get(Path::new(place)).unwrap_or_else(|| panic!("no {place}"));
+        assert!(source.is_file(), "{}", source.display());
+    }
+    assert!(files.keys().any(|place| place.starts_with("vectors/0")));
+    assert!(files.keys().all(|place| place.is_relative()));
+    let contents = kit::contents(&[]).unwrap();
+    for name in ["driver", "conformance", "replay", "gpu", "kv", "xtask"] {
+        assert!(contents.contains(&Path::new("bin").join(name)), "{name}");
+    }
+    assert!(contents.contains(&PathBuf::from("run.sh")));
+    assert!(contents.iter().all(|place| !place.starts_with("vectors")));
+    assert!(kit::RUN.starts_with("#!/bin/sh\n") && kit::RUN.contains("bin/xtask\" gpu --kit"));
+}
+
+#[test]
+fn an_archive_is_a_file_or_in_a_folder() {
+    assert_eq!(kit::archive(Path::new("a/x.tar.gz"), "abc"), Path::new("a/x.tar.gz"));
+    assert_eq!(kit::archive(Path::new("a"), "abc"), Path::new("a/kv-gpu-abc.tar.gz"));
+}
+
+#[test]
+fn what_programs_say_is_understood() {
+    let counts = json!({"passed": 3, "failed": 0, "skipped": 1});
+    assert_eq!(run::counted(&counts).unwrap(), "3 passed, 0 failed, 1 skipped");
+    assert_eq!(run::counted(&json!({"passed": 3})), None);
+    let said = "a log\n7\n{\"sequences\":[{\"text\":\"One\"},{\"text\":\"Two\"}]}\n";
+    assert_eq!(run::generated(said).unwrap(), ["One", "Two"]);
+    assert_eq!(run::generated("error: no device"), None);
+    assert_eq!(run::last_lines("a\n\n b\n"), "a / b");
+    let command = run::shown(&["bin/kv", "--prompt", "Once upon"], &[("A", "1")]);
+    assert_eq!(command, "A=1 bin/kv --prompt \"Once upon\"");
+}
+
+/// Programs of a kit that say what real ones say, as scripts.
+#[cfg(unix)]
+const SCRIPTS: [(&str, &str); 5] = [
+    ("driver", "echo 'test result: ok. 2 passed'"),
+    (
+        "conformance",
+        r#"echo '{"passed": 3, "failed": 0, "skipped": 1}' > "$KV_CONFORMANCE_REPORT"
+        test "$KV_CONFORMANCE_TESTDATA" = testdata"#,
+    ),
+    ("replay", r#"test "$KV_CUDA_TEST_CARD" = 0"#),
+    (
+        "gpu",
+        r#"echo '{"kind":"fact","name":"card","value":"A card"}'
+        test "$3" = --out || exit 0
+        echo '{"kind":"check","name":"oracle/bf16","passed":true}' > "$4"
+        echo '{"kind":"measure","name":"copy/driver","us":10,"bytes":40}' >> "$4""#,
+    ),
+    ("kv", r#"echo '{"sequences":[{"text":"One"}]}'"#),
+];
+
+/// A kit of scripts in a folder that is removed with it.
+#[cfg(unix)]
+struct Scripted(PathBuf);
+
+#[cfg(unix)]
+impl Scripted {
+    fn new(name: &str, other: &[(&str, &str)]) -> Self {
+        let kit = std::env::temp_dir().join(format!("kv-xtask-{name}-{}", std::process::id()));
+        fs::create_dir_all(kit.join("bin")).unwrap();
+        fs::create_dir_all(kit.join("vectors/0")).unwrap();
+        fs::write(kit.join("commit"), "abc\n").unwrap();
+        fs::write(kit.join("peers.py"), "").unwrap();
+        for (name, text) in SCRIPTS.iter().chain(other) {
+            let text_file = kit.join(name);
+            fs::write(&text_file, format!("#!/bin/sh\n{text}\n")).unwrap();
+            // Written by another process: one that another thread starts now would hold a file
+            // that we write open, and a program that somebody writes cannot be started.
+            let mut install = Command::new("install");
+            let installed = install.args(["-m", "755"]).arg(text_file).arg(kit.join("bin"));
+            assert!(installed.status().unwrap().success());
+        }
+        Self(kit)
+    }
+}
+
+#[cfg(unix)]
+impl Drop for Scripted {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_kit_is_run_and_its_report_written() {
+    let kit = Scripted::new("right", &[]);
+    assert!(check(&kit.0, &kit.0, 0).unwrap());
+    let text = fs::read_to_string(kit.0.join("a-card.json")).unwrap();
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let checks = report["checks"].as_array().unwrap();
+    let detail = |name: &str| {
+        let found = checks.iter().find(|check| check["name"] == name);
+        found.unwrap_or_else(|| panic!("no {name} in {text}"))["detail"].as_str().unwrap()
+    };
+    assert_eq!(detail("driver"), "ok. 2 passed");
+    for name in ["conformance", "conformance, vectors/0", "differential: random lives"] {
+        assert_eq!(detail(name), "3 passed, 0 failed, 1 skipped");
+    }
+    assert_eq!(detail("kv generate, int8"), "the same texts as with --backend cpu");
+    assert_eq!(detail("oracle/bf16"), "");
+    assert_eq!(report["measures"][0]["us"], 10.0);
+    let markdown = fs::read_to_string(kit.0.join("a-card.md")).unwrap();
+    assert!(markdown.starts_with("# A card\n"));
+    assert!(!(text + &markdown).contains(kit.0.to_str().unwrap()), "where it ran is told");
+}
+
+#[cfg(unix)]
+#[test]
+fn what_fails_is_in_the_report_and_nothing_after_it_is_left_out() {
+    let kv = r#"case "$*" in *cuda*) t=Two;; *) t=One;; esac
+        echo "{\"sequences\":[{\"text\":\"$t\"}]}""#;
+    let kit = Scripted::new("wrong", &[("replay", "echo at $0; exit 3"), ("kv", kv)]);
+    assert!(!check(&kit.0, &kit.0, 0).unwrap());
+    let markdown = fs::read_to_string(kit.0.join("a-card.md")).unwrap();
+    let replay = "KV_CUDA_TEST_CARD=0 bin/replay` | 3 |";
+    assert!(markdown.contains(replay), "{markdown}");
+    assert!(markdown.contains("**FAILED**: at ./bin/replay"), "{markdown}");
+    assert!(markdown.contains("**FAILED**: other texts than with --backend cpu"), "{markdown}");
+    assert!(markdown.contains("passed: other texts than with --backend cpu"), "{markdown}");
+    assert!(markdown.contains("| copy/driver | 40 |"), "{markdown}");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_kit_without_a_card_writes_nothing() {
+    let none = "echo 'error: no CUDA driver library'; exit 1";
+    let kit = Scripted::new("none", &[("gpu", none)]);
+    let error = check(&kit.0, &kit.0.join("reports"), 0).unwrap_err().to_string();
+    assert!(error.contains("nothing written: error: no CUDA driver library"), "{error}");
+    assert!(!kit.0.join("reports").exists());
+}
