@@ -1,7 +1,6 @@
 //! Views of device memory begin where their elements may: a kernel that reads off their size loses
 //! the device, so that such a view is refused before.
 #![cfg(feature = "emulated")]
-#![expect(clippy::unwrap_used, reason = "a test that finds nothing fails")]
 
 use kv_core::{
     Backend, CacheError, CacheSpec, DType, DeviceErrorKind, KvCache, QkvFormat, SequenceId,
