@@ -240,8 +240,8 @@ fn a_replay_serves_every_batch_under_a_window() {
 /// Launches of a batch that left no row of the output free serve one that does.
 #[test]
 fn a_replay_clears_rows_that_were_owned_when_it_was_captured() {
-    let (mut captured, mut plain) =
-        (Side::new(KvFormat::F16, None), Side::new(KvFormat::F16, None));
+    let pair = (Side::new(KvFormat::F16, None), Side::new(KvFormat::F16, None));
+    let (Some(mut captured), Some(mut plain)) = pair else { return };
     captured.cache.queue_mut().set_step_limits(LIMITS);
     for id in 1..=4_u32 {
         captured.prefill(seq(id.into()), id * 9);
@@ -257,8 +257,8 @@ fn a_replay_clears_rows_that_were_owned_when_it_was_captured() {
 /// by every replay, and by what runs behind the capture.
 #[test]
 fn a_capture_shares_no_plan_with_what_runs_around_it() {
-    let (mut captured, mut plain) =
-        (Side::new(KvFormat::F16, None), Side::new(KvFormat::F16, None));
+    let pair = (Side::new(KvFormat::F16, None), Side::new(KvFormat::F16, None));
+    let (Some(mut captured), Some(mut plain)) = pair else { return };
     captured.cache.queue_mut().set_step_limits(LIMITS);
     for side in [&mut captured, &mut plain] {
         side.prefill(seq(1), 40);
