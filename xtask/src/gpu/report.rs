@@ -80,8 +80,8 @@ impl Report {
         let mut text = String::new();
         let Self { card, driver, commit, date, .. } = self;
         let _ = writeln!(text, "# {card}\n");
-        let _ = write!(text, "Commit `{commit}`, driver {driver}, {date}. Written by ");
-        text.push_str("`cargo xtask gpu`; how to read it: [README](README.md).\n\n");
+        let _ = writeln!(text, "Commit `{commit}`, driver {driver}, {date}.");
+        text.push_str("Written by `cargo xtask gpu`; how to read it: [README](README.md).\n\n");
         if !card.contains(target::CARD) {
             let _ = writeln!(
                 text,
