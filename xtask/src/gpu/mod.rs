@@ -47,8 +47,8 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
         return Ok(true);
     }
     if let Some(place) = &options.package {
-        let folder = make_kit(&options.vectors)?;
-        kit::pack(&folder, place, &commit()?)?;
+        let (folder, commit) = make_kit(&options.vectors)?;
+        kit::pack(&folder, place, &commit)?;
         return Ok(true);
     }
     if let Some(why) = no_card() {
@@ -57,7 +57,7 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
     if let Some(folder) = &options.kit {
         return check(&std::path::absolute(folder)?, folder, options.device);
     }
-    let folder = make_kit(&options.vectors)?;
+    let (folder, _) = make_kit(&options.vectors)?;
     check(&folder, &shell::root().join("docs/gpu"), options.device)
 }
 
@@ -70,11 +70,17 @@ fn no_card() -> Option<String> {
     })
 }
 
-fn make_kit(vectors: &[PathBuf]) -> Result<PathBuf> {
+/// Builds a kit; its folder, and the commit it is of.
+fn make_kit(vectors: &[PathBuf]) -> Result<(PathBuf, String)> {
     let workspace = Workspace::load()?;
     let folder = workspace.target_dir.join("gpu/kit");
-    kit::make(&folder, vectors, &commit()?)?;
-    Ok(folder)
+    let before = commit()?;
+    kit::make(&folder, vectors, &before)?;
+    let after = commit()?;
+    if before != after {
+        bail!("the tree went from {before} to {after} while it was built: once more, please");
+    }
+    Ok((folder, before))
 }
 
 /// The commit that is checked out, and whether files differ from it.
