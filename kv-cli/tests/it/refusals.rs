@@ -53,7 +53,13 @@ fn help_has_examples_and_is_0() {
 
 #[test]
 fn a_backend_that_was_not_built_in_says_so() {
-    fails(&["generate", "--backend", "cuda:0"], 1, "built without feature `cuda`");
+    fails(&["generate", "--backend", "wgpu:0"], 1, "built without feature `wgpu`");
+}
+
+#[test]
+fn a_card_that_is_not_there_is_named() {
+    // No machine has so many.
+    fails(&["generate", "--backend", "cuda:4000"], 1, "open cuda");
 }
 
 #[test]
