@@ -36,7 +36,7 @@ const NAME: &str = "emulated";
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct EmulatorOptions {
-    library: Option<PathBuf>,
+    place: Option<PathBuf>,
     seed: u32,
     multiprocessors: u32,
     memory: u64,
@@ -45,15 +45,15 @@ pub struct EmulatorOptions {
 impl Default for EmulatorOptions {
     /// In order, on 4 multiprocessors, with 8 GiB of memory.
     fn default() -> Self {
-        Self { library: None, seed: 0, multiprocessors: 4, memory: 8 << 30 }
+        Self { place: None, seed: 0, multiprocessors: 4, memory: 8 << 30 }
     }
 }
 
 impl EmulatorOptions {
     /// The library that `cargo xtask emulator` built. Otherwise the variable `KV_CUDA_EMULATOR`
     /// names it, and without that it is `target/emulator/libkv_emulator.so` of this workspace.
-    pub fn library(mut self, path: impl Into<PathBuf>) -> Self {
-        self.library = Some(path.into());
+    pub fn at(mut self, path: impl Into<PathBuf>) -> Self {
+        self.place = Some(path.into());
         self
     }
 
@@ -78,7 +78,7 @@ impl EmulatorOptions {
 
     fn path(&self) -> PathBuf {
         let named = || std::env::var_os("KV_CUDA_EMULATOR").map(PathBuf::from);
-        self.library.clone().or_else(named).unwrap_or_else(|| {
+        self.place.clone().or_else(named).unwrap_or_else(|| {
             let target = concat!(env!("CARGO_MANIFEST_DIR"), "/../target");
             PathBuf::from(target).join("emulator/libkv_emulator.so")
         })
@@ -88,7 +88,7 @@ impl EmulatorOptions {
 /// The emulated GPU.
 #[derive(Debug)]
 pub(crate) struct Emulator {
-    library: Arc<Library>,
+    kernels: Arc<Library>,
     memory: Arc<Memory>,
     facts: Facts,
     seed: u32,
@@ -101,7 +101,7 @@ impl Emulator {
     ///
     /// `Unsupported` where there is no library, or one that is not the emulator's.
     pub(crate) fn open(options: &EmulatorOptions) -> Result<Self, DeviceError> {
-        let library = Arc::new(Library::load(&options.path())?);
+        let kernels = Arc::new(Library::load(&options.path())?);
         let facts = Facts {
             card: "CUDA emulator on the CPU".to_owned(),
             multiprocessors: options.multiprocessors,
@@ -110,7 +110,7 @@ impl Emulator {
             shared_bytes_max: SHARED_BYTES_MAX,
         };
         let memory = Arc::new(Memory::new(options.memory));
-        Ok(Self { library, memory, facts, seed: options.seed })
+        Ok(Self { kernels, memory, facts, seed: options.seed })
     }
 
     /// Allocations that were not freed, and their bytes.
@@ -151,8 +151,8 @@ impl Gpu for Emulator {
     }
 
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {
-        let (library, memory) = (Arc::clone(&self.library), Arc::clone(&self.memory));
-        Ok(Box::new(EmulatedStream::new(library, memory, self.seed)))
+        let (kernels, memory) = (Arc::clone(&self.kernels), Arc::clone(&self.memory));
+        Ok(Box::new(EmulatedStream::new(kernels, memory, self.seed)))
     }
 }
 

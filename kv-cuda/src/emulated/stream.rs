@@ -13,7 +13,7 @@ use crate::params::Address;
 /// An ordered lane of work that is done as soon as it is submitted.
 #[derive(Debug)]
 pub(super) struct EmulatedStream {
-    library: Arc<Library>,
+    kernels: Arc<Library>,
     memory: Arc<Memory>,
     /// 0 keeps blocks and threads in order.
     seed: u32,
@@ -40,8 +40,8 @@ struct EmulatedGraph {
 impl Graph for EmulatedGraph {}
 
 impl EmulatedStream {
-    pub(super) fn new(library: Arc<Library>, memory: Arc<Memory>, seed: u32) -> Self {
-        Self { library, memory, seed, launches: 0, captured: None }
+    pub(super) fn new(kernels: Arc<Library>, memory: Arc<Memory>, seed: u32) -> Self {
+        Self { kernels, memory, seed, launches: 0, captured: None }
     }
 
     /// Host memory is not there any more when captured work runs.
@@ -124,7 +124,7 @@ impl Stream for EmulatedStream {
         }
         let seed = self.next_seed();
         // SAFETY: condition 1 of this function is that of the library's.
-        unsafe { self.library.launch(launch, params, seed) }
+        unsafe { self.kernels.launch(launch, params, seed) }
     }
 
     fn begin_capture(&mut self) -> Result<(), DeviceError> {

@@ -9,7 +9,7 @@ fn open() -> Emulator {
 
 #[test]
 fn structures_are_as_large_as_the_kernels() {
-    let library = open().library;
+    let library = open().kernels;
     for (name, bytes) in SIZES {
         assert_eq!(library.sizeof(&format!("Kv{name}")), *bytes, "{name}");
     }
@@ -18,7 +18,7 @@ fn structures_are_as_large_as_the_kernels() {
 
 #[test]
 fn every_kernel_has_a_name_of_its_own() {
-    let mut names = open().library.kernels();
+    let mut names = open().kernels.kernels();
     let count = names.len();
     assert!(count > 0);
     names.sort();
@@ -38,7 +38,7 @@ fn a_wrong_launch_is_refused() {
     };
     let unknown = Launch { kernel: "no_kernel", grid: [1; 3], threads: 32, shared_bytes: 0 };
     assert!(refused(&unknown, &[]).contains("no kernel is named no_kernel"));
-    let nobody = gpu.library.kernels().into_iter().next().unwrap();
+    let nobody = gpu.kernels.kernels().into_iter().next().unwrap();
     let kernel: &'static str = nobody.leak();
     // No block has so few threads or so many bytes of parameters.
     let none = Launch { kernel, threads: 1, ..unknown };
@@ -101,7 +101,7 @@ fn events_of_another_device_are_refused() {
 
 #[test]
 fn without_a_library_it_says_how_to_get_one() {
-    let nowhere = EmulatorOptions::default().library("/nowhere/libkv_emulator.so");
+    let nowhere = EmulatorOptions::default().at("/nowhere/libkv_emulator.so");
     let error = Emulator::open(&nowhere).unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
     let text = error.to_string();
