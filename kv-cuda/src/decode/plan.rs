@@ -15,7 +15,7 @@
               constants or at least 1"
 )]
 use crate::num::to_u32;
-use crate::params::{Piece, Sequence};
+use crate::params::{Address, DecodePlanParams, Piece, Plan, Sequence};
 
 /// Tokens of a tile.
 const TILE: u32 = 64;
@@ -103,6 +103,23 @@ impl DecodePlan {
 }
 
 impl Work {
+    /// What `plan_decode` takes to cut the batch of `plan` into pieces, with the starts of slots.
+    pub(crate) fn params(&self, plan: Plan, [pieces, starts]: [Address; 2]) -> DecodePlanParams {
+        DecodePlanParams {
+            plan,
+            pieces,
+            starts,
+            slots: self.slots,
+            kv_heads: self.kv_heads,
+            group: self.group,
+            full: self.full.into(),
+            window_left: self.window_left,
+            sink_tokens: self.sink_tokens,
+            invariant: self.invariant.into(),
+            q_len_max: self.q_len_max,
+        }
+    }
+
     /// Items of one kv head: 16 rows each, queries one after another, heads within.
     fn row_tiles(&self, sequence: &Sequence) -> u32 {
         if sequence.q_len > self.q_len_max {

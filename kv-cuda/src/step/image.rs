@@ -12,7 +12,7 @@ use crate::buffer::CudaBuffer;
 use crate::decode::{DecodePlan, Work, room};
 use crate::gpu::{Gpu, Launch};
 use crate::num::{to_u32, to_u64};
-use crate::params::{Address, DecodePlanParams, Piece, Plan, Sequence, TableParams};
+use crate::params::{Address, Piece, Plan, Sequence, TableParams};
 use crate::scratch::{Pack, Scratch};
 
 /// The lists of one batch, and the tables they point into.
@@ -223,19 +223,7 @@ fn plan_on_device(
     (plan, pieces, starts): (Plan, Address, Address),
     work: &Work,
 ) -> Result<(), DeviceError> {
-    let params = DecodePlanParams {
-        plan,
-        pieces,
-        starts,
-        slots: work.slots,
-        kv_heads: work.kv_heads,
-        group: work.group,
-        full: work.full.into(),
-        window_left: work.window_left,
-        sink_tokens: work.sink_tokens,
-        invariant: work.invariant.into(),
-        q_len_max: work.q_len_max,
-    };
+    let params = work.params(plan, [pieces, starts]);
     let launch = Launch { kernel: "plan_decode", grid: [1, 1, 1], threads: 32, shared_bytes: 0 };
     // SAFETY: the plan lies in the image's memory; there is room for as many pieces as any batch of
     // the image's extent is cut into.

@@ -173,7 +173,7 @@ mod device {
     use crate::emulated::{Emulator, EmulatorOptions};
     use crate::gpu::{Gpu, Launch};
     use crate::num::to_u64;
-    use crate::params::{Address, Counts, DecodePlanParams, Plan};
+    use crate::params::{Address, Counts, Plan};
 
     fn address<T>(list: &[T]) -> Address {
         to_u64(list.as_ptr().expose_provenance())
@@ -193,23 +193,13 @@ mod device {
             let counts = [Counts { sequences: to_u32(sequences.len()), ..Counts::default() }];
             let mut pieces = vec![Piece { part: 99, ..Piece::default() }; host.pieces.len() + 1];
             let mut starts = vec![77; host.starts.len()];
-            let params = DecodePlanParams {
-                plan: Plan {
-                    counts: address(&counts),
-                    sequences: address(&sequences),
-                    ..Plan::default()
-                },
-                pieces: address_mut(&mut pieces),
-                starts: address_mut(&mut starts),
-                slots: work.slots,
-                kv_heads: work.kv_heads,
-                group: work.group,
-                full: work.full.into(),
-                window_left: work.window_left,
-                sink_tokens: work.sink_tokens,
-                invariant: work.invariant.into(),
-                q_len_max: work.q_len_max,
+            let plan = Plan {
+                counts: address(&counts),
+                sequences: address(&sequences),
+                ..Plan::default()
             };
+            let lists = [address_mut(&mut pieces), address_mut(&mut starts)];
+            let params = work.params(plan, lists);
             let launch =
                 Launch { kernel: "plan_decode", grid: [1; 3], threads: 32, shared_bytes: 0 };
             // SAFETY: the emulator's device is the host, every list is as long as the kernel reads

@@ -14,7 +14,6 @@ use crate::decode::{self, Shape, Work};
 use crate::num::to_u32;
 use crate::params::{AttendParams, DecodeParams, Tensor};
 use crate::queue::{CudaQueue, Parts};
-use crate::scratch::At;
 use crate::step::{Extent, StepPlan};
 use crate::tensors::{Room, unsupported};
 
@@ -36,13 +35,6 @@ impl Takers {
         let to = if self.prefill.is_some() { DECODE_Q_LEN_MAX } else { u32::MAX };
         (from <= to && from <= q_len_max).then_some((from, to))
     }
-}
-
-/// Where partial results are to lie in a call's memory.
-#[derive(Debug, Clone, Copy)]
-struct Partials {
-    rows: At,
-    stats: At,
 }
 
 pub(crate) fn attend(
@@ -93,11 +85,11 @@ pub(crate) fn attend(
     let takers = takers(&params, facts, is_invariant);
     // The kernels run one after another and share the room.
     let (rows, stats) = part_bytes(&params, &takers, &step.extent);
-    let partials = Partials { rows: pack.room(rows), stats: pack.room(stats) };
+    let (rows, stats) = (pack.room(rows), pack.room(stats));
     let base = queue.send()?;
     params.q = q_from.rows(params.q, base);
-    params.part_rows = partials.rows.from(base);
-    params.part_stats = partials.stats.from(base);
+    params.part_rows = rows.from(base);
+    params.part_stats = stats.from(base);
     run(queue, plan, &params, (&takers, &step.extent))?;
     fill(queue, plan, (&step, out), 0.0)?;
     lse.map_or(Ok(()), |lse| fill(queue, plan, (&step, lse), f32::NEG_INFINITY))
