@@ -1,0 +1,16 @@
+// The entry whose first row is the last at or before `row`, among `count` in `lists`: `stride` words
+// each from word `at` on, the first of which is its first row. Of several entries that begin there,
+// the last, which is the one that has rows.
+fn entry_of(at: u32, stride: u32, count: u32, row: u32) -> u32 {
+    var low = 0u;
+    var high = count;
+    while high - low > 1u {
+        let middle = low + (high - low) / 2u;
+        if lists[at + middle * stride] <= row {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}

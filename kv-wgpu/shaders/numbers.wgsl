@@ -1,0 +1,87 @@
+// Numbers of 16 bits, by integers alone: nothing depends on how a device rounds, or what it does with
+// small numbers, infinities and NaN.
+
+const INFINITY: u32 = 0x7f800000u;
+
+// A power of two, `e` in -126..=127.
+fn power_of_two(e: i32) -> f32 {
+    return bitcast<f32>(u32(e + 127) << 23u);
+}
+
+fn is_nan(x: f32) -> bool {
+    return (bitcast<u32>(x) & 0x7fffffffu) > INFINITY;
+}
+
+// Bits of the f32 of an f16.
+fn f16_widen(bits: u32) -> u32 {
+    let sign = (bits & 0x8000u) << 16u;
+    let exponent = bits >> 10u & 31u;
+    let mantissa = bits & 1023u;
+    if exponent == 31u {
+        return sign | INFINITY | mantissa << 13u;
+    }
+    if exponent > 0u {
+        return sign | (exponent + 112u) << 23u | mantissa << 13u;
+    }
+    // A multiple of 2^-24, which f32 has as an ordinary number.
+    return sign | bitcast<u32>(f32(mantissa) * power_of_two(-24));
+}
+
+fn f16_decode(bits: u32) -> f32 {
+    return bitcast<f32>(f16_widen(bits));
+}
+
+fn bf16_decode(bits: u32) -> f32 {
+    return bitcast<f32>(bits << 16u);
+}
+
+// The upper bits of `bits`, without the lowest `shift`: to nearest, ties to even.
+fn round_shift(bits: u32, shift: u32) -> u32 {
+    let kept = bits >> shift;
+    return (bits + (1u << (shift - 1u)) - 1u + (kept & 1u)) >> shift;
+}
+
+// The nearest f16 of an f32, infinite beyond the largest.
+fn f16_bits(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    let sign = bits >> 16u & 0x8000u;
+    let magnitude = bits & 0x7fffffffu;
+    if magnitude > INFINITY {
+        return sign | 0x7e00u;
+    }
+    if magnitude >= 0x477ff000u {
+        return sign | 0x7c00u;  // 65520, which rounds up, and above
+    }
+    if magnitude >= 0x38800000u {
+        return sign | (round_shift(magnitude, 13u) - (112u << 10u));
+    }
+    // Multiples of 2^-24: the mantissa with its leading one, as far down as the exponent says.
+    let shift = 126u - (magnitude >> 23u);
+    if shift > 25u {
+        return sign;
+    }
+    return sign | round_shift((magnitude & 0x7fffffu) | 0x800000u, shift);
+}
+
+// The nearest bf16 of an f32.
+fn bf16_bits(x: f32) -> u32 {
+    let bits = bitcast<u32>(x);
+    if (bits & 0x7fffffffu) > INFINITY {
+        return (bits >> 16u) | 0x40u;
+    }
+    return round_shift(bits, 16u);
+}
+
+// A number of 16 bits: `bf16`, or else f16.
+fn half_decode(dtype: u32, bits: u32) -> f32 {
+    if dtype == 2u {
+        return bf16_decode(bits);
+    }
+    return f16_decode(bits);
+}
+fn half_bits(dtype: u32, x: f32) -> u32 {
+    if dtype == 2u {
+        return bf16_bits(x);
+    }
+    return f16_bits(x);
+}

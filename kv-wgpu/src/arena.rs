@@ -1,0 +1,110 @@
+//! Bytes of the host that go along with a submission: parameters, lists, inputs.
+//!
+//! They are kept here while calls are recorded, and written into buffers of their own right before
+//! the commands that read them are submitted. The device runs submissions in their order, so that
+//! the next recording uses the same buffers.
+use kv_core::DeviceError;
+
+use crate::device::Shared;
+use crate::num::{bytes, to_u64};
+
+/// Bytes of an ordinary buffer.
+const CHUNK: u64 = 1 << 18;
+/// Bytes of all buffers that are kept.
+const KEPT: u64 = 1 << 26;
+
+const USAGES: wgpu::BufferUsages = wgpu::BufferUsages::STORAGE
+    .union(wgpu::BufferUsages::UNIFORM)
+    .union(wgpu::BufferUsages::COPY_SRC)
+    .union(wgpu::BufferUsages::COPY_DST);
+
+/// Where bytes will be.
+#[derive(Debug, Clone)]
+pub(crate) struct Piece {
+    pub(crate) buffer: wgpu::Buffer,
+    pub(crate) offset: u64,
+    /// A multiple of 4, at least 16.
+    pub(crate) size: u64,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    buffer: wgpu::Buffer,
+    bytes: Vec<u8>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Arena {
+    chunks: Vec<Chunk>,
+}
+
+impl Arena {
+    /// Keeps `values` for the next submission.
+    ///
+    /// # Errors
+    /// `OutOfMemory` or `Lost`.
+    pub(crate) fn push<T: bytemuck::NoUninit>(
+        &mut self,
+        shared: &Shared,
+        values: &[T],
+    ) -> Result<Piece, DeviceError> {
+        let values: &[u8] = bytemuck::cast_slice(values);
+        let (len, step) = (to_u64(values.len()), shared.alignment());
+        let size = len.max(16).checked_next_multiple_of(4).unwrap_or(u64::MAX);
+        let begin_in = |chunk: &Chunk| {
+            let begin = to_u64(chunk.bytes.len()).next_multiple_of(step);
+            (begin.saturating_add(size) <= chunk.buffer.size()).then_some(begin)
+        };
+        let found = self.chunks.iter().position(|chunk| begin_in(chunk).is_some());
+        let index = match found {
+            Some(index) => index,
+            None => self.grow(shared, size)?,
+        };
+        let Some(chunk) = self.chunks.get_mut(index) else {
+            return Err(crate::device::unsupported("keep bytes", "no room"));
+        };
+        let offset = begin_in(chunk).unwrap_or(0);
+        chunk.bytes.resize(bytes(offset), 0);
+        chunk.bytes.extend_from_slice(values);
+        chunk.bytes.resize(bytes(offset.saturating_add(size)), 0);
+        Ok(Piece { buffer: chunk.buffer.clone(), offset, size })
+    }
+
+    fn grow(&mut self, shared: &Shared, size: u64) -> Result<usize, DeviceError> {
+        const GROW: &str = "keep bytes for the device";
+        let most = shared.limits.max_buffer_size;
+        if size > most {
+            return Err(crate::device::unsupported(
+                GROW,
+                format!("{size} bytes, a buffer has {most}"),
+            ));
+        }
+        let descriptor = wgpu::BufferDescriptor {
+            label: Some(GROW),
+            size: size.max(CHUNK).next_power_of_two().min(most).max(size),
+            usage: USAGES,
+            mapped_at_creation: false,
+        };
+        let buffer = shared.watch(GROW, |shared| shared.device.create_buffer(&descriptor))?;
+        self.chunks.push(Chunk { buffer, bytes: Vec::new() });
+        Ok(self.chunks.len().saturating_sub(1))
+    }
+
+    /// Hands all bytes over, for commands that are submitted next.
+    pub(crate) fn send(&mut self, queue: &wgpu::Queue) {
+        let mut kept = 0_u64;
+        self.chunks.retain_mut(|chunk| {
+            if !chunk.bytes.is_empty() {
+                queue.write_buffer(&chunk.buffer, 0, &chunk.bytes);
+                chunk.bytes.clear();
+            }
+            kept = kept.saturating_add(chunk.buffer.size());
+            kept <= KEPT
+        });
+    }
+
+    /// Forgets what was kept for commands that are not submitted.
+    pub(crate) fn clear(&mut self) {
+        self.chunks.iter_mut().for_each(|chunk| chunk.bytes.clear());
+    }
+}

@@ -1,0 +1,114 @@
+//! Opening a device.
+use std::sync::Arc;
+
+use kv_core::backend::{Backend, Capabilities};
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use crate::adapter::{self, AdapterFacts, AdapterName};
+use crate::buffer::WgpuBuffer;
+use crate::device::Shared;
+use crate::queue::WgpuQueue;
+
+/// How a device is opened.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct WgpuOptions {
+    /// Which adapter.
+    pub adapter: AdapterName,
+}
+
+impl WgpuOptions {
+    /// The adapter of this name, and nothing unusual.
+    pub fn new(adapter: AdapterName) -> Self {
+        Self { adapter }
+    }
+}
+
+/// A WebGPU device. A clone is the same device.
+#[derive(Debug, Clone)]
+pub struct WgpuBackend {
+    shared: Arc<Shared>,
+    capabilities: Capabilities,
+    facts: Option<AdapterFacts>,
+}
+
+/// Contexts are cut for so many workgroups: WebGPU does not say how many a device runs at once.
+const WORKERS: u32 = 64;
+
+impl WgpuBackend {
+    /// Opens a device with the adapter's own limits.
+    ///
+    /// # Errors
+    /// `Unsupported` where there is no such adapter, with those that there are; `Driver` or
+    /// `OutOfMemory` from the adapter.
+    pub fn open(options: &WgpuOptions) -> Result<Self, DeviceError> {
+        const OPEN: &str = "open a device";
+        let (adapter, facts) = adapter::find(&options.adapter)?;
+        let descriptor = wgpu::DeviceDescriptor {
+            label: Some("kv"),
+            required_features: adapter.features() & wgpu::Features::SUBGROUP,
+            // The defaults are what every browser has: a tenth of what cards do.
+            required_limits: adapter.limits(),
+            memory_hints: wgpu::MemoryHints::Performance,
+            ..Default::default()
+        };
+        let opened = pollster::block_on(adapter.request_device(&descriptor));
+        let (device, queue) = opened
+            .map_err(|error| DeviceError::new(DeviceErrorKind::Driver, OPEN).with_source(error))?;
+        Ok(Self { facts: Some(facts), ..Self::on(device, queue) })
+    }
+
+    /// A device of the caller's own, with its queue. Submissions of the caller's and of the
+    /// backend's run in the order in which they are made.
+    ///
+    /// The backend takes the device's lost callback, which wgpu has one of.
+    pub fn on(device: wgpu::Device, queue: wgpu::Queue) -> Self {
+        let shared = Shared::new(device, queue);
+        let limits = &shared.limits;
+        let capabilities = Capabilities::minimal()
+            .with_buffer_bytes_max(limits.max_buffer_size)
+            .with_binding_bytes_max(limits.max_storage_buffer_binding_size)
+            .with_blocking_wait()
+            .with_workers(WORKERS);
+        Self { shared: Arc::new(shared), capabilities, facts: None }
+    }
+
+    /// A buffer of the caller's own. Nothing is copied.
+    ///
+    /// # Errors
+    /// `Unsupported` for a buffer that was not made for storage and copies in both directions, or
+    /// whose size is not a multiple of 4. A buffer of another device is noticed by the first call
+    /// that uses it, as `Driver`.
+    pub fn wrap(&self, buffer: wgpu::Buffer) -> Result<WgpuBuffer, DeviceError> {
+        WgpuBuffer::wrap(&self.shared, buffer)
+    }
+
+    /// The device.
+    pub fn device(&self) -> &wgpu::Device {
+        &self.shared.device
+    }
+
+    /// What the adapter said of itself; `None` for a device of the caller's own.
+    pub fn facts(&self) -> Option<&AdapterFacts> {
+        self.facts.as_ref()
+    }
+}
+
+impl Backend for WgpuBackend {
+    type Buffer = WgpuBuffer;
+    type Queue = WgpuQueue;
+
+    fn name(&self) -> &'static str {
+        "wgpu"
+    }
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+    fn alloc(&self, bytes: u64) -> Result<WgpuBuffer, DeviceError> {
+        WgpuBuffer::alloc(&self.shared, bytes, "alloc")
+    }
+    fn queue(&self) -> Result<WgpuQueue, DeviceError> {
+        self.shared.require("open a queue")?;
+        Ok(WgpuQueue::new(&self.shared))
+    }
+}

@@ -1,0 +1,126 @@
+//! A device with its queue, and what becomes of errors.
+//!
+//! wgpu reports errors to scopes and to callbacks, never from the call that failed, and an error
+//! that nobody waits for ends the program. So everything that may fail runs inside [`Shared::watch`],
+//! and the loss of the device is remembered where its callback leaves it.
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use crate::pipelines::Pipelines;
+use crate::signal::Waiter;
+
+/// What buffers, queues and fences of one device have in common.
+pub(crate) struct Shared {
+    pub(crate) device: wgpu::Device,
+    pub(crate) queue: wgpu::Queue,
+    pub(crate) limits: wgpu::Limits,
+    pub(crate) pipelines: Pipelines,
+    pub(crate) waiter: Waiter,
+    fate: Arc<Fate>,
+}
+
+/// Whether the device is gone, and why.
+#[derive(Debug, Default)]
+pub(crate) struct Fate(OnceLock<String>);
+
+impl Fate {
+    /// Remembers the first loss.
+    pub(crate) fn lose(&self, reason: String) {
+        let _ = self.0.set(reason);
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shared = f.debug_struct("Shared");
+        shared.field("device", &self.device).field("lost", &self.fate.0.get());
+        shared.finish_non_exhaustive()
+    }
+}
+
+impl Shared {
+    pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue) -> Self {
+        let fate = Arc::new(Fate::default());
+        let noticed = Arc::clone(&fate);
+        device.set_device_lost_callback(move |reason, words| {
+            noticed.lose(format!("{reason:?}: {words}"));
+        });
+        let waiter = Waiter::new(&device);
+        let limits = device.limits();
+        Self { device, queue, limits, pipelines: Pipelines::default(), waiter, fate }
+    }
+
+    /// Does work of which wgpu tells the errors afterwards.
+    ///
+    /// # Errors
+    /// The first error, `Lost` before all.
+    pub(crate) fn watch<T>(
+        &self,
+        operation: &'static str,
+        work: impl FnOnce(&Self) -> T,
+    ) -> Result<T, DeviceError> {
+        use wgpu::ErrorFilter::{Internal, OutOfMemory, Validation};
+        self.require(operation)?;
+        let outer = self.device.push_error_scope(OutOfMemory);
+        let middle = self.device.push_error_scope(Internal);
+        let inner = self.device.push_error_scope(Validation);
+        let done = work(self);
+        // Native devices have the answers at once.
+        let mut errors = [inner, middle, outer].map(|scope| pollster::block_on(scope.pop()));
+        self.require(operation)?;
+        match errors.iter_mut().find_map(Option::take) {
+            None => Ok(done),
+            Some(error) => Err(told(operation, error)),
+        }
+    }
+
+    /// # Errors
+    /// `Lost`.
+    pub(crate) fn require(&self, operation: &'static str) -> Result<(), DeviceError> {
+        match self.fate.0.get() {
+            None => Ok(()),
+            Some(why) => {
+                Err(DeviceError::new(DeviceErrorKind::Lost, operation).with_detail(why.as_str()))
+            }
+        }
+    }
+
+    /// Lets the device run callbacks, and notices that it is gone.
+    ///
+    /// # Errors
+    /// `Lost`, or `Driver`.
+    pub(crate) fn poll(
+        &self,
+        how: wgpu::PollType,
+        operation: &'static str,
+    ) -> Result<(), DeviceError> {
+        let polled = self.device.poll(how);
+        self.require(operation)?;
+        match polled {
+            Ok(_) => Ok(()),
+            Err(error) => Err(DeviceError::new(DeviceErrorKind::Driver, operation).with_source(error)),
+        }
+    }
+
+    /// Multiple of bytes at which a binding may begin.
+    pub(crate) fn alignment(&self) -> u64 {
+        let limits = &self.limits;
+        let least = limits.min_storage_buffer_offset_alignment;
+        u64::from(least.max(limits.min_uniform_buffer_offset_alignment).max(4))
+    }
+}
+
+fn told(operation: &'static str, error: wgpu::Error) -> DeviceError {
+    let kind = match error {
+        wgpu::Error::OutOfMemory { .. } => DeviceErrorKind::OutOfMemory,
+        wgpu::Error::Validation { .. } | wgpu::Error::Internal { .. } => DeviceErrorKind::Driver,
+    };
+    DeviceError::new(kind, operation).with_source(error)
+}
+
+/// What cannot be done here.
+pub(crate) fn unsupported(operation: &'static str, why: impl Into<String>) -> DeviceError {
+    DeviceError::new(DeviceErrorKind::Unsupported, operation).with_detail(why)
+}

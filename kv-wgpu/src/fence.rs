@@ -1,0 +1,154 @@
+//! What says that submitted work is done: fences, and bytes on their way to the host.
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use kv_core::backend::{Fence, Readback};
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use crate::device::Shared;
+use crate::num::{bytes, to_u64};
+use crate::signal::Signal;
+
+/// Signals that work submitted before is done.
+#[derive(Debug, Clone)]
+pub struct WgpuFence {
+    pub(crate) shared: Arc<Shared>,
+    done: Arc<Signal>,
+    index: wgpu::SubmissionIndex,
+}
+
+impl WgpuFence {
+    /// Marks what was submitted, `index` last of all.
+    pub(crate) fn new(shared: &Arc<Shared>, index: wgpu::SubmissionIndex) -> Self {
+        let done = Arc::new(Signal::default());
+        let told = Arc::clone(&done);
+        shared.queue.on_submitted_work_done(move || told.set(Ok(())));
+        Self { shared: Arc::clone(shared), done, index }
+    }
+}
+
+fn outcome(done: Result<(), String>, operation: &'static str) -> Result<(), DeviceError> {
+    done.map_err(|why| DeviceError::new(DeviceErrorKind::Driver, operation).with_detail(why))
+}
+
+/// Waits until a callback has come.
+fn wait(
+    shared: &Shared,
+    (signal, index): (&Signal, &wgpu::SubmissionIndex),
+    operation: &'static str,
+) -> Result<(), DeviceError> {
+    loop {
+        if let Some(done) = signal.get() {
+            shared.require(operation)?;
+            return outcome(done, operation);
+        }
+        let submission_index = Some(index.clone());
+        shared.poll(wgpu::PollType::Wait { submission_index, timeout: None }, operation)?;
+    }
+}
+
+/// Asks whether a callback has come.
+fn poll(
+    shared: &Shared,
+    signal: &Arc<Signal>,
+    operation: &'static str,
+    cx: &mut Context<'_>,
+) -> Poll<Result<(), DeviceError>> {
+    if let Err(error) = shared.poll(wgpu::PollType::Poll, operation) {
+        return Poll::Ready(Err(error));
+    }
+    match signal.poll(cx) {
+        Poll::Ready(done) => Poll::Ready(outcome(done, operation)),
+        Poll::Pending => match shared.waiter.wish(signal, operation) {
+            Ok(()) => Poll::Pending,
+            Err(error) => Poll::Ready(Err(error)),
+        },
+    }
+}
+
+impl Fence for WgpuFence {
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<(), DeviceError>> {
+        poll(&self.shared, &self.done, "poll a fence", cx)
+    }
+    fn wait(&self) -> Result<(), DeviceError> {
+        wait(&self.shared, (&self.done, &self.index), "wait for a fence")
+    }
+}
+
+/// Bytes on their way to the host.
+#[derive(Debug)]
+pub struct WgpuReadback {
+    shared: Arc<Shared>,
+    /// Nothing was asked for where there is none.
+    copy: Option<Copy>,
+    len: u64,
+}
+
+/// A buffer that the host may map.
+#[derive(Debug)]
+struct Copy {
+    buffer: wgpu::Buffer,
+    /// Bytes before those that were asked for.
+    skip: u64,
+    mapped: Arc<Signal>,
+    index: wgpu::SubmissionIndex,
+}
+
+impl WgpuReadback {
+    /// No bytes.
+    pub(crate) fn nothing(shared: &Arc<Shared>) -> Self {
+        Self { shared: Arc::clone(shared), copy: None, len: 0 }
+    }
+
+    /// `len` bytes behind the first `skip` of a buffer that submission `index` fills.
+    pub(crate) fn new(
+        shared: &Arc<Shared>,
+        buffer: wgpu::Buffer,
+        (skip, len): (u64, u64),
+        index: wgpu::SubmissionIndex,
+    ) -> Self {
+        let mapped = Arc::new(Signal::default());
+        let told = Arc::clone(&mapped);
+        buffer.slice(..).map_async(wgpu::MapMode::Read, move |how| {
+            told.set(how.map_err(|error| error.to_string()));
+        });
+        let copy = Some(Copy { buffer, skip, mapped, index });
+        Self { shared: Arc::clone(shared), copy, len }
+    }
+
+    fn take(&mut self) -> Result<Vec<u8>, DeviceError> {
+        const READ: &str = "read a download";
+        let Some(copy) = self.copy.take() else {
+            return Ok(Vec::new());
+        };
+        let view = copy.buffer.slice(..).get_mapped_range().map_err(|error| {
+            DeviceError::new(DeviceErrorKind::Driver, READ).with_source(error)
+        })?;
+        let end = copy.skip.saturating_add(self.len);
+        let range = bytes(copy.skip)..bytes(end);
+        let taken = view.get(range).map(<[u8]>::to_vec);
+        taken.ok_or_else(|| {
+            let why = format!("bytes up to {end} of {}", to_u64(view.len()));
+            DeviceError::new(DeviceErrorKind::OutOfRange, READ).with_detail(why)
+        })
+    }
+}
+
+impl Readback for WgpuReadback {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<u8>, DeviceError>> {
+        if let Some(copy) = &self.copy {
+            match poll(&self.shared, &copy.mapped, "poll a download", cx) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
+                Poll::Ready(Ok(())) => {}
+            }
+        }
+        Poll::Ready(self.take())
+    }
+    fn wait(mut self) -> Result<Vec<u8>, DeviceError> {
+        if let Some(copy) = &self.copy {
+            wait(&self.shared, (&copy.mapped, &copy.index), "wait for a download")?;
+        }
+        self.take()
+    }
+}

@@ -1,0 +1,90 @@
+//! Bytes of the host to the device, and zeros. Commands of the device move whole words; what does
+//! not begin and end at one is a shader's.
+use kv_core::DeviceError;
+
+use crate::buffer::WgpuBuffer;
+use crate::num::to_u64;
+use crate::params::BytesParams;
+use crate::pipelines::Kernel;
+use crate::recording::{Recorder, Slot};
+
+const UPLOAD: &str = "upload";
+const ZERO: &str = "zero";
+/// Words that a workgroup writes.
+const WORDS: u64 = 64;
+/// Bytes that go at once where a shader moves them: less than any device binds.
+const PART: usize = 1 << 24;
+
+fn copying() -> Kernel {
+    Kernel::new("bytes.wgsl").flags(&["COPY"])
+}
+fn zeroing() -> Kernel {
+    Kernel::new("bytes.wgsl")
+}
+
+#[cfg(test)]
+pub(crate) fn kernels() -> Vec<Kernel> {
+    vec![copying(), zeroing()]
+}
+
+pub(crate) fn upload(
+    recorder: &mut Recorder,
+    (dst, at): (&WgpuBuffer, u64),
+    src: &[u8],
+) -> Result<(), DeviceError> {
+    let len = to_u64(src.len());
+    let begin = dst.on(&recorder.shared, (at, len), UPLOAD)?;
+    if len == 0 {
+        return Ok(());
+    }
+    if begin.is_multiple_of(4) && len.is_multiple_of(4) {
+        let piece = recorder.push(src)?;
+        let (from, offset) = (&piece.buffer, piece.offset);
+        recorder.encoder().copy_buffer_to_buffer(from, offset, dst.buffer(), begin, len);
+        return Ok(());
+    }
+    let mut at = at;
+    for part in src.chunks(PART) {
+        let piece = recorder.push(part)?;
+        let range = (at, to_u64(part.len()));
+        run(recorder, (&copying(), UPLOAD), (dst, range), Some(piece.into()))?;
+        at = at.saturating_add(range.1);
+    }
+    Ok(())
+}
+
+pub(crate) fn zero(
+    recorder: &mut Recorder,
+    (dst, at): (&WgpuBuffer, u64),
+    len: u64,
+) -> Result<(), DeviceError> {
+    let begin = dst.on(&recorder.shared, (at, len), ZERO)?;
+    if len == 0 {
+        return Ok(());
+    }
+    if begin.is_multiple_of(4) && len.is_multiple_of(4) {
+        recorder.encoder().clear_buffer(dst.buffer(), begin, Some(len));
+        return Ok(());
+    }
+    let (mut at, mut left) = (at, len);
+    while left > 0 {
+        let part = left.min(to_u64(PART));
+        run(recorder, (&zeroing(), ZERO), (dst, (at, part)), None)?;
+        (at, left) = (at.saturating_add(part), left.saturating_sub(part));
+    }
+    Ok(())
+}
+
+fn run(
+    recorder: &mut Recorder,
+    (kernel, operation): (&Kernel, &'static str),
+    (dst, range): (&WgpuBuffer, (u64, u64)),
+    src: Option<Slot>,
+) -> Result<(), DeviceError> {
+    let (slot, to) = recorder.slot(dst, range, (true, operation))?;
+    let len = u32::try_from(range.1).unwrap_or(u32::MAX);
+    let words = range.1.div_ceil(4).saturating_add(1);
+    let groups = recorder.groups(words.div_ceil(WORDS))?;
+    let slots: Vec<_> = std::iter::once(slot).chain(src).collect();
+    recorder.dispatch(kernel, &BytesParams { from: 0, to, len, pad: 0 }, &slots, groups)
+}

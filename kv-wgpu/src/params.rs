@@ -1,0 +1,116 @@
+//! What the host passes to shaders in a uniform buffer: `shaders/params.wgsl`, field by field.
+//!
+//! Strides and sizes count bytes, and so do places in a binding. Structures are multiples of 16
+//! bytes, as WGSL wants them in uniform buffers.
+use bytemuck::{Pod, Zeroable};
+
+macro_rules! params {
+    ($(
+        $(#[$doc:meta])*
+        struct $name:ident { $($(#[$field_doc:meta])* $field:ident: $kind:ty,)* }
+    )*) => {
+        $(
+            $(#[$doc])*
+            #[derive(Debug, Clone, Copy, Default, PartialEq, Pod, Zeroable)]
+            #[repr(C)]
+            pub(crate) struct $name { $($(#[$field_doc])* pub(crate) $field: $kind,)* }
+
+            const _: () = assert!(size_of::<$name>() % 16 == 0, "as WGSL wants it");
+        )*
+        /// Names and fields, for the test that compares them with the shaders'.
+        #[cfg(test)]
+        pub(crate) const FIELDS: &[(&str, &[(&str, &str)])] = &[$(
+            (stringify!($name), &[$((stringify!($field), stringify!($kind)),)*]),
+        )*];
+    };
+}
+
+params! {
+    /// Rows of tokens in a caller's tensor.
+    struct Tensor {
+        /// Bytes of the binding before the first element.
+        data: u32,
+        /// From an entry to the next; 0 for `thd`.
+        batch_stride: u32,
+        token_stride: u32,
+        /// 0 `bshd`, 1 `sbhd`, 2 `thd`.
+        axes: u32,
+        /// 0 f32, 1 f16, 2 bf16.
+        dtype: u32,
+        batch: u32,
+        tokens: u32,
+        heads: u32,
+        dim: u32,
+        pad0: u32,
+        pad1: u32,
+        pad2: u32,
+    }
+    /// One segment of the K or the V of one layer.
+    struct Plane {
+        /// Bytes of the binding before the segment.
+        data: u32,
+        /// Blocks of the segment: `first..end`.
+        first: u32,
+        end: u32,
+        block_bytes: u32,
+        token_stride: u32,
+        head_stride: u32,
+        wide_head_stride: u32,
+        mean_begin: u32,
+        block_size: u32,
+        num_kv_heads: u32,
+        head_dim: u32,
+        format: u32,
+        row_bytes: u32,
+        scales_begin: u32,
+        transforms: u32,
+        block_means: u32,
+        sinks: u32,
+        wide_slots: u32,
+        wide_per_block: u32,
+        has_tail: u32,
+    }
+    /// Where the lists of a batch begin, in words of their binding.
+    struct Plan {
+        /// 12 words each: kv-core's `PlannedSequence`, and where its block table begins.
+        sequences: u32,
+        /// First query and number of queries of every sequence.
+        entries: u32,
+        /// 4 words each: sequence, begin, end and the place of its first partial result.
+        splits: u32,
+        /// First slot of every new token.
+        slots: u32,
+        tables: u32,
+        num_sequences: u32,
+        num_splits: u32,
+        total_new: u32,
+    }
+    /// Of `bytes.wgsl`.
+    struct BytesParams {
+        /// Bytes of the source binding before the first.
+        from: u32,
+        /// The same of the target.
+        to: u32,
+        len: u32,
+        pad: u32,
+    }
+    /// Of `convert.wgsl`.
+    struct ConvertParams {
+        src: Tensor,
+        dst: Tensor,
+        num_entries: u32,
+        total: u32,
+        pad0: u32,
+        pad1: u32,
+    }
+    /// Of `pad.wgsl`.
+    struct PadParams {
+        out: Tensor,
+        num_entries: u32,
+        /// Rows that are owned.
+        total: u32,
+        value: f32,
+        /// Word of the lists at which entries begin.
+        entries: u32,
+    }
+}

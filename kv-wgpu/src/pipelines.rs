@@ -1,0 +1,96 @@
+//! Pipelines, compiled once for each specialisation.
+use std::sync::{Arc, Mutex, PoisonError};
+
+use hashbrown::HashMap;
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use crate::device::Shared;
+use crate::shaders;
+
+/// A shader and what it is specialised for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Kernel {
+    /// Its file.
+    pub(crate) shader: &'static str,
+    /// Parts of the file that are in.
+    pub(crate) flags: &'static [&'static str],
+    /// Values of `override` constants.
+    pub(crate) constants: Vec<(&'static str, u32)>,
+}
+
+impl Kernel {
+    /// A shader without flags and constants.
+    pub(crate) fn new(shader: &'static str) -> Self {
+        Self { shader, flags: &[], constants: Vec::new() }
+    }
+    /// The same with flags.
+    #[must_use]
+    pub(crate) fn flags(mut self, flags: &'static [&'static str]) -> Self {
+        self.flags = flags;
+        self
+    }
+    /// The same with a constant.
+    #[must_use]
+    pub(crate) fn with(mut self, name: &'static str, value: u32) -> Self {
+        self.constants.push((name, value));
+        self
+    }
+}
+
+/// A compiled kernel.
+#[derive(Debug)]
+pub(crate) struct Pipeline {
+    pub(crate) pipeline: wgpu::ComputePipeline,
+    pub(crate) layout: wgpu::BindGroupLayout,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Pipelines(Mutex<HashMap<Kernel, Arc<Pipeline>>>);
+
+impl Shared {
+    /// The pipeline of a kernel, compiled if it is new.
+    ///
+    /// # Errors
+    /// `Driver` where the device's compiler refuses it, `Lost`.
+    pub(crate) fn pipeline(&self, kernel: &Kernel) -> Result<Arc<Pipeline>, DeviceError> {
+        let known = &self.pipelines.0;
+        if let Some(pipeline) = known.lock().unwrap_or_else(PoisonError::into_inner).get(kernel) {
+            return Ok(Arc::clone(pipeline));
+        }
+        // Compiled without the lock: it may take seconds, and twice does no harm.
+        let pipeline = Arc::new(self.compile(kernel)?);
+        let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(Arc::clone(known.entry(kernel.clone()).or_insert(pipeline)))
+    }
+
+    fn compile(&self, kernel: &Kernel) -> Result<Pipeline, DeviceError> {
+        const COMPILE: &str = "compile a shader";
+        let source = shaders::source(kernel.shader, kernel.flags).map_err(|why| {
+            DeviceError::new(DeviceErrorKind::Driver, COMPILE).with_detail(why)
+        })?;
+        let constants: Vec<_> =
+            kernel.constants.iter().map(|(name, value)| (*name, f64::from(*value))).collect();
+        let compilation_options = wgpu::PipelineCompilationOptions {
+            constants: &constants,
+            // Shaders write before they read.
+            zero_initialize_workgroup_memory: false,
+        };
+        self.watch(COMPILE, |shared| {
+            let module = shared.device.create_shader_module(wgpu::ShaderModuleDescriptor {
+                label: Some(kernel.shader),
+                source: wgpu::ShaderSource::Wgsl(source.into()),
+            });
+            let descriptor = wgpu::ComputePipelineDescriptor {
+                label: Some(kernel.shader),
+                layout: None,
+                module: &module,
+                entry_point: None,
+                compilation_options,
+                cache: None,
+            };
+            let pipeline = shared.device.create_compute_pipeline(&descriptor);
+            let layout = pipeline.get_bind_group_layout(0);
+            Pipeline { pipeline, layout }
+        })
+    }
+}

@@ -1,0 +1,169 @@
+//! The lane of work: what is recorded, and the memory its calls share.
+use std::sync::Arc;
+
+use kv_core::backend::Queue;
+use kv_core::plan::{
+    AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
+    GatherPlan, WriteArgs, WritePlan,
+};
+use kv_core::{DeviceError, DeviceErrorKind, GroupId};
+
+use crate::buffer::WgpuBuffer;
+use crate::device::Shared;
+use crate::fence::{WgpuFence, WgpuReadback};
+use crate::num::to_u64;
+use crate::op;
+use crate::recording::Recorder;
+use crate::scratch::Scratch;
+use crate::steps::Steps;
+use crate::tensors::Call;
+
+/// A lane of work. Records calls until it is submitted; keeps its buffers from call to call.
+#[derive(Debug)]
+pub struct WgpuQueue {
+    pub(crate) recorder: Recorder,
+    pub(crate) steps: Steps,
+    /// What calls leave for their own next dispatch.
+    pub(crate) scratch: Scratch,
+}
+
+impl WgpuQueue {
+    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
+        Self {
+            recorder: Recorder::new(shared),
+            steps: Steps::default(),
+            scratch: Scratch::default(),
+        }
+    }
+
+    /// Begins a call.
+    pub(crate) fn call(&mut self, operation: &'static str) -> Call<'_> {
+        Call { recorder: &mut self.recorder, operation }
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        &self.recorder.shared
+    }
+
+    fn send(&mut self, operation: &'static str) -> Result<wgpu::SubmissionIndex, DeviceError> {
+        let sent = self.recorder.submit(operation);
+        if sent.is_err() {
+            // Lists that were to go along are not there.
+            self.steps.forget();
+        }
+        sent
+    }
+}
+
+impl Queue for WgpuQueue {
+    type Buffer = WgpuBuffer;
+    type Fence = WgpuFence;
+    type Readback = WgpuReadback;
+
+    fn upload(&mut self, dst: &WgpuBuffer, at: u64, src: &[u8]) -> Result<(), DeviceError> {
+        self.shared().require("upload")?;
+        op::bytes::upload(&mut self.recorder, (dst, at), src)
+    }
+
+    fn download(
+        &mut self,
+        src: &WgpuBuffer,
+        at: u64,
+        len: u64,
+    ) -> Result<WgpuReadback, DeviceError> {
+        const DOWNLOAD: &str = "download";
+        self.shared().require(DOWNLOAD)?;
+        let from = src.on(self.shared(), (at, len), DOWNLOAD)?;
+        if len == 0 {
+            return Ok(WgpuReadback::nothing(self.shared()));
+        }
+        // Commands copy whole words.
+        let (begin, skip) = (from.saturating_sub(from % 4), from % 4);
+        let size = skip.saturating_add(len).next_multiple_of(4);
+        let descriptor = wgpu::BufferDescriptor {
+            label: Some(DOWNLOAD),
+            size,
+            usage: wgpu::BufferUsages::COPY_DST.union(wgpu::BufferUsages::MAP_READ),
+            mapped_at_creation: false,
+        };
+        let staging =
+            self.shared().watch(DOWNLOAD, |shared| shared.device.create_buffer(&descriptor))?;
+        let source = src.buffer();
+        self.recorder.encoder().copy_buffer_to_buffer(source, begin, &staging, 0, size);
+        // Nothing arrives of what was not submitted.
+        let index = self.send(DOWNLOAD)?;
+        Ok(WgpuReadback::new(self.shared(), staging, (skip, len), index))
+    }
+
+    fn zero(&mut self, dst: &WgpuBuffer, offset: u64, len: u64) -> Result<(), DeviceError> {
+        self.shared().require("zero")?;
+        op::bytes::zero(&mut self.recorder, (dst, offset), len)
+    }
+
+    fn prepare(
+        &mut self,
+        _group: GroupId,
+        write: &WritePlan<'_>,
+        _attend: &AttentionPlan<'_>,
+    ) -> Result<(), DeviceError> {
+        self.steps.get(&mut self.recorder, write.batch(), write.tables()).map(drop)
+    }
+
+    fn write_kv(
+        &mut self,
+        plan: &WritePlan<'_>,
+        args: WriteArgs<'_, WgpuBuffer>,
+    ) -> Result<(), DeviceError> {
+        op::write::write_kv(self, plan, &args)
+    }
+
+    fn attend(
+        &mut self,
+        plan: &AttentionPlan<'_>,
+        args: AttendArgs<'_, WgpuBuffer>,
+    ) -> Result<(), DeviceError> {
+        op::attend::attend(self, plan, args)
+    }
+
+    fn copy_blocks(
+        &mut self,
+        plan: &CopyPlan<'_>,
+        args: CopyArgs<'_, WgpuBuffer>,
+    ) -> Result<(), DeviceError> {
+        op::copy::copy_blocks(self, plan, &args)
+    }
+
+    fn gather(
+        &mut self,
+        plan: &GatherPlan<'_>,
+        args: GatherArgs<'_, WgpuBuffer>,
+    ) -> Result<(), DeviceError> {
+        op::gather::gather(self, plan, args)
+    }
+
+    fn convert(
+        &mut self,
+        plan: &ConvertPlan,
+        args: ConvertArgs<'_, WgpuBuffer>,
+    ) -> Result<(), DeviceError> {
+        op::convert::convert(self, plan, args)
+    }
+
+    fn flush(&mut self) -> Result<(), DeviceError> {
+        self.send("flush").map(drop)
+    }
+
+    fn submit(&mut self) -> Result<WgpuFence, DeviceError> {
+        let index = self.send("submit")?;
+        Ok(WgpuFence::new(self.shared(), index))
+    }
+
+    fn wait_for(&mut self, fence: &WgpuFence) -> Result<(), DeviceError> {
+        const WAIT: &str = "wait for another lane";
+        if !Arc::ptr_eq(self.shared(), &fence.shared) {
+            return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, WAIT));
+        }
+        // A fence is of work that was submitted, and the device runs submissions in their order.
+        self.shared().require(WAIT)
+    }
+}

@@ -1,0 +1,226 @@
+//! Calls become commands: dispatches and copies, in order, until they are submitted.
+use std::sync::Arc;
+
+use kv_core::DeviceError;
+
+use crate::arena::{Arena, Piece};
+use crate::buffer::WgpuBuffer;
+use crate::device::{Shared, unsupported};
+use crate::pipelines::{Kernel, Pipeline};
+use crate::scratch::Scratch;
+
+/// A range of a buffer that a dispatch uses.
+#[derive(Debug, Clone)]
+pub(crate) struct Slot {
+    pub(crate) buffer: wgpu::Buffer,
+    /// A multiple of [`Shared::alignment`].
+    pub(crate) offset: u64,
+    /// A multiple of 4.
+    pub(crate) size: u64,
+    /// Whether the shader declares it `read_write`.
+    pub(crate) is_written: bool,
+}
+
+impl From<Piece> for Slot {
+    fn from(piece: Piece) -> Self {
+        let Piece { buffer, offset, size } = piece;
+        Self { buffer, offset, size, is_written: false }
+    }
+}
+
+/// Commands that are yet to be submitted, and the bytes that go along.
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    pub(crate) shared: Arc<Shared>,
+    arena: Arena,
+    encoder: Option<wgpu::CommandEncoder>,
+    pass: Option<wgpu::ComputePass<'static>>,
+    /// Copies of inputs that share a buffer with an output, by place among the slots.
+    apart: Vec<Scratch>,
+}
+
+impl Recorder {
+    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            arena: Arena::default(),
+            encoder: None,
+            pass: None,
+            apart: Vec::new(),
+        }
+    }
+
+    /// Keeps values for the commands recorded from here on.
+    ///
+    /// # Errors
+    /// `OutOfMemory` or `Lost`.
+    pub(crate) fn push<T: bytemuck::NoUninit>(
+        &mut self,
+        values: &[T],
+    ) -> Result<Piece, DeviceError> {
+        self.arena.push(&self.shared, values)
+    }
+
+    /// The encoder, outside of any pass.
+    pub(crate) fn encoder(&mut self) -> &mut wgpu::CommandEncoder {
+        self.pass = None;
+        let device = &self.shared.device;
+        self.encoder.get_or_insert_with(|| device.create_command_encoder(&Default::default()))
+    }
+
+    fn pass(&mut self) -> &mut wgpu::ComputePass<'static> {
+        let pass = match self.pass.take() {
+            Some(pass) => pass,
+            None => self.encoder().begin_compute_pass(&Default::default()).forget_lifetime(),
+        };
+        self.pass.insert(pass)
+    }
+
+    /// A range of a buffer as a binding: where bindings may begin, and the bytes from there to the
+    /// range.
+    ///
+    /// # Errors
+    /// `ForeignHandle`, `OutOfRange`, or `Unsupported` for more than a binding covers.
+    pub(crate) fn slot(
+        &self,
+        buffer: &WgpuBuffer,
+        range: (u64, u64),
+        (is_written, operation): (bool, &'static str),
+    ) -> Result<(Slot, u32), DeviceError> {
+        let begin = buffer.on(&self.shared, range, operation)?;
+        let step = self.shared.alignment();
+        let skip = begin.checked_rem(step).unwrap_or(0);
+        let offset = begin.saturating_sub(skip);
+        // A range at the very end of a buffer has a word to bind all the same.
+        let offset = offset.min(buffer.buffer().size().saturating_sub(4));
+        let size = skip.saturating_add(range.1).max(4).next_multiple_of(4);
+        let size = size.min(buffer.buffer().size().saturating_sub(offset));
+        let most = self.shared.limits.max_storage_buffer_binding_size;
+        if size > most {
+            let why = format!("{size} bytes, a shader sees {most} at once");
+            return Err(unsupported(operation, why));
+        }
+        let slot = Slot { buffer: buffer.buffer().clone(), offset, size, is_written };
+        Ok((slot, u32::try_from(skip).unwrap_or(u32::MAX)))
+    }
+
+    /// Records a dispatch: the shader finds `params` at binding 0 and the slots behind it.
+    ///
+    /// # Errors
+    /// `Driver` for what the device refuses, `OutOfMemory` or `Lost`.
+    pub(crate) fn dispatch<P: bytemuck::NoUninit>(
+        &mut self,
+        kernel: &Kernel,
+        params: &P,
+        slots: &[Slot],
+        groups: [u32; 3],
+    ) -> Result<(), DeviceError> {
+        if groups.contains(&0) {
+            return Ok(());
+        }
+        let most = self.shared.limits.max_compute_workgroups_per_dimension;
+        if let Some(many) = groups.iter().find(|count| **count > most) {
+            return Err(unsupported(kernel.shader, format!("{many} workgroups, of {most}")));
+        }
+        let pipeline = self.shared.pipeline(kernel)?;
+        let params = self.push(std::slice::from_ref(params))?;
+        let slots = self.separate(slots, kernel.shader)?;
+        let group = self.bind(&pipeline, (&params, &slots), kernel.shader)?;
+        let [x, y, z] = groups;
+        let pass = self.pass();
+        pass.set_pipeline(&pipeline.pipeline);
+        pass.set_bind_group(0, &group, &[]);
+        pass.dispatch_workgroups(x, y, z);
+        Ok(())
+    }
+
+    fn bind(
+        &self,
+        pipeline: &Pipeline,
+        (params, slots): (&Piece, &[Slot]),
+        operation: &'static str,
+    ) -> Result<wgpu::BindGroup, DeviceError> {
+        let first = (&params.buffer, params.offset, params.size);
+        let others = slots.iter().map(|slot| (&slot.buffer, slot.offset, slot.size));
+        let ranges = std::iter::once(first).chain(others).zip(0..);
+        let entries: Vec<_> = ranges
+            .map(|((buffer, offset, size), binding)| {
+                let size = wgpu::BufferSize::new(size);
+                let range = wgpu::BufferBinding { buffer, offset, size };
+                wgpu::BindGroupEntry { binding, resource: wgpu::BindingResource::Buffer(range) }
+            })
+            .collect();
+        self.shared.watch(operation, |shared| {
+            shared.device.create_bind_group(&wgpu::BindGroupDescriptor {
+                label: Some(operation),
+                layout: &pipeline.layout,
+                entries: &entries,
+            })
+        })
+    }
+
+    /// WebGPU lets no dispatch read a buffer that it also writes, wherever in it: such inputs are
+    /// copied first.
+    fn separate(
+        &mut self,
+        slots: &[Slot],
+        operation: &'static str,
+    ) -> Result<Vec<Slot>, DeviceError> {
+        let mut apart = slots.to_vec();
+        for (index, slot) in apart.iter_mut().enumerate() {
+            let is_shared =
+                |other: &Slot| other.is_written && !slot.is_written && other.buffer == slot.buffer;
+            if !slots.iter().any(is_shared) {
+                continue;
+            }
+            if self.apart.len() <= index {
+                self.apart.resize_with(index.saturating_add(1), Scratch::default);
+            }
+            let Some(scratch) = self.apart.get_mut(index) else { continue };
+            let copy = scratch.reserve(&self.shared, slot.size, operation)?;
+            let (from, at, size) = (&slot.buffer, slot.offset, slot.size);
+            self.encoder().copy_buffer_to_buffer(from, at, copy.buffer(), 0, size);
+            *slot = Slot { buffer: copy.buffer().clone(), offset: 0, ..slot.clone() };
+        }
+        Ok(apart)
+    }
+
+    /// Hands everything over; which submission it was.
+    ///
+    /// # Errors
+    /// `Lost`, `OutOfMemory`, or `Driver` for commands that the device refuses: none of them runs.
+    pub(crate) fn submit(
+        &mut self,
+        operation: &'static str,
+    ) -> Result<wgpu::SubmissionIndex, DeviceError> {
+        self.pass = None;
+        let encoder = self.encoder.take();
+        let finished = self.shared.watch(operation, |_| encoder.map(wgpu::CommandEncoder::finish));
+        let commands = match finished {
+            Ok(commands) => commands,
+            Err(error) => {
+                self.arena.clear();
+                return Err(error);
+            }
+        };
+        let arena = &mut self.arena;
+        self.shared.watch(operation, |shared| {
+            arena.send(&shared.queue);
+            shared.queue.submit(commands)
+        })
+    }
+
+    /// Workgroups for so many units of work, folded into two dimensions: a shader counts them as
+    /// `x + y * num_workgroups.x`, and leaves out those behind the last.
+    pub(crate) fn groups(&self, units: u64) -> Result<[u32; 3], DeviceError> {
+        let most = u64::from(self.shared.limits.max_compute_workgroups_per_dimension);
+        let rows = units.div_ceil(most);
+        let narrow = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+        if rows > most {
+            return Err(unsupported("dispatch", format!("{units} workgroups")));
+        }
+        let columns = units.checked_div(rows.max(1)).unwrap_or(0);
+        let columns = if columns.saturating_mul(rows) < units { columns.saturating_add(1) } else { columns };
+        Ok([narrow(columns), narrow(rows), 1])
+    }
+}

@@ -1,0 +1,88 @@
+//! WGSL sources, put together from files.
+//!
+//! WGSL has no way to take a part from another file or to leave one out, so a line that begins with
+//! `//!` is ours:
+//!
+//! ```text
+//! //! include rows.wgsl name=k       the file, with `$name` replaced by `k`
+//! //! if FLAG                        what follows only with that flag, else the other part
+//! //! else
+//! //! end
+//! ```
+//!
+//! What a pipeline is specialised for beyond that are `override` constants.
+#[cfg(test)]
+mod tests;
+
+/// Every file of the folder `shaders`.
+const FILES: &[(&str, &str)] = &[
+    ("bytes.wgsl", include_str!("../shaders/bytes.wgsl")),
+    ("convert.wgsl", include_str!("../shaders/convert.wgsl")),
+    ("entries.wgsl", include_str!("../shaders/entries.wgsl")),
+    ("numbers.wgsl", include_str!("../shaders/numbers.wgsl")),
+    ("pad.wgsl", include_str!("../shaders/pad.wgsl")),
+    ("params.wgsl", include_str!("../shaders/params.wgsl")),
+    ("reader.wgsl", include_str!("../shaders/reader.wgsl")),
+    ("writer.wgsl", include_str!("../shaders/writer.wgsl")),
+];
+
+/// Includes of includes, at most.
+const DEPTH: u32 = 8;
+
+/// The source of a shader with these flags, `Err` with what is wrong in it.
+pub(crate) fn source(name: &str, flags: &[&str]) -> Result<String, String> {
+    let mut out = String::new();
+    put(&mut out, name, (flags, &[]), DEPTH)?;
+    Ok(out)
+}
+
+fn put(
+    out: &mut String,
+    name: &str,
+    (flags, names): (&[&str], &[(&str, &str)]),
+    depth: u32,
+) -> Result<(), String> {
+    let found = FILES.iter().find(|(file, _)| *file == name);
+    let (_, text) = found.ok_or_else(|| format!("no shader is called {name}"))?;
+    let depth = depth.checked_sub(1).ok_or_else(|| format!("{name} includes itself"))?;
+    // Whether the line is in, for each `if` around it.
+    let mut inside: Vec<bool> = Vec::new();
+    for (line, number) in text.lines().zip(1..) {
+        let wrong = |what: &str| format!("{name}:{number}: {what}");
+        let Some(command) = line.trim_start().strip_prefix("//!") else {
+            if inside.iter().all(|is_in| *is_in) {
+                replace(out, line, names);
+                out.push('\n');
+            }
+            continue;
+        };
+        let mut words = command.split_whitespace();
+        match (words.next(), words.next()) {
+            (Some("if"), Some(flag)) => inside.push(flags.contains(&flag)),
+            (Some("else"), None) => {
+                let last = inside.last_mut().ok_or_else(|| wrong("`else` without `if`"))?;
+                *last = !*last;
+            }
+            (Some("end"), None) => {
+                inside.pop().ok_or_else(|| wrong("`end` without `if`"))?;
+            }
+            (Some("include"), Some(file)) => {
+                if inside.iter().all(|is_in| *is_in) {
+                    let given: Option<Vec<_>> = words.map(|word| word.split_once('=')).collect();
+                    let given = given.ok_or_else(|| wrong("`include FILE name=value ..`"))?;
+                    put(out, file, (flags, &given), depth)?;
+                }
+            }
+            _ => return Err(wrong("no such command")),
+        }
+    }
+    if inside.is_empty() { Ok(()) } else { Err(format!("{name}: `if` without `end`")) }
+}
+
+fn replace(out: &mut String, line: &str, names: &[(&str, &str)]) {
+    let mut line = line.to_owned();
+    for (name, value) in names {
+        line = line.replace(&format!("${name}"), value);
+    }
+    out.push_str(&line);
+}

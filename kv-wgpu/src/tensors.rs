@@ -1,0 +1,250 @@
+//! Tensors and planes as shaders take them: bindings, and every size once more.
+//!
+//! The core has checked shapes against a plan. What is checked here is what only the device knows:
+//! whose memory a buffer is and how far it reaches; and that plan and arguments belong together,
+//! because they may have been checked at different times and shaders check nothing.
+use kv_core::{
+    BlockOrder, DType, DeviceError, KvFormat, PlaneLayout, PlaneView, QkvFormat, TensorData,
+    TensorDataMut, TokenRows, TokenTensor, TokenTensorMut,
+};
+
+use crate::buffer::WgpuBuffer;
+use crate::device::unsupported;
+use crate::num::{bytes, to_u32, to_u64, to_usize};
+use crate::params::{Plane, Tensor};
+use crate::recording::{Recorder, Slot};
+
+/// `head_dim`s are multiples of this, and at most [`DIM_MAX`].
+const DIM_STEP: u32 = 4;
+pub(crate) const DIM_MAX: u32 = 256;
+
+/// What a plan demands of the rows of a tensor.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Room {
+    /// Entries of the batch.
+    pub(crate) entries: usize,
+    /// Tokens of the longest.
+    pub(crate) longest: u32,
+    /// Tokens of all.
+    pub(crate) total: u32,
+}
+
+impl Room {
+    fn check(self, rows: &TokenRows, operation: &'static str) -> Result<(), DeviceError> {
+        let fits = match rows.format() {
+            QkvFormat::Thd => rows.tokens() >= self.total,
+            _ => to_usize(rows.batch()) >= self.entries && rows.tokens() >= self.longest,
+        };
+        if fits {
+            return Ok(());
+        }
+        Err(unsupported(operation, "the arguments were checked against another plan"))
+    }
+}
+
+/// One call's view of tensors and planes.
+#[derive(Debug)]
+pub(crate) struct Call<'a> {
+    pub(crate) recorder: &'a mut Recorder,
+    pub(crate) operation: &'static str,
+}
+
+impl Call<'_> {
+    /// A range of a buffer for elements of `size` bytes, and where it begins in the binding.
+    /// Shaders read elements as parts of words.
+    fn slot(
+        &self,
+        buffer: &WgpuBuffer,
+        range: (u64, u64),
+        (size, is_written): (u32, bool),
+    ) -> Result<(Slot, u32), DeviceError> {
+        let (slot, begin) = self.recorder.slot(buffer, range, (is_written, self.operation))?;
+        if begin.is_multiple_of(size) {
+            return Ok((slot, begin));
+        }
+        let why = format!("byte {}, where elements of {size} bytes should begin", range.0);
+        Err(unsupported(self.operation, why))
+    }
+
+    /// An input; bytes of the host go along with the submission.
+    pub(crate) fn input(
+        &mut self,
+        tensor: &TokenTensor<'_, WgpuBuffer>,
+        room: Room,
+    ) -> Result<(Tensor, Slot), DeviceError> {
+        room.check(tensor.rows(), self.operation)?;
+        let reached = tensor.bytes_reached();
+        let (slot, begin) = match tensor.data() {
+            TensorData::Host(given) => {
+                let given = given.get(..bytes(reached)).unwrap_or(given);
+                let piece = self.recorder.push(given)?;
+                let most = self.recorder.shared.limits.max_storage_buffer_binding_size;
+                if piece.size > most {
+                    let why = format!("{} bytes, a shader sees {most} at once", piece.size);
+                    return Err(unsupported(self.operation, why));
+                }
+                (Slot::from(piece), 0)
+            }
+            TensorData::Device { buffer, offset } => {
+                let size = to_u32(tensor.rows().dtype().size());
+                self.slot(buffer, (offset, reached), (size, false))?
+            }
+        };
+        Ok((self.rows(tensor.rows(), begin)?, slot))
+    }
+
+    /// An output, which lies in device memory.
+    pub(crate) fn output(
+        &mut self,
+        tensor: &mut TokenTensorMut<'_, WgpuBuffer>,
+        room: Room,
+    ) -> Result<(Tensor, Slot), DeviceError> {
+        room.check(tensor.rows(), self.operation)?;
+        let (reached, shape) = (tensor.bytes_reached(), *tensor.rows());
+        match tensor.data() {
+            TensorDataMut::Host(_) => {
+                Err(unsupported(self.operation, "an output in host memory: download it instead"))
+            }
+            TensorDataMut::Device { buffer, offset } => {
+                let size = to_u32(shape.dtype().size());
+                let (slot, begin) = self.slot(buffer, (*offset, reached), (size, true))?;
+                Ok((self.rows(&shape, begin)?, slot))
+            }
+        }
+    }
+
+    /// The numbers of a plane, which must be what the plan was checked against.
+    pub(crate) fn plane(
+        &self,
+        view: &PlaneView<'_, WgpuBuffer>,
+        num_blocks: u32,
+        planned: Option<&PlaneLayout>,
+    ) -> Result<Plane, DeviceError> {
+        let layout = view.layout();
+        let alike = planned.is_none_or(|planned| {
+            planned.block_size() == layout.block_size() && planned.slot_map() == layout.slot_map()
+        });
+        if layout.num_blocks() < num_blocks || !alike {
+            let why = "the plan was checked against another geometry than the plane's";
+            return Err(unsupported(self.operation, why));
+        }
+        let dim = layout.head_dim();
+        if dim > DIM_MAX || !dim.is_multiple_of(DIM_STEP) {
+            let why = format!("head_dim {dim}: multiples of {DIM_STEP} up to {DIM_MAX} are taken");
+            return Err(unsupported(self.operation, why));
+        }
+        Ok(shape(layout))
+    }
+
+    /// Segment `index` of a plane.
+    pub(crate) fn segment(
+        &self,
+        (view, plane): (&PlaneView<'_, WgpuBuffer>, &Plane),
+        index: u32,
+        is_written: bool,
+    ) -> Result<(Plane, Slot), DeviceError> {
+        let Some(buffer) = view.segment(to_usize(index)) else {
+            let why = format!("the plane has no buffer for segment {index}");
+            return Err(unsupported(self.operation, why));
+        };
+        let layout = view.layout();
+        let size = if layout.format() == KvFormat::F32 { 4 } else { 2 };
+        let range = (0, layout.segment_bytes(index));
+        let (slot, data) = self.slot(buffer, range, (size, is_written))?;
+        let first = index.saturating_mul(layout.blocks_per_segment());
+        let end = first.saturating_add(layout.blocks_per_segment()).min(layout.num_blocks());
+        Ok((Plane { data, first, end, ..*plane }, slot))
+    }
+
+    /// kv-core's `PlaneConstants`; a binding must be there, so a plane without them gives a few
+    /// zeros.
+    pub(crate) fn constants(
+        &mut self,
+        view: &PlaneView<'_, WgpuBuffer>,
+    ) -> Result<Slot, DeviceError> {
+        if !view.layout().has_constants() {
+            return Ok(self.recorder.push(&[0_u32; 4])?.into());
+        }
+        let Some(buffer) = view.constants() else {
+            return Err(unsupported(self.operation, "the plane lacks the constants it needs"));
+        };
+        let range = (0, view.layout().constants_bytes());
+        let (slot, begin) = self.slot(buffer, range, (4, false))?;
+        if begin == 0 {
+            return Ok(slot);
+        }
+        Err(unsupported(self.operation, "constants that no binding can begin at"))
+    }
+
+    fn rows(&self, rows: &TokenRows, data: u32) -> Result<Tensor, DeviceError> {
+        let size = to_u64(rows.dtype().size());
+        let (axes, batch_stride) = match rows.format() {
+            QkvFormat::Bshd => (0, rows.batch_stride()),
+            QkvFormat::Sbhd => (1, rows.batch_stride()),
+            _ => (2, 0),
+        };
+        let narrow = |elements: u64| {
+            u32::try_from(elements.saturating_mul(size))
+                .map_err(|_| unsupported(self.operation, "a stride of 4 GiB or more"))
+        };
+        Ok(Tensor {
+            data,
+            batch_stride: narrow(batch_stride)?,
+            token_stride: narrow(rows.token_stride())?,
+            axes,
+            dtype: dtype(rows.dtype()),
+            batch: rows.batch(),
+            tokens: rows.tokens(),
+            heads: rows.heads(),
+            dim: rows.dim(),
+            ..Tensor::default()
+        })
+    }
+}
+
+/// Number of an element type, as shaders have it.
+pub(crate) fn dtype(dtype: DType) -> u32 {
+    match dtype {
+        DType::F16 => 1,
+        DType::Bf16 => 2,
+        // Tensors of token rows are of one of the three, by the core's check.
+        _ => 0,
+    }
+}
+
+/// Number of a stored format, as shaders have it.
+pub(crate) fn format(format: KvFormat) -> u32 {
+    to_u32(KvFormat::all().position(|known| known == format).unwrap_or(usize::MAX))
+}
+
+/// The numbers of a layout; those of a segment are [`Call::segment`]'s. Sizes fit: a segment is no
+/// larger than a binding.
+fn shape(layout: &PlaneLayout) -> Plane {
+    let map = layout.slot_map();
+    let (format_, dim) = (layout.format(), layout.head_dim());
+    let narrow = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+    let wide_head_stride = match layout.order() {
+        BlockOrder::Nhd => layout.row_bytes().saturating_mul(map.wide_slots().into()),
+        _ => layout.head_stride(),
+    };
+    Plane {
+        block_bytes: narrow(layout.block_bytes()),
+        token_stride: narrow(layout.token_stride()),
+        head_stride: narrow(layout.head_stride()),
+        wide_head_stride: narrow(wide_head_stride),
+        mean_begin: narrow(layout.mean_begin(0)),
+        block_size: layout.block_size(),
+        num_kv_heads: layout.num_kv_heads(),
+        head_dim: dim,
+        format: format(format_),
+        row_bytes: narrow(layout.row_bytes()),
+        scales_begin: narrow(format_.scales_begin(dim)),
+        transforms: layout.transforms().into(),
+        block_means: layout.has_block_means().into(),
+        sinks: map.sinks(),
+        wide_slots: map.wide_slots(),
+        wide_per_block: layout.block_size().checked_div(map.wide_slots()).unwrap_or(1).max(1),
+        has_tail: map.has_tail().into(),
+        ..Plane::default()
+    }
+}
