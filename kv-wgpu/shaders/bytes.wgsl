@@ -6,8 +6,8 @@
 //! include numbers.wgsl
 
 struct Params {
-    from: u32,
-    to: u32,
+    src_begin: u32,
+    dst_begin: u32,
     len: u32,
     pad: u32,
 }
@@ -24,17 +24,17 @@ struct Params {
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) local: u32) {
     let nth = (group.x + group.y * groups.x) * 64u + local;
-    let word = params.to / 4u + nth;
+    let word = params.dst_begin / 4u + nth;
     var bits = 0u;
     var mask = 0u;
     for (var b = 0u; b < 4u; b++) {
         let at = word * 4u + b;
-        if at < params.to || at - params.to >= params.len {
+        if at < params.dst_begin || at - params.dst_begin >= params.len {
             continue;
         }
         mask |= 0xffu << (b * 8u);
         //! if COPY
-        bits |= src_byte(params.from + (at - params.to)) << (b * 8u);
+        bits |= src_byte(params.src_begin + (at - params.dst_begin)) << (b * 8u);
         //! end
     }
     dst_put_masked(word, mask, bits);

@@ -117,7 +117,13 @@ fn told(operation: &'static str, error: wgpu::Error) -> DeviceError {
         wgpu::Error::OutOfMemory { .. } => DeviceErrorKind::OutOfMemory,
         wgpu::Error::Validation { .. } | wgpu::Error::Internal { .. } => DeviceErrorKind::Driver,
     };
-    DeviceError::new(kind, operation).with_source(error)
+    // wgpu's words are those of the source below them.
+    let words = match &error {
+        wgpu::Error::OutOfMemory { source } => source.to_string(),
+        wgpu::Error::Validation { description, .. }
+        | wgpu::Error::Internal { description, .. } => description.clone(),
+    };
+    DeviceError::new(kind, operation).with_detail(words).with_source(error)
 }
 
 /// What cannot be done here.

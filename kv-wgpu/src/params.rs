@@ -88,9 +88,9 @@ params! {
     /// Of `bytes.wgsl`.
     struct BytesParams {
         /// Bytes of the source binding before the first.
-        from: u32,
+        src_begin: u32,
         /// The same of the target.
-        to: u32,
+        dst_begin: u32,
         len: u32,
         pad: u32,
     }

@@ -81,10 +81,11 @@ fn run(
     (dst, range): (&WgpuBuffer, (u64, u64)),
     src: Option<Slot>,
 ) -> Result<(), DeviceError> {
-    let (slot, to) = recorder.slot(dst, range, (true, operation))?;
+    let (slot, dst_begin) = recorder.slot(dst, range, (true, operation))?;
     let len = u32::try_from(range.1).unwrap_or(u32::MAX);
     let words = range.1.div_ceil(4).saturating_add(1);
     let groups = recorder.groups(words.div_ceil(WORDS))?;
     let slots: Vec<_> = std::iter::once(slot).chain(src).collect();
-    recorder.dispatch(kernel, &BytesParams { from: 0, to, len, pad: 0 }, &slots, groups)
+    let params = BytesParams { src_begin: 0, dst_begin, len, pad: 0 };
+    recorder.dispatch(kernel, &params, &slots, groups)
 }
