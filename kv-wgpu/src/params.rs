@@ -113,4 +113,41 @@ params! {
         /// Word of the lists at which entries begin.
         entries: u32,
     }
+    /// Of `gather.wgsl`.
+    struct GatherParams {
+        plane: Plane,
+        out: Tensor,
+        /// Words of the lists at which ranges and tables begin.
+        ranges: u32,
+        tables: u32,
+        num_ranges: u32,
+        total: u32,
+        has_constants: u32,
+        pad0: u32,
+        pad1: u32,
+        pad2: u32,
+    }
+    /// Of `write.wgsl`.
+    struct WriteParams {
+        plan: Plan,
+        rows: Tensor,
+        plane: Plane,
+        has_constants: u32,
+        pad0: u32,
+        pad1: u32,
+        pad2: u32,
+    }
+    /// Of `copy.wgsl`.
+    struct CopyParams {
+        /// Bytes of the bindings before the segments.
+        src_begin: u32,
+        dst_begin: u32,
+        runs: u32,
+        /// Workgroups that share a run, and bytes of each.
+        parts: u32,
+        part_bytes: u32,
+        pad0: u32,
+        pad1: u32,
+        pad2: u32,
+    }
 }

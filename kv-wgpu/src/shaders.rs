@@ -24,6 +24,13 @@ const FILES: &[(&str, &str)] = &[
     ("params.wgsl", include_str!("../shaders/params.wgsl")),
     ("reader.wgsl", include_str!("../shaders/reader.wgsl")),
     ("writer.wgsl", include_str!("../shaders/writer.wgsl")),
+    ("codes.wgsl", include_str!("../shaders/codes.wgsl")),
+    ("format.wgsl", include_str!("../shaders/format.wgsl")),
+    ("gather.wgsl", include_str!("../shaders/gather.wgsl")),
+    ("rows.wgsl", include_str!("../shaders/rows.wgsl")),
+    ("transform.wgsl", include_str!("../shaders/transform.wgsl")),
+    ("copy.wgsl", include_str!("../shaders/copy.wgsl")),
+    ("write.wgsl", include_str!("../shaders/write.wgsl")),
 ];
 
 /// Includes of includes, at most.

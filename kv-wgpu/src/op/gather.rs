@@ -1,21 +1,86 @@
-//! To come.
+//! The read of cached rows into a plain tensor.
 use kv_core::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan};
 
+use super::pad::{self, Owned};
 use crate::buffer::WgpuBuffer;
-use crate::device::unsupported;
+use crate::num::to_u32;
+use crate::params::GatherParams;
 use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
+use crate::recording::Slot;
+use crate::tensors::Room;
+
+const OPERATION: &str = "gather";
+
+fn kernel() -> Kernel {
+    Kernel::new("gather.wgsl")
+}
 
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
-    Vec::new()
+    vec![kernel()]
 }
 
 pub(crate) fn gather(
-    _queue: &mut WgpuQueue,
-    _plan: &GatherPlan<'_>,
-    _args: GatherArgs<'_, WgpuBuffer>,
+    queue: &mut WgpuQueue,
+    plan: &GatherPlan<'_>,
+    mut args: GatherArgs<'_, WgpuBuffer>,
 ) -> Result<(), DeviceError> {
-    Err(unsupported("gather", "not there yet"))
+    let lists = Lists::of(plan);
+    let room =
+        Room { entries: plan.ranges().len(), longest: lists.longest, total: plan.total() };
+    let mut call = queue.call(OPERATION);
+    let (out, written) = call.output(args.out(), room)?;
+    let view = args.plane();
+    let plane = call.plane(view, plan.tables().num_blocks(), None)?;
+    let constants = call.constants(view)?;
+    let sent: Slot = call.recorder.push(&lists.words)?.into();
+    let units = u64::from(plan.total()).saturating_mul(plane.num_kv_heads.into());
+    for index in 0..view.layout().num_segments() {
+        let (plane, read) = call.segment((view, &plane), index, false)?;
+        let params = GatherParams {
+            plane,
+            out,
+            ranges: lists.ranges,
+            tables: lists.tables,
+            num_ranges: to_u32(plan.ranges().len()),
+            total: plan.total(),
+            has_constants: view.layout().has_constants().into(),
+            ..GatherParams::default()
+        };
+        let slots = [sent.clone(), read, constants.clone(), written.clone()];
+        let groups = call.recorder.groups(units)?;
+        call.recorder.dispatch(&kernel(), &params, &slots, groups)?;
+    }
+    let count = to_u32(plan.ranges().len());
+    let owned = Owned { lists: sent, entries: 0, count, total: plan.total() };
+    pad::pad_rows(&mut queue.recorder, (out, written), owned, 0.0)
+}
+
+/// Entries of the output, ranges and block tables, one behind the other.
+struct Lists {
+    words: Vec<u32>,
+    ranges: u32,
+    tables: u32,
+    longest: u32,
+}
+
+impl Lists {
+    fn of(plan: &GatherPlan<'_>) -> Self {
+        let tables = plan.tables();
+        let (mut entries, mut ranges, mut blocks) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut start, mut longest) = (0_u32, 0);
+        for range in plan.ranges() {
+            let coded = tables.coded(range.row);
+            entries.extend([start, range.len]);
+            ranges.extend([start, range.len, range.begin, coded, to_u32(blocks.len())]);
+            blocks.extend(tables.row(range.row).iter().map(|block| block.0));
+            start = start.saturating_add(range.len);
+            longest = longest.max(range.len);
+        }
+        let (first, second) = (to_u32(entries.len()), to_u32(ranges.len()));
+        let tables = first.saturating_add(second);
+        Self { words: [entries, ranges, blocks].concat(), ranges: first, tables, longest }
+    }
 }

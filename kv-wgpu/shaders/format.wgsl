@@ -1,0 +1,79 @@
+// What the bytes of a stored row mean: kv-quant's row.rs. The plane is the binding `$name`.
+//
+// A value is a level times the row's factor: where a row has one scale, that is the factor; where 16
+// or 32 values share a scale, levels contain it and the factor is 1.
+
+// Codes `W` bits wide in a plane of `n` codes: docs/formats.md.
+fn $name_plane_bits(plane: u32, n: u32, at: u32, w: u32) -> u32 {
+    let per_byte = 8u / w;
+    let m = (n + per_byte - 1u) / per_byte;
+    return $name_byte(plane + at % m) >> (at / m * w) & ((1u << w) - 1u);
+}
+
+fn $name_lloyd_level(bits: u32, row: u32, dim: u32, i: u32) -> f32 {
+    let nth = i / 32u;
+    let at = i % 32u;
+    let n = min(dim - nth * 32u, 32u);
+    let group = row + nth * group_bytes(bits);
+    var code = 0u;
+    if bits == 3u {
+        code = $name_plane_bits(group, n, at, 2u) | $name_plane_bits(group + (n + 3u) / 4u, n, at, 1u) << 2u;
+    } else {
+        code = $name_plane_bits(group, n, at, 4u);
+        if bits == 6u {
+            code |= $name_plane_bits(group + (n + 1u) / 2u, n, at, 2u) << 4u;
+        }
+    }
+    return lloyd_level(bits, code);
+}
+
+// One level of a row. `scale` is the given one of the plane and head.
+fn $name_level(format: u32, row: u32, scales_begin: u32, dim: u32, scale: f32, i: u32) -> f32 {
+    let scales = row + scales_begin;
+    switch format {
+        case FMT_F32: { return bitcast<f32>($name_word(row + 4u * i)); }
+        case FMT_F16: { return f16_decode($name_half(row + 2u * i)); }
+        case FMT_BF16: { return bf16_decode($name_half(row + 2u * i)); }
+        case FMT_E4M3, FMT_E4M3_HEAD, FMT_E4M3_ROW: { return e4m3_decode($name_byte(row + i)); }
+        case FMT_E5M2, FMT_E5M2_HEAD, FMT_E5M2_ROW: { return f16_decode($name_byte(row + i) << 8u); }
+        case FMT_INT8, FMT_INT8_HEAD, FMT_INT8_ROW: { return int8_decode($name_byte(row + i)); }
+        case FMT_L6, FMT_L6_G32: {
+            let level = $name_lloyd_level(6u, row, dim, i);
+            if format == FMT_L6 { return level; }
+            return level * e4m3_decode($name_byte(scales + i / 32u));
+        }
+        case FMT_L4, FMT_L4_G32: {
+            let level = $name_lloyd_level(4u, row, dim, i);
+            if format == FMT_L4 { return level; }
+            return level * e4m3_decode($name_byte(scales + i / 32u));
+        }
+        case FMT_L3, FMT_L3_G32: {
+            let level = $name_lloyd_level(3u, row, dim, i);
+            if format == FMT_L3 { return level; }
+            return level * e4m3_decode($name_byte(scales + i / 32u));
+        }
+        case FMT_Q8_0: {
+            let block = row + i / 32u * 34u;
+            return int8_decode($name_byte(block + 2u + i % 32u)) * f16_decode($name_half(block));
+        }
+        case FMT_Q4_0: {
+            let block = row + i / 32u * 18u;
+            let code = $name_byte(block + 2u + i % 16u) >> (i / 16u % 2u * 4u) & 15u;
+            return (f32(code) - 8.0) * f16_decode($name_half(block));
+        }
+        default: {
+            let code = $name_byte(row + i / 2u) >> (i % 2u * 4u) & 15u;
+            return e2m1_decode(code) * (e4m3_decode($name_byte(scales + i / 16u)) * scale);
+        }
+    }
+}
+
+fn $name_factor(format: u32, row: u32, scales_begin: u32, scale: f32) -> f32 {
+    switch format {
+        case FMT_E4M3, FMT_E4M3_HEAD, FMT_E5M2, FMT_E5M2_HEAD, FMT_INT8, FMT_INT8_HEAD: { return scale; }
+        case FMT_E4M3_ROW, FMT_E5M2_ROW, FMT_INT8_ROW, FMT_L6, FMT_L4, FMT_L3: {
+            return f16_decode($name_half(row + scales_begin));
+        }
+        default: { return 1.0; }
+    }
+}

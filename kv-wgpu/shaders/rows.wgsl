@@ -1,0 +1,90 @@
+// Where rows lie: kv-core's SlotMap and PlaneLayout. A batch's sequences and tables are in `lists`.
+
+// Words of a sequence in `lists`.
+const SEQUENCE_WORDS: u32 = 12u;
+
+struct Sequence {
+    q_start: u32,
+    q_len: u32,
+    new_start: u32,
+    new_len: u32,
+    kv_len: u32,
+    coded: u32,
+    coded_before: u32,
+    sealed_index: u32,
+    split_start: u32,
+    num_splits: u32,
+    table: u32,
+}
+
+fn sequence_of(plan: Plan, entry: u32) -> Sequence {
+    let at = plan.sequences + entry * SEQUENCE_WORDS;
+    return Sequence(lists[at + 1u], lists[at + 2u], lists[at + 3u], lists[at + 4u], lists[at + 5u],
+                    lists[at + 6u], lists[at + 7u], lists[at + 8u], lists[at + 9u], lists[at + 10u],
+                    lists[at + 11u]);
+}
+
+struct Place {
+    index: u32,   // in the sequence's block table
+    inside: u32,  // first slot inside the block
+    wide: bool,   // kept in 16 bits among codes
+}
+
+// The `nth` of wide rows one after another.
+fn place_wide(p: Plane, nth: u32) -> Place {
+    return Place(nth / p.wide_per_block, nth % p.wide_per_block * p.wide_slots, true);
+}
+
+// Slots of the sinks, with the gaps between them.
+fn sink_slots(p: Plane) -> u32 {
+    if p.sinks == 0u {
+        return 0u;
+    }
+    let last = place_wide(p, p.sinks - 1u);
+    return last.index * p.block_size + last.inside + p.wide_slots;
+}
+
+// A token that is a sink or a code.
+fn place_of(p: Plane, position: u32) -> Place {
+    if position < p.sinks {
+        return place_wide(p, position);
+    }
+    let slot = sink_slots(p) + (position - p.sinks);
+    return Place(slot / p.block_size, slot % p.block_size, false);
+}
+
+// Blocks of `tokens` tokens without a tail.
+fn blocks_of(p: Plane, tokens: u32) -> u32 {
+    var slots = tokens;
+    if p.sinks > 0u && tokens > 0u {
+        let wide = min(tokens, p.sinks);
+        let last = place_wide(p, wide - 1u);
+        slots = last.index * p.block_size + last.inside + p.wide_slots + (tokens - wide);
+    }
+    return slots / p.block_size + select(0u, 1u, slots % p.block_size > 0u);
+}
+
+// A token of a sequence whose first `coded` tokens are codes.
+fn place_in(p: Plane, position: u32, coded: u32) -> Place {
+    let begin = max(coded, p.sinks);
+    if p.has_tail == 0u || position < begin {
+        return place_of(p, position);
+    }
+    var place = place_wide(p, position - begin);
+    place.index += blocks_of(p, begin);
+    return place;
+}
+
+// First byte of a block of this segment.
+fn block_begin(p: Plane, block: u32) -> u32 {
+    return p.data + (block - p.first) * p.block_bytes;
+}
+
+// Bytes from a block's start to a row of a head.
+fn row_begin(p: Plane, place: Place, head: u32) -> u32 {
+    return place.inside * p.token_stride + head * select(p.head_stride, p.wide_head_stride, place.wide);
+}
+
+fn is_here(p: Plane, block: u32) -> bool {
+    return block >= p.first && block < p.end;
+}
