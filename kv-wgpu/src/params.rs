@@ -150,4 +150,53 @@ params! {
         pad1: u32,
         pad2: u32,
     }
+    /// Options of attention that say who sees what.
+    struct Sight {
+        full: u32,
+        /// `u32::MAX` without.
+        window_left: u32,
+        sink_tokens: u32,
+        pad: u32,
+    }
+    /// Of `attend.wgsl`.
+    struct AttendParams {
+        plan: Plan,
+        q: Tensor,
+        k: Plane,
+        v: Plane,
+        sight: Sight,
+        scale: f32,
+        /// 0 without.
+        soft_cap: f32,
+        group: u32,
+        first_tile: u32,
+        splits: u32,
+        slices: u32,
+        segment: u32,
+        stats: u32,
+        k_constants: u32,
+        v_constants: u32,
+        pad0: u32,
+        pad1: u32,
+    }
+    /// Of `attend_merge.wgsl`.
+    struct MergeParams {
+        plan: Plan,
+        out: Tensor,
+        lse: Tensor,
+        v: Plane,
+        group: u32,
+        first_tile: u32,
+        splits: u32,
+        slices: u32,
+        segments: u32,
+        stats: u32,
+        rows: u32,
+        /// Whether there are sink logits.
+        sinks: u32,
+        v_constants: u32,
+        has_lse: u32,
+        pad0: u32,
+        pad1: u32,
+    }
 }

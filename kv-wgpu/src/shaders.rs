@@ -31,6 +31,9 @@ const FILES: &[(&str, &str)] = &[
     ("transform.wgsl", include_str!("../shaders/transform.wgsl")),
     ("copy.wgsl", include_str!("../shaders/copy.wgsl")),
     ("write.wgsl", include_str!("../shaders/write.wgsl")),
+    ("attend.wgsl", include_str!("../shaders/attend.wgsl")),
+    ("attend_merge.wgsl", include_str!("../shaders/attend_merge.wgsl")),
+    ("visible.wgsl", include_str!("../shaders/visible.wgsl")),
 ];
 
 /// Includes of includes, at most.

@@ -1,21 +1,210 @@
-//! To come.
-use kv_core::DeviceError;
-use kv_core::plan::{AttendArgs, AttentionPlan};
+//! Attention over cached rows: partial results of parts of contexts, and their merge.
+use kv_core::plan::{AttendArgs, AttentionPlan, Mask};
+use kv_core::{DeviceError, KvFormat};
 
+use super::pad::{self, Owned};
 use crate::buffer::WgpuBuffer;
 use crate::device::unsupported;
+use crate::num::to_u32;
+use crate::params::{AttendParams, MergeParams, Plane, Sight, Tensor};
 use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
+use crate::recording::Slot;
+use crate::steps::Step;
+use crate::tensors::{self, Room};
+
+const OPERATION: &str = "attend";
+/// Values that are staged side by side.
+const CHUNK: u32 = 32;
+/// Bytes of partial results, at most: longer prompts take several rounds.
+const PARTS_BYTES: u64 = 32 << 20;
+
+fn kernel(k: (u32, u32), v: (u32, u32)) -> Kernel {
+    Kernel::new("attend.wgsl")
+        .with("K_FORMAT", k.0)
+        .with("V_FORMAT", v.0)
+        .with("K_CHUNKS", k.1.div_ceil(CHUNK))
+        .with("V_CHUNKS", v.1.div_ceil(CHUNK))
+}
+fn merge(has_lse: bool) -> Kernel {
+    Kernel::new("attend_merge.wgsl").flags(if has_lse { &["LSE"] } else { &[] })
+}
 
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
-    Vec::new()
+    let formats = KvFormat::all().map(tensors::format);
+    let alike = formats.flat_map(|f| [64, 256].map(|dim| kernel((f, dim), (f, dim))));
+    let mixed = [kernel((0, 192), (1, 128)), kernel((14, 4), (2, 36))];
+    alike.chain(mixed).chain([merge(false), merge(true)]).collect()
+}
+
+/// What is alike in all dispatches of a call.
+struct Work {
+    kernel: Kernel,
+    merge: Kernel,
+    params: AttendParams,
+    merged: MergeParams,
+    /// Query, constants of K and of V.
+    inputs: [Slot; 3],
+    sinks: Slot,
+    /// Output, and the log-sum-exp where it is asked for.
+    outputs: Vec<Slot>,
+    tiles: u32,
+    kv_heads: u32,
 }
 
 pub(crate) fn attend(
-    _queue: &mut WgpuQueue,
-    _plan: &AttentionPlan<'_>,
-    _args: AttendArgs<'_, WgpuBuffer>,
+    queue: &mut WgpuQueue,
+    plan: &AttentionPlan<'_>,
+    mut args: AttendArgs<'_, WgpuBuffer>,
 ) -> Result<(), DeviceError> {
-    Err(unsupported("attend", "not there yet"))
+    let step = queue.steps.get(&mut queue.recorder, plan.batch(), plan.tables())?;
+    let room =
+        Room { entries: plan.sequences().len(), longest: plan.q_len_max(), total: plan.total_q() };
+    let options = *args.options();
+    let mut call = queue.call(OPERATION);
+    let (q, q_slot) = call.input(args.q(), room)?;
+    let (out, out_slot) = call.output(args.out(), room)?;
+    let lse = args.lse().map(|lse| call.output(lse, room)).transpose()?;
+    let blocks = plan.tables().num_blocks();
+    let (k_view, v_view) = (*args.k_plane(), *args.v_plane());
+    let k = call.plane(&k_view, blocks, Some(plan.layout()))?;
+    let v = call.plane(&v_view, blocks, Some(plan.layout()))?;
+    let inputs = [q_slot, call.constants(&k_view)?, call.constants(&v_view)?];
+    let sinks = call.recorder.push(options.sink_logits().unwrap_or(&[0.0; 4]))?.into();
+    let group = q.heads.checked_div(k.num_kv_heads).unwrap_or(0);
+    if group == 0 || v.num_kv_heads != k.num_kv_heads {
+        let why = format!("{} query, {} kv heads", q.heads, k.num_kv_heads);
+        return Err(unsupported(OPERATION, why));
+    }
+    let rows = rows_of(&k, &v);
+    let units = u64::from(plan.total_q()).saturating_mul(group.into());
+    let units = units.checked_div(rows.into()).unwrap_or(0);
+    let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0).max(1);
+    let segments = k_view.layout().num_segments().max(1);
+    let slices = splits.saturating_mul(segments);
+    let sight = Sight {
+        full: (options.mask() == Mask::Full).into(),
+        window_left: options.window().unwrap_or(u32::MAX),
+        sink_tokens: options.num_sink_tokens(),
+        pad: 0,
+    };
+    let (k_constants, v_constants) =
+        (k_view.layout().has_constants().into(), v_view.layout().has_constants().into());
+    let params = AttendParams {
+        plan: step.plan,
+        q,
+        k,
+        v,
+        sight,
+        scale: options.scale(),
+        soft_cap: options.cap().unwrap_or(0.0),
+        group,
+        splits,
+        slices,
+        k_constants,
+        v_constants,
+        ..AttendParams::default()
+    };
+    let merged = MergeParams {
+        plan: step.plan,
+        out,
+        lse: lse.as_ref().map(|(lse, _)| *lse).unwrap_or_default(),
+        v,
+        group,
+        splits,
+        slices,
+        segments,
+        rows,
+        sinks: options.sink_logits().is_some().into(),
+        v_constants,
+        ..MergeParams::default()
+    };
+    let lse_slot = lse.as_ref().map(|(_, slot)| slot.clone());
+    let work = Work {
+        kernel: kernel((k.format, k.head_dim), (v.format, v.head_dim)),
+        merge: merge(lse.is_some()),
+        params,
+        merged,
+        inputs,
+        sinks,
+        outputs: std::iter::once(out_slot.clone()).chain(lse_slot).collect(),
+        tiles: u32::try_from(units).unwrap_or(u32::MAX).saturating_add(to_u32(room.entries)),
+        kv_heads: k.num_kv_heads,
+    };
+    run(queue, &step, &work, (&k_view, &v_view))?;
+    fill(queue, &step, (out, out_slot), (plan.total_q(), 0.0))?;
+    lse.map_or(Ok(()), |lse| fill(queue, &step, lse, (plan.total_q(), f32::NEG_INFINITY)))
+}
+
+/// Query rows of a workgroup: fewer where they are long.
+fn rows_of(k: &Plane, v: &Plane) -> u32 {
+    if k.head_dim.max(v.head_dim) > 4 * CHUNK { 8 } else { 16 }
+}
+
+fn run(
+    queue: &mut WgpuQueue,
+    step: &Step,
+    work: &Work,
+    (k_view, v_view): (&kv_core::PlaneView<'_, WgpuBuffer>, &kv_core::PlaneView<'_, WgpuBuffer>),
+) -> Result<(), DeviceError> {
+    let shared = &std::sync::Arc::clone(&queue.recorder.shared);
+    let Work { params, merged, .. } = work;
+    // Words of a tile of rows: its values, then maximum and sum of each row.
+    let rows = u64::from(work.kv_heads)
+        .saturating_mul(params.slices.into())
+        .saturating_mul(merged.rows.into());
+    let each = rows.saturating_mul(u64::from(params.v.head_dim).saturating_add(2));
+    let most = PARTS_BYTES.min(shared.limits.max_storage_buffer_binding_size);
+    let columns = shared.limits.max_compute_workgroups_per_dimension;
+    let together = most.checked_div(each.saturating_mul(4)).unwrap_or(0).max(1);
+    let together = u32::try_from(together).unwrap_or(u32::MAX).min(columns).min(work.tiles);
+    if together == 0 {
+        return Ok(());
+    }
+    let stats = rows.saturating_mul(params.v.head_dim.into()).saturating_mul(together.into());
+    let bytes = each.saturating_mul(together.into()).saturating_mul(4);
+    let memory = queue.scratch.reserve(shared, bytes, OPERATION)?;
+    let stats = u32::try_from(stats).map_err(|_| unsupported(OPERATION, "partial results"))?;
+    let mut first_tile = 0;
+    while first_tile < work.tiles {
+        let tiles = together.min(work.tiles.saturating_sub(first_tile));
+        for segment in 0..merged.segments {
+            let call = queue.call(OPERATION);
+            let (k, k_slot) = call.segment((k_view, &params.k), segment, false)?;
+            let (v, v_slot) = call.segment((v_view, &params.v), segment, false)?;
+            let params = AttendParams { k, v, first_tile, segment, stats, ..*params };
+            let (parts, _) = call.recorder.slot(&memory, (0, bytes), (true, OPERATION))?;
+            let [q, k_constants, v_constants] = work.inputs.clone();
+            let slots =
+                [step.lists.clone(), q, k_slot, v_slot, k_constants, v_constants, parts];
+            let groups = [tiles, work.kv_heads, params.splits];
+            call.recorder.dispatch(&work.kernel, &params, &slots, groups)?;
+        }
+        let recorder = &mut queue.recorder;
+        let (parts, _) = recorder.slot(&memory, (0, bytes), (false, OPERATION))?;
+        let merged = MergeParams { first_tile, stats, ..*merged };
+        let [_, _, v_constants] = work.inputs.clone();
+        let inputs = [step.lists.clone(), parts, work.sinks.clone(), v_constants];
+        let slots = [inputs.as_slice(), &work.outputs].concat();
+        recorder.dispatch(&work.merge, &merged, &slots, [tiles, work.kv_heads, 1])?;
+        first_tile = first_tile.saturating_add(tiles);
+    }
+    Ok(())
+}
+
+/// Fills the rows that no query owns.
+fn fill(
+    queue: &mut WgpuQueue,
+    step: &Step,
+    out: (Tensor, Slot),
+    (total, value): (u32, f32),
+) -> Result<(), DeviceError> {
+    let owned = Owned {
+        lists: step.lists.clone(),
+        entries: step.plan.entries,
+        count: step.plan.num_sequences,
+        total,
+    };
+    pad::pad_rows(&mut queue.recorder, out, owned, value)
 }

@@ -1,0 +1,147 @@
+// Joins the partial results of attend.wgsl, in their order, with the sink logit, and writes rows and
+// log-sum-exp. A workgroup has one tile of rows of one kv head; see attend.wgsl for the numbers.
+//! include params.wgsl
+//! include numbers.wgsl
+
+struct Params {
+    plan: Plan,
+    out: Tensor,
+    lse: Tensor,
+    v: Plane,
+    group: u32,
+    first_tile: u32,
+    splits: u32,
+    slices: u32,
+    segments: u32,
+    stats: u32,
+    rows: u32,      // of a workgroup of attend.wgsl
+    sinks: u32,     // whether there are sink logits
+    v_constants: u32,
+    has_lse: u32,
+    pad0: u32,
+    pad1: u32,
+}
+
+const THREADS: u32 = 64u;
+const EMPTY: f32 = -3.0e38;
+
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> lists: array<u32>;
+@group(0) @binding(2) var<storage, read> parts: array<f32>;
+@group(0) @binding(3) var<storage, read> sink_logits: array<f32>;
+@group(0) @binding(4) var<storage, read> constants: array<u32>;
+@group(0) @binding(5) var<storage, read_write> out: array<atomic<u32>>;
+//! if LSE
+@group(0) @binding(6) var<storage, read_write> lse: array<atomic<u32>>;
+//! include writer.wgsl name=lse
+//! end
+//! include writer.wgsl name=out
+//! include rows.wgsl
+//! include transform.wgsl
+
+fn start_of(entry: u32, rows: u32) -> u32 {
+    return lists[params.plan.sequences + entry * SEQUENCE_WORDS + 1u] * params.group / rows + entry;
+}
+
+// What a result relative to `before` is multiplied with to be relative to `after`.
+fn rescaled(before: f32, after: f32) -> f32 {
+    return select(exp(before - after), 1.0, before == after);
+}
+
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) local: u32) {
+    let rows = params.rows;
+    let x = params.first_tile + group.x;
+    if params.plan.num_sequences == 0u {
+        return;
+    }
+    var low = 0u;
+    var high = params.plan.num_sequences;
+    while high - low > 1u {
+        let middle = low + (high - low) / 2u;
+        if start_of(middle, rows) <= x {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    let s = sequence_of(params.plan, low);
+    let all = s.q_len * params.group;
+    let first = (x - start_of(low, rows)) * rows;
+    if first >= all {
+        return;
+    }
+    let splits = max(s.num_splits, 1u);
+    let unit = (group.x * groups.y + group.y) * params.slices;
+    let dim = params.v.head_dim;
+    let constant = head_of(params.v, group.y, params.v_constants != 0u);
+    for (var row = 0u; row < min(all - first, rows); row++) {
+        let query = (first + row) / params.group;
+        let head = group.y * params.group + (first + row) % params.group;
+        var most = EMPTY;
+        var sum = 0.0;
+        for (var segment = 0u; segment < params.segments; segment++) {
+            for (var split = 0u; split < splits; split++) {
+                let at = params.stats + 2u * ((unit + segment * params.splits + split) * rows + row);
+                most = max(most, parts[at]);
+            }
+        }
+        for (var segment = 0u; segment < params.segments; segment++) {
+            for (var split = 0u; split < splits; split++) {
+                let at = params.stats + 2u * ((unit + segment * params.splits + split) * rows + row);
+                if parts[at + 1u] != 0.0 {
+                    sum += parts[at + 1u] * rescaled(parts[at], most);
+                }
+            }
+        }
+        let is_empty = sum == 0.0;
+        var total = most;
+        var total_sum = sum;
+        if params.sinks != 0u {
+            let sink = sink_logits[head];
+            if sink > EMPTY {
+                total = max(most, sink);
+                total_sum = exp(sink - total);
+                if !is_empty {
+                    total_sum += sum * rescaled(most, total);
+                }
+            }
+        }
+        workgroupBarrier();
+        for (var d = local; d < dim; d += THREADS) {
+            var value = 0.0;
+            for (var segment = 0u; segment < params.segments; segment++) {
+                for (var split = 0u; split < splits; split++) {
+                    let part = (unit + segment * params.splits + split) * rows + row;
+                    let at = params.stats + 2u * part;
+                    if parts[at + 1u] != 0.0 {
+                        value += parts[part * dim + d] * rescaled(parts[at], most);
+                    }
+                }
+            }
+            row_values[d] = select(value * rescaled(most, total) / total_sum, 0.0, is_empty);
+        }
+        workgroupBarrier();
+        if params.v.transforms != 0u {
+            rotate_row(dim, local);
+        }
+        let written = head_begin(params.out, low, s.q_start, query, head);
+        for (var d = 2u * local; d < dim; d += 2u * THREADS) {
+            var a = row_values[d];
+            var b = row_values[d + 1u];
+            if params.v.transforms != 0u {
+                a *= bitcast<f32>(constants[constant.back + d]);
+                b *= bitcast<f32>(constants[constant.back + d + 1u]);
+            }
+            out_store_pair(params.out.dtype, written, d, a, b);
+        }
+        //! if LSE
+        if local == 0u {
+            let at = head_begin(params.lse, low, s.q_start, query, head);
+            let bits = select(bitcast<u32>(total + log(total_sum)), 0xff800000u, total_sum == 0.0);
+            lse_put_word(at, bits);
+        }
+        //! end
+    }
+}
