@@ -75,6 +75,18 @@ fn place_in(p: Plane, position: u32, coded: u32) -> Place {
     return place;
 }
 
+// A token of the tail there was, in a step that makes codes of it.
+fn place_sealed(p: Plane, s: Sequence, position: u32) -> Place {
+    var place = place_wide(p, position - max(s.coded_before, p.sinks));
+    place.index += s.sealed_index;
+    return place;
+}
+
+// The first position in a tail, `len` where there is none.
+fn tail_begin(p: Plane, len: u32, coded: u32) -> u32 {
+    return select(len, min(max(coded, p.sinks), len), p.has_tail != 0u);
+}
+
 // First byte of a block of this segment.
 fn block_begin(p: Plane, block: u32) -> u32 {
     return p.data + (block - p.first) * p.block_bytes;

@@ -1,4 +1,6 @@
 // New rows of K or of V go to their slots: kv-cpu's write.rs. A workgroup writes one row of one head.
+// Rows that a tail keeps for later are here; those that become codes with their block are
+// write_blocks.wgsl's.
 //! include params.wgsl
 //! include numbers.wgsl
 
@@ -7,9 +9,9 @@ struct Params {
     rows: Tensor,
     plane: Plane,
     has_constants: u32,
+    num_pieces: u32,
     pad0: u32,
     pad1: u32,
-    pad2: u32,
 }
 
 const THREADS: u32 = 64u;
@@ -24,12 +26,17 @@ const THREADS: u32 = 64u;
 //! include entries.wgsl
 //! include rows.wgsl
 //! include transform.wgsl
+//! include new_row.wgsl
+//! if CODES
+//! include codes.wgsl
+//! include encode.wgsl
+//! include pack.wgsl name=plane
+//! end
 
 @compute @workgroup_size(64)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) local: u32) {
     let p = params.plane;
-    let dim = p.head_dim;
     let unit = group.x + group.y * groups.x;
     let row = unit / p.num_kv_heads;
     let head = unit % p.num_kv_heads;
@@ -45,23 +52,23 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let entry = entry_of(params.plan.sequences + 3u, SEQUENCE_WORDS, params.plan.num_sequences, row);
     let s = sequence_of(params.plan, entry);
     let token = row - s.new_start;
-    let wide = s.kv_len - s.new_len + token < p.sinks;
-    let place = Place(0u, slot % p.block_size, wide);
+    let position = s.kv_len - s.new_len + token;
+    let wide = position < p.sinks || position >= tail_begin(p, s.kv_len, s.coded);
+    if p.has_tail != 0u && !wide {
+        return;
+    }
     let read = head_begin(params.rows, entry, s.new_start, token, head);
-    let written = block_begin(p, block) + row_begin(p, place, head);
+    let written = block_begin(p, block) + row_begin(p, Place(0u, slot % p.block_size, wide), head);
     let constant = head_of(p, head, params.has_constants != 0u);
-    for (var i = local; i < dim; i += THREADS) {
-        var x = rows_load(params.rows.dtype, read, i);
-        if p.transforms != 0u {
-            x = (x - bitcast<f32>(constants[constant.mean + i])) * bitcast<f32>(constants[constant.into + i]);
-        }
-        row_values[i] = x;
+    load_new_row(read, constant, local);
+//! if CODES
+    if is_lloyd(p.format) {
+        fill_bounds(local);
     }
-    workgroupBarrier();
-    if p.transforms != 0u {
-        rotate_row(dim, local);
-    }
-    for (var i = 2u * local; i < dim; i += 2u * THREADS) {
+    plane_put_row(p, written, wide, constant.inv_scale, local);
+//! else
+    for (var i = 2u * local; i < p.head_dim; i += 2u * THREADS) {
         plane_store_pair(p.format, written, i, row_values[i], row_values[i + 1u]);
     }
+//! end
 }

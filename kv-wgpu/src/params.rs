@@ -127,15 +127,16 @@ params! {
         pad1: u32,
         pad2: u32,
     }
-    /// Of `write.wgsl`.
+    /// Of `write.wgsl`, `write_blocks.wgsl` and `stage_tail.wgsl`.
     struct WriteParams {
         plan: Plan,
         rows: Tensor,
         plane: Plane,
         has_constants: u32,
+        /// Blocks that get codes and have waited for it, or else 0.
+        num_pieces: u32,
         pad0: u32,
         pad1: u32,
-        pad2: u32,
     }
     /// Of `copy.wgsl`.
     struct CopyParams {

@@ -5,6 +5,7 @@ pub(crate) mod convert;
 pub(crate) mod copy;
 pub(crate) mod gather;
 pub(crate) mod pad;
+mod tail;
 pub(crate) mod write;
 
 /// Every kernel in every specialisation: what tests validate.

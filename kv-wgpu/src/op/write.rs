@@ -2,23 +2,24 @@
 use kv_core::plan::{WriteArgs, WritePlan};
 use kv_core::{DeviceError, PlaneView, TokenTensor};
 
+use super::tail::{self, Pieces, Tail};
 use crate::buffer::WgpuBuffer;
-use crate::device::unsupported;
-use crate::params::WriteParams;
+use crate::params::{Plane, WriteParams};
 use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
+use crate::recording::Slot;
 use crate::steps::Step;
-use crate::tensors::{Call, Room};
+use crate::tensors::Room;
 
-const OPERATION: &str = "write_kv";
+pub(super) const OPERATION: &str = "write_kv";
 
-fn kernel() -> Kernel {
-    Kernel::new("write.wgsl")
+fn kernel(has_codes: bool) -> Kernel {
+    Kernel::new("write.wgsl").flags(if has_codes { &["CODES"] } else { &[] })
 }
 
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
-    vec![kernel()]
+    [kernel(false), kernel(true)].into_iter().chain(tail::kernels()).collect()
 }
 
 pub(crate) fn write_kv(
@@ -27,15 +28,25 @@ pub(crate) fn write_kv(
     args: &WriteArgs<'_, WgpuBuffer>,
 ) -> Result<(), DeviceError> {
     let step = queue.steps.get(&mut queue.recorder, plan.batch(), plan.tables())?;
-    let mut call = queue.call(OPERATION);
-    put(&mut call, (plan, &step), (args.k(), args.k_plane()))?;
-    put(&mut call, (plan, &step), (args.v(), args.v_plane()))
+    let pieces = Pieces::of(&mut queue.recorder, plan)?;
+    put(queue, (plan, &step, &pieces), (args.k(), args.k_plane()))?;
+    put(queue, (plan, &step, &pieces), (args.v(), args.v_plane()))
+}
+
+/// What the dispatches of one plane have in common.
+pub(super) struct Put<'a> {
+    pub(super) view: &'a PlaneView<'a, WgpuBuffer>,
+    pub(super) plane: Plane,
+    pub(super) params: WriteParams,
+    pub(super) lists: Slot,
+    pub(super) rows: Slot,
+    pub(super) constants: Slot,
 }
 
 /// One plane.
 fn put(
-    call: &mut Call<'_>,
-    (plan, step): (&WritePlan<'_>, &Step),
+    queue: &mut WgpuQueue,
+    (plan, step, pieces): (&WritePlan<'_>, &Step, &Pieces),
     (tensor, view): (&TokenTensor<'_, WgpuBuffer>, &PlaneView<'_, WgpuBuffer>),
 ) -> Result<(), DeviceError> {
     let room = Room {
@@ -43,21 +54,34 @@ fn put(
         longest: plan.new_len_max(),
         total: plan.total_new(),
     };
+    let mut call = queue.call(OPERATION);
     let plane = call.plane(view, plan.tables().num_blocks(), Some(plan.layout()))?;
-    if view.layout().format().is_quantised() || plane.has_tail != 0 {
-        return Err(unsupported(OPERATION, "rows of codes"));
-    }
     let (rows, read) = call.input(tensor, room)?;
     let constants = call.constants(view)?;
+    let params = WriteParams {
+        plan: step.plan,
+        rows,
+        plane,
+        has_constants: view.layout().has_constants().into(),
+        num_pieces: pieces.count,
+        ..WriteParams::default()
+    };
+    let lists = step.lists.clone();
+    let put = Put { view, plane, params, lists, rows: read, constants };
+    // The tail there was is read before anything is written.
+    let tail = Tail::stage(queue, &put, pieces)?;
     let units = u64::from(plan.total_new()).saturating_mul(plane.num_kv_heads.into());
+    let kernel = kernel(view.layout().format().is_quantised());
+    let call = queue.call(OPERATION);
     for index in 0..view.layout().num_segments() {
         let (plane, written) = call.segment((view, &plane), index, true)?;
-        let has_constants = view.layout().has_constants().into();
-        let params =
-            WriteParams { plan: step.plan, rows, plane, has_constants, ..WriteParams::default() };
-        let slots = [step.lists.clone(), read.clone(), constants.clone(), written];
+        let params = WriteParams { plane, ..params };
+        let slots = [put.lists.clone(), put.rows.clone(), put.constants.clone(), written.clone()];
         let groups = call.recorder.groups(units)?;
-        call.recorder.dispatch(&kernel(), &params, &slots, groups)?;
+        call.recorder.dispatch(&kernel, &params, &slots, groups)?;
+        if let Some(tail) = &tail {
+            tail.encode(call.recorder, &params, slots)?;
+        }
     }
     Ok(())
 }
