@@ -110,8 +110,7 @@ impl Tail {
         let units = u64::from(self.count).saturating_mul(params.plane.num_kv_heads.into());
         let groups = recorder.groups(units)?;
         let [lists, rows, constants, plane] = slots;
-        let slots =
-            [lists, rows, constants, plane, self.pieces.clone(), self.staged.clone()];
+        let slots = [lists, rows, constants, plane, self.pieces.clone(), self.staged.clone()];
         recorder.dispatch(&encode_kernel(), params, &slots, groups)
     }
 }
