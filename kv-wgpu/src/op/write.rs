@@ -2,7 +2,7 @@
 use kv_core::plan::{WriteArgs, WritePlan};
 use kv_core::{DeviceError, PlaneView, TokenTensor};
 
-use super::tail::{self, Pieces, Tail};
+use super::tail::{Pieces, Tail};
 use crate::buffer::WgpuBuffer;
 use crate::params::{Plane, WriteParams};
 use crate::pipelines::Kernel;
@@ -19,7 +19,7 @@ fn kernel(has_codes: bool) -> Kernel {
 
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
-    [kernel(false), kernel(true)].into_iter().chain(tail::kernels()).collect()
+    [kernel(false), kernel(true)].into_iter().chain(super::tail::kernels()).collect()
 }
 
 pub(crate) fn write_kv(
