@@ -8,7 +8,8 @@ fn load_new_row(read: u32, constant: Head, local: u32) {
         if i < dim {
             x = rows_load(params.rows.dtype, read, i);
             if p.transforms != 0u {
-                x = (x - bitcast<f32>(constants[constant.mean + i])) * bitcast<f32>(constants[constant.into + i]);
+                let mean = bitcast<f32>(constants[constant.mean + i]);
+                x = (x - mean) * bitcast<f32>(constants[constant.into + i]);
             }
         }
         row_values[i] = x;

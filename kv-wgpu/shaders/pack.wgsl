@@ -59,7 +59,8 @@ fn row_byte(p: Plane, at: u32) -> u32 {
     if at >= p.scales_begin {
         let i = at - p.scales_begin;
         // A byte for each scale, or the two of one.
-        if p.format == FMT_NVFP4 || p.format == FMT_L6_G32 || p.format == FMT_L4_G32 || p.format == FMT_L3_G32 {
+        let is_grouped = p.format == FMT_L6_G32 || p.format == FMT_L4_G32 || p.format == FMT_L3_G32;
+        if is_grouped || p.format == FMT_NVFP4 {
             return row_scales[min(i, 15u)];
         }
         return row_scales[0] >> (8u * i) & 0xffu;
