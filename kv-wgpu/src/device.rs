@@ -100,7 +100,9 @@ impl Shared {
         self.require(operation)?;
         match polled {
             Ok(_) => Ok(()),
-            Err(error) => Err(DeviceError::new(DeviceErrorKind::Driver, operation).with_source(error)),
+            Err(error) => {
+                Err(DeviceError::new(DeviceErrorKind::Driver, operation).with_source(error))
+            }
         }
     }
 
@@ -120,8 +122,9 @@ fn told(operation: &'static str, error: wgpu::Error) -> DeviceError {
     // wgpu's words are those of the source below them.
     let words = match &error {
         wgpu::Error::OutOfMemory { source } => source.to_string(),
-        wgpu::Error::Validation { description, .. }
-        | wgpu::Error::Internal { description, .. } => description.clone(),
+        wgpu::Error::Validation { description, .. } | wgpu::Error::Internal { description, .. } => {
+            description.clone()
+        }
     };
     DeviceError::new(kind, operation).with_detail(words).with_source(error)
 }

@@ -11,7 +11,6 @@ use kv_core::{DeviceError, DeviceErrorKind, GroupId};
 use crate::buffer::WgpuBuffer;
 use crate::device::Shared;
 use crate::fence::{WgpuFence, WgpuReadback};
-use crate::num::to_u64;
 use crate::op;
 use crate::recording::Recorder;
 use crate::scratch::Scratch;

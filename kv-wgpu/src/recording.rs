@@ -65,13 +65,18 @@ impl Recorder {
     pub(crate) fn encoder(&mut self) -> &mut wgpu::CommandEncoder {
         self.pass = None;
         let device = &self.shared.device;
-        self.encoder.get_or_insert_with(|| device.create_command_encoder(&Default::default()))
+        self.encoder.get_or_insert_with(|| {
+            device.create_command_encoder(&wgpu::CommandEncoderDescriptor::default())
+        })
     }
 
     fn pass(&mut self) -> &mut wgpu::ComputePass<'static> {
         let pass = match self.pass.take() {
             Some(pass) => pass,
-            None => self.encoder().begin_compute_pass(&Default::default()).forget_lifetime(),
+            None => self
+                .encoder()
+                .begin_compute_pass(&wgpu::ComputePassDescriptor::default())
+                .forget_lifetime(),
         };
         self.pass.insert(pass)
     }
@@ -220,7 +225,8 @@ impl Recorder {
             return Err(unsupported("dispatch", format!("{units} workgroups")));
         }
         let columns = units.checked_div(rows.max(1)).unwrap_or(0);
-        let columns = if columns.saturating_mul(rows) < units { columns.saturating_add(1) } else { columns };
+        let columns =
+            if columns.saturating_mul(rows) < units { columns.saturating_add(1) } else { columns };
         Ok([narrow(columns), narrow(rows), 1])
     }
 }
