@@ -23,9 +23,17 @@ extern "C" int kv_emu_launch(const char* name, const u32 grid[3], u32 threads, u
 
 namespace {
 
+// The first choices of a case are the digits of its seed, so that seeds that follow each other go through all formats
+// and dims; the others are random.
 struct Random {
   std::mt19937 bits;
-  u32 below(u32 n) { return bits() % n; }
+  u32 digits = 0;
+  u32 below(u32 n) {
+    if (digits == 0) return bits() % n;
+    const u32 digit = digits % n;
+    digits /= n;
+    return digit;
+  }
   template <class T, size_t N> T pick(const T (&list)[N]) { return list[below(N)]; }
   bool flip(u32 one_in) { return below(one_in) == 0; }
   float normal() { return std::normal_distribution<float>()(bits); }
@@ -335,7 +343,7 @@ int compare(const World& w, const Rows& q, const Rows& out, const Rows& lse, con
 }
 
 int run(u32 seed) {
-  Random r{std::mt19937(seed)};
+  Random r{std::mt19937(seed), seed};
   const Case c = random_case(r);
   World w(c, seed + 1);
   const u32 heads = c.kv_heads * c.group;
@@ -364,7 +372,7 @@ int run(u32 seed) {
   const KvPlan plan = {(u64)&counts, (u64)w.sequences.data(), 0, 0, (u64)w.tables.data()};
   const u32 sink_tokens = c.sink_tokens;  // they say nothing without a window
   const KvDecodePlanParams planning = {plan,    (u64)pieces.data(), (u64)starts.data(), c.slots,     c.kv_heads,
-                                       c.group, c.full,             c.window_left,      sink_tokens, c.invariant, 0};
+                                       c.group, c.full,             c.window_left,      sink_tokens, c.invariant, ~0u};
   if (launch("plan_decode", 1, 32, 0, &planning, sizeof planning, seed)) return 1;
   if (check_plan(w, pieces, starts)) return 1;
 
@@ -399,7 +407,7 @@ int main(int argc, char** argv) {
   const u32 first = argc > 1 ? (u32)std::atoi(argv[1]) : 1, count = argc > 2 ? (u32)std::atoi(argv[2]) : 1;
   int bad = 0;
   for (u32 seed = first; seed < first + count; seed++) {
-    Random r{std::mt19937(seed)};
+    Random r{std::mt19937(seed), seed};
     const Case c = random_case(r);
     if (count == 1) printf("%s\n", describe(c).c_str());
     const int failed = run(seed);
