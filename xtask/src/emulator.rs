@@ -76,8 +76,8 @@ impl Sanitizer {
     }
 }
 
-/// Lines in reports need no more than `-g1`, which halves what there is to write. What is left out is
-/// what `AddressSanitizer` sees too.
+/// Lines in reports need no more than `-g1`, which halves what there is to write. What is left out
+/// is what `AddressSanitizer` sees too.
 const ADDRESS: &[&str] = &[
     "-O1",
     "-g1",
