@@ -30,6 +30,7 @@ mod num;
 mod op;
 mod params;
 mod queue;
+mod reclaim;
 mod scratch;
 mod staging;
 mod step;
