@@ -1,3 +1,4 @@
 //! Integration tests of kv-core, one binary.
 #[cfg(test)]
+mod erased;
 mod front;

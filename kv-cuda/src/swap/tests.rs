@@ -6,6 +6,8 @@
     reason = "small numbers, and overflow checks are on"
 )]
 
+mod erased;
+
 use std::sync::{Arc, Mutex};
 
 use kv_core::backend::{Backend, Fence, Queue, Readback};

@@ -4,6 +4,8 @@
 //! is waited for, and other streams only as far as it waits for theirs. Or all streams but the
 //! first run at once, and the first is the late one. A batch runs backwards. Memory is freed on a
 //! stream of its own, as the driver does it: work that runs behind it fails.
+mod memory;
+
 use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,7 +15,8 @@ use kv_core::{DeviceError, DeviceErrorKind};
 use crate::emulated::{Emulator, EmulatorOptions};
 use crate::gpu::{Event, Facts, Gpu, HostCopy, Launch, Pinned, Stream};
 use crate::params::Address;
-use crate::reclaim::{Heap, Lane, Reclaim};
+use crate::reclaim::{Lane, Reclaim};
+use memory::{LateHeap, LatePinned};
 
 /// What was submitted, for tests to compare.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -217,42 +220,6 @@ impl World {
     }
 }
 
-/// The stream that memory is freed on.
-#[derive(Debug)]
-struct LateHeap {
-    emulator: Arc<Emulator>,
-    world: Arc<Mutex<World>>,
-}
-
-impl LateHeap {
-    fn submit(&self, work: Work) -> Result<(), DeviceError> {
-        let mut world = lock(&self.world);
-        world.frees.push_back(work);
-        if world.is_early { world.run_frees(&self.emulator) } else { Ok(()) }
-    }
-}
-
-impl Heap for LateHeap {
-    fn alloc(&self, bytes: u64) -> Result<Address, DeviceError> {
-        self.emulator.alloc(bytes)
-    }
-    fn wait_for_frees(&self) -> Result<(), DeviceError> {
-        lock(&self.world).run_frees(&self.emulator)
-    }
-    fn wait_for(&self, event: &dyn Event) -> Result<(), DeviceError> {
-        let event: &dyn Any = event;
-        self.submit(Work::Wait(event.downcast_ref::<LateEvent>().unwrap().event))
-    }
-    fn wait_for_device(&self) -> Result<(), DeviceError> {
-        assert_eq!(lock(&self.world).submits_left, Some(0), "every stream can be marked");
-        Err(DeviceError::new(DeviceErrorKind::Lost, "wait"))
-    }
-    unsafe fn free(&self, address: Address) {
-        // What a lost device had is gone.
-        let _ = self.submit(Work::Free(address));
-    }
-}
-
 impl Gpu for LateGpu {
     fn name(&self) -> &'static str {
         "late"
@@ -280,36 +247,6 @@ impl Gpu for LateGpu {
         drop(world);
         self.reclaim.open(Arc::<LateLane>::clone(&lane));
         Ok(Box::new(LateStream { lane, reclaim: Arc::clone(&self.reclaim), heap: self.heap() }))
-    }
-}
-
-#[derive(Debug)]
-struct LatePinned {
-    memory: Box<dyn Pinned>,
-    world: Arc<Mutex<World>>,
-}
-
-impl Pinned for LatePinned {
-    fn base(&self) -> *mut u8 {
-        self.memory.base()
-    }
-    fn len(&self) -> usize {
-        self.memory.len()
-    }
-}
-
-impl Drop for LatePinned {
-    fn drop(&mut self) {
-        let range = self.base().addr()..self.base().addr() + self.len();
-        let mut world = lock(&self.world);
-        let work = world.streams.iter().flat_map(|stream| &stream.work);
-        let is_used = work.flat_map(Work::copies).any(|copy| range.contains(&copy.host.addr()));
-        world.freed_early |= is_used;
-        world.pinned -= 1;
-        if is_used {
-            // So that what runs later touches nothing that is gone.
-            world.streams.iter_mut().for_each(|stream| stream.work.clear());
-        }
     }
 }
 
