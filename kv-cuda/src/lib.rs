@@ -33,6 +33,7 @@ mod gpu;
 mod num;
 mod op;
 mod params;
+mod pins;
 mod queue;
 mod reclaim;
 mod scratch;

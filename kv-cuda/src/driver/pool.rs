@@ -13,7 +13,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUmemAllocationHandleType as HandleType;
 use cudarc::driver::sys::{
     self, CUdevice_attribute, CUmemAllocationType, CUmemLocation, CUmemLocationType,
-    CUmemPool_attribute, CUmemPoolProps, CUmemoryPool, CUstream,
+    CUmemPool_attribute, CUmemPoolProps, CUmemoryPool, CUresult, CUstream,
 };
 use kv_core::{DeviceError, DeviceErrorKind};
 
@@ -133,6 +133,9 @@ impl Pool {
         // SAFETY: a place for a pool, and properties of which all that is not named is zero; the
         // driver exports the function, see `has_pools`.
         let code = unsafe { sys::cuMemPoolCreate(&raw mut raw, &raw const properties) };
+        if code == CUresult::CUDA_ERROR_NOT_SUPPORTED {
+            return Ok(pool);
+        }
         context.check(POOL, code)?;
         pool.raw = Some(raw);
         let mut all = u64::MAX;
