@@ -107,7 +107,7 @@ impl Image {
         way: &mut Way<'_>,
         work: &Work,
     ) -> Result<(Address, Address), DeviceError> {
-        let extent = self.step.extent;
+        let extent = self.step.room;
         let known = self.decodes.iter().position(|decode| decode.work == *work);
         let index = known.unwrap_or_else(|| {
             if self.decodes.len() >= DECODES_KEPT {

@@ -23,6 +23,7 @@ pub(super) struct Lists {
     splits: At,
     slots: At,
     extent: Extent,
+    room: Extent,
 }
 
 impl Lists {
@@ -68,7 +69,7 @@ impl Lists {
         let splits: Vec<_> = batch.splits().iter().map(split).collect();
         let slots: Vec<u32> = batch.slots().iter().map(|slot| slot.0).collect();
         let actual = extent_of(batch);
-        let extent = limits.map_or(actual, |limits| largest(&limits));
+        let largest = limits.map_or(actual, |limits| largest(&limits));
         let counts = Counts {
             sequences: actual.sequences,
             splits: actual.splits,
@@ -80,9 +81,9 @@ impl Lists {
             pad1: 0,
         };
         let room = Room {
-            sequences: to_usize(extent.sequences),
-            splits: to_usize(extent.splits),
-            slots: to_usize(extent.total_new),
+            sequences: to_usize(largest.sequences),
+            splits: to_usize(largest.splits),
+            slots: to_usize(largest.total_new),
         };
         Self {
             counts: pack.push(&[counts]),
@@ -91,7 +92,8 @@ impl Lists {
             part_index: pack.push_in(&part_index, room.sequences),
             splits: pack.push_in(&splits, room.splits),
             slots: pack.push_in(&slots, room.slots),
-            extent,
+            extent: actual,
+            room: largest,
         }
     }
 
@@ -107,6 +109,7 @@ impl Lists {
             queries: self.entries.from(base),
             part_index: self.part_index.from(base),
             extent: self.extent,
+            room: self.room,
         }
     }
 }

@@ -47,7 +47,7 @@ pub struct StepLimits {
     pub splits: u32,
 }
 
-/// What launches are cut for: the numbers of the step, or the limits.
+/// What launches are cut for, or memory: the numbers of the step, or the limits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Extent {
     pub(crate) sequences: u32,
@@ -70,7 +70,11 @@ pub(crate) struct StepPlan {
     pub(crate) queries: Address,
     /// For every sequence, how many partial results of one head come before its own.
     pub(crate) part_index: Address,
+    /// What launches are cut for: the batch, or any that they may be replayed for.
     pub(crate) extent: Extent,
+    /// What memory is reserved for: the limits, where the batch lies within them, so that launches
+    /// which are captured later find it there.
+    pub(crate) room: Extent,
 }
 
 /// The stream that copies go over, and the memory they go through.

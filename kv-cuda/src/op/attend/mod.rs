@@ -84,13 +84,13 @@ pub(crate) fn attend(
     let is_invariant = plan.batch().determinism() == Determinism::BatchInvariant;
     let takers = takers(&params, facts, is_invariant);
     // The kernels run one after another and share the room.
-    let (rows, stats) = part_bytes(&params, &takers, &step.extent);
+    let (rows, stats) = part_bytes(&params, &takers, &step.room);
     let (rows, stats) = (pack.room(rows), pack.room(stats));
     let base = queue.send()?;
     params.q = q_from.rows(params.q, base);
     params.part_rows = rows.from(base);
     params.part_stats = stats.from(base);
-    run(queue, plan, &params, (&takers, &step.extent))?;
+    run(queue, plan, &params, (&takers, &step))?;
     fill(queue, plan, (&step, out), 0.0)?;
     lse.map_or(Ok(()), |lse| fill(queue, plan, (&step, lse), f32::NEG_INFINITY))
 }
@@ -118,13 +118,13 @@ fn takers(params: &AttendParams, facts: (u32, u32), invariant: bool) -> Takers {
 }
 
 /// Bytes of partial rows and of what belongs to them.
-fn part_bytes(params: &AttendParams, takers: &Takers, extent: &Extent) -> (u64, u64) {
+fn part_bytes(params: &AttendParams, takers: &Takers, room: &Extent) -> (u64, u64) {
     let dim = u64::from(params.v_plane.head_dim);
     if let Some((_, work)) = &takers.decode {
-        let rows = decode::room(work, extent).partials.saturating_mul(16);
+        let rows = decode::room(work, room).partials.saturating_mul(16);
         return (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(4));
     }
-    let rows = extent.parts.saturating_mul(params.q.heads.into());
+    let rows = room.parts.saturating_mul(params.q.heads.into());
     (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(8))
 }
 
@@ -133,12 +133,13 @@ fn run(
     queue: &mut CudaQueue,
     plan: &AttentionPlan<'_>,
     params: &AttendParams,
-    (takers, extent): (&Takers, &Extent),
+    (takers, step): (&Takers, &StepPlan),
 ) -> Result<(), DeviceError> {
+    let (extent, room) = (&step.extent, &step.room);
     let few = |queries: u32| (1..=DECODE_Q_LEN_MAX).contains(&queries);
     let has_few = queue.is_capturing() || plan.sequences().iter().any(|s| few(s.q_len));
     if let Some((shape, work)) = takers.decode.as_ref().filter(|_| has_few) {
-        let partials = decode::room(work, extent).partials;
+        let partials = decode::room(work, room).partials;
         let (pieces, starts) = queue.decode(plan.batch().id(), work)?;
         let counters = queue.counters(partials)?;
         let params = DecodeParams {
@@ -158,11 +159,12 @@ fn run(
         // SAFETY: as above.
         unsafe { queue.launch(&launches::prefill(kernel, &params, extent), &params)? };
     }
-    if let Some((q_len_min, q_len_max)) = takers.rest(extent.q_len_max) {
+    if takers.rest(room.q_len_max).is_some() {
         let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0);
-        let launch = launches::rows(params, extent, splits);
-        let [units, heads, _] = launch.grid;
+        let [units, heads, _] = launches::rows(params, room, splits).grid;
         let counters = queue.counters(u64::from(units).saturating_mul(heads.into()))?;
+        let Some((q_len_min, q_len_max)) = takers.rest(extent.q_len_max) else { return Ok(()) };
+        let launch = launches::rows(params, extent, splits);
         let params = AttendParams { counters, q_len_min, q_len_max, ..*params };
         // SAFETY: as above.
         unsafe { queue.launch(&launch, &params)? };
