@@ -14,6 +14,7 @@
     reason = "costs are bounded by the tokens of a batch, u32 each, so sums fit u64; divisors are \
               constants or at least 1"
 )]
+use crate::gpu::Launch;
 use crate::num::to_u32;
 use crate::params::{Address, DecodePlanParams, Piece, Plan, Sequence};
 
@@ -103,6 +104,11 @@ impl DecodePlan {
 }
 
 impl Work {
+    /// How `plan_decode` is started: one thread block, and what its threads share.
+    pub(crate) fn launch() -> Launch {
+        Launch { kernel: "plan_decode", grid: [1; 3], threads: 512, shared_bytes: 30_912 }
+    }
+
     /// What `plan_decode` takes to cut the batch of `plan` into pieces, with the starts of slots.
     pub(crate) fn params(&self, plan: Plan, [pieces, starts]: [Address; 2]) -> DecodePlanParams {
         DecodePlanParams {

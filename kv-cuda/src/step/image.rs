@@ -224,8 +224,7 @@ fn plan_on_device(
     work: &Work,
 ) -> Result<(), DeviceError> {
     let params = work.params(plan, [pieces, starts]);
-    let launch = Launch { kernel: "plan_decode", grid: [1, 1, 1], threads: 32, shared_bytes: 0 };
     // SAFETY: the plan lies in the image's memory; there is room for as many pieces as any batch of
     // the image's extent is cut into.
-    unsafe { way.stream.launch(&launch, bytemuck::bytes_of(&params)) }
+    unsafe { way.stream.launch(&Work::launch(), bytemuck::bytes_of(&params)) }
 }

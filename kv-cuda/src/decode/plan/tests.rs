@@ -171,7 +171,7 @@ fn an_invariant_cut_ignores_the_neighbours() {
 mod device {
     use super::*;
     use crate::emulated::{Emulator, EmulatorOptions};
-    use crate::gpu::{Gpu, Launch};
+    use crate::gpu::Gpu;
     use crate::num::to_u64;
     use crate::params::{Address, Counts, Plan};
 
@@ -200,11 +200,9 @@ mod device {
             };
             let lists = [address_mut(&mut pieces), address_mut(&mut starts)];
             let params = work.params(plan, lists);
-            let launch =
-                Launch { kernel: "plan_decode", grid: [1; 3], threads: 32, shared_bytes: 0 };
             // SAFETY: the emulator's device is the host, every list is as long as the kernel reads
             // or writes, and it is done when the call returns.
-            unsafe { stream.launch(&launch, bytemuck::bytes_of(&params)) }.unwrap();
+            unsafe { stream.launch(&Work::launch(), bytemuck::bytes_of(&params)) }.unwrap();
             assert_eq!(pieces.pop().map(|piece| piece.part), Some(99), "nothing behind the end");
             assert_eq!((pieces, starts), (host.pieces, host.starts), "{work:?}");
         }
