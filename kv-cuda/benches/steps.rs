@@ -51,7 +51,7 @@ fn main() {
         cuda.cache.queue_mut().set_step_limits(StepLimits {
             sequences,
             tokens_per_sequence: 1,
-            cached_sequences: sequences,
+            cached_sequences: sequences * 2,
             max_seq_len: 1 << 16,
             splits: 1 << 14,
         });

@@ -48,11 +48,25 @@ impl Pack {
         self.bytes.extend_from_slice(bytemuck::cast_slice(values));
         At(to_u64(at))
     }
-    /// Leaves `len` bytes free behind the last list.
-    pub(crate) fn skip(&mut self, len: u64) {
-        self.bytes.resize(self.bytes.len().saturating_add(bytes(len)), 0);
+    /// Adds values one after another, in room for `room` of them at least, so that what comes
+    /// behind does not move.
+    pub(crate) fn push_each<T: bytemuck::NoUninit>(
+        &mut self,
+        values: impl Iterator<Item = T>,
+        room: usize,
+    ) -> At {
+        let at = self.push::<T>(&[]);
+        let begin = self.bytes.len();
+        for value in values {
+            self.bytes.extend_from_slice(bytemuck::bytes_of(&value));
+        }
+        let end = begin.saturating_add(room.saturating_mul(size_of::<T>()));
+        if self.bytes.len() < end {
+            self.bytes.resize(end, 0);
+        }
+        at
     }
-    /// Adds room for `len` bytes that kernels write.
+    /// Adds room for `len` bytes that are not sent: behind the last list, or for kernels to write.
     pub(crate) fn room(&mut self, len: u64) -> At {
         let at = self.len();
         self.room = at.saturating_add(len).saturating_sub(to_u64(self.bytes.len()));

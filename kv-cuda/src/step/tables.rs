@@ -94,13 +94,14 @@ impl DeviceTables {
         Ok(())
     }
 
-    /// What has to be sent so that `rows` are as in `tables`; taken for sent from then on.
+    /// Lists what has to be sent so that `rows` are as in `tables`; taken for sent from then on.
     pub(super) fn changes(
         &mut self,
         rows: impl Iterator<Item = u32>,
         tables: &BlockTables,
-    ) -> Vec<Change> {
-        let mut changes = Vec::new();
+        changes: &mut Vec<Change>,
+    ) {
+        changes.clear();
         for row in rows {
             let Some(sent) = self.rows.get_mut(to_usize(row)) else {
                 continue;
@@ -108,17 +109,17 @@ impl DeviceTables {
             let blocks = tables.row(row);
             let revision = tables.revision(row).saturating_add(1);
             let from = if sent.revision == revision { sent.len.min(blocks.len()) } else { 0 };
-            let begin = row.saturating_mul(self.width);
-            let news = blocks.iter().zip(0_u32..).skip(from);
+            *sent = Sent { revision, len: blocks.len() };
+            let begin = row.saturating_mul(self.width).saturating_add(to_u32(from));
+            // A slice, because every step comes by here with rows of thousands of blocks.
+            let news = blocks.get(from..).unwrap_or_default();
             changes.extend(
-                news.map(|(block, index)| Change {
+                news.iter().zip(0_u32..).map(|(block, index)| Change {
                     at: begin.saturating_add(index),
                     block: block.0,
                 }),
             );
-            *sent = Sent { revision, len: blocks.len() };
         }
-        changes
     }
 
     /// Takes nothing for sent.
