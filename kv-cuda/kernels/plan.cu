@@ -26,6 +26,7 @@ static_assert(sizeof(KvPlanShared) == KV_PLAN_SHARED, "what src/decode/plan.rs a
 struct KvPlanSum { u64 value; u32 count; };
 KV_DEV KvPlanSum kv_plan_scan(KvPlanShared& s, KvPlanSum v, KvPlanSum& total) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 1
   for (u32 step = 1; step < 32; step *= 2) {
     const u32 from = lane < step ? lane : lane - step;
     const u64 low = kv_shfl((u32)v.value, from), high = kv_shfl((u32)(v.value >> 32), from);
@@ -35,6 +36,7 @@ KV_DEV KvPlanSum kv_plan_scan(KvPlanShared& s, KvPlanSum v, KvPlanSum& total) {
   if (lane == 31) s.sums[warp] = v.value, s.counts[warp] = v.count;
   kv_sync();
   total = {0, 0};
+#pragma unroll 4
   for (u32 i = 0; i < KV_PLAN_WARPS; i++) {
     if (i == warp) v = {v.value + total.value, v.count + total.count};
     total = {total.value + s.sums[i], total.count + s.counts[i]};
@@ -45,6 +47,7 @@ KV_DEV KvPlanSum kv_plan_scan(KvPlanShared& s, KvPlanSum v, KvPlanSum& total) {
 // The first of KV_PLAN_THREADS running sums that is above `at`; there is one.
 KV_DEV u32 kv_plan_find(const u32* ends, u32 at) {
   u32 owner = 0;
+#pragma unroll 1
   for (u32 step = KV_PLAN_THREADS / 2; step > 0; step /= 2) {
     if (ends[owner + step - 1] <= at) owner += step;
   }
@@ -67,6 +70,7 @@ struct KvPlanner {
   // Cost of the first row tiles of one kv head.
   KV_DEV u64 cost(u32 sequence, u32 row_tiles) const {
     u64 sum = 0;
+#pragma unroll 1
     for (u32 i = 0; i < row_tiles; i++) sum += kv_decode_cost(tiles(sequence, i), invariant);
     return sum;
   }
@@ -102,6 +106,7 @@ KV_DEV void kv_plan_piece(const KvPlanner& planner, const KvPlanShared& s, u32 i
   const KvDecodePart r = kv_decode_part(cut, part);
   u32 slot = item > 0 ? s.last[item - 1] + 1 : done.slot;
   if (part > 0) slot = kv_decode_part(cut, part - 1).slot + 1;
+#pragma unroll 1
   for (; slot <= r.slot; slot++) ((u32*)planner.p.starts)[slot] = done.pieces + index;
   KvWord4* piece = (KvWord4*)planner.p.pieces + 2 * (u64)(done.pieces + index);
   piece[0] = {s.sequence[item], s.head[item], s.row[item], r.begin};
@@ -111,6 +116,7 @@ KV_DEV void kv_plan_piece(const KvPlanner& planner, const KvPlanShared& s, u32 i
 KV_DEV void kv_plan_items(const KvPlanner& planner, KvPlanShared& s, u32 chunk, u32 items, u64 share,
                           KvPlanned& done) {
   const u32 thread = threadIdx.x;
+#pragma unroll 1
   for (u32 base = 0; base < items; base += KV_PLAN_THREADS) {
     const KvDecodeCut cut = kv_plan_item(planner, s, chunk, base + thread, items, share);
     const u32 partials = cut.parts > 1 ? cut.parts : 0;
@@ -121,6 +127,7 @@ KV_DEV void kv_plan_items(const KvPlanner& planner, KvPlanShared& s, u32 chunk, 
     s.partial[thread] = partials > 0 ? done.partials + (u32)ends.value - partials : 0;
     s.last[thread] = cut.parts > 0 ? kv_decode_part(cut, cut.parts - 1).slot : 0;
     kv_sync();
+#pragma unroll 1
     for (u32 i = thread; i < total.count; i += KV_PLAN_THREADS) kv_plan_piece(planner, s, i, share, done);
     done.pieces += total.count;
     done.partials += (u32)total.value;
@@ -136,14 +143,16 @@ KV_DEV void kv_plan_decode(const KvDecodePlanParams& p) {
   const KvPlanner planner = {p, (const KvSequence*)p.plan.sequences, p.invariant != 0};
   const u32 sequences = ((const KvCounts*)p.plan.counts)->sequences;
   KvPlanSum all = {0, 0}, total;
+#pragma unroll 1
   for (u32 i = thread; i < sequences; i += KV_PLAN_THREADS) {
     all.value += planner.cost(i, planner.row_tiles(i)) * p.kv_heads;
   }
   kv_plan_scan(s, all, total);
-  u64 share = total.value / p.slots + (total.value % p.slots > 0 ? 1 : 0);
+  u64 share = (total.value + p.slots - 1) / p.slots;
   if (share < KV_DECODE_SHARE_MIN) share = KV_DECODE_SHARE_MIN;
   KvPlanned done = {0, 0, 0};
   u64 at = 0;
+#pragma unroll 1
   for (u32 chunk = 0; chunk < sequences; chunk += KV_PLAN_THREADS) {
     const u32 sequence = chunk + thread, row_tiles = sequence < sequences ? planner.row_tiles(sequence) : 0;
     const u64 cost = planner.cost(sequence, row_tiles), own = cost * p.kv_heads;
@@ -154,6 +163,7 @@ KV_DEV void kv_plan_decode(const KvDecodePlanParams& p) {
     kv_plan_items(planner, s, chunk, total.count, share, done);
     at += total.value;
   }
+#pragma unroll 1
   for (u32 i = done.slot + thread; i <= p.slots; i += KV_PLAN_THREADS) ((u32*)p.starts)[i] = done.pieces;
 }
 

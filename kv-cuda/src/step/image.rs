@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use kv_core::DeviceError;
 use kv_core::block::BlockTables;
-use kv_core::plan::{PlanBuffers, PlanId};
+use kv_core::plan::{PlanBuffers, PlanId, WritePlan};
 
 use super::lists::{Lists, extent_of, within};
 use super::tables::{Change, DeviceTables};
@@ -163,13 +163,16 @@ impl Image {
         &mut self,
         way: &mut Way<'_>,
         pack: &mut Pack,
-        (batch, tables): (&PlanBuffers, &BlockTables),
+        write: &WritePlan<'_>,
         limits: Option<StepLimits>,
     ) -> Result<(), DeviceError> {
         self.forget();
-        self.tables.fit(tables, limits)?;
-        let rows = batch.sequences().iter().map(|sequence| sequence.row);
-        self.tables.changes(rows, tables, &mut self.changes);
+        let (batch, tables) = (write.batch(), write.tables());
+        let map = write.layout().slot_map();
+        let room = limits.map(|limits| (limits, map.blocks_reserved(limits.max_seq_len)));
+        let rows = || batch.sequences().iter().map(|sequence| sequence.row);
+        self.tables.fit(rows(), tables, room)?;
+        self.tables.changes(rows(), tables, &mut self.changes);
         let width = self.tables.width();
         let table = |_, row: u32| row.saturating_mul(width);
         let extent = extent_of(batch);
