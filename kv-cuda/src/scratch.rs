@@ -52,17 +52,16 @@ impl Pack {
     /// behind does not move.
     pub(crate) fn push_each<T: bytemuck::NoUninit>(
         &mut self,
-        values: impl Iterator<Item = T>,
+        values: impl ExactSizeIterator<Item = T>,
         room: usize,
     ) -> At {
         let at = self.push::<T>(&[]);
         let begin = self.bytes.len();
-        for value in values {
-            self.bytes.extend_from_slice(bytemuck::bytes_of(&value));
-        }
-        let end = begin.saturating_add(room.saturating_mul(size_of::<T>()));
-        if self.bytes.len() < end {
-            self.bytes.resize(end, 0);
+        let count = values.len().max(room);
+        self.bytes.resize(begin.saturating_add(count.saturating_mul(size_of::<T>())), 0);
+        let bytes = self.bytes.get_mut(begin..).unwrap_or_default();
+        for (place, value) in bytes.chunks_exact_mut(size_of::<T>()).zip(values) {
+            place.copy_from_slice(bytemuck::bytes_of(&value));
         }
         at
     }
