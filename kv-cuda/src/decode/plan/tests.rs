@@ -204,14 +204,15 @@ mod device {
             let params = work.params(plan, [pieces, address_mut(&mut starts)]);
             let mut read = vec![Piece { part: 99, ..Piece::default() }; host.pieces.len() + 1];
             let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut read);
-            // SAFETY: the emulator's device is the host, every list is as long as the kernel reads
-            // or writes, and it is done when a call returns.
-            unsafe {
-                stream.upload(pieces, bytes.as_ptr(), bytes.len()).unwrap();
-                stream.launch(&Work::launch(), bytemuck::bytes_of(&params)).unwrap();
-                stream.download(bytes.as_mut_ptr(), pieces, bytes.len()).unwrap();
-                gpu.free(pieces);
-            }
+            // SAFETY: there is room for as many bytes; a call is done when it returns.
+            unsafe { stream.upload(pieces, bytes.as_ptr(), bytes.len()) }.unwrap();
+            // SAFETY: the emulator's device is the host, and every list is as long as the kernel
+            // reads or writes.
+            unsafe { stream.launch(&Work::launch(), bytemuck::bytes_of(&params)) }.unwrap();
+            // SAFETY: as for the upload.
+            unsafe { stream.download(bytes.as_mut_ptr(), pieces, bytes.len()) }.unwrap();
+            // SAFETY: allocated above, and used no more.
+            unsafe { gpu.free(pieces) };
             assert_eq!(read.pop().map(|piece| piece.part), Some(99), "nothing behind the end");
             assert_eq!(starts.pop(), Some(77), "nothing behind the end");
             let count = sequences.len();
