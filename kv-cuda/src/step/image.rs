@@ -186,13 +186,12 @@ impl Image {
             if self.changes.is_empty() {
                 return Ok(());
             }
-            let at = match lists.changes(base) {
-                Some(at) => at,
-                None => {
-                    pack.clear();
-                    let at = pack.push(&self.changes);
-                    at.from(self.many_changes.send((way.stream, way.staging), pack)?)
-                }
+            let at = if let Some(at) = lists.changes(base) {
+                at
+            } else {
+                pack.clear();
+                let at = pack.push(&self.changes);
+                at.from(self.many_changes.send((way.stream, way.staging), pack)?)
             };
             update_tables(way, (at, self.changes.len()), self.tables.address())
         });
