@@ -1,4 +1,9 @@
 //! What `kernels/plan.cu` does, item by item in the most obvious way.
+#![expect(
+    clippy::arithmetic_side_effects,
+    reason = "costs are bounded by the tokens of a batch, u32 each, so sums fit u64; divisors are \
+              constants or at least 1"
+)]
 use super::Work;
 use crate::num::to_u32;
 use crate::params::{Piece, Sequence};
