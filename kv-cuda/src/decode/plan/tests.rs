@@ -1,4 +1,5 @@
 //! What a plan promises: all tiles once, fair shares, and the same from the device.
+#![expect(clippy::arithmetic_side_effects, reason = "sums of a test's own small numbers")]
 use super::host::{DecodePlan, END_MIN, INVARIANT, OVERHEAD, SHARE_MIN, cost};
 use super::*;
 use crate::num::to_u32;
