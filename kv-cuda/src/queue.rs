@@ -323,7 +323,7 @@ impl Queue for CudaQueue {
     ) -> Result<(), DeviceError> {
         self.require_no_capture("the begin of a step")?;
         let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
-        self.steps.prepare(&mut way, group, (write.batch(), write.tables()))
+        self.steps.prepare(&mut way, group, write)
     }
 
     fn write_kv(

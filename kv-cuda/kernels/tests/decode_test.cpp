@@ -373,7 +373,7 @@ int run(u32 seed) {
   const u32 sink_tokens = c.sink_tokens;  // they say nothing without a window
   const KvDecodePlanParams planning = {plan,    (u64)pieces.data(), (u64)starts.data(), c.slots,     c.kv_heads,
                                        c.group, c.full,             c.window_left,      sink_tokens, c.invariant, ~0u};
-  if (launch("plan_decode", 1, 32, 0, &planning, sizeof planning, seed)) return 1;
+  if (launch("plan_decode", 1, 512, 30912, &planning, sizeof planning, seed)) return 1;
   if (check_plan(w, pieces, starts)) return 1;
 
   KvDecodeParams p{};

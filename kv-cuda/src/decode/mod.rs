@@ -4,7 +4,7 @@
 //! The kernels are `kernels/decode.h`; who does what is decided in [`plan`].
 mod plan;
 
-pub(crate) use plan::{DecodePlan, Work};
+pub(crate) use plan::Work;
 
 use crate::params::{Plane, Tensor};
 use crate::step::Extent;

@@ -3,6 +3,7 @@
 //! Device memory is host memory, work is done when the call that submits it returns, and a launch
 //! that goes wrong (threads that wait for each other, shared memory overrun) is an error with the
 //! kernel, the block, the thread and the line. Owns memory and streams; `library` owns the calls.
+mod idle;
 mod library;
 mod memory;
 mod stream;
@@ -16,6 +17,7 @@ use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::gpu::{Facts, Gpu, Pinned, Stream};
 use crate::params::Address;
+pub(crate) use idle::Idle;
 use library::Library;
 use memory::{HostMemory, Memory};
 use stream::EmulatedStream;

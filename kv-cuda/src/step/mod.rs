@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kv_core::block::BlockTables;
-use kv_core::plan::{PlanBuffers, PlanId};
+use kv_core::plan::{PlanBuffers, PlanId, WritePlan};
 use kv_core::{DeviceError, GroupId};
 
 use crate::buffer::CudaBuffer;
@@ -147,7 +147,7 @@ impl Steps {
         &mut self,
         way: &mut Way<'_>,
         group: GroupId,
-        (batch, tables): (&PlanBuffers, &BlockTables),
+        write: &WritePlan<'_>,
     ) -> Result<(), DeviceError> {
         let index = usize::from(group.0);
         while self.groups.len() <= index {
@@ -156,7 +156,7 @@ impl Steps {
         let Some(image) = self.groups.get_mut(index) else {
             return Ok(());
         };
-        image.send_with_changes(way, &mut self.pack, (batch, tables), self.limits)
+        image.send_with_changes(way, &mut self.pack, write, self.limits)
     }
 
     /// The batch on the device, sent if it is not there.
