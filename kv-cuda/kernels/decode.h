@@ -8,14 +8,18 @@
 // the order of parts.
 //
 // What a launch may be (the host checks it):
-// - K and V: one format, one head_dim of 64, 80, 96, 128, 192, 256; f16 or bf16 with queries of that type, or a byte a
-//   value with a given scale, with queries of either; no transforms, means, sinks or tails in 16 bits; rows and
-//   segments at multiples of 16 bytes, and so are block_bytes, token_stride and head_stride; any block_size.
+// - K and V: one format, one head_dim of 64, 80, 96, 128, 192, 256; no means of blocks, sinks or tails in 16 bits;
+//   segments at multiples of 16 bytes, and so is block_bytes; any block_size. Of formats:
+//   - f16 or bf16 with queries of that type; a byte a value with a given scale, with queries of either. No transforms;
+//     token_stride and head_stride are multiples of 16 bytes.
+//   - a byte a value with a scale a row, and l4 but for a head_dim of 80, with queries of either; transformed or not;
+//     token_stride and head_stride are multiples of 2 bytes.
 // - q and out: the same type, rows at multiples of 4 bytes; any q_len and group, but 16 rows are the work of one.
 // Launch: slots blocks of 32 * warps threads, warps = 4, or 2 from head_dim 192 on;
 //   shared bytes = queries + max(units * unit, merge), where
 //   queries = head_dim * 32 from head_dim 192 on, else 0,
-//   unit    = warps * 32 * row_bytes: 32 tokens of K or of V for every warp,
+//   unit    = warps * 32 * room: 32 tokens of K or of V for every warp; the room of a row is row_bytes, with a scale a
+//             row 16 more than those of its codes,
 //   merge   = warps * 16 * (head_dim + 4) * 4 + warps * 16 * 8 + 16,
 //   units   = 2 to 8: as many as let two blocks share a multiprocessor, if that is at least 2, else one.
 // What a query does not see never reaches its rows, be it NaN and seen by another query of the piece.
