@@ -93,12 +93,7 @@ impl Shape {
     }
 
     /// Two thread blocks share a multiprocessor where their rings have two units each.
-    fn sized(
-        kernel: &'static str,
-        dim: u32,
-        row_room: u32,
-        shared_bytes_max: u32,
-    ) -> Option<Self> {
+    fn sized(kernel: &'static str, dim: u32, row_room: u32, shared_bytes_max: u32) -> Option<Self> {
         let warps: u32 = if dim >= 192 { 2 } else { 4 };
         let queries = if dim >= 192 { dim.saturating_mul(ROWS).saturating_mul(2) } else { 0 };
         let unit = warps.saturating_mul(UNIT_TOKENS).saturating_mul(row_room);
