@@ -93,8 +93,8 @@ template <class F, int DIM> struct KvDecodeQuery {
     }
   }
 
-  // The same for rows of K with scales, which may be transformed: so are the queries, in f32, and the mean that keys lack
-  // becomes a bias of scores. A row lies in four lanes.
+  // The same for rows of K with scales, which may be transformed: so are the queries, in f32, and the mean that keys
+  // lack becomes a bias of scores. A row lies in four lanes.
   KV_DEV void load_scaled(const KvDecodeWork& w, KvDecodeRows& rows, u8* smem) {
     const KvAttendParams& a = w.p.attend;
     const u32 t = w.lane & 3;

@@ -1,7 +1,7 @@
 // How rows of codes with a scale of their own meet tensor cores: the third of the formats of decode_format.h.
 //
-// Such rows lie on 2 bytes, so what is copied is every chunk of 16 bytes that has some of a row: head_dim / VALUES / 16
-// + 1 of them, wherever it begins. They lie inside the row's block, which begins and ends on 16 bytes; what they have of
+// Such rows lie on 2 bytes, so what is copied is every chunk of 16 bytes that has some of a row: one more than the codes
+// fill, wherever it begins. They lie inside the row's block, which begins and ends on 16 bytes; what they have of
 // neighbours is never looked at. A lane remembers where its row begins in its first chunk, and whoever reads a row gets
 // it from that lane. Codes are read as aligned words, and two of them are shifted together where a row is not aligned.
 //
@@ -178,8 +178,8 @@ template <class C> struct KvRowOf {
   static KV_DEV void pairs(u32 x, u32 (&out)[1]) { out[0] = C::pair(x); }
 };
 
-// l4: of the lower two bytes, the f16 of their low halves and of their high halves. Levels are those of KV_BOOK4 divided
-// by the unit, which makes them f16 with the least error: 1 / 10,800 of a level.
+// l4: of the lower two bytes, the f16 of their low halves and of their high halves. Levels are those of KV_BOOK4
+// divided by the unit, which makes them f16 with little error: 1 / 10,800 of a level.
 struct KvRowL4 {
   static constexpr int VALUES = 2;
   static constexpr float UNIT = 0.74970859f;

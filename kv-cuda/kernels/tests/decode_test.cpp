@@ -47,7 +47,10 @@ bool is_scaled(u32 format) {
   return format == KV_FMT_L4 || format == KV_FMT_E4M3_ROW || format == KV_FMT_E5M2_ROW || format == KV_FMT_INT8_ROW;
 }
 bool has_given_scale(u32 format) { return is_codes(format) && !is_scaled(format); }
-u32 code_bytes(const Case& c) { return !is_codes(c.format) ? c.dim * 2 : c.format == KV_FMT_L4 ? c.dim / 2 : c.dim; }
+u32 code_bytes(const Case& c) {
+  if (!is_codes(c.format)) return c.dim * 2;
+  return c.format == KV_FMT_L4 ? c.dim / 2 : c.dim;
+}
 u32 row_bytes(const Case& c) { return code_bytes(c) + (is_scaled(c.format) ? 2 : 0); }
 // Of a row in shared memory.
 u32 room(const Case& c) { return code_bytes(c) + (is_scaled(c.format) ? 16 : 0); }
