@@ -27,8 +27,8 @@ KV_DEV u32 kv_decode_pair(const KvTensor& out, float x, float y) {
   return out.dtype == KV_F16 ? kv_pack(KvF16(), x, y) : kv_pack(KvBf16(), x, y);
 }
 
-// Writes values `column` and `column + 1` of a row, and its log-sum-exp beside the first. Where rows have scales they go
-// to `values`, which kv_decode_finish writes.
+// Writes values `column` and `column + 1` of a row, and its log-sum-exp beside the first. Where rows have scales they
+// go to `values`, which kv_decode_finish writes.
 template <class F, int DIM>
 KV_DEV void kv_decode_write(const KvDecodeWork& w, u32 row, u32 column, KvDecodeTotal total, float x, float y,
                             float* values) {

@@ -1,7 +1,7 @@
 // How rows of codes with a scale of their own meet tensor cores: the third of the formats of decode_format.h.
 //
-// Such rows lie on 2 bytes, so what is copied is every chunk of 16 bytes that has some of a row: one more than the codes
-// fill, wherever it begins. They lie inside the row's block, which begins and ends on 16 bytes; what they have of
+// Such rows lie on 2 bytes, so what is copied is every chunk of 16 bytes that has some of a row: one more than the
+// codes fill, wherever it begins. They lie inside the row's block, which begins and ends on 16 bytes; what they have of
 // neighbours is never looked at. A lane remembers where its row begins in its first chunk, and whoever reads a row gets
 // it from that lane. Codes are read as aligned words, and two of them are shifted together where a row is not aligned.
 //

@@ -105,7 +105,8 @@ Case random_case(Random& r) {
 std::string describe(const Case& c) {
   char text[512];
   snprintf(text, sizeof text,
-           "%s q %s dim %u heads %u x %u block %u slots %u units %u axes %u%s%s%s%s%s%s%s window %d+%u cap %g spread %g:",
+           "%s q %s dim %u heads %u x %u block %u slots %u units %u axes %u%s%s%s%s%s%s%s window %d+%u cap %g "
+           "spread %g:",
            name_of(c.format), c.dtype == KV_F16 ? "f16" : "bf16", c.dim, c.kv_heads, c.group, c.block_size, c.slots,
            c.units, c.axes, c.hnd ? " hnd" : "", c.segments ? " segments" : "", c.full ? " full" : "",
            c.sinks ? " sinks" : "", c.invariant ? " invariant" : "",
