@@ -183,7 +183,7 @@ void put_scaled(const Case& c, Random& r, bool is_v, u8* row, double* values) {
 constexpr u32 HOLE = 0x3fffffff;  // names no block
 
 struct Plane {
-  std::vector<std::vector<u8>> memory;  // segments, aligned by hand
+  std::vector<std::vector<u8>> memory;  // segments, to the byte; the host's allocator aligns them to 16
   std::vector<u64> bases;
   KvPlane params;
   std::vector<float> constants;
@@ -235,8 +235,8 @@ struct World {
     p.num_kv_heads = c.kv_heads, p.head_dim = c.dim, p.format = c.format, p.row_bytes = row;
     p.scales_begin = code_bytes(c), p.transforms = c.transforms;
     for (u32 i = 0; i < num_blocks; i += per_segment) {
-      plane.memory.emplace_back(std::min(per_segment, num_blocks - i) * p.block_bytes + 16, 0xff);
-      plane.bases.push_back(((u64)plane.memory.back().data() + 15) / 16 * 16);
+      plane.memory.emplace_back(std::min(per_segment, num_blocks - i) * p.block_bytes, 0xff);
+      plane.bases.push_back((u64)plane.memory.back().data());
     }
     p.base = plane.bases[0], p.segments = c.segments ? (u64)plane.bases.data() : 0;
     plane.constants.assign(2 * c.kv_heads + 3 * c.kv_heads * c.dim, 1.f);
