@@ -2,10 +2,9 @@
 //
 // A unit is 64 rows of one kv head: a row is one head of one query, rows of a sequence are numbered
 // query by query, so that heads of a group share what is read. Each of four warps has 16 of them; all
-// share tiles of K and V, which a source brings to shared memory as T = f16 or bf16, the queries' own
-// type: here KvPrefillPlain, for rows that are stored so, by asynchronous copies, V while scores are made,
-// the next K while values are summed. prefill_coded.h has the source for all other rows. Contexts are not
-// cut.
+// share tiles of K and V, which a source brings to shared memory as T = f16 or bf16: here KvPrefillPlain,
+// for rows that are stored as the queries' own type, by asynchronous copies, V while scores are made, the
+// next K while values are summed. prefill_coded.h has the source for codes. Contexts are not cut.
 //
 // With KvPrefillPlain it takes a call where, for both planes:
 //   - q, out and the planes' rows are T; head_dim of K and V is D, one of 64, 80, 96, 128, 192, 256;
@@ -94,6 +93,7 @@ template <class T, u32 D> struct KvPrefillPlain {
   KV_DEV void weigh(float (&)[Unit::TILES][4], float (&)[2], u32) {}
   // What sums of weighed values are multiplied with.
   KV_DEV float factor(u32) const { return 1.f; }
+  KV_DEV u32 output(float low, float high) const { return kv_pack(T(), low, high); }
   KV_DEV bool turns() const { return false; }
   KV_DEV void turn(float*) const {}
 };
@@ -232,7 +232,7 @@ template <class T, u32 D, class Source> struct KvPrefill {
         u32* out = (u32*)u.row_of(p.out, row) + lane % 4;
 #pragma unroll
         for (u32 d = 0; d < COLUMNS; d++)
-          out[d * 4] = empty ? 0u : kv_pack(T(), o[d][2 * h] * factor, o[d][2 * h + 1] * factor);
+          out[d * 4] = empty ? 0u : source.output(o[d][2 * h] * factor, o[d][2 * h + 1] * factor);
       }
       if (p.lse.data != 0 && lane % 4 == 0)
         *(float*)u.row_of(p.lse, row) = sum == 0.f ? -kv_infinity() : most * KV_LN2 + kv_log(sum);
@@ -244,7 +244,7 @@ template <class T, u32 D, class Source> struct KvPrefill {
       float* values = turned + i * D;
       source.turn(values);
       u32* out = (u32*)u.row_of(p.out, u.warp * 16 + i);
-      for (u32 d = lane; d < D / 2; d += 32) out[d] = kv_pack(T(), values[2 * d], values[2 * d + 1]);
+      for (u32 d = lane; d < D / 2; d += 32) out[d] = source.output(values[2 * d], values[2 * d + 1]);
     }
   }
 };

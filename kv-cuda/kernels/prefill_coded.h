@@ -1,22 +1,24 @@
 // Rows that are not stored as the queries' own type, for prefill.h: codes of every format, with what may
-// come with them. A tile of K and V goes through registers, where its bytes become levels of T, the
-// queries' type; then everybody waits, and makes scores, weights and sums. Two blocks of a multiprocessor
-// do the one and the other at the same time.
+// come with them. A tile of K and V goes through registers, where its bytes become levels of f16; then
+// everybody waits, and makes scores, weights and sums. Two blocks of a multiprocessor do the one and the
+// other at the same time.
 //
 // The factor of a row is not in its levels: that of K multiplies the score of its token, that of V the
-// weight. In f16 such a product may be too large or too small, so all of a row of queries are kept near 1
-// by a power of two, which follows the largest that there was. Levels of L6, L4, L3, q8_0 and q4_0 are
-// rounded to T, as weights are; others are exact.
+// weight. Such a product may be too large or too small for f16, so all of a row of queries are kept near 1
+// by a power of two, which follows the largest that there was. Queries of bf16, and such as are
+// transformed because rows of K are, come to f16 by a power of two for each row; the former exactly.
+// Outputs are transformed where rows of V are, as in attend.cu.
 //
-// Queries are transformed where rows of K are, and outputs where rows of V are, as in attend.cu; a
-// transformed query of f16 is brought into range by a power of two.
+// Takes a call where:
+//   - q and out are f16 or bf16, on multiples of 16 bytes as for KvPrefillPlain; head_dim of K and V is D,
+//     one of 64, 80, 96, 128, 192, 256;
+//   - rows of either plane are codes of any format, or f16; blocks have no means. Transforms, sinks in 16
+//     bits and tails may be;
+//   - a log-sum-exp is asked for only where K is not transformed and has levels that are exact: it is of
+//     32 bits, and would show that queries or levels were rounded to 16.
+// Plain rows of f32, and of bf16 beside codes, are for attend.cu: f16 has no room for them.
 //
-// Takes a call where, for T = f16 or bf16:
-//   - q and out are T, on multiples of 16 bytes as for KvPrefillPlain; head_dim of K and V is D, one of
-//     64, 80, 96, 128, 192, 256;
-//   - rows of either plane are codes of any format, T, or f16 if T is bf16; blocks have no means.
-//     Transforms, sinks in 16 bits and tails may be.
-// Entries and launch as in prefill.h, with
+// Entries and launch as in prefill.h, for `prefill_coded_{D}`, with
 //   shared bytes: 2 (64 + 2 N) (D + 8) + 64 N + 784, N = 64 tokens up to D = 128, 32 above
 #pragma once
 #include "find.h"
@@ -24,9 +26,10 @@
 #include "prefill_levels.h"
 #include "transform.h"
 
-template <class T, u32 D> struct KvPrefillCoded {
-  typedef KvPrefillUnit<T, D> Unit;
-  static constexpr u32 TOKENS = Unit::TOKENS, STRIDE = Unit::STRIDE, CHUNKS = Unit::CHUNKS, TILES = Unit::TILES;
+template <u32 D> struct KvPrefillCoded {
+  typedef KvPrefillUnit<KvF16, D> Unit;
+  static constexpr u32 TOKENS = Unit::TOKENS, STRIDE = Unit::STRIDE, CHUNKS = Unit::CHUNKS,
+                       TILES = Unit::TILES;
   // Tokens, [2][2][TOKENS] factors, two books of 32, [2][64] of query rows.
   static constexpr u32 BYTES = 2 * TOKENS * sizeof(KvCodedAt) + 4 * (4 * TOKENS + 64 + 128);
   const Unit& u;
@@ -55,10 +58,9 @@ template <class T, u32 D> struct KvPrefillCoded {
 
   // Whether all rows of a head have one factor.
   KV_DEV static bool has_given_factor(u32 format) {
-    const bool blocks = format == KV_FMT_Q8_0 || format == KV_FMT_Q4_0;
-    const bool row = format == KV_FMT_E4M3_ROW || format == KV_FMT_E5M2_ROW || format == KV_FMT_INT8_ROW ||
+    const bool row = format == KV_FMT_Q8_0 || format == KV_FMT_Q4_0 || format == KV_FMT_E4M3_ROW || format == KV_FMT_E5M2_ROW || format == KV_FMT_INT8_ROW ||
                      format == KV_FMT_L6 || format == KV_FMT_L4 || format == KV_FMT_L3;
-    return !row && !(blocks && kv_is_narrow(T()));
+    return !row;
   }
 
   KV_DEV void look_up(u32 tile, u32 buffer) const {
@@ -71,8 +73,8 @@ template <class T, u32 D> struct KvPrefillCoded {
       at = {{found.k, found.v}, found.wide, 0};
       const KvPlane &k = u.p.k_plane, &v = u.p.v_plane;
       if (found.wide == 0) {
-        own[0] = kv_row_factor(T(), k.format, (const u8*)found.k, k.scales_begin, given[0], D);
-        own[1] = kv_row_factor(T(), v.format, (const u8*)found.v, v.scales_begin, given[1], D);
+        own[0] = kv_row_factor(k.format, (const u8*)found.k, k.scales_begin, given[0], D);
+        own[1] = kv_row_factor(v.format, (const u8*)found.v, v.scales_begin, given[1], D);
       }
     }
     tokens[buffer * TOKENS + u.thread] = at;
@@ -86,14 +88,14 @@ template <class T, u32 D> struct KvPrefillCoded {
     const bool has_wide = start < k.sinks || start + TOKENS > kv_tail_begin(k, u.sequence.kv_len, u.sequence.coded);
     const KvCodedTile all = {tokens + buffer * TOKENS, factors + buffer * 2 * TOKENS, books, {u.k, u.v},
                              {k.format, v.format}, {k.scales_begin, v.scales_begin}, TOKENS, CHUNKS, STRIDE, has_wide};
-    kv_decode_tile<T>(all);
+    kv_decode_tile(all);
   }
 
   KV_DEV void begin() {
     if (u.thread < 64)
       books[u.thread] =
           kv_book_entry(u.thread < 32 ? u.p.k_plane.format : u.p.v_plane.format, u.thread % 32);
-    if (u.p.k_plane.transforms == 0) {
+    if (u.p.k_plane.transforms == 0 && u.p.q.dtype == KV_F16) {
       u.copy_queries();
       kv_cp_commit();
 #pragma unroll
@@ -103,7 +105,7 @@ template <class T, u32 D> struct KvPrefillCoded {
     const KvConstants constants = kv_constants(u.p.k_plane, u.kv_head);
     float* row = (float*)u.k + u.warp * D;
 #pragma unroll 1
-    for (u32 i = u.warp * 16; i < u.warp * 16 + 16; i++) transform(i, row, constants);
+    for (u32 i = u.warp * 16; i < u.warp * 16 + 16; i++) convert(i, row, constants);
     kv_syncwarp();
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
@@ -113,34 +115,29 @@ template <class T, u32 D> struct KvPrefillCoded {
     }
   }
 
-  // Transforms query row `i` of the unit, a warp together, by way of `row`.
-  KV_DEV void transform(u32 i, float* row, const KvConstants& constants) const {
-    u16* to = u.q + i * STRIDE;
+  // Brings query row `i` of the unit, a warp together, by way of `row`.
+  KV_DEV void convert(u32 i, float* row, const KvConstants& constants) const {
+    const bool transforms = u.p.k_plane.transforms != 0;
     float mean = 0.f, large = 0.f, into = 1.f, back = 1.f;
-    if (i < u.rows) {
-      const u8* from = u.row_of(u.p.q, i);
-      for (u32 d = u.lane; d < D; d += 32) {
-        row[d] = kv_load(u.p.q.dtype, from, d);
-        mean += row[d] * constants.mean[d];
-      }
-      kv_transform_query(row, constants.back, D, u.lane);
-    } else {
-      for (u32 d = u.lane; d < D; d += 32) row[d] = 0.f;
+    const u8* from = u.row_of(u.p.q, i < u.rows ? i : 0);
+    for (u32 d = u.lane; d < D; d += 32) {
+      row[d] = i < u.rows ? kv_load(u.p.q.dtype, from, d) : 0.f;
+      if (transforms) mean += row[d] * constants.mean[d];
     }
+    if (transforms) kv_transform_query(row, constants.back, D, u.lane);
     kv_syncwarp();
-    for (int mask = 16; mask > 0; mask /= 2) mean += kv_shfl_xorf(mean, mask);
-    if (kv_is_narrow(T())) {
-      for (u32 d = u.lane; d < D; d += 32) large = kv_max(large, kv_abs(row[d]));
-      large = kv_warp_max(large);
-      // The largest becomes 256 to 512, unless it is next to nothing, or infinite.
-      const u32 exponent = kv_as_u(large) >> 23;
-      if (exponent >= 9 && exponent < 255) {
-        into = kv_as_f((262 - exponent) << 23);
-        back = kv_as_f((exponent - 8) << 23);
-      }
+    for (u32 d = u.lane; d < D; d += 32) large = kv_max(large, kv_abs(row[d]));
+    mean = kv_warp_sum(mean);
+    large = kv_warp_max(large);
+    // The largest becomes 256 to 512, unless it is next to nothing, or infinite.
+    const u32 exponent = kv_as_u(large) >> 23;
+    if (exponent >= 9 && exponent < 255) {
+      into = kv_as_f((262 - exponent) << 23);
+      back = kv_as_f((exponent - 8) << 23);
     }
+    u32* to = (u32*)(u.q + i * STRIDE);
     for (u32 d = u.lane; d < D / 2; d += 32)
-      *(u32*)(to + 2 * d) = kv_pack(T(), row[2 * d] * into, row[2 * d + 1] * into);
+      to[d] = kv_pack(KvF16(), row[2 * d] * into, row[2 * d + 1] * into);
     if (u.lane == 0) queries[i] = back, queries[64 + i] = mean;
     kv_syncwarp();
   }
@@ -187,7 +184,6 @@ template <class T, u32 D> struct KvPrefillCoded {
 #pragma unroll
       for (u32 j = 0; j < 4; j++) s[i][j] *= j % 2 == 0 ? low : high;
     }
-    if (!kv_is_narrow(T())) return;
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
       float next = 0.f;
@@ -208,7 +204,10 @@ template <class T, u32 D> struct KvPrefillCoded {
   KV_DEV static u32 kv_clamped(u32 exponent) { return exponent < 67 ? 67 : exponent > 187 ? 187 : exponent; }
 
   KV_DEV float factor(u32 h) const {
-    return even ? kv_row_factor(T(), u.p.v_plane.format, nullptr, 0, given[1], D) : kv_power_inverse(power[h]);
+    return even ? kv_row_factor(u.p.v_plane.format, nullptr, 0, given[1], D) : kv_power_inverse(power[h]);
+  }
+  KV_DEV u32 output(float low, float high) const {
+    return u.p.out.dtype == KV_F16 ? kv_pack(KvF16(), low, high) : kv_pack(KvBf16(), low, high);
   }
   KV_DEV bool turns() const { return u.p.v_plane.transforms != 0; }
   KV_DEV void turn(float* row) const {
@@ -216,6 +215,6 @@ template <class T, u32 D> struct KvPrefillCoded {
   }
 };
 
-template <class T, u32 D> KV_DEV void kv_prefill_coded(const KvAttendParams& p) {
-  kv_prefill_by<T, D, KvPrefillCoded<T, D>>(p);
+template <u32 D> KV_DEV void kv_prefill_coded(const KvAttendParams& p) {
+  kv_prefill_by<KvF16, D, KvPrefillCoded<D>>(p);
 }

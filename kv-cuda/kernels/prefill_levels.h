@@ -1,9 +1,11 @@
-// Eight neighbours of a stored row as levels of T = f16 or bf16, in two steps: their bytes, so that many
-// are on their way at once, then the levels. What a level is, and its row's factor, is format.h's, but that
+// Eight neighbours of a stored row as levels of f16, in two steps: their bytes, so that many are on their
+// way at once, then the levels. What a level is, and its row's factor, is format.h's, but that
 //
-//   - of nvfp4 the given scale is the factor, so that levels are exact in either type;
-//   - of q8_0 and q4_0 in f16, levels are relative to a power of two, the factor, which the largest scale
-//     of the row chooses: they are neither too large for f16 nor, if they matter, too small.
+//   - of nvfp4 the given scale is the factor, so that levels are exact;
+//   - of q8_0 and q4_0 levels are relative to a power of two, the factor, which the largest scale of the
+//     row chooses: they are neither too large for f16 nor, if they matter, too small.
+//
+// Levels of the Lloyd-Max formats, of q8_0 and of q4_0 are rounded to f16. Others are exact.
 //
 // Part of prefill.h.
 #pragma once
@@ -36,14 +38,10 @@ KV_DEV float kv_book_entry(u32 format, u32 i) {
   return bits == 6 ? kv_magnitude<6>(i) : bits == 4 ? kv_magnitude<4>(i) : bits == 3 ? kv_magnitude<3>(i) : 0.f;
 }
 
-KV_DEV constexpr bool kv_is_narrow(KvF16) { return true; }
-KV_DEV constexpr bool kv_is_narrow(KvBf16) { return false; }
-
 // The factor of a row.
-template <class T> KV_DEV float kv_row_factor(T, u32 format, const u8* row, u32 scales_begin, float scale, u32 dim) {
+KV_DEV float kv_row_factor(u32 format, const u8* row, u32 scales_begin, float scale, u32 dim) {
   if (format == KV_FMT_NVFP4) return scale;
-  const bool blocks = format == KV_FMT_Q8_0 || format == KV_FMT_Q4_0;
-  if (!blocks || !kv_is_narrow(T())) return kv_factor(format, row, scales_begin, scale);
+  if (format != KV_FMT_Q8_0 && format != KV_FMT_Q4_0) return kv_factor(format, row, scales_begin, scale);
   const u32 step = format == KV_FMT_Q8_0 ? 34 : 18;
   float most = 0.f;
   for (u32 i = 0; i * 32 < dim; i++) most = kv_max(most, kv_abs(kv_half_at(row + i * step)));
@@ -75,7 +73,7 @@ template <u32 FAMILY> KV_DEV KvRaw8 kv_raw8(const u8* row, u32 scales_begin, u32
     else if (bits == 3) raw.word[2] = kv_pair(from + 8) | kv_pair(from + 10) << 16;
     if (FAMILY == KV_FMT_L6_G32 || FAMILY == KV_FMT_L4_G32 || FAMILY == KV_FMT_L3_G32)
       raw.scale = kv_e4m3_decode(scales[group]);
-  } else if constexpr (FAMILY == KV_FMT_F16 || FAMILY == KV_FMT_BF16) {
+  } else if constexpr (FAMILY == KV_FMT_F16) {
     eight(0, row + 2 * begin);
     eight(2, row + 2 * begin + 8);
   } else if constexpr (FAMILY == KV_FMT_Q8_0) {
@@ -105,30 +103,22 @@ template <u32 BITS> KV_DEV u32 kv_raw_code(const KvRaw8& raw, u32 at, bool half,
   return (raw.word[place / 4] >> (place % 4 * 8 + shift) & 3) | sign << 2;
 }
 
-KV_DEV u32 kv_halves(KvF16, u32 two) { return two; }
-KV_DEV u32 kv_halves(KvBf16, u32 two) {
-  return kv_pack(KvBf16(), kv_f16_f((u16)two), kv_f16_f((u16)(two >> 16)));
-}
-
 // Eight levels.
-template <class T, u32 FAMILY>
+template <u32 FAMILY>
 KV_DEV KvWord4 kv_levels8(const KvRaw8& raw, u32 whole, u32 begin, const float* book, float factor) {
   constexpr u32 bits = kv_lloyd_bits(FAMILY);
   const u32 at = begin % KV_GROUP;
   u32 out[4];
-  if constexpr (FAMILY == KV_FMT_BF16) {
-    return {raw.word[0], raw.word[1], raw.word[2], raw.word[3]};
-  } else if constexpr (FAMILY == KV_FMT_F16) {
+  if constexpr (FAMILY == KV_FMT_F16) {
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) out[i] = kv_halves(T(), raw.word[i]);
+    for (u32 i = 0; i < 4; i++) out[i] = raw.word[i];
   } else if constexpr (FAMILY == KV_FMT_E4M3 || FAMILY == KV_FMT_E5M2 || FAMILY == KV_FMT_INT8) {
-    // Exact in either type.
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
       const u32 two = raw.word[i / 2] >> (i % 2 * 16);
-      out[i] = kv_halves(T(), FAMILY == KV_FMT_E4M3   ? kv_e4m3x2_f16x2(two)
-                              : FAMILY == KV_FMT_E5M2 ? kv_prmt(two, 0, 0x1404)
-                                                      : kv_int8x2_f16x2(two));
+      out[i] = FAMILY == KV_FMT_E4M3   ? kv_e4m3x2_f16x2(two)
+               : FAMILY == KV_FMT_E5M2 ? kv_prmt(two, 0, 0x1404)  // the upper bytes of f16
+                                       : kv_int8x2_f16x2(two);
     }
   } else {
     constexpr bool blocks = FAMILY == KV_FMT_Q8_0 || FAMILY == KV_FMT_Q4_0;
@@ -150,7 +140,7 @@ KV_DEV KvWord4 kv_levels8(const KvRaw8& raw, u32 whole, u32 begin, const float* 
       if (FAMILY != KV_FMT_L6 && FAMILY != KV_FMT_L4 && FAMILY != KV_FMT_L3) level[i] *= scale;
     }
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) out[i] = kv_pack(T(), level[2 * i], level[2 * i + 1]);
+    for (u32 i = 0; i < 4; i++) out[i] = kv_pack(KvF16(), level[2 * i], level[2 * i + 1]);
   }
   return {out[0], out[1], out[2], out[3]};
 }
@@ -170,7 +160,7 @@ struct KvCodedTile {
 };
 
 // Makes levels of the rows of a plane that are `wide`, or that are not.
-template <class T, u32 FAMILY> KV_DEV void kv_decode_rows(const KvCodedTile& tile, u32 plane, u32 wide) {
+template <u32 FAMILY> KV_DEV void kv_decode_rows(const KvCodedTile& tile, u32 plane, u32 wide) {
   constexpr u32 AT_ONCE = 4, THREADS = 128;
   const float *factors = tile.factors + plane * tile.num_tokens, *book = tile.books + plane * 32;
   const u32 scales_begin = tile.scales_begin[plane], whole = tile.chunks / 4 * KV_GROUP;
@@ -198,32 +188,31 @@ template <class T, u32 FAMILY> KV_DEV void kv_decode_rows(const KvCodedTile& til
       if (place[j] == KV_NONE) continue;
       const u32 token = place[j] >> 16, chunk = place[j] & 0x7fffu;
       KvWord4 out = {0, 0, 0, 0};
-      if ((place[j] & 0x8000u) == 0) out = kv_levels8<T, FAMILY>(raw[j], whole, chunk * 8, book, factors[token]);
+      if ((place[j] & 0x8000u) == 0) out = kv_levels8<FAMILY>(raw[j], whole, chunk * 8, book, factors[token]);
       *(KvWord4*)(to + token * tile.stride + chunk * 8) = out;
     }
   }
 }
 
 // Decodes a tile, by 128 threads. A function of its own, since every stored format is in it.
-template <class T> KV_DEV_CALL void kv_decode_tile(const KvCodedTile& tile) {
+KV_DEV_CALL void kv_decode_tile(const KvCodedTile& tile) {
 #pragma unroll 1
   for (u32 pass = 0; pass < (tile.has_wide ? 4u : 2u); pass++) {
     const u32 plane = pass % 2, wide = pass / 2, own = plane == 0 ? tile.formats[0] : tile.formats[1];
-    switch (kv_family(wide != 0 && own > KV_FMT_BF16 ? (u32)KV_FMT_F16 : own)) {
-      case KV_FMT_F16: kv_decode_rows<T, KV_FMT_F16>(tile, plane, wide); break;
-      case KV_FMT_BF16: kv_decode_rows<T, KV_FMT_BF16>(tile, plane, wide); break;
-      case KV_FMT_E4M3: kv_decode_rows<T, KV_FMT_E4M3>(tile, plane, wide); break;
-      case KV_FMT_E5M2: kv_decode_rows<T, KV_FMT_E5M2>(tile, plane, wide); break;
-      case KV_FMT_INT8: kv_decode_rows<T, KV_FMT_INT8>(tile, plane, wide); break;
-      case KV_FMT_L6: kv_decode_rows<T, KV_FMT_L6>(tile, plane, wide); break;
-      case KV_FMT_L6_G32: kv_decode_rows<T, KV_FMT_L6_G32>(tile, plane, wide); break;
-      case KV_FMT_L4: kv_decode_rows<T, KV_FMT_L4>(tile, plane, wide); break;
-      case KV_FMT_L4_G32: kv_decode_rows<T, KV_FMT_L4_G32>(tile, plane, wide); break;
-      case KV_FMT_L3: kv_decode_rows<T, KV_FMT_L3>(tile, plane, wide); break;
-      case KV_FMT_L3_G32: kv_decode_rows<T, KV_FMT_L3_G32>(tile, plane, wide); break;
-      case KV_FMT_Q8_0: kv_decode_rows<T, KV_FMT_Q8_0>(tile, plane, wide); break;
-      case KV_FMT_Q4_0: kv_decode_rows<T, KV_FMT_Q4_0>(tile, plane, wide); break;
-      default: kv_decode_rows<T, KV_FMT_NVFP4>(tile, plane, wide);
+    switch (kv_family(wide != 0 ? (u32)KV_FMT_F16 : own)) {
+      case KV_FMT_F16: kv_decode_rows<KV_FMT_F16>(tile, plane, wide); break;
+      case KV_FMT_E4M3: kv_decode_rows<KV_FMT_E4M3>(tile, plane, wide); break;
+      case KV_FMT_E5M2: kv_decode_rows<KV_FMT_E5M2>(tile, plane, wide); break;
+      case KV_FMT_INT8: kv_decode_rows<KV_FMT_INT8>(tile, plane, wide); break;
+      case KV_FMT_L6: kv_decode_rows<KV_FMT_L6>(tile, plane, wide); break;
+      case KV_FMT_L6_G32: kv_decode_rows<KV_FMT_L6_G32>(tile, plane, wide); break;
+      case KV_FMT_L4: kv_decode_rows<KV_FMT_L4>(tile, plane, wide); break;
+      case KV_FMT_L4_G32: kv_decode_rows<KV_FMT_L4_G32>(tile, plane, wide); break;
+      case KV_FMT_L3: kv_decode_rows<KV_FMT_L3>(tile, plane, wide); break;
+      case KV_FMT_L3_G32: kv_decode_rows<KV_FMT_L3_G32>(tile, plane, wide); break;
+      case KV_FMT_Q8_0: kv_decode_rows<KV_FMT_Q8_0>(tile, plane, wide); break;
+      case KV_FMT_Q4_0: kv_decode_rows<KV_FMT_Q4_0>(tile, plane, wide); break;
+      default: kv_decode_rows<KV_FMT_NVFP4>(tile, plane, wide);
     }
   }
 }

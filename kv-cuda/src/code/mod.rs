@@ -61,7 +61,7 @@ mod tests {
             ("attend_rows_large", "attend.cu"),
             ("decode_bf16_128", "decode_bf16.cu"),
             ("prefill_f16_64", "prefill_f16.cu"),
-            ("prefill_coded_f16_64", "prefill_coded_f16.cu"),
+            ("prefill_coded_64", "prefill_coded.cu"),
         ] {
             assert_eq!(exporting(&units, kernel).map(Unit::name), Some(unit), "{kernel}");
         }

@@ -14,6 +14,9 @@ const PREFILL_DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];
 /// Numbers of `KvDtype`, which are those of the plain formats too.
 const F16: u32 = 1;
 const BF16: u32 = 2;
+/// Numbers of `KvFormat`: from the first of these on, levels take more than f16 has, but for NVFP4.
+const L6: u32 = 12;
+const NVFP4: u32 = 20;
 
 /// `attend.cu`: every shape, format and option.
 pub(super) fn rows(params: &AttendParams, extent: &Extent, splits_max: u32) -> Launch {
@@ -58,12 +61,12 @@ impl Prefill {
         let alike = planes.iter().all(|plane| plane.head_dim == dim);
         let takes = alike && [q, out].into_iter().all(is_aligned);
         let is_plain = planes.iter().all(|plane| plane.format == q.dtype && lies_well(plane));
-        let is_coded = planes.iter().all(|plane| decodes(plane, q.dtype));
+        let is_coded = planes.iter().all(|plane| decodes(plane))
+            && (params.lse.data == 0 || is_scored_exactly(k_plane));
         let (names, shared_bytes) = match q.dtype {
             F16 if is_plain => (PREFILL_F16, prefill_bytes(dim, 32, 16)),
             BF16 if is_plain => (PREFILL_BF16, prefill_bytes(dim, 32, 16)),
-            F16 if is_coded => (PREFILL_CODED_F16, prefill_bytes(dim, 64, 784)),
-            BF16 if is_coded => (PREFILL_CODED_BF16, prefill_bytes(dim, 64, 784)),
+            F16 | BF16 if is_coded => (PREFILL_CODED, prefill_bytes(dim, 64, 784)),
             _ => return None,
         };
         let kernel = names.get(index).copied()?;
@@ -93,12 +96,15 @@ fn lies_well(plane: &Plane) -> bool {
     strides.iter().all(|n| n.is_multiple_of(16)) && extras.iter().all(|n| *n == 0)
 }
 
-/// Whether rows become levels of the queries' type: codes of every format do, and plain rows whose
-/// values have room in it. What is kept in 16 bits among codes is f16, which bf16 has room for.
-fn decodes(plane: &Plane, dtype: u32) -> bool {
-    let is_code = plane.format > BF16;
-    let fits = is_code || plane.format == dtype || (plane.format == F16 && dtype == BF16);
-    fits && plane.block_means == 0
+/// Whether rows become levels of f16: codes of every format do.
+fn decodes(plane: &Plane) -> bool {
+    (plane.format == F16 || plane.format > BF16) && plane.block_means == 0
+}
+
+/// Whether neither levels of these keys nor the queries that meet them are rounded to f16.
+fn is_scored_exactly(k_plane: &Plane) -> bool {
+    let is_exact = k_plane.format < L6 || k_plane.format == NVFP4;
+    is_exact && k_plane.transforms == 0
 }
 
 fn is_aligned(tensor: &Tensor) -> bool {
@@ -121,21 +127,13 @@ const PREFILL_BF16: [&str; 6] = [
     "prefill_bf16_192",
     "prefill_bf16_256",
 ];
-const PREFILL_CODED_F16: [&str; 6] = [
-    "prefill_coded_f16_64",
-    "prefill_coded_f16_80",
-    "prefill_coded_f16_96",
-    "prefill_coded_f16_128",
-    "prefill_coded_f16_192",
-    "prefill_coded_f16_256",
-];
-const PREFILL_CODED_BF16: [&str; 6] = [
-    "prefill_coded_bf16_64",
-    "prefill_coded_bf16_80",
-    "prefill_coded_bf16_96",
-    "prefill_coded_bf16_128",
-    "prefill_coded_bf16_192",
-    "prefill_coded_bf16_256",
+const PREFILL_CODED: [&str; 6] = [
+    "prefill_coded_64",
+    "prefill_coded_80",
+    "prefill_coded_96",
+    "prefill_coded_128",
+    "prefill_coded_192",
+    "prefill_coded_256",
 ];
 
 #[cfg(test)]
@@ -167,14 +165,14 @@ mod tests {
 
     #[test]
     fn rows_of_the_queries_type_are_copied_where_they_lie_well() {
-        let params = params(BF16, [BF16; 2], 128);
-        assert_eq!(kernel(&params), Some("prefill_bf16_128"));
+        let params = params(F16, [F16; 2], 128);
+        assert_eq!(kernel(&params), Some("prefill_f16_128"));
         let mut crooked = params;
         crooked.v_plane.token_stride += 2;
-        assert_eq!(kernel(&crooked), Some("prefill_coded_bf16_128"));
+        assert_eq!(kernel(&crooked), Some("prefill_coded_128"));
         let mut turned = params;
         turned.k_plane.transforms = 1;
-        assert_eq!(kernel(&turned), Some("prefill_coded_bf16_128"));
+        assert_eq!(kernel(&turned), Some("prefill_coded_128"));
         let mut crooked = params;
         crooked.q.data += 2;
         assert_eq!(kernel(&crooked), None);
@@ -186,8 +184,9 @@ mod tests {
             for k in BF16 + 1..FORMATS {
                 for v in BF16 + 1..FORMATS {
                     let name = |dtype| kernel(&params(dtype, [k, v], dim));
-                    assert_eq!(name(F16), Some(format!("prefill_coded_f16_{dim}")).as_deref());
-                    assert_eq!(name(BF16), Some(format!("prefill_coded_bf16_{dim}")).as_deref());
+                    let coded = format!("prefill_coded_{dim}");
+                    assert_eq!(name(F16), Some(coded.as_str()));
+                    assert_eq!(name(BF16), Some(coded.as_str()));
                     assert_eq!(name(FORMAT_F32), None);
                 }
             }
@@ -197,10 +196,23 @@ mod tests {
     #[test]
     fn plain_rows_are_decoded_where_they_have_room() {
         let code = BF16 + 1;
-        assert_eq!(kernel(&params(BF16, [F16, code], 64)), Some("prefill_coded_bf16_64"));
-        assert_eq!(kernel(&params(F16, [code, F16], 64)), Some("prefill_coded_f16_64"));
+        assert_eq!(kernel(&params(BF16, [BF16, BF16], 64)), Some("prefill_bf16_64"));
+        assert_eq!(kernel(&params(BF16, [F16, code], 64)), Some("prefill_coded_64"));
+        assert_eq!(kernel(&params(F16, [code, F16], 64)), Some("prefill_coded_64"));
         assert_eq!(kernel(&params(F16, [code, BF16], 64)), None);
         assert_eq!(kernel(&params(BF16, [FORMAT_F32, code], 64)), None);
+    }
+
+    #[test]
+    fn a_log_sum_exp_needs_exact_scores() {
+        let exact = [F16, 3, 11, NVFP4];
+        for format in [F16, 3, 11, L6, 13, 17, 18, 19, NVFP4] {
+            let mut params = params(BF16, [format, L6], 64);
+            params.lse = Tensor { data: 4096, ..Tensor::default() };
+            assert_eq!(kernel(&params).is_some(), exact.contains(&format), "{format}");
+            params.k_plane.transforms = 1;
+            assert_eq!(kernel(&params), None, "{format}");
+        }
     }
 
     #[test]
@@ -215,7 +227,7 @@ mod tests {
         assert_eq!(kernel(&means), None);
         let mut tail = params(BF16, code, 64);
         (tail.k_plane.sinks, tail.k_plane.has_tail) = (4, 1);
-        assert_eq!(kernel(&tail), Some("prefill_coded_bf16_64"));
+        assert_eq!(kernel(&tail), Some("prefill_coded_64"));
         let little = Prefill::of(&params(BF16, code, 256), 48 << 10);
         assert_eq!(little, None);
     }

@@ -1,9 +1,0 @@
-// Attention of many queries of bf16 over codes: prefill_coded.h.
-#include "prefill_coded.h"
-
-KV_KERNEL(prefill_coded_bf16_64, KvAttendParams, 128, 2, kv_prefill_coded<KvBf16, 64>)
-KV_KERNEL(prefill_coded_bf16_80, KvAttendParams, 128, 2, kv_prefill_coded<KvBf16, 80>)
-KV_KERNEL(prefill_coded_bf16_96, KvAttendParams, 128, 2, kv_prefill_coded<KvBf16, 96>)
-KV_KERNEL(prefill_coded_bf16_128, KvAttendParams, 128, 2, kv_prefill_coded<KvBf16, 128>)
-KV_KERNEL(prefill_coded_bf16_192, KvAttendParams, 128, 1, kv_prefill_coded<KvBf16, 192>)
-KV_KERNEL(prefill_coded_bf16_256, KvAttendParams, 128, 1, kv_prefill_coded<KvBf16, 256>)

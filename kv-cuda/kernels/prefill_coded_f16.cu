@@ -1,9 +1,0 @@
-// Attention of many queries of f16 over codes: prefill_coded.h.
-#include "prefill_coded.h"
-
-KV_KERNEL(prefill_coded_f16_64, KvAttendParams, 128, 2, kv_prefill_coded<KvF16, 64>)
-KV_KERNEL(prefill_coded_f16_80, KvAttendParams, 128, 2, kv_prefill_coded<KvF16, 80>)
-KV_KERNEL(prefill_coded_f16_96, KvAttendParams, 128, 2, kv_prefill_coded<KvF16, 96>)
-KV_KERNEL(prefill_coded_f16_128, KvAttendParams, 128, 2, kv_prefill_coded<KvF16, 128>)
-KV_KERNEL(prefill_coded_f16_192, KvAttendParams, 128, 1, kv_prefill_coded<KvF16, 192>)
-KV_KERNEL(prefill_coded_f16_256, KvAttendParams, 128, 1, kv_prefill_coded<KvF16, 256>)
