@@ -75,6 +75,8 @@ template <u32 D> struct KvPrefillCoded {
       if (found.wide == 0) {
         own[0] = kv_row_factor(k.format, (const u8*)found.k, k.scales_begin, given[0], D);
         own[1] = kv_row_factor(v.format, (const u8*)found.v, v.scales_begin, given[1], D);
+      } else {
+        own[1] = kv_wide_factor(v.format, (const u8*)found.v, D);
       }
     }
     tokens[buffer * TOKENS + u.thread] = at;

@@ -49,6 +49,37 @@ KV_DEV float kv_row_factor(u32 format, const u8* row, u32 scales_begin, float sc
   const u32 exponent = kv_as_u(most) >> 23;
   return exponent == 0 || exponent == 255 ? 1.f : kv_as_f((exponent - 6) << 23);
 }
+// The power of two below the largest level of a format whose rows or planes have a factor, 0 for others.
+KV_DEV u32 kv_level_exponent(u32 format) {
+  switch (kv_family(format)) {
+    case KV_FMT_INT8: return 6;
+    case KV_FMT_E4M3: return 8;
+    case KV_FMT_E5M2: return 14;
+    case KV_FMT_L6: case KV_FMT_L4: case KV_FMT_L3: return 1;
+    case KV_FMT_Q8_0: return 13;
+    case KV_FMT_Q4_0: return 9;
+    case KV_FMT_NVFP4: return 11;
+    default: return 0;
+  }
+}
+
+// The factor of a row in 16 bits among codes of `format`: a power of two that makes its levels as large as
+// theirs, so that weights times factors tell how much a token matters.
+KV_DEV float kv_wide_factor(u32 format, const u8* row, u32 dim) {
+  const u32 wanted = kv_level_exponent(format);
+  if (wanted == 0) return 1.f;
+  u32 most = 0;
+  for (u32 i = 0; i < dim; i += 4) {
+    const KvBytes8 four = kv_bytes8(row + 2 * i);
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) {
+      const u32 bits = four.word[j / 2] >> (j % 2 * 16) & 0x7fff;
+      most = bits > most ? bits : most;
+    }
+  }
+  const u32 exponent = kv_as_u(kv_f16_f((u16)most)) >> 23;
+  return exponent == 0 || exponent == 255 ? 1.f : kv_as_f((exponent - wanted) << 23);
+}
 // One divided by a power of two.
 KV_DEV float kv_power_inverse(float power) { return kv_as_f((254u << 23) - kv_as_u(power)); }
 
@@ -111,7 +142,12 @@ KV_DEV KvWord4 kv_levels8(const KvRaw8& raw, u32 whole, u32 begin, const float* 
   u32 out[4];
   if constexpr (FAMILY == KV_FMT_F16) {
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) out[i] = raw.word[i];
+    for (u32 i = 0; i < 4; i++) {
+      out[i] = raw.word[i];
+      if (factor == 1.f) continue;
+      const float by = kv_power_inverse(factor);
+      out[i] = kv_pack(KvF16(), kv_f16_f((u16)out[i]) * by, kv_f16_f((u16)(out[i] >> 16)) * by);
+    }
   } else if constexpr (FAMILY == KV_FMT_E4M3 || FAMILY == KV_FMT_E5M2 || FAMILY == KV_FMT_INT8) {
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {

@@ -1,6 +1,7 @@
 // Values of V that are not finite, in the emulator against attention in f64: they reach the queries
 // that see their tokens and no others, though other queries of a tile meet the same memory. Runs the
-// kernel for everything and prefill, for a few and for many queries.
+// kernel for everything and prefill, over rows of f16 and, by the latter, over codes of a byte with a scale
+// a row, for a few and for many queries.
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -16,9 +17,11 @@ namespace {
 
 constexpr u32 DIM = 64, KV_HEADS = 2, GROUP = 3, BLOCK = 16, KV_LEN = 150, HEADS = KV_HEADS * GROUP;
 constexpr u32 BROKEN = 120, INFINITE = 130;  // tokens
+constexpr u32 ROW = DIM + 2;                 // bytes of codes and their scale
 
 struct Memory {
   std::vector<u16> q, k, v, out;
+  std::vector<u8> codes[2];
   std::vector<u32> tables, counters;
   KvSequence sequence = {};
   KvSplit split = {};
@@ -34,6 +37,27 @@ KvPlane plane(const std::vector<u16>& memory, u32 blocks) {
   p.blocks_per_segment = p.num_blocks = blocks;
   p.block_size = BLOCK, p.num_kv_heads = KV_HEADS, p.head_dim = DIM, p.format = KV_FMT_F16;
   p.row_bytes = DIM * 2, p.wide_slots = 1, p.wide_per_block = BLOCK;
+  return p;
+}
+
+// Makes codes of the rows of a plane, and the rows what the codes mean.
+KvPlane coded(std::vector<u8>& codes, std::vector<u16>& memory, u32 blocks) {
+  codes.assign(memory.size() / DIM * ROW, 0xff);
+  for (u32 row = 0; row < memory.size() / DIM; row++) {
+    u16 *values = &memory[row * DIM], scale = 0x2400;  // 2^-6
+    u8* to = &codes[row * ROW];
+    for (u32 i = 0; i < DIM; i++) {
+      const float value = kv_f16_f(values[i]);
+      if (!std::isfinite(value)) scale = values[i];
+      to[i] = std::isfinite(value) ? (u8)(i8)std::lrint(std::fmin(std::fmax(value * 64, -127), 127)) : 1;
+    }
+    for (u32 i = 0; i < DIM; i++) values[i] = (u16)kv_pack(KvF16(), (float)(i8)to[i] * kv_f16_f(scale), 0.f);
+    to[DIM] = (u8)scale, to[DIM + 1] = (u8)(scale >> 8);
+  }
+  KvPlane p = plane(memory, blocks);
+  p.base = (u64)codes.data();
+  p.token_stride = KV_HEADS * ROW, p.head_stride = ROW, p.block_bytes = BLOCK * p.token_stride;
+  p.format = KV_FMT_INT8_ROW, p.row_bytes = ROW, p.scales_begin = DIM;
   return p;
 }
 
@@ -61,7 +85,7 @@ bool near(double got, double want) {
   return got == want || std::fabs(got - want) <= 2e-3;
 }
 
-u32 run(const std::string& kernel, u32 q_len, u32 rows, u32 shared_bytes) {
+u32 run(const std::string& kernel, u32 q_len, u32 rows, u32 shared_bytes, bool codes = false) {
   std::mt19937 bits(q_len);
   std::normal_distribution<float> normal;
   Memory m;
@@ -84,6 +108,7 @@ u32 run(const std::string& kernel, u32 q_len, u32 rows, u32 shared_bytes) {
   p.plan = {(u64)&m.counts, (u64)&m.sequence, (u64)&m.split, 0, (u64)m.tables.data()};
   p.q = tensor(m.q, q_len), p.out = tensor(m.out, q_len);
   p.k_plane = plane(m.k, blocks), p.v_plane = plane(m.v, blocks);
+  if (codes) p.k_plane = coded(m.codes[0], m.k, blocks), p.v_plane = coded(m.codes[1], m.v, blocks);
   p.scale = 0.125f, p.window_left = 0xffffffffu, p.group = GROUP, p.q_len_max = 0xffffffffu;
   const u32 grid[3] = {q_len * GROUP / rows + 1, KV_HEADS, 1};
   m.counters.assign(grid[0] * grid[1], 0);
@@ -103,6 +128,7 @@ u32 run(const std::string& kernel, u32 q_len, u32 rows, u32 shared_bytes) {
   // Every query at or behind the token, for each head of the group.
   const u32 first = KV_LEN - q_len;
   const u32 see = (KV_LEN - (BROKEN > first ? BROKEN : first)) + (KV_LEN - (INFINITE > first ? INFINITE : first));
+  if (codes) broken /= DIM;  // whole rows
   if (broken != see * GROUP) printf("%u values are not finite by definition, %u expected\n", broken, see * GROUP);
   return wrong + (broken != see * GROUP);
 }
@@ -115,6 +141,8 @@ int main() {
     wrong += run("attend_rows", q_len, 16, 43008 + 16 * 4 * (64 + 64 + 72) + 16);
     wrong += run("attend_rows_large", q_len, 4, 43008 + 16 * (64 + 64 + 72) + 16);
     wrong += run("prefill_f16_64", q_len, 64, 2 * (64 + 2 * 64) * (64 + 8) + 32 * 64 + 16);
+    for (bool codes : {false, true})
+      wrong += run("prefill_coded_64", q_len, 64, 2 * (64 + 2 * 64) * (64 + 8) + 64 * 64 + 784, codes);
   }
   printf("%u wrong\n", wrong);
   return wrong != 0;
