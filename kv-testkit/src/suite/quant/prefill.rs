@@ -112,7 +112,9 @@ fn magnitudes<B: Device>(backend: &B) -> CaseResult {
                 let mut rows = lab.random_rows(&[90], &how).remove(0);
                 for plane in &mut rows[0] {
                     for (token, row) in plane.chunks_mut(64).enumerate() {
-                        row.iter_mut().for_each(|x| *x *= factors[token / 7 % 3]);
+                        for x in row {
+                            *x *= factors[token / 7 % 3];
+                        }
                     }
                 }
                 lab.write_only(&[(1, 90)], std::slice::from_ref(&rows), DType::F32)?;
