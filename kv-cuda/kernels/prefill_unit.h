@@ -135,22 +135,23 @@ template <class T, u32 D> struct KvPrefillUnit {
   KV_DEV void sum_seen(float (&o)[COLUMNS][4], const u32 (&weights)[TILES][2], const KvVisible (&seen)[2],
                        u32 start) const {
 #pragma unroll 1
-    for (u32 token = 0; token < TOKENS; token++) {
-      const u16* row = v + token * STRIDE + lane % 4 * 2;
+    for (u32 nth = 0; nth < 8; nth++)
 #pragma unroll
-      for (u32 h = 0; h < 2; h++) {
-        // Of the four lanes of a row, one has the weight.
-        u32 pair = 0;
+      for (u32 i = 0; i < TILES; i++) sum_token(o, weights[i], seen, start, i * 8 + nth);
+  }
+  KV_DEV void sum_token(float (&o)[COLUMNS][4], const u32 (&weights)[2], const KvVisible (&seen)[2], u32 start,
+                        u32 token) const {
+    const u16* row = v + token * STRIDE + lane % 4 * 2;
 #pragma unroll
-        for (u32 i = 0; i < TILES; i++) pair = i == token / 8 ? weights[i][h] : pair;
-        pair = kv_shfl(pair, lane / 4 * 4 + token % 8 / 2);
-        if (!sees(seen[h], start + token)) continue;
-        const float weight = kv_to_float(T(), (u16)(pair >> token % 2 * 16));
+    for (u32 h = 0; h < 2; h++) {
+      // Of the four lanes of a row, one has the weight.
+      const u32 pair = kv_shfl(weights[h], lane / 4 * 4 + token % 8 / 2);
+      if (!sees(seen[h], start + token)) continue;
+      const float weight = kv_to_float(T(), (u16)(pair >> token % 2 * 16));
 #pragma unroll
-        for (u32 d = 0; d < COLUMNS; d++) {
-          o[d][2 * h] += weight * kv_to_float(T(), row[d * 8]);
-          o[d][2 * h + 1] += weight * kv_to_float(T(), row[d * 8 + 1]);
-        }
+      for (u32 d = 0; d < COLUMNS; d++) {
+        o[d][2 * h] += weight * kv_to_float(T(), row[d * 8]);
+        o[d][2 * h + 1] += weight * kv_to_float(T(), row[d * 8 + 1]);
       }
     }
   }
