@@ -1,7 +1,8 @@
 // Values of V that are not finite, in the emulator against attention in f64: they reach the queries
 // that see their tokens and no others, though other queries of a tile meet the same memory. Runs the
-// kernels for everything and those for prefill, for a few and for many queries. A case is its seed, which shuffles
-// blocks and threads too: `broken_test` runs all, `broken_test FIRST COUNT` some.
+// kernels for everything and those for prefill, the latter also over codes of a byte with a scale a row, for a few and
+// for many queries. A case is its seed, which shuffles blocks and threads too: `broken_test` runs all, `broken_test
+// FIRST COUNT` some.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -22,6 +23,7 @@ constexpr u32 BROKEN = 120, INFINITE = 130;  // tokens
 struct Case {
   std::string kernel;
   u32 dtype, dim, rows, shared_bytes, q_len;
+  bool codes = false;
 };
 
 std::vector<Case> cases() {
@@ -36,6 +38,9 @@ std::vector<Case> cases() {
       const u32 tokens = dim <= 128 ? 64 : 32, shared_bytes = 2 * (64 + 2 * tokens) * (dim + 8) + 32 * tokens + 16;
       all.push_back({"prefill_f16_" + std::to_string(dim), KV_F16, dim, 64, shared_bytes, q_len});
       all.push_back({"prefill_bf16_" + std::to_string(dim), KV_BF16, dim, 64, shared_bytes, q_len});
+      const u32 coded_bytes = 2 * (64 + 2 * tokens) * (dim + 8) + 64 * tokens + 784;
+      for (bool codes : {false, true})
+        all.push_back({"prefill_coded_" + std::to_string(dim), KV_F16, dim, 64, coded_bytes, q_len, codes});
     }
   }
   return all;
@@ -43,6 +48,7 @@ std::vector<Case> cases() {
 
 struct Memory {
   std::vector<u16> q, k, v, out;
+  std::vector<u8> codes[2];
   std::vector<u32> tables, counters;
   KvSequence sequence = {};
   KvSplit split = {};
@@ -59,6 +65,28 @@ KvPlane plane(const Case& c, const std::vector<u16>& memory, u32 blocks) {
   p.block_size = BLOCK, p.num_kv_heads = KV_HEADS, p.head_dim = c.dim;
   p.format = c.dtype == KV_F16 ? KV_FMT_F16 : KV_FMT_BF16;
   p.row_bytes = c.dim * 2, p.wide_slots = 1, p.wide_per_block = BLOCK;
+  return p;
+}
+
+// Makes codes of the rows of a plane, and the rows what the codes mean.
+KvPlane coded(const Case& c, std::vector<u8>& codes, std::vector<u16>& memory, u32 blocks) {
+  const u32 row_bytes = c.dim + 2, rows = (u32)(memory.size() / c.dim);
+  codes.assign((size_t)rows * row_bytes, 0xff);
+  for (u32 row = 0; row < rows; row++) {
+    u16 *values = &memory[row * c.dim], scale = 0x2400;  // 2^-6
+    u8* to = &codes[row * row_bytes];
+    for (u32 i = 0; i < c.dim; i++) {
+      const float value = kv_f16_f(values[i]);
+      if (!std::isfinite(value)) scale = values[i];
+      to[i] = std::isfinite(value) ? (u8)(i8)std::lrint(std::fmin(std::fmax(value * 64, -127), 127)) : 1;
+    }
+    for (u32 i = 0; i < c.dim; i++) values[i] = (u16)kv_pack(KvF16(), (float)(i8)to[i] * kv_f16_f(scale), 0.f);
+    to[c.dim] = (u8)scale, to[c.dim + 1] = (u8)(scale >> 8);
+  }
+  KvPlane p = plane(c, memory, blocks);
+  p.base = (u64)codes.data();
+  p.token_stride = KV_HEADS * row_bytes, p.head_stride = row_bytes, p.block_bytes = BLOCK * p.token_stride;
+  p.format = KV_FMT_INT8_ROW, p.row_bytes = row_bytes, p.scales_begin = c.dim;
   return p;
 }
 
@@ -116,6 +144,7 @@ u32 run(const Case& c, u32 seed) {
   p.plan = {(u64)&m.counts, (u64)&m.sequence, (u64)&m.split, 0, (u64)m.tables.data()};
   p.q = tensor(c, m.q), p.out = tensor(c, m.out);
   p.k_plane = plane(c, m.k, blocks), p.v_plane = plane(c, m.v, blocks);
+  if (c.codes) p.k_plane = coded(c, m.codes[0], m.k, blocks), p.v_plane = coded(c, m.codes[1], m.v, blocks);
   p.scale = 1.f / std::sqrt((float)c.dim), p.window_left = 0xffffffffu, p.group = GROUP, p.q_len_max = 0xffffffffu;
   const u32 grid[3] = {c.q_len * GROUP / c.rows + 1, KV_HEADS, 1};
   m.counters.assign(grid[0] * grid[1], 0);
@@ -138,6 +167,7 @@ u32 run(const Case& c, u32 seed) {
   // Every query at or behind the token, for each head of the group.
   const u32 first = KV_LEN - c.q_len;
   const u32 see = (KV_LEN - (BROKEN > first ? BROKEN : first)) + (KV_LEN - (INFINITE > first ? INFINITE : first));
+  if (c.codes) broken /= c.dim;  // whole rows
   if (broken != see * GROUP) printf("%u values are not finite by definition, %u expected\n", broken, see * GROUP);
   return wrong + (broken != see * GROUP);
 }

@@ -64,6 +64,7 @@ mod tests {
             ("decode_int8_row_128", "decode_int8_row.cu"),
             ("decode_l4_128", "decode_l4.cu"),
             ("prefill_f16_64", "prefill_f16.cu"),
+            ("prefill_coded_64", "prefill_coded.cu"),
         ] {
             assert_eq!(exporting(&units, kernel).map(Unit::name), Some(unit), "{kernel}");
         }

@@ -8,6 +8,7 @@ mod launches;
 use kv_core::DeviceError;
 use kv_core::plan::{AttendArgs, AttentionPlan, Determinism, Mask};
 
+use self::launches::Prefill;
 use super::pad::{self, Owned};
 use crate::buffer::CudaBuffer;
 use crate::decode::{self, Shape, Work};
@@ -25,7 +26,7 @@ const DECODE_Q_LEN_MAX: u32 = 8;
 #[derive(Debug)]
 struct Takers {
     decode: Option<(Shape, Work)>,
-    prefill: Option<&'static str>,
+    prefill: Option<Prefill>,
 }
 
 impl Takers {
@@ -113,7 +114,7 @@ fn takers(params: &AttendParams, facts: (u32, u32), invariant: bool) -> Takers {
     };
     Takers {
         decode: shape.map(|shape| (shape, work)),
-        prefill: launches::prefill_kernel(params, shared_bytes_max),
+        prefill: Prefill::of(params, shared_bytes_max),
     }
 }
 
@@ -153,11 +154,11 @@ fn run(
         // layouts reach, and which its owner, or the queue, keeps until the stream has passed.
         unsafe { queue.launch(&launches::decode(shape, work), &params)? };
     }
-    if let Some(kernel) = takers.prefill.filter(|_| extent.q_len_max > DECODE_Q_LEN_MAX) {
+    if let Some(taker) = takers.prefill.filter(|_| extent.q_len_max > DECODE_Q_LEN_MAX) {
         let q_len_min = DECODE_Q_LEN_MAX.saturating_add(1);
         let params = AttendParams { q_len_min, ..*params };
         // SAFETY: as above.
-        unsafe { queue.launch(&launches::prefill(kernel, &params, extent), &params)? };
+        unsafe { queue.launch(&launches::prefill(taker, &params, extent), &params)? };
     }
     if takers.rest(room.q_len_max).is_some() {
         let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0);
