@@ -70,9 +70,10 @@ pub(crate) struct Shape {
 impl Shape {
     /// How a call is decoded by a device whose thread blocks have `shared_bytes_max` bytes of
     /// shared memory, `None` for a call that only the kernel for everything takes: of several head
-    /// dimensions, other formats, means of blocks, rows in 16 bits among codes, and rows or blocks
-    /// that do not lie as copies need. So are `l4` and transforms, which the kernels do take: they
-    /// round levels and turned queries to f16, and scores are held to what f32 rounds.
+    /// dimensions, other formats, transforms where rows have no scales of their own, means of
+    /// blocks, rows in 16 bits among codes, and rows or blocks that do not lie as copies need. So
+    /// is `l4`, which kernels do take: they round levels to f16, and scores are held to what f32
+    /// rounds.
     pub(crate) fn of(
         (q, out): (&Tensor, &Tensor),
         (k, v): (&Plane, &Plane),
@@ -89,13 +90,16 @@ impl Shape {
         if !alike || !lies_well {
             return None;
         }
-        Self::sized(kernel, k.head_dim, room_of(k), shared_bytes_max)
+        Self::sized(kernel, k, shared_bytes_max)
     }
 
     /// Two thread blocks share a multiprocessor where their rings have two units each.
-    fn sized(kernel: &'static str, dim: u32, row_room: u32, shared_bytes_max: u32) -> Option<Self> {
+    fn sized(kernel: &'static str, plane: &Plane, shared_bytes_max: u32) -> Option<Self> {
+        let (dim, row_room) = (plane.head_dim, room_of(plane));
         let warps: u32 = if dim >= 192 { 2 } else { 4 };
-        let queries = if dim >= 192 { dim.saturating_mul(ROWS).saturating_mul(2) } else { 0 };
+        // Those in shared memory: long ones, and what f16 lacks of turned ones.
+        let copies = u32::from(dim >= 192).saturating_add(is_scaled(plane).into());
+        let queries = dim.saturating_mul(ROWS).saturating_mul(2).saturating_mul(copies);
         let unit = warps.saturating_mul(UNIT_TOKENS).saturating_mul(row_room);
         // Rows of every warp with some room between them, their maxima and sums, and a flag.
         let row = dim.saturating_add(4).saturating_mul(4).saturating_add(8);
@@ -144,12 +148,13 @@ fn room_of(plane: &Plane) -> u32 {
 /// Whether all rows are alike and lie as copies of 16 bytes need. Those of rows with scales go
 /// beyond them: blocks have to begin and end on 16 bytes, so that none leaves its block.
 fn is_alike(plane: &Plane) -> bool {
-    let extras = [plane.transforms, plane.block_means, plane.sinks, plane.has_tail];
+    let extras = [plane.block_means, plane.sinks, plane.has_tail];
     let rows = [plane.token_stride, plane.head_stride];
     let of_rows = if is_scaled(plane) { ALIGNED_SCALED } else { ALIGNED };
     [plane.block_bytes, plane.base].iter().all(|n| n.is_multiple_of(ALIGNED))
         && rows.iter().all(|stride| stride.is_multiple_of(of_rows))
         && extras.iter().all(|n| *n == 0)
+        && (is_scaled(plane) || plane.transforms == 0)
 }
 
 /// Whether rows are read and written two values at a time.
@@ -255,7 +260,7 @@ mod tests {
         let found = shape(code::E4M3[1], code::DTYPE_BF16, 64, 227 * KIB);
         assert_eq!(found, expected("decode_e4m3_64", 128, 8, 64 * KIB));
         let found = shape(code::INT8_ROW, code::DTYPE_BF16, 128, 227 * KIB);
-        assert_eq!(found, expected("decode_int8_row_128", 128, 6, 6 * 18 * KIB));
+        assert_eq!(found, expected("decode_int8_row_128", 128, 6, 112 * KIB));
         for (shared, dim) in
             [227, 163, 99].into_iter().flat_map(|kib| DIMS.map(|dim| (kib * KIB, dim)))
         {
@@ -299,11 +304,11 @@ mod tests {
             let good = plane(format, 128);
             let takes = |k: &Plane, v: &Plane| Shape::of((&q, &q), (k, v), shared).is_some();
             assert!(takes(&good, &good));
+            assert!(takes(&Plane { transforms: 1, ..good }, &good), "they may be transformed");
             let bad = [
                 Plane { token_stride: 131, ..good },
                 Plane { base: 8, ..good },
                 Plane { block_bytes: good.block_bytes + 2, ..good },
-                Plane { transforms: 1, ..good },
                 Plane { block_means: 1, ..good },
                 Plane { sinks: 4, ..good },
                 Plane { has_tail: 1, ..good },
