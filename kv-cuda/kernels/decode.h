@@ -17,7 +17,7 @@
 // - q and out: the same type, rows at multiples of 4 bytes; any q_len and group, but 16 rows are the work of one.
 // Launch: slots blocks of 32 * warps threads, warps = 4, or 2 from head_dim 192 on;
 //   shared bytes = queries + max(units * unit, merge), where
-//   queries = head_dim * 32 from head_dim 192 on, else 0,
+//   queries = head_dim * 32 from head_dim 192 on, else 0; with a scale a row head_dim * 32 more,
 //   unit    = warps * 32 * room: 32 tokens of K or of V for every warp; the room of a row is row_bytes, with a scale a
 //             row 16 more than those of its codes,
 //   merge   = warps * 16 * (head_dim + 4) * 4 + warps * 16 * 8 + 16,

@@ -4,12 +4,19 @@
 template <class F, int DIM> struct KvDecodeQuery {
   // Long rows would take the registers of the output: they lie in shared memory, as the lanes read them.
   static constexpr bool IS_SHARED = DIM >= 192;
-  static constexpr u32 SHARED = IS_SHARED ? DIM * 32 : 0;
+  static constexpr u32 HIGH = IS_SHARED ? DIM * 32 : 0, SHARED = HIGH + (F::SCALED ? DIM * 32 : 0);
   static constexpr u32 STEPS = DIM / 16;
 
   u32 held[IS_SHARED ? 1 : STEPS][4];
   const uint4* shared;
+  // Of rows with scales: whether queries were turned. What f16 lacks of them is multiplied on its own then, and lies
+  // behind the others in shared memory.
+  bool is_split;
 
+  KV_DEV void get_low(u32 k, u32 lane, u32 (&a)[4]) const {
+    const uint4 x = shared[HIGH / 16 + k * 32 + lane];
+    a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
+  }
   KV_DEV void get(u32 k, u32 lane, u32 (&a)[4]) const {
     if constexpr (IS_SHARED) {
       const uint4 x = shared[k * 32 + lane];
@@ -102,6 +109,7 @@ template <class F, int DIM> struct KvDecodeQuery {
     const KvConstants constants = kv_constants(a.k_plane, w.piece.head);
     const float factor = factor_of(a, a.scale);
     shared = (const uint4*)smem;
+    is_split = transform;
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
       const u16* from = find(w, h, rows);
@@ -135,12 +143,16 @@ template <class F, int DIM> struct KvDecodeQuery {
       for (u32 k = 0; k < STEPS; k++)
 #pragma unroll
         for (u32 r = 0; r < 4; r += 2) {
-          const u32 pair = kv_pack(KvF16(), x[k * 4 + r] * shift, x[k * 4 + r + 1] * shift);
+          const float first = x[k * 4 + r] * shift, second = x[k * 4 + r + 1] * shift;
+          const u32 pair = kv_pack(KvF16(), first, second);
           if constexpr (!IS_SHARED) held[k][r + h] = pair;
-          else if (k % KvDecodeRing<F, DIM>::WARPS == w.warp) ((u32*)smem)[(k * 32 + w.lane) * 4 + r + h] = pair;
+          if (k % KvDecodeRing<F, DIM>::WARPS != w.warp) continue;
+          u32* const to = (u32*)smem + (k * 32 + w.lane) * 4 + r + h;
+          if constexpr (IS_SHARED) *to = pair;
+          to[HIGH / 4] = kv_pack(KvF16(), first - kv_f16_f((u16)pair), second - kv_f16_f((u16)(pair >> 16)));
         }
     }
-    if constexpr (IS_SHARED) kv_sync();
+    kv_sync();
   }
 
   static KV_DEV void step(const u16* const (&from)[2], bool convert, const float (&shift)[2], u32 k, u32 t,

@@ -57,6 +57,14 @@ template <class C> struct KvDecodeRowCodes {
     return kv_f16_f(*(const u16*)(row + lead * 2 + codes<DIM>()));
   }
 
+  static KV_DEV void multiply_all(const u32 (&a)[VALUES][4], const u32 (&b)[2][VALUES], float (&s)[4]) {
+    if constexpr (VALUES == 1) {
+      kv_mma(KvF16(), s, a[0], b[0][0], b[1][0]);
+    } else {
+      kv_mma(KvF16(), s, a[0], b[0][0], b[0][1]);
+      kv_mma(KvF16(), s, a[1], b[1][0], b[1][1]);
+    }
+  }
   template <int DIM, int BASE, class Query>
   static KV_DEV void score_run(const Query& query, const u8* const (&rows)[4], const u32 (&turns)[4], u32 lane,
                                float (&s)[4][4]) {
@@ -74,9 +82,12 @@ template <class C> struct KvDecodeRowCodes {
     [[maybe_unused]] constexpr int steps = Query::IS_SHARED && WORDS > 4 ? 4 : WORDS;
 #pragma unroll steps
     for (u32 i = 0; i < WORDS; i++) {
-      u32 a[VALUES][4];
+      u32 a[VALUES][4], low[VALUES][4];
 #pragma unroll
-      for (u32 v = 0; v < VALUES; v++) query.get(BASE / 16 + i * VALUES + v, lane, a[v]);
+      for (u32 v = 0; v < VALUES; v++) {
+        query.get(BASE / 16 + i * VALUES + v, lane, a[v]);
+        if (query.is_split) query.get_low(BASE / 16 + i * VALUES + v, lane, low[v]);
+      }
 #pragma unroll
       for (u32 n = 0; n < 4; n++) {
         const u32 next = from[n][i + 1], x = kv_prmt(word[n], next, turns[n]);
@@ -84,12 +95,8 @@ template <class C> struct KvDecodeRowCodes {
         u32 b[2][VALUES];
         C::pairs(x, b[0]);
         C::pairs(x >> 16, b[1]);
-        if constexpr (VALUES == 1) {
-          kv_mma(KvF16(), s[n], a[0], b[0][0], b[1][0]);
-        } else {
-          kv_mma(KvF16(), s[n], a[0], b[0][0], b[0][1]);
-          kv_mma(KvF16(), s[n], a[1], b[1][0], b[1][1]);
-        }
+        multiply_all(a, b, s[n]);
+        if (query.is_split) multiply_all(low, b, s[n]);
       }
     }
     if constexpr (BASE + RUN < DIM) score_run<DIM, BASE + RUN>(query, rows, turns, lane, s);

@@ -22,7 +22,7 @@ const SHARED_RESERVED: u32 = 1024;
 const ALIGNED: u64 = 16;
 const ALIGNED_SCALED: u64 = 2;
 
-/// `head_dim`s that there are kernels for; 80 of `l4` is none, whose last group is a short one.
+/// `head_dim`s that there are kernels for.
 const DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];
 
 /// Kernels of a format, in the order of [`DIMS`].
@@ -52,7 +52,6 @@ mod code {
     pub(super) const E4M3_ROW: u32 = 5;
     pub(super) const E5M2_ROW: u32 = 8;
     pub(super) const INT8_ROW: u32 = 9;
-    pub(super) const L4: u32 = 14;
 }
 
 /// How a decoding kernel is started, with as many thread blocks as the plan has slots.
@@ -72,7 +71,9 @@ impl Shape {
     /// How a call is decoded by a device whose thread blocks have `shared_bytes_max` bytes of
     /// shared memory, `None` for a call that only the kernel for everything takes: of several head
     /// dimensions, other formats, transforms where rows have no scales of their own, means of
-    /// blocks, rows in 16 bits among codes, and rows or blocks that do not lie as copies need.
+    /// blocks, rows in 16 bits among codes, and rows or blocks that do not lie as copies need. So
+    /// is `l4`, which kernels do take: they round levels to f16, and scores are held to what f32
+    /// rounds.
     pub(crate) fn of(
         (q, out): (&Tensor, &Tensor),
         (k, v): (&Plane, &Plane),
@@ -89,13 +90,16 @@ impl Shape {
         if !alike || !lies_well {
             return None;
         }
-        Self::sized(kernel, k.head_dim, room_of(k), shared_bytes_max)
+        Self::sized(kernel, k, shared_bytes_max)
     }
 
     /// Two thread blocks share a multiprocessor where their rings have two units each.
-    fn sized(kernel: &'static str, dim: u32, row_room: u32, shared_bytes_max: u32) -> Option<Self> {
+    fn sized(kernel: &'static str, plane: &Plane, shared_bytes_max: u32) -> Option<Self> {
+        let (dim, row_room) = (plane.head_dim, room_of(plane));
         let warps: u32 = if dim >= 192 { 2 } else { 4 };
-        let queries = if dim >= 192 { dim.saturating_mul(ROWS).saturating_mul(2) } else { 0 };
+        // Those in shared memory: long ones, and what f16 lacks of turned ones.
+        let copies = u32::from(dim >= 192).saturating_add(is_scaled(plane).into());
+        let queries = dim.saturating_mul(ROWS).saturating_mul(2).saturating_mul(copies);
         let unit = warps.saturating_mul(UNIT_TOKENS).saturating_mul(row_room);
         // Rows of every warp with some room between them, their maxima and sums, and a flag.
         let row = dim.saturating_add(4).saturating_mul(4).saturating_add(8);
@@ -126,14 +130,13 @@ fn kernels_of(plane: &Plane, dtype: u32) -> Option<[&'static str; DIMS.len()]> {
         code::E4M3_ROW => Some(kernels!("e4m3_row")),
         code::E5M2_ROW => Some(kernels!("e5m2_row")),
         code::INT8_ROW => Some(kernels!("int8_row")),
-        code::L4 if plane.head_dim.is_multiple_of(32) => Some(kernels!("l4")),
         _ => None,
     }
 }
 
 /// Whether rows have scales of their own behind their codes.
 fn is_scaled(plane: &Plane) -> bool {
-    [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW, code::L4].contains(&plane.format)
+    [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW].contains(&plane.format)
 }
 
 /// Bytes of a row in shared memory: all chunks of 16 bytes that have some of it, wherever it
@@ -145,11 +148,12 @@ fn room_of(plane: &Plane) -> u32 {
 /// Whether all rows are alike and lie as copies of 16 bytes need. Those of rows with scales go
 /// beyond them: blocks have to begin and end on 16 bytes, so that none leaves its block.
 fn is_alike(plane: &Plane) -> bool {
+    let extras = [plane.block_means, plane.sinks, plane.has_tail];
     let rows = [plane.token_stride, plane.head_stride];
     let of_rows = if is_scaled(plane) { ALIGNED_SCALED } else { ALIGNED };
     [plane.block_bytes, plane.base].iter().all(|n| n.is_multiple_of(ALIGNED))
         && rows.iter().all(|stride| stride.is_multiple_of(of_rows))
-        && [plane.block_means, plane.sinks, plane.has_tail].iter().all(|n| *n == 0)
+        && extras.iter().all(|n| *n == 0)
         && (is_scaled(plane) || plane.transforms == 0)
 }
 
@@ -197,7 +201,7 @@ mod tests {
     #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
     use super::*;
 
-    const SCALED: [u32; 4] = [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW, code::L4];
+    const SCALED: [u32; 3] = [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW];
 
     fn tensor(dtype: u32, dim: u32) -> Tensor {
         let token_stride = u64::from(dim) * 8 * 2;
@@ -216,7 +220,6 @@ mod tests {
     fn plane(format: u32, head_dim: u32) -> Plane {
         let codes = match format {
             code::F16 | code::BF16 => head_dim * 2,
-            code::L4 => head_dim / 2,
             _ => head_dim,
         };
         let row_bytes = if SCALED.contains(&format) { codes + 2 } else { codes };
@@ -257,17 +260,12 @@ mod tests {
         let found = shape(code::E4M3[1], code::DTYPE_BF16, 64, 227 * KIB);
         assert_eq!(found, expected("decode_e4m3_64", 128, 8, 64 * KIB));
         let found = shape(code::INT8_ROW, code::DTYPE_BF16, 128, 227 * KIB);
-        assert_eq!(found, expected("decode_int8_row_128", 128, 6, 6 * 18 * KIB));
-        let found = shape(code::L4, code::DTYPE_F16, 128, 99 * KIB);
-        assert_eq!(found, expected("decode_l4_128", 128, 4, 4 * 10 * KIB));
+        assert_eq!(found, expected("decode_int8_row_128", 128, 6, 112 * KIB));
         for (shared, dim) in
             [227, 163, 99].into_iter().flat_map(|kib| DIMS.map(|dim| (kib * KIB, dim)))
         {
             let formats = [code::F16, code::BF16, code::E4M3[0], code::E5M2[0], code::INT8[0]];
             for format in formats.into_iter().chain(SCALED) {
-                if (format, dim) == (code::L4, 80) {
-                    continue;
-                }
                 let dtype = if format == code::BF16 { code::DTYPE_BF16 } else { code::DTYPE_F16 };
                 let found = shape(format, dtype, dim, shared).unwrap();
                 assert!(
@@ -285,7 +283,7 @@ mod tests {
         assert_eq!(shape(code::F16, 0, 128, shared), None, "f32 queries");
         assert_eq!(shape(12, code::DTYPE_F16, 128, shared), None, "l6");
         assert_eq!(shape(code::INT8_ROW, 0, 128, shared), None, "f32 queries of codes");
-        assert_eq!(shape(code::L4, code::DTYPE_F16, 80, shared), None, "a short group");
+        assert_eq!(shape(14, code::DTYPE_F16, 128, shared), None, "l4");
         assert_eq!(shape(code::F16, code::DTYPE_F16, 72, shared), None, "another head_dim");
         let (q, good) = (tensor(code::DTYPE_F16, 128), plane(code::F16, 128));
         let takes = |k: &Plane, v: &Plane| Shape::of((&q, &q), (k, v), shared).is_some();
