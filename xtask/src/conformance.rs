@@ -45,6 +45,8 @@ pub(crate) struct Options {
     pub(crate) sanitizer: Sanitizer,
     /// Kernels of the CPU backend to use instead of the best of this machine.
     pub(crate) isa: Option<&'static str>,
+    /// Further variables of the runner.
+    pub(crate) env: Vec<(&'static str, OsString)>,
 }
 
 /// How many cases ended how.
@@ -196,6 +198,7 @@ fn run_backend(
         command.arg("--vectors").arg(vectors);
     }
     command.args(&options.args).env(REPORT, &report);
+    command.envs(options.env.iter().map(|(name, value)| (*name, value)));
     if let Some(isa) = options.isa {
         command.env("KV_CPU_ISA", isa);
     }

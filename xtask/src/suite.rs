@@ -19,7 +19,7 @@ pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated"];
 
 /// The emulator's own tests, with each sanitizer.
 const SELF_TEST: emulator::Options =
-    emulator::Options { sanitizer: Sanitizer::None, self_test: true };
+    emulator::Options { sanitizer: None, self_test: true, tests: false };
 
 /// How a stage ended.
 enum Outcome {
@@ -44,6 +44,7 @@ const STAGES: &[Stage] = &[
     ("conformance", conform),
     ("conformance of all CPU kernels", conform_kernels),
     ("conformance of CUDA kernels on the emulator", conform_emulated),
+    ("CUDA kernels under sanitizers", |_| emulator::test_kernels().map(passed)),
     ("kv-cli in release", heavy_tests),
     ("rustdoc", rustdoc),
     ("features", features),

@@ -18,6 +18,8 @@ pub(super) struct Driver {
     pub(super) batch_copies: bool,
     /// Sizes of kernels' parameters.
     pub(super) param_info: bool,
+    /// Memory pools, where the device has them too.
+    pub(super) pools: bool,
 }
 
 /// Whether the driver's library can be loaded. cudarc panics where it cannot, so that everything
@@ -61,6 +63,7 @@ pub(super) fn require_driver() -> Result<Driver, DeviceError> {
         version: u32::try_from(version).unwrap_or(0),
         batch_copies: exports("cuMemcpyBatchAsync_v2"),
         param_info: exports("cuFuncGetParamInfo"),
+        pools: POOL_FUNCTIONS.iter().all(|name| exports(name)),
     })
 }
 
@@ -195,6 +198,16 @@ const FUNCTIONS: &[&str] = &[
     "cuFuncSetAttribute",
     "cuLaunchKernel",
     "cuGetErrorString",
+];
+
+/// What a memory pool needs.
+const POOL_FUNCTIONS: &[&str] = &[
+    "cuMemPoolCreate",
+    "cuMemPoolDestroy",
+    "cuMemPoolSetAttribute",
+    "cuMemPoolGetAttribute",
+    "cuMemAllocFromPoolAsync",
+    "cuMemFreeAsync",
 ];
 
 #[cfg(test)]
