@@ -49,7 +49,7 @@ mod waiter;
 pub use backend::CudaBackend;
 pub use buffer::CudaBuffer;
 pub use capture::CudaGraph;
-pub use driver::CudaOptions;
+pub use driver::{CardFacts, CudaOptions, cards};
 #[cfg(feature = "emulated")]
 pub use emulated::EmulatorOptions;
 pub use fence::{CudaFence, CudaReadback};

@@ -32,6 +32,7 @@ use modules::Modules;
 use pool::DeviceMemory;
 use stream::CudaStream;
 
+pub use facts::{CardFacts, cards};
 pub use options::CudaOptions;
 
 /// An opened device of the driver.
