@@ -76,8 +76,18 @@ impl Shared {
         }
     }
 
+    /// Asks whether the device is still there: wgpu tells of a loss only while it is polled, and
+    /// until then takes calls that do nothing.
+    ///
     /// # Errors
-    /// `Lost`.
+    /// `Lost`, or `Driver`.
+    pub(crate) fn notice(&self, operation: &'static str) -> Result<(), DeviceError> {
+        self.require(operation)?;
+        self.poll(wgpu::PollType::Poll, operation)
+    }
+
+    /// # Errors
+    /// `Lost`, as far as it was noticed.
     pub(crate) fn require(&self, operation: &'static str) -> Result<(), DeviceError> {
         match self.fate.0.get() {
             None => Ok(()),

@@ -83,7 +83,7 @@ fn send(
     let room = memory.reserve(shared, piece.size, SEND)?;
     let (lists, _) = recorder.slot(&room, (0, piece.size), (false, SEND))?;
     let (from, at, size) = (&piece.buffer, piece.offset, piece.size);
-    recorder.encoder().copy_buffer_to_buffer(from, at, &lists.buffer, lists.offset, size);
+    recorder.encoder()?.copy_buffer_to_buffer(from, at, &lists.buffer, lists.offset, size);
     Ok(Step { plan, lists })
 }
 
