@@ -95,7 +95,9 @@ fn cargo(args: &[&str]) -> Result<Outcome> {
 }
 
 fn tools(_: &Workspace) -> Result<Outcome> {
-    setup::install_required().map(passed)
+    setup::install_required()?;
+    setup::try_rest();
+    Ok(Outcome::Passed)
 }
 
 fn format(_: &Workspace) -> Result<Outcome> {
@@ -151,7 +153,9 @@ fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
         args.extend(["--test", name]);
     }
     let library = emulator::library(Sanitizer::None)?;
-    shell::run(shell::cargo(args).env(emulator::SETTING, library)).map(passed)
+    let mut command = shell::cargo(args);
+    conformance::quiet_drivers(&mut command, workspace)?;
+    shell::run(command.env(emulator::SETTING, library)).map(passed)
 }
 
 /// Archives in the tree were compiled without a spill, and a unit test of kv-cuda says whether they
@@ -173,7 +177,9 @@ fn doc_tests(_: &Workspace) -> Result<Outcome> {
 }
 
 fn conform(_: &Workspace) -> Result<Outcome> {
-    let total = conformance::run(&conformance::Options::default())?;
+    // Shaders on a CPU are slow: the suite runs once on WebGPU, see `conform_emulated`.
+    let options = conformance::Options { brief: true, ..conformance::Options::default() };
+    let total = conformance::run(&options)?;
     if !total.is_clean() {
         bail!("{total}");
     }
@@ -209,7 +215,11 @@ fn conform_emulated(_: &Workspace) -> Result<Outcome> {
 
 fn heavy_tests(workspace: &Workspace) -> Result<Outcome> {
     match workspace.package(HEAVY) {
-        Some(_) => cargo(&["test", "--release", "--package", HEAVY]),
+        Some(_) => {
+            let mut command = shell::cargo(["test", "--release", "--package", HEAVY]);
+            conformance::quiet_drivers(&mut command, workspace)?;
+            shell::run(&mut command).map(passed)
+        }
         None => Ok(Outcome::Skipped(format!("{HEAVY}: not in this workspace yet"))),
     }
 }
