@@ -175,10 +175,7 @@ impl Recorder {
 
     /// WebGPU lets no dispatch read a buffer that it also writes, wherever in it: such inputs are
     /// copied first.
-    fn separate(
-        &mut self,
-        slots: &[Slot],
-    ) -> Result<Vec<Slot>, DeviceError> {
+    fn separate(&mut self, slots: &[Slot]) -> Result<Vec<Slot>, DeviceError> {
         let mut apart = slots.to_vec();
         for (index, slot) in apart.iter_mut().enumerate() {
             let is_shared =

@@ -29,6 +29,7 @@ fn a_lost_device_says_so_and_the_step_never_was() {
     let mut queue = backend.queue().unwrap();
     let buffer = backend.alloc(64).unwrap();
     let fence = queue.submit().unwrap();
+    fence.wait().unwrap();
     let kv = values(4, 20 * 128);
     let rows = TensorView::host::<f32>(&kv, &[20, KV_HEADS, DIM]);
 

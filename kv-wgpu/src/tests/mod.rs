@@ -1,5 +1,12 @@
 //! What only this backend has: devices and buffers of the caller's own, bytes at any place,
 //! devices that go away, limits. Without an adapter these tests say so and pass.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    reason = "small numbers, and overflow checks are on"
+)]
 mod bytes;
 mod foreign;
 mod lost;
