@@ -101,6 +101,7 @@ impl Device {
                 };
                 Ok(AnyBackend::new(WgpuBackend::open(&WgpuOptions::new(name))?))
             }
+            #[cfg(not(all(feature = "cpu", feature = "cuda", feature = "wgpu")))]
             missing => Err(Error::NotBuilt { backend: missing.backend() }),
         }
     }

@@ -16,8 +16,8 @@ mod tasks;
 
 use kv_core::backend::{Backend, Queue, Readback};
 use kv_core::{
-    AttentionOptions, CacheSpec, DType, DeviceError, KvCache, Plane, QkvFormat, SequenceId,
-    StartOptions, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, CacheSpec, DType, DeviceError, KvCache, KvFormat, Plane, QkvFormat,
+    SequenceId, StartOptions, StepInput, TensorView, TensorViewMut,
 };
 
 use crate::adapter::{self, AdapterName};
@@ -85,7 +85,7 @@ const DIM: u32 = 64;
 /// 16 tokens of two heads of 64: 8 KiB a block and plane.
 fn spec(num_blocks: u32) -> CacheSpec {
     let builder = CacheSpec::builder().layers(LAYERS).kv_heads(KV_HEADS).head_dim(DIM);
-    builder.paged(16, num_blocks).build().unwrap()
+    builder.format(KvFormat::F32).paged(16, num_blocks).build().unwrap()
 }
 
 /// Lives of three sequences, one of them a fork: the outputs of every attention, and then all rows
