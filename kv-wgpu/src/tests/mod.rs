@@ -96,20 +96,23 @@ fn play<B: Backend>(backend: B, num_blocks: u32) -> (Vec<f32>, Vec<f32>) {
     cache.start(first, &[], StartOptions::default()).unwrap();
     cache.start(second, &[], StartOptions::default()).unwrap();
     let mut outputs = Vec::new();
-    for (lens, seed) in [([150, 90], 1), ([1, 1], 2), ([1, 40], 3)] {
+    for (lens, seed) in [([70, 50], 1), ([80, 40], 2), ([1, 1], 3), ([1, 40], 4)] {
         let inputs = [StepInput::count(first, lens[0]), StepInput::count(second, lens[1])];
         outputs.extend(run(&mut cache, &inputs, lens[0] + lens[1], seed));
     }
     cache.fork(first, child).unwrap();
-    outputs.extend(run(&mut cache, &[StepInput::count(child, 9)], 9, 4));
-    let ranges = [(first, 0, 152), (second, 0, 131), (child, 0, 161)];
-    let dims = [152 + 131 + 161, KV_HEADS, DIM];
-    let bytes = u64::from(dims.iter().product::<u32>()) * 4;
-    let rows = cache.backend().alloc(bytes).unwrap();
-    let out = TensorViewMut::device(DType::F32, &rows, 0, &dims);
-    cache.gather(1, Plane::Key, &ranges, out, QkvFormat::Thd).unwrap();
-    let rows = cache.queue_mut().download(&rows, 0, bytes).unwrap().wait().unwrap();
-    (outputs, floats(&rows))
+    outputs.extend(run(&mut cache, &[StepInput::count(child, 9)], 9, 5));
+    let mut all = Vec::new();
+    for (sequence, len) in [(first, 152), (second, 131), (child, 161)] {
+        let dims = [len, KV_HEADS, DIM];
+        let bytes = u64::from(dims.iter().product::<u32>()) * 4;
+        let rows = cache.backend().alloc(bytes).unwrap();
+        let out = TensorViewMut::device(DType::F32, &rows, 0, &dims);
+        cache.gather(1, Plane::Key, &[(sequence, 0, len)], out, QkvFormat::Thd).unwrap();
+        let rows = cache.queue_mut().download(&rows, 0, bytes).unwrap().wait().unwrap();
+        all.extend(floats(&rows));
+    }
+    (outputs, all)
 }
 
 /// One step over all layers, with rows made from `seed`; what attention said.
