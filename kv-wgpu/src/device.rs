@@ -1,8 +1,8 @@
 //! A device with its queue, and what becomes of errors.
 //!
 //! wgpu reports errors to scopes and to callbacks, never from the call that failed, and an error
-//! that nobody waits for ends the program. So everything that may fail runs inside [`Shared::watch`],
-//! and the loss of the device is remembered where its callback leaves it.
+//! that nobody waits for ends the program. So everything that may fail runs inside
+//! [`Shared::watch`], and the loss of the device is remembered where its callback leaves it.
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 

@@ -81,12 +81,11 @@ impl Recorder {
     }
 
     fn pass(&mut self) -> Result<&mut wgpu::ComputePass<'static>, DeviceError> {
-        let pass = match self.pass.take() {
-            Some(pass) => pass,
-            None => {
-                let descriptor = wgpu::ComputePassDescriptor::default();
-                self.encoder()?.begin_compute_pass(&descriptor).forget_lifetime()
-            }
+        let pass = if let Some(pass) = self.pass.take() {
+            pass
+        } else {
+            let descriptor = wgpu::ComputePassDescriptor::default();
+            self.encoder()?.begin_compute_pass(&descriptor).forget_lifetime()
         };
         Ok(self.pass.insert(pass))
     }

@@ -66,7 +66,7 @@ const NEEDS: &[Need] = &[
     },
     Need {
         name: "Vulkan driver",
-        for_what: "cargo xtask conformance --backend wgpu: a card's own, or one that runs on the CPU",
+        for_what: "cargo xtask conformance --backend wgpu: of a card, or of the CPU",
         is_present: has_vulkan_driver,
         get: &[
             "apt-get",

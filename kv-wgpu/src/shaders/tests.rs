@@ -1,3 +1,4 @@
+//! Sources put together from files, parsed and validated as drivers would get them.
 use naga::valid::{Capabilities, ValidationFlags, Validator};
 
 use super::*;
