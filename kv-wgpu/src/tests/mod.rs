@@ -3,7 +3,6 @@
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
-    clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
     reason = "small numbers, and overflow checks are on"
 )]

@@ -42,7 +42,7 @@ fn a_block_that_no_binding_holds_is_refused() {
     let (device, queue) = device(&adapter, |limits| {
         limits.max_storage_buffer_binding_size = 4096;
     });
-    let error = KvCache::new(WgpuBackend::on(device, queue), spec(4)).err().expect("8 KiB");
+    let error = KvCache::new(WgpuBackend::on(device, queue), spec(4)).expect_err("8 KiB");
     let kv_core::CacheError::Device(error) = error else { panic!("{error}") };
     assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
     assert!(error.to_string().contains("8192 bytes"), "{error}");

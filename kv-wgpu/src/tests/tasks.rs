@@ -29,5 +29,5 @@ fn a_task_is_woken_when_work_is_done() {
         }
         sender.send(()).unwrap();
     });
-    receiver.recv_timeout(Duration::from_secs(120)).expect("the task sleeps, or has failed");
+    receiver.recv_timeout(Duration::from_mins(2)).expect("the task sleeps, or has failed");
 }
