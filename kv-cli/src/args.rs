@@ -29,6 +29,7 @@ pub(crate) enum Command {
     Replay(ReplayArgs),
     Eval(EvalArgs),
     Calibrate(CalibrateArgs),
+    Devices(DevicesArgs),
 }
 
 /// Continue prompts with a Llama-family model, all of them in one continuous batch.
@@ -94,7 +95,8 @@ pub(crate) struct GenerateArgs {
     #[arg(long)]
     pub(crate) ignore_eos: bool,
 
-    /// Where the cache lives: cpu, wgpu:INDEX or cuda:INDEX, as far as they were built in
+    /// Where the cache lives: a name that `kv devices` lists, such as cpu,
+    /// wgpu:0, wgpu:llvmpipe (a part of an adapter's name) or cuda:0
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: Device,
 
@@ -183,6 +185,20 @@ pub(crate) struct PlanArgs {
     pub(crate) block_size: u32,
 
     /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// List the devices that a cache can live on: the CPU, the adapters of WebGPU, the cards of CUDA.
+///
+/// A kind of device of which there is none shows with the reason. The name in the first column is
+/// what --backend takes; an adapter is also found by a part of its name, as in wgpu:llvmpipe.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kv devices
+  kv devices --json")]
+pub(crate) struct DevicesArgs {
+    /// Print one JSON object instead of a list
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -22,7 +22,7 @@ impl Loaded {
     pub(crate) fn open(
         model: Option<&Path>,
         tokenizer: Option<&Path>,
-        device: Device,
+        device: &Device,
     ) -> anyhow::Result<Self> {
         let path = bundled::model_or_bundled(model)?;
         let backend = device.connect()?;

@@ -1,5 +1,5 @@
 //! The program `kv`: generate text with a KV cache, plan its memory, measure what its formats cost
-//! and what reuse saves.
+//! and what reuse saves, list devices.
 //!
 //! Results go to standard output, one line for an error to standard error. Exit codes: 0 done, 1
 //! failed, 2 wrong usage.
@@ -11,6 +11,7 @@ mod calibrate;
 mod compare;
 mod config;
 mod constants;
+mod devices;
 mod eval;
 mod failure;
 mod generate;
@@ -54,7 +55,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
-    if !matches!(cli.command, Command::Plan(_) | Command::Replay(_)) {
+    if !matches!(cli.command, Command::Plan(_) | Command::Replay(_) | Command::Devices(_)) {
         threads::settle();
     }
     // Inside the pool that candle and the CPU backend work on: a step of a small model has a
@@ -77,6 +78,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Replay(args) => replay::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Calibrate(args) => calibrate::run(args),
+        Command::Devices(args) => devices::run(args),
     }
 }
 

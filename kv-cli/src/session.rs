@@ -93,7 +93,7 @@ const CACHE_BYTES: u64 = 1 << 30;
 impl Session {
     pub(crate) fn open(args: &GenerateArgs) -> anyhow::Result<Self> {
         let texts = prompts::collect(&args.prompt, args.prompts.as_deref())?;
-        let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), args.backend)?;
+        let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)?;
         let Loaded { name: model_name, model, text, backend } = loaded;
         let ModelConfig { vocab, bos, .. } = *model.config();
         let encode = |prompt: String| {

@@ -123,7 +123,7 @@ template <bool SHARED, u32 R> KV_DEV void kv_walk(const KvAttendParams& p, const
   auto find = [&](u32 tile, u32 buffer) {
     if (tile == KV_NONE || thread >= KV_TILE) return;
     if ((kv_reach_bits(u.reach, tile * KV_TILE) >> thread & 1) != 0)
-      tokens[buffer * KV_TILE + thread] = kv_find(p, u, tile * KV_TILE + thread);
+      tokens[buffer * KV_TILE + thread] = kv_find(p, u.sequence, u.kv_head, tile * KV_TILE + thread);
   };
   u32 tile = kv_next_tile_of(u.reach, 0, stripe, stripes), buffer = 0;
   find(tile, buffer);

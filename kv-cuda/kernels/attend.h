@@ -1,5 +1,6 @@
 // What the threads of a block share while they attend, and how a tile gets there.
 #pragma once
+#include "find.h"
 #include "format.h"
 #include "transform.h"
 #include "visible.h"
@@ -8,9 +9,6 @@ constexpr u32 KV_WARPS = 4, KV_THREADS = 32 * KV_WARPS;
 constexpr u32 KV_CHUNK = 64;              // values of a row that are staged side by side
 constexpr u32 KV_STRIDE = KV_CHUNK + 4;   // of a staged row: lanes that read one row each meet no bank twice
 constexpr u32 KV_STAGE = KV_TILE * KV_STRIDE;
-
-// Where a token's rows of one kv head lie.
-struct KvTokenAt { u64 k, v, mean; u32 wide, pad; };
 
 // A running maximum and a sum relative to it: kv-cpu's Running.
 struct KvRunning { float max, sum; };
@@ -72,17 +70,6 @@ struct KvUnit {
 // What a row relative to `from` is multiplied with to be relative to `to`.
 KV_DEV float kv_weight(float from, float to) {
   return from == to || to == -kv_infinity() ? 1.f : kv_exp(from - to);
-}
-
-// Looks up the rows of one token that a query sees.
-KV_DEV KvTokenAt kv_find(const KvAttendParams& p, const KvUnit& u, u32 position) {
-  const KvPlace place = kv_place_in(p.k_plane, position, u.sequence.coded);
-  const u32 block = ((const u32*)p.plan.tables)[(u64)u.sequence.table + place.index];
-  const u8* k = kv_block(p.k_plane, block);
-  const u64 mean = (u64)k + p.k_plane.mean_begin + (u64)u.kv_head * p.k_plane.head_dim * 2;
-  const u64 v = (u64)kv_block(p.v_plane, block) + kv_row_begin(p.v_plane, place, u.kv_head);
-  const bool has_mean = p.k_plane.block_means != 0 && !place.wide;
-  return {(u64)k + kv_row_begin(p.k_plane, place, u.kv_head), v, has_mean ? mean : 0, place.wide, 0};
 }
 
 // Decodes values from `begin` on of the tokens of a tile that are in `needed`, `chunks` chunks of

@@ -8,22 +8,29 @@
 // the order of parts.
 //
 // What a launch may be (the host checks it):
-// - K and V: one format, one head_dim of 64, 80, 96, 128, 192, 256; f16 or bf16 with queries of that type, or a byte a
-//   value with a given scale, with queries of either; no transforms, means, sinks or tails in 16 bits; rows and
-//   segments at multiples of 16 bytes, and so are block_bytes, token_stride and head_stride; any block_size.
+// - K and V: one format, one head_dim of 64, 80, 96, 128, 192, 256; no means of blocks, sinks or tails in 16 bits;
+//   segments at multiples of 16 bytes, and so is block_bytes; any block_size. Of formats:
+//   - f16 or bf16 with queries of that type; a byte a value with a given scale, with queries of either. No transforms;
+//     token_stride and head_stride are multiples of 16 bytes.
+//   - a byte a value with a scale a row, and l4 but for a head_dim of 80, with queries of either; transformed or not;
+//     token_stride and head_stride are multiples of 2 bytes.
 // - q and out: the same type, rows at multiples of 4 bytes; any q_len and group, but 16 rows are the work of one.
 // Launch: slots blocks of 32 * warps threads, warps = 4, or 2 from head_dim 192 on;
 //   shared bytes = queries + max(units * unit, merge), where
-//   queries = head_dim * 32 from head_dim 192 on, else 0,
-//   unit    = warps * 32 * row_bytes: 32 tokens of K or of V for every warp,
+//   queries = head_dim * 32 from head_dim 192 on, else 0; with a scale a row head_dim * 32 more,
+//   unit    = warps * 32 * room: 32 tokens of K or of V for every warp; the room of a row is row_bytes, with a scale a
+//             row 16 more than those of its codes,
 //   merge   = warps * 16 * (head_dim + 4) * 4 + warps * 16 * 8 + 16,
 //   units   = 2 to 8: as many as let two blocks share a multiprocessor, if that is at least 2, else one.
 // What a query does not see never reaches its rows, be it NaN and seen by another query of the piece.
 #pragma once
-#include "decode_format.h"
+#include "decode_rows.h"
 #include "pieces.h"
 
 constexpr u32 KV_DECODE_UNITS_MAX = 8;
+// Of rows with scales: a unit is at least the least, and products of weights and scales are up to so many units.
+constexpr float KV_DECODE_UNIT_MIN = 8.673617379884035e-19f, KV_DECODE_UNIT_MAX = 1.152921504606847e18f;  // 2^-60, 2^60
+constexpr float KV_DECODE_UNITS_OF_WEIGHT = 1024.f;
 constexpr float KV_LOG2_E = 1.44269504088896340736f, KV_LN_2 = 0.69314718055994530942f;
 KV_DEV float kv_decode_none() { return kv_as_f(0xff800000u); }  // logit of a key that is not seen
 
@@ -59,7 +66,7 @@ struct KvDecodeWork {
 // The ring of one warp: K and V of its subtiles in turn, 32 rows each.
 template <class F, int DIM> struct KvDecodeRing {
   static constexpr u32 WARPS = DIM >= 192 ? 2 : 4;
-  static constexpr u32 ROW = DIM * F::BYTES, CHUNKS = ROW / 16, UNIT = 32 * ROW;
+  static constexpr u32 ROW = F::template room<DIM>(), CHUNKS = ROW / 16, UNIT = 32 * ROW;
 
   u8* memory;
   u32 put = 0, take = 0;
@@ -68,6 +75,9 @@ template <class F, int DIM> struct KvDecodeRing {
   bool ok = false;
   u32 ok_rows = 0;  // of the subtile that is fetched, by lane
   u64 v_row = 0;    // where its V is
+  // Of rows that lie on 2 bytes: where the row of this lane begins in its first chunk, in pairs of bytes; in four bits
+  // for every unit of the ring, and for the one that was taken last.
+  u32 leads = 0, lead = 0;
 
   // Looks the block of the next subtile up: early, for it takes as long as a read of memory.
   KV_DEV void look_up(const KvDecodeWork& w, u32 nth) {
@@ -98,6 +108,10 @@ template <class F, int DIM> struct KvDecodeRing {
       look_up(w, unit / 2 + 1);
     }
     u8* to = memory + put * UNIT;
+    if constexpr (F::SCALED) {
+      leads = (leads & ~(15u << put * 4)) | ((u32)row >> 1 & 7) << put * 4;
+      row &= ~15ull;
+    }
     put = put + 1 == w.p.units ? 0 : put + 1;
     // Out of a shuffle, so that the compiler does not keep the places of all chunks in registers, which are short.
     const u32 lane = DIM == 192 ? kv_shfl(w.lane, w.lane) : w.lane;
@@ -111,6 +125,7 @@ template <class F, int DIM> struct KvDecodeRing {
   }
   KV_DEV u8* next(u32 units) {
     u8* from = memory + take * UNIT;
+    if constexpr (F::SCALED) lead = leads >> take * 4 & 7;
     take = take + 1 == units ? 0 : take + 1;
     return from;
   }
@@ -121,6 +136,7 @@ struct KvDecodeRows {
   KvVisible seen[2];
   float factor[2];  // what a product of codes is multiplied with to be a score times log2 e
   float max[2], sum[2];
+  float bias[2], unit[2];  // of rows with scales: what is added to scores, and in what the output is added up
 
   // `sinks` of a row's own are as many as there are, as far as its window does not see them anyway.
   KV_DEV bool sees(u32 h, u32 position, u32 sink_tokens) const {
@@ -131,8 +147,8 @@ struct KvDecodeRows {
 // Scores of a subtile become weights: masked, relative to the running maximum, packed for the product with V. Whether
 // some row of the warp does not see all of it.
 template <class F, int DIM>
-KV_DEV bool kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows, float (&s)[4][4], u32 (&weights)[2][4],
-                            float (&o)[DIM / 8][4]) {
+KV_DEV bool kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows, float (&s)[4][4],
+                            typename F::Weights& weights, float (&o)[DIM / 8][4]) {
   const u32 t = w.lane & 3;
   const KvAttendParams& a = w.p.attend;
   // Whether every row sees the whole subtile.
@@ -145,6 +161,7 @@ KV_DEV bool kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows,
 #pragma unroll
     for (u32 j = 0; j < 4; j++) {
       float x = s[n][j] * rows.factor[j >> 1];
+      if constexpr (F::SCALED) x += rows.bias[j >> 1];
       if (a.soft_cap > 0.f) {
         const float grown = kv_exp2(2.f * x);  // of x / log2 e: the factor is divided by the cap
         x = a.soft_cap * KV_LOG2_E * (1.f - 2.f * kv_rcp(grown + 1.f));
@@ -167,9 +184,15 @@ KV_DEV bool kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows,
   if (kv_any(max[0] > rows.max[0] || max[1] > rows.max[1])) {
 #pragma unroll
     for (u32 h = 0; h < 2; h++) {
-      const float shrink = max[h] == rows.max[h] ? 1.f : kv_exp2(rows.max[h] - max[h]);
+      float shrink = max[h] == rows.max[h] ? 1.f : kv_exp2(rows.max[h] - max[h]);
       rows.max[h] = max[h];
       rows.sum[h] *= shrink;
+      if constexpr (F::SCALED) {  // the unit shrinks; the output, what the unit cannot
+        const float unit = rows.unit[h] * shrink;
+        rows.unit[h] = kv_max(unit, KV_DECODE_UNIT_MIN);
+        if (unit >= KV_DECODE_UNIT_MIN) continue;
+        shrink = unit * KV_DECODE_UNIT_MAX;
+      }
 #pragma unroll
       for (u32 d = 0; d < DIM / 8; d++) {
         o[d][h * 2] *= shrink;
@@ -186,10 +209,25 @@ KV_DEV bool kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows,
       s[n][j] = kv_exp2(s[n][j] - from[j >> 1]);
       rows.sum[j >> 1] += s[n][j];
     }
-    weights[n / 2][n % 2 * 2] = kv_pack(typename F::Math(), s[n][0], s[n][1]);
-    weights[n / 2][n % 2 * 2 + 1] = kv_pack(typename F::Math(), s[n][2], s[n][3]);
+    if constexpr (F::SCALED) {
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) weights[n][j] = s[n][j];
+    } else {
+      weights[n / 2][n % 2 * 2] = kv_pack(typename F::Math(), s[n][0], s[n][1]);
+      weights[n / 2][n % 2 * 2 + 1] = kv_pack(typename F::Math(), s[n][2], s[n][3]);
+    }
   }
   return cut;
+}
+
+// Tokens of a subtile that some queries of the piece see and others do not.
+KV_DEV u32 kv_decode_apart(const KvDecodeWork& w, u32 base) {
+  const KvAttendParams& a = w.p.attend;
+  const KvVisible first = kv_visible(a, w.sequence, w.piece.row / a.group);
+  const KvVisible last = kv_visible(a, w.sequence, (w.piece.row + w.rows - 1) / a.group);
+  // Bounds never fall from one query to the next: what the first and the last see, all do.
+  const u32 some = kv_bits(0, w.reach.sinks, base) | kv_bits(w.reach.begin, w.reach.end, base);
+  return some & ~(kv_visible_bits(first, base) & kv_visible_bits(last, base));
 }
 
 // Adds the weighted rows of V that some queries of the piece see and others do not, row by row, and leaves zeros in
@@ -199,11 +237,7 @@ KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const KvDecodeR
                                 u8* v_rows, float (&o)[DIM / 8][4]) {
   const KvAttendParams& a = w.p.attend;
   const u32 lane = w.lane;
-  const KvVisible first = kv_visible(a, w.sequence, w.piece.row / a.group);
-  const KvVisible last = kv_visible(a, w.sequence, (w.piece.row + w.rows - 1) / a.group);
-  // Bounds never fall from one query to the next: what the first and the last see, all do.
-  const u32 some = kv_bits(0, w.reach.sinks, base) | kv_bits(w.reach.begin, w.reach.end, base);
-  u32 apart = some & ~(kv_visible_bits(first, base) & kv_visible_bits(last, base));
+  u32 apart = kv_decode_apart(w, base);
   while (apart != 0) {
     const u32 token = 31 - kv_clz(apart), from = (lane & ~3u) + (token >> 1 & 3);
     apart &= ~(1u << token);
@@ -225,12 +259,13 @@ KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const KvDecodeR
         if (sees[j >> 1]) o[d][j] += weight[j >> 1] * x;
       }
     kv_syncwarp();
-    uint4* const row = (uint4*)(v_rows + token * DIM * F::BYTES);
-    for (u32 i = lane; i < DIM * F::BYTES / 16; i += 32) row[i] = make_uint4(0, 0, 0, 0);
+    uint4* const row = (uint4*)(v_rows + token * F::template room<DIM>());
+    for (u32 i = lane; i < F::template room<DIM>() / 16; i += 32) row[i] = make_uint4(0, 0, 0, 0);
   }
   kv_syncwarp();
 }
 
+#include "decode_scaled.h"
 #include "decode_query.h"
 #include "decode_merge.h"
 
@@ -254,13 +289,14 @@ template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p,
   }
   KvDecodeRows rows;
   KvDecodeQuery<F, DIM> query;
-  query.load(w, rows, smem);
+  if constexpr (F::SCALED) query.load_scaled(w, rows, smem);
+  else query.load(w, rows, smem);
   float o[DIM / 8][4];
 #pragma unroll
   for (u32 d = 0; d < DIM / 8; d++)
 #pragma unroll
     for (u32 j = 0; j < 4; j++) o[d][j] = 0.f;
-  u32 weights[2][4];
+  typename F::Weights weights;
   const bool several = piece.row / a.group != (piece.row + w.rows - 1) / a.group;  // queries
   bool apart = false;
   for (u32 unit = 0; unit < own; unit++) {
@@ -278,8 +314,14 @@ template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p,
     const u32 base = w.position(unit / 2 * Ring::WARPS + warp);
     if ((unit & 1) == 0) {
       float s[4][4];
-      F::template scores<DIM>(query, from, lane, s);
+      if constexpr (F::SCALED) F::template scores<DIM>(query, from, ring.lead, lane, s);
+      else F::template scores<DIM>(query, from, lane, s);
       apart = kv_decode_weigh<F, DIM>(w, base, rows, s, weights, o) && several;
+    } else if constexpr (F::SCALED) {
+      if (apart) kv_decode_sum_scaled_apart<F, DIM>(w, base, rows, weights, from, ring.lead, o);
+      u32 packed[2][4];
+      kv_decode_scale<F, DIM>(rows, weights, from, ring.lead, lane, packed, o);
+      F::template sum<DIM>(packed, from, ring.lead, lane, o);
     } else {
       if (apart) kv_decode_sum_apart<F, DIM>(w, base, rows, weights, from, o);
       F::template sum<DIM>(weights, from, lane, o);

@@ -15,8 +15,10 @@ template <int CHUNKS> KV_DEV u32 kv_decode_turn(u32 row) {
 
 template <class T> struct KvDecodePlain {
   typedef T Math;
-  static constexpr int BYTES = 2;
-  static constexpr bool CODES = false;
+  typedef u32 Weights[2][4];
+  static constexpr bool CODES = false, SCALED = false;
+
+  template <int DIM> static constexpr u32 room() { return DIM * 2; }  // of a row in shared memory
 
   // Where a chunk of a row lies.
   template <int DIM> static KV_DEV u32 place(bool, u32 row, u32 chunk) { return chunk ^ kv_decode_turn<DIM / 8>(row); }
@@ -74,8 +76,10 @@ template <class T> struct KvDecodePlain {
 // Codes of a byte; `C::pair` makes two f16 of the lower two.
 template <class C> struct KvDecodeCodes {
   typedef KvF16 Math;
-  static constexpr int BYTES = 1;
-  static constexpr bool CODES = true;
+  typedef u32 Weights[2][4];
+  static constexpr bool CODES = true, SCALED = false;
+
+  template <int DIM> static constexpr u32 room() { return DIM; }
 
   // Lanes that read together lie in different banks: two whole rows of K, every other row of V.
   template <int DIM> static KV_DEV u32 place(bool is_v, u32 row, u32 chunk) {

@@ -1,6 +1,8 @@
 // How the results of warps, and of pieces, become rows of the output. Part of decode.h.
 #pragma once
 
+constexpr u32 kv_decode_stride(u32 dim) { return dim + 4; }  // from a row of a warp's results to the next
+
 // A row before its last division: the sum of weights relative to 2^max.
 struct KvDecodeTotal { float max, sum; };
 
@@ -20,27 +22,55 @@ KV_DEV float kv_decode_share(const KvDecodeWork& w, u32 head, KvDecodeTotal tota
   return total.sum == 0.f ? 0.f : shrink / sum;
 }
 
-// Writes values `column` and `column + 1` of a row, and its log-sum-exp beside the first.
-template <class F> KV_DEV void kv_decode_write(const KvDecodeWork& w, u32 row, u32 column, KvDecodeTotal total, float x,
-                                               float y) {
+// Two values as the output has them.
+KV_DEV u32 kv_decode_pair(const KvTensor& out, float x, float y) {
+  return out.dtype == KV_F16 ? kv_pack(KvF16(), x, y) : kv_pack(KvBf16(), x, y);
+}
+
+// Writes values `column` and `column + 1` of a row, and its log-sum-exp beside the first. Where rows have scales they
+// go to `values`, which kv_decode_finish writes.
+template <class F, int DIM>
+KV_DEV void kv_decode_write(const KvDecodeWork& w, u32 row, u32 column, KvDecodeTotal total, float x, float y,
+                            float* values) {
   const KvAttendParams& a = w.p.attend;
   const u32 query = (w.piece.row + row) / a.group, head = w.piece.head * a.group + (w.piece.row + row) % a.group;
   float lse;
   float share = kv_decode_share(w, head, total, lse);
-  u32* out = (u32*)(kv_head_row(a.out, w.piece.sequence, w.sequence.q_start, query, head) + column * 2);
-  if (share == 0.f) {
-    *out = 0;
+  if constexpr (F::SCALED) {
+    float* const to = values + row * kv_decode_stride(DIM) + column;
+    to[0] = share == 0.f ? 0.f : x * share;
+    to[1] = share == 0.f ? 0.f : y * share;
   } else {
-    if (F::CODES) share *= kv_constants(a.v_plane, w.piece.head).scale;
-    *out = a.out.dtype == KV_F16 ? kv_pack(KvF16(), x * share, y * share) : kv_pack(KvBf16(), x * share, y * share);
+    u32* out = (u32*)(kv_head_row(a.out, w.piece.sequence, w.sequence.q_start, query, head) + column * 2);
+    if (share == 0.f) {
+      *out = 0;
+    } else {
+      if (F::CODES) share *= kv_constants(a.v_plane, w.piece.head).scale;
+      *out = kv_decode_pair(a.out, x * share, y * share);
+    }
   }
   if (column == 0 && a.lse.data != 0) {
     *(float*)kv_head_row(a.lse, w.piece.sequence, w.sequence.q_start, query, head) = lse;
   }
 }
 
+// Writes rows that lie in shared memory, turned back where those of V were turned.
+template <class F, int DIM> KV_DEV void kv_decode_finish(const KvDecodeWork& w, float* values) {
+  const KvAttendParams& a = w.p.attend;
+  kv_sync();
+  for (u32 row = w.warp; row < w.rows; row += KvDecodeRing<F, DIM>::WARPS) {
+    float* const from = values + row * kv_decode_stride(DIM);
+    if (a.v_plane.transforms != 0) {
+      kv_transform_output(from, kv_constants(a.v_plane, w.piece.head).back, DIM, w.lane);
+    }
+    const u32 query = (w.piece.row + row) / a.group, head = w.piece.head * a.group + (w.piece.row + row) % a.group;
+    u32* const to = (u32*)kv_head_row(a.out, w.piece.sequence, w.sequence.q_start, query, head);
+    for (u32 i = w.lane; i < DIM / 2; i += 32) to[i] = kv_decode_pair(a.out, from[i * 2], from[i * 2 + 1]);
+  }
+}
+
 // The last of the parts joins them: totals first, then rows, each in the order of parts.
-template <class F, int DIM> KV_DEV void kv_decode_join(const KvDecodeWork& w) {
+template <class F, int DIM> KV_DEV void kv_decode_join(const KvDecodeWork& w, float* shared) {
   const u32 parts = w.piece.parts, threads = KvDecodeRing<F, DIM>::WARPS * 32;
   const float* stats = (const float*)w.p.attend.part_stats + (u64)w.piece.partial * KV_DECODE_ROWS;
   const float* values = (const float*)w.p.attend.part_rows + (u64)w.piece.partial * KV_DECODE_ROWS * DIM;
@@ -61,15 +91,16 @@ template <class F, int DIM> KV_DEV void kv_decode_join(const KvDecodeWork& w) {
       x += weight * kv_ldcg(at);
       y += weight * kv_ldcg(at + 1);
     }
-    kv_decode_write<F>(w, row, column, total, x, y);
+    kv_decode_write<F, DIM>(w, row, column, total, x, y, shared);
   }
+  if constexpr (F::SCALED) kv_decode_finish<F, DIM>(w, shared);
 }
 
 // Joins the warps, in their order. A piece that is the whole of its rows writes them; others leave a partial result:
 // rows divided by their sums, and the binary logarithms of the sums.
 template <class F, int DIM>
 KV_DEV void kv_decode_merge(const KvDecodeWork& w, KvDecodeRows& rows, const float (&o)[DIM / 8][4], u8* memory) {
-  constexpr u32 WARPS = KvDecodeRing<F, DIM>::WARPS, STRIDE = DIM + 4;
+  constexpr u32 WARPS = KvDecodeRing<F, DIM>::WARPS, STRIDE = kv_decode_stride(DIM);
   const u32 g = w.lane >> 2, t = w.lane & 3;
   float* const values = (float*)memory;  // [WARPS][16][STRIDE]
   float* const max = values + WARPS * KV_DECODE_ROWS * STRIDE;
@@ -87,7 +118,11 @@ KV_DEV void kv_decode_merge(const KvDecodeWork& w, KvDecodeRows& rows, const flo
 #pragma unroll
     for (u32 d = 0; d < DIM / 8; d++)
 #pragma unroll
-      for (u32 j = 0; j < 2; j++) values[row * STRIDE + F::template column<DIM>(d, j, t)] = o[d][h * 2 + j];
+      for (u32 j = 0; j < 2; j++) {
+        float x = o[d][h * 2 + j];
+        if constexpr (F::SCALED) x *= rows.unit[h] * F::UNIT;
+        values[row * STRIDE + F::template column<DIM>(d, j, t)] = x;
+      }
   }
   kv_sync();
   const u64 partial = (u64)(w.piece.partial + w.piece.part) * KV_DECODE_ROWS;
@@ -107,7 +142,7 @@ KV_DEV void kv_decode_merge(const KvDecodeWork& w, KvDecodeRows& rows, const flo
       y += weight * values[at * STRIDE + column + 1];
     }
     if (w.piece.parts == 1) {
-      kv_decode_write<F>(w, row, column, total, x, y);
+      kv_decode_write<F, DIM>(w, row, column, total, x, y, values);  // nobody else reads this place
       continue;
     }
     const float share = total.sum == 0.f ? 0.f : 1.f / total.sum;
@@ -118,7 +153,10 @@ KV_DEV void kv_decode_merge(const KvDecodeWork& w, KvDecodeRows& rows, const flo
       ((float*)w.p.attend.part_stats)[partial + row] = total.sum == 0.f ? kv_decode_none() : from + kv_log2(total.sum);
     }
   }
-  if (w.piece.parts == 1) return;
+  if (w.piece.parts == 1) {
+    if constexpr (F::SCALED) kv_decode_finish<F, DIM>(w, values);
+    return;
+  }
   kv_fence();
   kv_sync();
   if (threadIdx.x == 0) *flag = kv_atomic_inc((u32*)w.p.attend.counters + w.piece.partial, w.piece.parts - 1);
@@ -127,5 +165,5 @@ KV_DEV void kv_decode_merge(const KvDecodeWork& w, KvDecodeRows& rows, const flo
 #endif
   if (*flag != w.piece.parts - 1) return;
   kv_fence();
-  kv_decode_join<F, DIM>(w);
+  kv_decode_join<F, DIM>(w, values);
 }

@@ -4,12 +4,19 @@
 template <class F, int DIM> struct KvDecodeQuery {
   // Long rows would take the registers of the output: they lie in shared memory, as the lanes read them.
   static constexpr bool IS_SHARED = DIM >= 192;
-  static constexpr u32 SHARED = IS_SHARED ? DIM * 32 : 0;
+  static constexpr u32 HIGH = IS_SHARED ? DIM * 32 : 0, SHARED = HIGH + (F::SCALED ? DIM * 32 : 0);
   static constexpr u32 STEPS = DIM / 16;
 
   u32 held[IS_SHARED ? 1 : STEPS][4];
   const uint4* shared;
+  // Of rows with scales: whether queries were turned. What f16 lacks of them is multiplied on its own then, and lies
+  // behind the others in shared memory.
+  bool is_split;
 
+  KV_DEV void get_low(u32 k, u32 lane, u32 (&a)[4]) const {
+    const uint4 x = shared[HIGH / 16 + k * 32 + lane];
+    a[0] = x.x, a[1] = x.y, a[2] = x.z, a[3] = x.w;
+  }
   KV_DEV void get(u32 k, u32 lane, u32 (&a)[4]) const {
     if constexpr (IS_SHARED) {
       const uint4 x = shared[k * 32 + lane];
@@ -25,27 +32,42 @@ template <class F, int DIM> struct KvDecodeQuery {
     else return F::query_column(k, r, t);
   }
 
-  // Loads the rows, zeros where there is no query, and what each of them sees.
+  // What a row sees, and where it is; null where there is no query.
+  static KV_DEV const u16* find(const KvDecodeWork& w, u32 h, KvDecodeRows& rows) {
+    const KvAttendParams& a = w.p.attend;
+    const u32 own = (w.lane >> 2) + h * 8, row = w.piece.row + own;
+    rows.seen[h] = {0, KV_NONE, 0};  // a row without a query masks nothing
+    rows.max[h] = kv_decode_none();
+    rows.sum[h] = 0.f;
+    if (own >= w.rows) return nullptr;
+    const u32 query = row / a.group;
+    rows.seen[h] = kv_visible(a, w.sequence, query);
+    return (const u16*)kv_head_row(a.q, w.piece.sequence, w.sequence.q_start, query,
+                                   w.piece.head * a.group + row % a.group);
+  }
+  // With a soft cap, of what the cap's hyperbolic tangent takes, times log2 e.
+  static KV_DEV float factor_of(const KvAttendParams& a, float scale) {
+    return a.soft_cap > 0.f ? scale / a.soft_cap * KV_LOG2_E : scale * KV_LOG2_E;
+  }
+  // A power of two that brings values up to `large` into the range of f16: the largest becomes 256 to 512, unless it is
+  // next to nothing, or infinite.
+  static KV_DEV void fit(float large, float& shift, float& inverse) {
+    const u32 exponent = kv_as_u(large) >> 23;
+    if (exponent < 9 || exponent > 254) return;
+    shift = kv_as_f((262 - exponent) << 23);
+    inverse = kv_as_f((exponent - 8) << 23);
+  }
+
+  // Loads the rows, zeros where there is no query.
   KV_DEV void load(const KvDecodeWork& w, KvDecodeRows& rows, u8* smem) {
     const KvAttendParams& a = w.p.attend;
-    const u32 g = w.lane >> 2, t = w.lane & 3;
-    // Codes are multiplied in f16: queries of bf16 are brought into its range by a power of two.
+    const u32 t = w.lane & 3;
+    // Codes are multiplied in f16: queries of bf16 are brought into its range.
     const bool convert = F::CODES && a.q.dtype == KV_BF16;
     const u16* from[2];
     float inverse[2] = {1.f, 1.f}, shift[2] = {1.f, 1.f};
 #pragma unroll
-    for (u32 h = 0; h < 2; h++) {
-      const u32 row = w.piece.row + g + h * 8;
-      rows.seen[h] = {0, KV_NONE, 0};  // a row without a query masks nothing
-      rows.max[h] = kv_decode_none();
-      rows.sum[h] = 0.f;
-      from[h] = nullptr;
-      if (g + h * 8 >= w.rows) continue;
-      const u32 query = row / a.group;
-      rows.seen[h] = kv_visible(a, w.sequence, query);
-      from[h] = (const u16*)kv_head_row(a.q, w.piece.sequence, w.sequence.q_start, query,
-                                        w.piece.head * a.group + row % a.group);
-    }
+    for (u32 h = 0; h < 2; h++) from[h] = find(w, h, rows);
     if (convert) {
       float large[2] = {0.f, 0.f};
 #pragma unroll
@@ -57,16 +79,10 @@ template <class F, int DIM> struct KvDecodeQuery {
         }
         large[h] = kv_max(large[h], kv_shfl_xorf(large[h], 1));
         large[h] = kv_max(large[h], kv_shfl_xorf(large[h], 2));
-        // The largest becomes 256 to 512, unless it is next to nothing, or infinite.
-        const u32 exponent = kv_as_u(large[h]) >> 23;
-        if (exponent < 9 || exponent > 254) continue;
-        shift[h] = kv_as_f((262 - exponent) << 23);
-        inverse[h] = kv_as_f((exponent - 8) << 23);
+        fit(large[h], shift[h], inverse[h]);
       }
     }
-    const float scale = F::CODES ? a.scale * kv_constants(a.k_plane, w.piece.head).scale : a.scale;
-    // With a soft cap, of what the cap's hyperbolic tangent takes, times log2 e.
-    const float factor = a.soft_cap > 0.f ? scale / a.soft_cap * KV_LOG2_E : scale * KV_LOG2_E;
+    const float factor = factor_of(a, F::CODES ? a.scale * kv_constants(a.k_plane, w.piece.head).scale : a.scale);
     rows.factor[0] = factor * inverse[0];
     rows.factor[1] = factor * inverse[1];
     if constexpr (IS_SHARED) {
@@ -82,6 +98,61 @@ template <class F, int DIM> struct KvDecodeQuery {
 #pragma unroll
       for (u32 k = 0; k < STEPS; k++) step(from, convert, shift, k, t, held[k]);
     }
+  }
+
+  // The same for rows of K with scales, which may be transformed: so are the queries, in f32, and the mean that keys
+  // lack becomes a bias of scores. A row lies in four lanes.
+  KV_DEV void load_scaled(const KvDecodeWork& w, KvDecodeRows& rows, u8* smem) {
+    const KvAttendParams& a = w.p.attend;
+    const u32 t = w.lane & 3;
+    const bool transform = a.k_plane.transforms != 0;
+    const KvConstants constants = kv_constants(a.k_plane, w.piece.head);
+    const float factor = factor_of(a, a.scale);
+    shared = (const uint4*)smem;
+    is_split = transform;
+#pragma unroll
+    for (u32 h = 0; h < 2; h++) {
+      const u16* from = find(w, h, rows);
+      float x[DIM / 4], bias = 0.f, large = 0.f, shift = 1.f, inverse = 1.f;
+#pragma unroll
+      for (u32 i = 0; i < DIM / 4; i += 2) {
+        const u32 column = F::template query_column<DIM>(i / 4, i % 4, t);
+        const u32 pair = from == nullptr ? 0 : *(const u32*)(from + column);
+        x[i] = a.q.dtype == KV_F16 ? kv_f16_f((u16)pair) : kv_bf16_f((u16)pair);
+        x[i + 1] = a.q.dtype == KV_F16 ? kv_f16_f((u16)(pair >> 16)) : kv_bf16_f((u16)(pair >> 16));
+        if (transform) {
+          bias += x[i] * constants.mean[column] + x[i + 1] * constants.mean[column + 1];
+          x[i] *= constants.back[column];
+          x[i + 1] *= constants.back[column + 1];
+        }
+      }
+      if (transform) {
+        kv_decode_rotate<DIM, 0>(x, t);
+        bias += kv_shfl_xorf(bias, 1);
+        bias += kv_shfl_xorf(bias, 2);
+      }
+#pragma unroll
+      for (u32 i = 0; i < DIM / 4; i++) large = kv_max(large, kv_as_f(kv_as_u(x[i]) & 0x7fffffffu));
+      large = kv_max(large, kv_shfl_xorf(large, 1));
+      large = kv_max(large, kv_shfl_xorf(large, 2));
+      fit(large, shift, inverse);
+      rows.factor[h] = factor * inverse * F::UNIT;
+      rows.bias[h] = factor * bias;
+      rows.unit[h] = KV_DECODE_UNIT_MIN;
+#pragma unroll
+      for (u32 k = 0; k < STEPS; k++)
+#pragma unroll
+        for (u32 r = 0; r < 4; r += 2) {
+          const float first = x[k * 4 + r] * shift, second = x[k * 4 + r + 1] * shift;
+          const u32 pair = kv_pack(KvF16(), first, second);
+          if constexpr (!IS_SHARED) held[k][r + h] = pair;
+          if (k % KvDecodeRing<F, DIM>::WARPS != w.warp) continue;
+          u32* const to = (u32*)smem + (k * 32 + w.lane) * 4 + r + h;
+          if constexpr (IS_SHARED) *to = pair;
+          to[HIGH / 4] = kv_pack(KvF16(), first - kv_f16_f((u16)pair), second - kv_f16_f((u16)(pair >> 16)));
+        }
+    }
+    kv_sync();
   }
 
   static KV_DEV void step(const u16* const (&from)[2], bool convert, const float (&shift)[2], u32 k, u32 t,

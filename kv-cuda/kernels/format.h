@@ -96,13 +96,16 @@ struct KvBytes8 {
   KV_DEV u32 byte(u32 i) const { return word[i / 4] >> (i % 4 * 8) & 0xff; }
 };
 
-// From an even place of a row, by one load where the row happens to lie well.
+// From an even place of a row, by one load where the row happens to lie well, else by three.
 KV_DEV KvBytes8 kv_bytes8(const u8* at) {
   if (((u64)at & 7) == 0) {
     const u64 all = *(const u64*)at;
     return {{(u32)all, (u32)(all >> 32)}};
   }
-  return {{kv_pair(at) | kv_pair(at + 2) << 16, kv_pair(at + 4) | kv_pair(at + 6) << 16}};
+  // The four bytes that lie well are the first or the middle ones; the others are two and two.
+  const bool middle = ((u64)at & 2) != 0;
+  const u32 four = *(const u32*)(middle ? at + 2 : at), two = kv_pair(middle ? at : at + 4), last = kv_pair(at + 6);
+  return {{middle ? two | four << 16 : four, (middle ? four >> 16 : two) | last << 16}};
 }
 
 // Codes `at..at + 8` of a whole group.

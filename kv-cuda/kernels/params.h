@@ -111,7 +111,7 @@ struct KvPiece {
 // Of `plan_decode`, which cuts the work of `slots` thread blocks.
 struct KvDecodePlanParams {
   KvPlan plan;
-  u64 pieces;  // KvPiece, in the order of slots
+  u64 pieces;  // KvPiece on 16 bytes, in the order of slots
   u64 starts;  // u32 [slots + 1]: the first piece of every slot
   u32 slots, kv_heads, group;
   u32 full, window_left, sink_tokens;  // as in KvAttendParams

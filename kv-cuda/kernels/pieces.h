@@ -39,8 +39,13 @@ KV_DEV u64 kv_decode_cost(u32 tiles, bool invariant) {
   const u32 parts = tiles == 0 ? 1 : kv_decode_up(tiles, KV_DECODE_INVARIANT);
   return (u64)tiles + (u64)parts * KV_DECODE_OVERHEAD;
 }
+// The slot of a place, divided in 32 bits where they are enough: they are but for batches of many million tokens.
+KV_DEV u32 kv_decode_slot(u64 place, u64 share) {
+  if (((place | share) >> 32) == 0) return (u32)place / (u32)share;
+  return (u32)(place / share);
+}
 KV_DEV KvDecodeCut kv_decode_cut(u64 at, u64 share, u32 tiles, bool invariant) {
-  KvDecodeCut cut = {at, share, (u32)(at / share), 0, tiles, 1, invariant};
+  KvDecodeCut cut = {at, share, kv_decode_slot(at, share), 0, tiles, 1, invariant};
   cut.end = cut.begin;
   if (tiles == 0) return cut;
   if (invariant) {
@@ -49,8 +54,8 @@ KV_DEV KvDecodeCut kv_decode_cut(u64 at, u64 share, u32 tiles, bool invariant) {
   }
   cut.first = at + KV_DECODE_OVERHEAD;
   const u64 stop = cut.first + tiles;
-  cut.begin = (u32)(cut.first / share);
-  cut.end = (u32)((stop - 1) / share);
+  cut.begin = kv_decode_slot(cut.first, share);
+  cut.end = kv_decode_slot(stop - 1, share);
   // Ends too short to pay for a piece of their own go to the neighbour.
   if (cut.begin < cut.end && ((u64)cut.begin + 1) * share - cut.first < KV_DECODE_END_MIN) cut.begin++;
   if (cut.begin < cut.end && stop - (u64)cut.end * share < KV_DECODE_END_MIN) cut.end--;
@@ -63,7 +68,7 @@ KV_DEV KvDecodePart kv_decode_part(const KvDecodeCut& cut, u32 part) {
   if (cut.invariant) {
     r.begin = part * KV_DECODE_INVARIANT;
     if (part + 1 < cut.parts) r.end = r.begin + KV_DECODE_INVARIANT;
-    r.slot = (u32)((cut.first + (u64)part * (KV_DECODE_INVARIANT + KV_DECODE_OVERHEAD)) / cut.share);
+    r.slot = kv_decode_slot(cut.first + (u64)part * (KV_DECODE_INVARIANT + KV_DECODE_OVERHEAD), cut.share);
     return r;
   }
   r.slot = cut.begin + part;

@@ -8,7 +8,7 @@ use kv_core::backend::{Backend, Capabilities};
 use crate::buffer::CudaBuffer;
 use crate::driver::{CudaGpu, CudaOptions};
 #[cfg(feature = "emulated")]
-use crate::emulated::{Emulator, EmulatorOptions};
+use crate::emulated::{Emulator, EmulatorOptions, Idle};
 use crate::gpu::Gpu;
 use crate::queue::CudaQueue;
 use crate::waiter::Waiter;
@@ -39,6 +39,14 @@ impl CudaBackend {
     #[cfg(feature = "emulated")]
     pub fn emulated(options: &EmulatorOptions) -> Result<Self, DeviceError> {
         Ok(Self::on(Arc::new(Emulator::open(options)?)))
+    }
+
+    /// A device that does nothing, so that only the host's work is left: for benches. Outputs are
+    /// not there.
+    #[cfg(feature = "emulated")]
+    #[doc(hidden)]
+    pub fn idle(multiprocessors: u32) -> Self {
+        Self::on(Arc::new(Idle::new(multiprocessors.max(1))))
     }
 
     pub(crate) fn on(gpu: Arc<dyn Gpu>) -> Self {

@@ -5,10 +5,15 @@ use std::task::{Context, Poll};
 use kv_core::backend::{Fence, Readback};
 use kv_core::{DeviceError, DeviceErrorKind};
 
-use crate::gpu::{Event, Gpu, Pinned, Stream};
+use crate::gpu::{Event, Gpu, Stream};
+use crate::pins::Piece;
 use crate::waiter::Waiter;
 
 /// Signals that work submitted before is done.
+///
+/// To [`wait`](Fence::wait) keeps a core busy, because the answer of a step is wanted when it is
+/// there and not a wake-up later: tens of microseconds, of a step's hundreds. Who has something
+/// else to do polls instead; a thread of the backend then looks for everybody.
 #[derive(Debug, Clone)]
 pub struct CudaFence {
     gpu: Arc<dyn Gpu>,
@@ -20,7 +25,7 @@ pub struct CudaFence {
 #[derive(Debug)]
 pub struct CudaReadback {
     /// Nothing was asked for where there is none.
-    pub(crate) copy: Option<(CudaFence, Box<dyn Pinned>)>,
+    pub(crate) copy: Option<(CudaFence, Piece)>,
     pub(crate) len: usize,
 }
 
@@ -81,7 +86,7 @@ impl Drop for CudaReadback {
             && fence.event.wait().is_err()
         {
             // The device is gone; whether it still writes the bytes nobody can tell.
-            std::mem::forget(pinned);
+            pinned.leak();
         }
     }
 }

@@ -58,7 +58,8 @@ pub(crate) trait Gpu: fmt::Debug + Send + Sync {
     fn facts(&self) -> &Facts;
     /// Reserves memory, zeroed and aligned to 256 bytes. `bytes` is above 0.
     fn alloc(&self, bytes: u64) -> Result<Address, DeviceError>;
-    /// Gives memory back once work that was submitted before is done.
+    /// Gives memory back behind the work that was submitted before, to streams that are open or
+    /// were; need not wait for it.
     ///
     /// # Safety
     /// 1. `address` came from [`Self::alloc`] of this device and was not freed.

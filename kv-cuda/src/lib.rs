@@ -9,6 +9,10 @@
 //! and all layers share it; with [`StepLimits`] its lists keep their addresses, as a captured graph
 //! of launches needs it.
 //!
+//! Device memory comes from a pool, which can be reserved when the device is opened
+//! ([`CudaOptions::reserved_bytes`]). Dropping a buffer waits for nothing: its memory is used again
+//! once every stream has passed the work of that moment.
+//!
 //! Blocks of preempted sequences can leave for page-locked host memory and come back, on a stream
 //! beside the queue's: [`CudaBackend::swap`].
 //!
@@ -29,7 +33,9 @@ mod gpu;
 mod num;
 mod op;
 mod params;
+mod pins;
 mod queue;
+mod reclaim;
 mod scratch;
 mod staging;
 mod step;
@@ -43,7 +49,7 @@ mod waiter;
 pub use backend::CudaBackend;
 pub use buffer::CudaBuffer;
 pub use capture::CudaGraph;
-pub use driver::CudaOptions;
+pub use driver::{CardFacts, CudaOptions, cards};
 #[cfg(feature = "emulated")]
 pub use emulated::EmulatorOptions;
 pub use fence::{CudaFence, CudaReadback};

@@ -17,6 +17,7 @@ use crate::gpu::{Gpu, Launch, Stream};
 use crate::num::{bytes, to_u64};
 use crate::op;
 use crate::params::Address;
+use crate::pins::Pins;
 use crate::scratch::{Pack, Scratch};
 use crate::staging::Staging;
 use crate::step::{StepLimits, StepPlan, Steps, Way};
@@ -30,6 +31,7 @@ pub struct CudaQueue {
     pub(crate) gpu: Arc<dyn Gpu>,
     waiter: Arc<Waiter>,
     stream: Box<dyn Stream>,
+    pins: Pins,
     staging: Staging,
     steps: Steps,
     scratch: Scratch,
@@ -54,11 +56,13 @@ impl CudaQueue {
     }
 
     pub(crate) fn on(gpu: &Arc<dyn Gpu>, waiter: &Arc<Waiter>, stream: Box<dyn Stream>) -> Self {
+        let pins = Pins::new(gpu);
         Self {
             gpu: Arc::clone(gpu),
             waiter: Arc::clone(waiter),
             stream,
-            staging: Staging::new(gpu),
+            staging: Staging::new(&pins),
+            pins,
             steps: Steps::new(gpu),
             scratch: Scratch::new(gpu),
             counters: Scratch::new(gpu),
@@ -95,7 +99,10 @@ impl CudaQueue {
             self.require_no_capture("a batch that is not the step's")?;
         }
         let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
-        self.steps.get(&mut way, batch, tables)
+        let step = self.steps.get(&mut way, batch, tables)?;
+        // Captured launches meet other batches when they are replayed.
+        let extent = if self.held.is_on() { step.room } else { step.extent };
+        Ok(StepPlan { extent, ..step })
     }
 
     /// How the batch of a plan that [`Self::step`] gave is decoded.
@@ -253,6 +260,10 @@ impl CudaQueue {
 
 impl Drop for CudaQueue {
     fn drop(&mut self) {
+        if self.held.is_on() {
+            // What was captured is nobody's; uploads from before the capture are waited for.
+            let _ = self.end_capture();
+        }
         self.staging.drain(self.stream.as_mut());
     }
 }
@@ -281,7 +292,7 @@ impl Queue for CudaQueue {
         if len == 0 {
             return Ok(CudaReadback { copy: None, len });
         }
-        let pinned = self.gpu.pinned(len)?;
+        let pinned = self.pins.take(len)?;
         // SAFETY: `on` found the range inside memory of this device; the readback keeps the pinned
         // bytes, untouched, until the fence is done.
         let copied = unsafe { self.stream.download(pinned.base(), from, len) };
@@ -289,7 +300,7 @@ impl Queue for CudaQueue {
             Ok(fence) => Ok(CudaReadback { copy: Some((fence, pinned)), len }),
             Err(error) => {
                 // Whether the copy runs nobody can tell any more.
-                std::mem::forget(pinned);
+                pinned.leak();
                 Err(error)
             }
         }
@@ -312,7 +323,7 @@ impl Queue for CudaQueue {
     ) -> Result<(), DeviceError> {
         self.require_no_capture("the begin of a step")?;
         let mut way = Way { stream: self.stream.as_mut(), staging: &mut self.staging };
-        self.steps.prepare(&mut way, group, (write.batch(), write.tables()))
+        self.steps.prepare(&mut way, group, write)
     }
 
     fn write_kv(

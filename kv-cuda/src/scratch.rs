@@ -48,11 +48,24 @@ impl Pack {
         self.bytes.extend_from_slice(bytemuck::cast_slice(values));
         At(to_u64(at))
     }
-    /// Leaves `len` bytes free behind the last list.
-    pub(crate) fn skip(&mut self, len: u64) {
-        self.bytes.resize(self.bytes.len().saturating_add(bytes(len)), 0);
+    /// Adds values one after another, in room for `room` of them at least, so that what comes
+    /// behind does not move.
+    pub(crate) fn push_each<T: bytemuck::NoUninit>(
+        &mut self,
+        values: impl ExactSizeIterator<Item = T>,
+        room: usize,
+    ) -> At {
+        let at = self.push::<T>(&[]);
+        let begin = self.bytes.len();
+        let count = values.len().max(room);
+        self.bytes.resize(begin.saturating_add(count.saturating_mul(size_of::<T>())), 0);
+        let bytes = self.bytes.get_mut(begin..).unwrap_or_default();
+        for (place, value) in bytes.chunks_exact_mut(size_of::<T>()).zip(values) {
+            place.copy_from_slice(bytemuck::bytes_of(&value));
+        }
+        at
     }
-    /// Adds room for `len` bytes that kernels write.
+    /// Adds room for `len` bytes that are not sent: behind the last list, or for kernels to write.
     pub(crate) fn room(&mut self, len: u64) -> At {
         let at = self.len();
         self.room = at.saturating_add(len).saturating_sub(to_u64(self.bytes.len()));

@@ -1,29 +1,31 @@
 //! Page-locked memory on the way to the device.
 //!
 //! Bytes are copied here before a call returns and go on from here when the stream gets to them. A
-//! chunk is used again once the stream has passed the event behind its last copy.
+//! chunk is used again once the stream has passed the event behind its last copy. How much is kept
+//! for that is bounded by [`Pins`].
 use std::sync::Arc;
 
 use kv_core::DeviceError;
 
-use crate::gpu::{Event, Gpu, Pinned, Stream};
+use crate::gpu::{Event, Stream};
 use crate::params::Address;
+use crate::pins::{Piece, Pins};
 
 /// Bytes of a chunk, unless more are asked for at once.
 const CHUNK: usize = 1 << 20;
 
 #[derive(Debug)]
 pub(crate) struct Staging {
-    gpu: Arc<dyn Gpu>,
+    pins: Pins,
     /// Bytes in use at the beginning of the first chunk, and that chunk.
-    current: Option<(usize, Box<dyn Pinned>)>,
+    current: Option<(usize, Piece)>,
     /// Chunks whose copies are on their way.
-    sent: Vec<(Arc<dyn Event>, Box<dyn Pinned>)>,
+    sent: Vec<(Arc<dyn Event>, Piece)>,
 }
 
 impl Staging {
-    pub(crate) fn new(gpu: &Arc<dyn Gpu>) -> Self {
-        Self { gpu: Arc::clone(gpu), current: None, sent: Vec::new() }
+    pub(crate) fn new(pins: &Pins) -> Self {
+        Self { pins: pins.clone(), current: None, sent: Vec::new() }
     }
 
     /// Copies `bytes` to `to`, through page-locked memory.
@@ -67,21 +69,12 @@ impl Staging {
     /// Puts a chunk with room for `len` bytes in front.
     fn next_chunk(&mut self, stream: &mut dyn Stream, len: usize) -> Result<(), DeviceError> {
         self.pass(stream)?;
-        let mut free = None;
-        for index in 0..self.sent.len() {
-            let Some((event, chunk)) = self.sent.get(index) else {
-                break;
-            };
-            if chunk.len() >= len && event.is_done()? {
-                free = Some(index);
-                break;
-            }
-        }
-        let chunk = match free {
-            Some(index) => self.sent.swap_remove(index).1,
-            None => self.gpu.pinned(len.max(CHUNK))?,
-        };
-        self.current = Some((0, chunk));
+        // Events of one stream are done in their order.
+        let done = self.sent.iter().map(|(event, _)| event.is_done());
+        let done = done.take_while(|done| !matches!(done, Ok(false)));
+        let done = done.collect::<Result<Vec<_>, _>>()?.len();
+        self.sent.drain(..done);
+        self.current = Some((0, self.pins.take(len.max(CHUNK))?));
         Ok(())
     }
 
@@ -96,7 +89,7 @@ impl Staging {
                 Ok(event) => self.sent.push((event, chunk)),
                 Err(error) => {
                     // Kept for ever rather than freed under a copy.
-                    std::mem::forget(chunk);
+                    chunk.leak();
                     return Err(error);
                 }
             }
@@ -112,7 +105,7 @@ impl Staging {
         for (event, chunk) in self.sent.drain(..) {
             if event.wait().is_err() {
                 // The device is gone; whether it still reads the bytes nobody can tell.
-                std::mem::forget(chunk);
+                chunk.leak();
             }
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! Owns the room on the host and the order of copies: those of a call form one batch behind the
 //! event they wait for. Refuses to know why a block moves, and which sequence it belongs to.
+mod erased;
 #[cfg(test)]
 #[cfg(feature = "emulated")]
 mod tests;
@@ -29,6 +30,10 @@ use crate::waiter::Waiter;
 /// # Shapes
 /// A host block holds `[layer][K, V]`, the bytes of a block in each allocated plane as they are,
 /// every piece on a multiple of 16.
+///
+/// A cache over [`AnyBackend`](kv_core::backend::AnyBackend) has the same in methods of its own:
+/// [`CudaBackend::swap_any`], [`swap_out_any`](Self::swap_out_any) and
+/// [`swap_in_any`](Self::swap_in_any).
 ///
 /// # Guarantees
 /// Calls on one `CudaSwap` take effect in their order, so a host block may be swapped in, and out

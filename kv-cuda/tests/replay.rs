@@ -172,7 +172,7 @@ enum Act {
 }
 
 /// Both sides live the same life, one with captured launches.
-fn same_bits(format: KvFormat, window: Option<u32>) {
+fn same_bits(format: KvFormat, window: Option<u32>, limits: StepLimits) {
     use Act::{Decode, End, Prefill};
     let acts = [
         Prefill(1, 40),
@@ -199,7 +199,7 @@ fn same_bits(format: KvFormat, window: Option<u32>) {
     else {
         return;
     };
-    captured.cache.queue_mut().set_step_limits(LIMITS);
+    captured.cache.queue_mut().set_step_limits(limits);
     for (index, act) in acts.iter().enumerate() {
         match act {
             Prefill(id, tokens) => {
@@ -223,18 +223,27 @@ fn same_bits(format: KvFormat, window: Option<u32>) {
 
 #[test]
 fn a_replay_serves_every_batch_on_tensor_cores() {
-    same_bits(KvFormat::F16, None);
+    same_bits(KvFormat::F16, None, LIMITS);
 }
 
 #[test]
 fn a_replay_serves_every_batch_in_codes() {
-    same_bits(KvFormat::L4(ScaleGroup::Row), None);
-    same_bits(KvFormat::Int8(Scaling::Row), None);
+    same_bits(KvFormat::L4(ScaleGroup::Row), None, LIMITS);
+    same_bits(KvFormat::Int8(Scaling::Row), None, LIMITS);
 }
 
 #[test]
 fn a_replay_serves_every_batch_under_a_window() {
-    same_bits(KvFormat::F16, Some(100));
+    same_bits(KvFormat::F16, Some(100), LIMITS);
+}
+
+/// What only the largest step needs is there when a capture asks for it, though no step was so
+/// large: room for kernels that the steps before it did not launch.
+#[test]
+fn a_capture_needs_no_step_as_large_as_its_limits() {
+    let limits = StepLimits { tokens_per_sequence: 12, ..LIMITS };
+    same_bits(KvFormat::F16, None, limits);
+    same_bits(KvFormat::L4(ScaleGroup::Row), None, limits);
 }
 
 /// Launches of a batch that left no row of the output free serve one that does.
@@ -292,6 +301,23 @@ fn a_capture_shares_no_plan_with_what_runs_around_it() {
         side.cache.queue_mut().download(&side.out, 0, side.out.len()).unwrap().wait().unwrap()
     };
     assert_eq!(out(&mut captured), out(&mut plain));
+}
+
+#[test]
+fn a_queue_can_go_while_it_captures() {
+    let Some(mut side) = Side::new(KvFormat::F16, None) else { return };
+    side.cache.queue_mut().set_step_limits(LIMITS);
+    side.prefill(seq(1), 20);
+    side.decode(&[seq(1)], false, None);
+    let mut step = side.cache.begin_step(&[StepInput::count(seq(1), 1)]).unwrap();
+    step.queue_mut().begin_capture().unwrap();
+    layers(&mut step, (&side.inputs, &side.out), None);
+    drop(step);
+    // Memory of the capture, and of what ran before it, goes with it; the device goes on.
+    drop(side);
+    let mut side = Side::new(KvFormat::F16, None).unwrap();
+    side.prefill(seq(1), 20);
+    side.decode(&[seq(1)], false, None);
 }
 
 #[test]

@@ -143,7 +143,8 @@ mod tests {
         let error = find(&AdapterName::Named("no such card".to_owned())).unwrap_err();
         assert_eq!(error.kind(), kv_core::DeviceErrorKind::Unsupported);
         let words = error.to_string();
-        let known = adapters().first().map_or("no adapter: ".to_owned(), |facts| facts.name.clone());
+        let known =
+            adapters().first().map_or("no adapter: ".to_owned(), |facts| facts.name.clone());
         assert!(words.contains(&known), "{words}");
     }
 }

@@ -77,8 +77,9 @@ impl WgpuBackend {
     ///
     /// # Errors
     /// `Unsupported` for a buffer that was not made for storage and copies in both directions, or
-    /// whose size is not a multiple of 4. A buffer of another device is noticed by the first call
-    /// that uses it, as `Driver`.
+    /// whose size is not a multiple of 4. A buffer of another device of the same
+    /// [`wgpu::Instance`] is noticed by the first call or submission that uses it, as `Driver`;
+    /// one of another instance is a mistake that wgpu does not notice.
     pub fn wrap(&self, buffer: wgpu::Buffer) -> Result<WgpuBuffer, DeviceError> {
         WgpuBuffer::wrap(&self.shared, buffer)
     }
@@ -105,10 +106,11 @@ impl Backend for WgpuBackend {
         &self.capabilities
     }
     fn alloc(&self, bytes: u64) -> Result<WgpuBuffer, DeviceError> {
+        self.shared.notice("alloc")?;
         WgpuBuffer::alloc(&self.shared, bytes, "alloc")
     }
     fn queue(&self) -> Result<WgpuQueue, DeviceError> {
-        self.shared.require("open a queue")?;
+        self.shared.notice("open a queue")?;
         Ok(WgpuQueue::new(&self.shared))
     }
 }

@@ -1,8 +1,8 @@
 //! A device with its queue, and what becomes of errors.
 //!
 //! wgpu reports errors to scopes and to callbacks, never from the call that failed, and an error
-//! that nobody waits for ends the program. So everything that may fail runs inside [`Shared::watch`],
-//! and the loss of the device is remembered where its callback leaves it.
+//! that nobody waits for ends the program. So everything that may fail runs inside
+//! [`Shared::watch`], and the loss of the device is remembered where its callback leaves it.
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
@@ -76,8 +76,18 @@ impl Shared {
         }
     }
 
+    /// Asks whether the device is still there: wgpu tells of a loss only while it is polled, and
+    /// until then takes calls that do nothing.
+    ///
     /// # Errors
-    /// `Lost`.
+    /// `Lost`, or `Driver`.
+    pub(crate) fn notice(&self, operation: &'static str) -> Result<(), DeviceError> {
+        self.require(operation)?;
+        self.poll(wgpu::PollType::Poll, operation)
+    }
+
+    /// # Errors
+    /// `Lost`, as far as it was noticed.
     pub(crate) fn require(&self, operation: &'static str) -> Result<(), DeviceError> {
         match self.fate.0.get() {
             None => Ok(()),
@@ -100,7 +110,9 @@ impl Shared {
         self.require(operation)?;
         match polled {
             Ok(_) => Ok(()),
-            Err(error) => Err(DeviceError::new(DeviceErrorKind::Driver, operation).with_source(error)),
+            Err(error) => {
+                Err(DeviceError::new(DeviceErrorKind::Driver, operation).with_source(error))
+            }
         }
     }
 
@@ -120,8 +132,9 @@ fn told(operation: &'static str, error: wgpu::Error) -> DeviceError {
     // wgpu's words are those of the source below them.
     let words = match &error {
         wgpu::Error::OutOfMemory { source } => source.to_string(),
-        wgpu::Error::Validation { description, .. }
-        | wgpu::Error::Internal { description, .. } => description.clone(),
+        wgpu::Error::Validation { description, .. } | wgpu::Error::Internal { description, .. } => {
+            description.clone()
+        }
     };
     DeviceError::new(kind, operation).with_detail(words).with_source(error)
 }

@@ -121,9 +121,10 @@ impl WgpuReadback {
         let Some(copy) = self.copy.take() else {
             return Ok(Vec::new());
         };
-        let view = copy.buffer.slice(..).get_mapped_range().map_err(|error| {
-            DeviceError::new(DeviceErrorKind::Driver, READ).with_source(error)
-        })?;
+        let view =
+            copy.buffer.slice(..).get_mapped_range().map_err(|error| {
+                DeviceError::new(DeviceErrorKind::Driver, READ).with_source(error)
+            })?;
         let end = copy.skip.saturating_add(self.len);
         let range = bytes(copy.skip)..bytes(end);
         let taken = view.get(range).map(<[u8]>::to_vec);

@@ -30,6 +30,8 @@ mod shaders;
 mod signal;
 mod steps;
 mod tensors;
+#[cfg(test)]
+mod tests;
 
 pub use adapter::{AdapterFacts, AdapterName, adapters};
 pub use backend::{WgpuBackend, WgpuOptions};

@@ -65,9 +65,8 @@ impl Shared {
 
     fn compile(&self, kernel: &Kernel) -> Result<Pipeline, DeviceError> {
         const COMPILE: &str = "compile a shader";
-        let source = shaders::source(kernel.shader, kernel.flags).map_err(|why| {
-            DeviceError::new(DeviceErrorKind::Driver, COMPILE).with_detail(why)
-        })?;
+        let source = shaders::source(kernel.shader, kernel.flags)
+            .map_err(|why| DeviceError::new(DeviceErrorKind::Driver, COMPILE).with_detail(why))?;
         let constants: Vec<_> =
             kernel.constants.iter().map(|(name, value)| (*name, f64::from(*value))).collect();
         let compilation_options = wgpu::PipelineCompilationOptions {

@@ -11,7 +11,6 @@ use kv_core::{DeviceError, DeviceErrorKind, GroupId};
 use crate::buffer::WgpuBuffer;
 use crate::device::Shared;
 use crate::fence::{WgpuFence, WgpuReadback};
-use crate::num::to_u64;
 use crate::op;
 use crate::recording::Recorder;
 use crate::scratch::Scratch;
@@ -36,7 +35,13 @@ impl WgpuQueue {
         }
     }
 
-    /// Begins a call.
+    /// Takes a call: the device is there, and errors of dispatches are this operation's.
+    fn begin(&mut self, operation: &'static str) -> Result<(), DeviceError> {
+        self.recorder.operation = operation;
+        self.shared().notice(operation)
+    }
+
+    /// A call's view of its tensors and planes.
     pub(crate) fn call(&mut self, operation: &'static str) -> Call<'_> {
         Call { recorder: &mut self.recorder, operation }
     }
@@ -61,7 +66,7 @@ impl Queue for WgpuQueue {
     type Readback = WgpuReadback;
 
     fn upload(&mut self, dst: &WgpuBuffer, at: u64, src: &[u8]) -> Result<(), DeviceError> {
-        self.shared().require("upload")?;
+        self.begin("upload")?;
         op::bytes::upload(&mut self.recorder, (dst, at), src)
     }
 
@@ -72,7 +77,7 @@ impl Queue for WgpuQueue {
         len: u64,
     ) -> Result<WgpuReadback, DeviceError> {
         const DOWNLOAD: &str = "download";
-        self.shared().require(DOWNLOAD)?;
+        self.begin(DOWNLOAD)?;
         let from = src.on(self.shared(), (at, len), DOWNLOAD)?;
         if len == 0 {
             return Ok(WgpuReadback::nothing(self.shared()));
@@ -89,14 +94,14 @@ impl Queue for WgpuQueue {
         let staging =
             self.shared().watch(DOWNLOAD, |shared| shared.device.create_buffer(&descriptor))?;
         let source = src.buffer();
-        self.recorder.encoder().copy_buffer_to_buffer(source, begin, &staging, 0, size);
+        self.recorder.encoder()?.copy_buffer_to_buffer(source, begin, &staging, 0, size);
         // Nothing arrives of what was not submitted.
         let index = self.send(DOWNLOAD)?;
         Ok(WgpuReadback::new(self.shared(), staging, (skip, len), index))
     }
 
     fn zero(&mut self, dst: &WgpuBuffer, offset: u64, len: u64) -> Result<(), DeviceError> {
-        self.shared().require("zero")?;
+        self.begin("zero")?;
         op::bytes::zero(&mut self.recorder, (dst, offset), len)
     }
 
@@ -106,6 +111,7 @@ impl Queue for WgpuQueue {
         write: &WritePlan<'_>,
         _attend: &AttentionPlan<'_>,
     ) -> Result<(), DeviceError> {
+        self.begin("prepare")?;
         self.steps.get(&mut self.recorder, write.batch(), write.tables()).map(drop)
     }
 
@@ -114,6 +120,7 @@ impl Queue for WgpuQueue {
         plan: &WritePlan<'_>,
         args: WriteArgs<'_, WgpuBuffer>,
     ) -> Result<(), DeviceError> {
+        self.begin("write_kv")?;
         op::write::write_kv(self, plan, &args)
     }
 
@@ -122,6 +129,7 @@ impl Queue for WgpuQueue {
         plan: &AttentionPlan<'_>,
         args: AttendArgs<'_, WgpuBuffer>,
     ) -> Result<(), DeviceError> {
+        self.begin("attend")?;
         op::attend::attend(self, plan, args)
     }
 
@@ -130,6 +138,7 @@ impl Queue for WgpuQueue {
         plan: &CopyPlan<'_>,
         args: CopyArgs<'_, WgpuBuffer>,
     ) -> Result<(), DeviceError> {
+        self.begin("copy_blocks")?;
         op::copy::copy_blocks(self, plan, &args)
     }
 
@@ -138,6 +147,7 @@ impl Queue for WgpuQueue {
         plan: &GatherPlan<'_>,
         args: GatherArgs<'_, WgpuBuffer>,
     ) -> Result<(), DeviceError> {
+        self.begin("gather")?;
         op::gather::gather(self, plan, args)
     }
 
@@ -146,14 +156,17 @@ impl Queue for WgpuQueue {
         plan: &ConvertPlan,
         args: ConvertArgs<'_, WgpuBuffer>,
     ) -> Result<(), DeviceError> {
+        self.begin("convert")?;
         op::convert::convert(self, plan, args)
     }
 
     fn flush(&mut self) -> Result<(), DeviceError> {
+        self.begin("flush")?;
         self.send("flush").map(drop)
     }
 
     fn submit(&mut self) -> Result<WgpuFence, DeviceError> {
+        self.begin("submit")?;
         let index = self.send("submit")?;
         Ok(WgpuFence::new(self.shared(), index))
     }
@@ -164,6 +177,6 @@ impl Queue for WgpuQueue {
             return Err(DeviceError::new(DeviceErrorKind::ForeignHandle, WAIT));
         }
         // A fence is of work that was submitted, and the device runs submissions in their order.
-        self.shared().require(WAIT)
+        self.shared().notice(WAIT)
     }
 }

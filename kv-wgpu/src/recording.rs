@@ -32,6 +32,8 @@ impl From<Piece> for Slot {
 #[derive(Debug)]
 pub(crate) struct Recorder {
     pub(crate) shared: Arc<Shared>,
+    /// What is being recorded, for errors.
+    pub(crate) operation: &'static str,
     arena: Arena,
     encoder: Option<wgpu::CommandEncoder>,
     pass: Option<wgpu::ComputePass<'static>>,
@@ -43,6 +45,7 @@ impl Recorder {
     pub(crate) fn new(shared: &Arc<Shared>) -> Self {
         Self {
             shared: Arc::clone(shared),
+            operation: "record",
             arena: Arena::default(),
             encoder: None,
             pass: None,
@@ -62,18 +65,29 @@ impl Recorder {
     }
 
     /// The encoder, outside of any pass.
-    pub(crate) fn encoder(&mut self) -> &mut wgpu::CommandEncoder {
+    ///
+    /// # Errors
+    /// `OutOfMemory` or `Lost`.
+    pub(crate) fn encoder(&mut self) -> Result<&mut wgpu::CommandEncoder, DeviceError> {
         self.pass = None;
-        let device = &self.shared.device;
-        self.encoder.get_or_insert_with(|| device.create_command_encoder(&Default::default()))
+        let encoder = match self.encoder.take() {
+            Some(encoder) => encoder,
+            None => self.shared.watch(self.operation, |shared| {
+                let descriptor = wgpu::CommandEncoderDescriptor::default();
+                shared.device.create_command_encoder(&descriptor)
+            })?,
+        };
+        Ok(self.encoder.insert(encoder))
     }
 
-    fn pass(&mut self) -> &mut wgpu::ComputePass<'static> {
-        let pass = match self.pass.take() {
-            Some(pass) => pass,
-            None => self.encoder().begin_compute_pass(&Default::default()).forget_lifetime(),
+    fn pass(&mut self) -> Result<&mut wgpu::ComputePass<'static>, DeviceError> {
+        let pass = if let Some(pass) = self.pass.take() {
+            pass
+        } else {
+            let descriptor = wgpu::ComputePassDescriptor::default();
+            self.encoder()?.begin_compute_pass(&descriptor).forget_lifetime()
         };
-        self.pass.insert(pass)
+        Ok(self.pass.insert(pass))
     }
 
     /// A range of a buffer as a binding: where bindings may begin, and the bytes from there to the
@@ -120,14 +134,14 @@ impl Recorder {
         }
         let most = self.shared.limits.max_compute_workgroups_per_dimension;
         if let Some(many) = groups.iter().find(|count| **count > most) {
-            return Err(unsupported(kernel.shader, format!("{many} workgroups, of {most}")));
+            return Err(unsupported(self.operation, format!("{many} workgroups, of {most}")));
         }
         let pipeline = self.shared.pipeline(kernel)?;
         let params = self.push(std::slice::from_ref(params))?;
-        let slots = self.separate(slots, kernel.shader)?;
-        let group = self.bind(&pipeline, (&params, &slots), kernel.shader)?;
+        let slots = self.separate(slots)?;
+        let group = self.bind(&pipeline, (&params, &slots))?;
         let [x, y, z] = groups;
-        let pass = self.pass();
+        let pass = self.pass()?;
         pass.set_pipeline(&pipeline.pipeline);
         pass.set_bind_group(0, &group, &[]);
         pass.dispatch_workgroups(x, y, z);
@@ -138,7 +152,6 @@ impl Recorder {
         &self,
         pipeline: &Pipeline,
         (params, slots): (&Piece, &[Slot]),
-        operation: &'static str,
     ) -> Result<wgpu::BindGroup, DeviceError> {
         let first = (&params.buffer, params.offset, params.size);
         let others = slots.iter().map(|slot| (&slot.buffer, slot.offset, slot.size));
@@ -150,9 +163,9 @@ impl Recorder {
                 wgpu::BindGroupEntry { binding, resource: wgpu::BindingResource::Buffer(range) }
             })
             .collect();
-        self.shared.watch(operation, |shared| {
+        self.shared.watch(self.operation, |shared| {
             shared.device.create_bind_group(&wgpu::BindGroupDescriptor {
-                label: Some(operation),
+                label: Some(self.operation),
                 layout: &pipeline.layout,
                 entries: &entries,
             })
@@ -161,11 +174,7 @@ impl Recorder {
 
     /// WebGPU lets no dispatch read a buffer that it also writes, wherever in it: such inputs are
     /// copied first.
-    fn separate(
-        &mut self,
-        slots: &[Slot],
-        operation: &'static str,
-    ) -> Result<Vec<Slot>, DeviceError> {
+    fn separate(&mut self, slots: &[Slot]) -> Result<Vec<Slot>, DeviceError> {
         let mut apart = slots.to_vec();
         for (index, slot) in apart.iter_mut().enumerate() {
             let is_shared =
@@ -177,9 +186,9 @@ impl Recorder {
                 self.apart.resize_with(index.saturating_add(1), Scratch::default);
             }
             let Some(scratch) = self.apart.get_mut(index) else { continue };
-            let copy = scratch.reserve(&self.shared, slot.size, operation)?;
+            let copy = scratch.reserve(&self.shared, slot.size, self.operation)?;
             let (from, at, size) = (&slot.buffer, slot.offset, slot.size);
-            self.encoder().copy_buffer_to_buffer(from, at, copy.buffer(), 0, size);
+            self.encoder()?.copy_buffer_to_buffer(from, at, copy.buffer(), 0, size);
             *slot = Slot { buffer: copy.buffer().clone(), offset: 0, ..slot.clone() };
         }
         Ok(apart)
@@ -217,10 +226,11 @@ impl Recorder {
         let rows = units.div_ceil(most);
         let narrow = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
         if rows > most {
-            return Err(unsupported("dispatch", format!("{units} workgroups")));
+            return Err(unsupported(self.operation, format!("{units} workgroups")));
         }
         let columns = units.checked_div(rows.max(1)).unwrap_or(0);
-        let columns = if columns.saturating_mul(rows) < units { columns.saturating_add(1) } else { columns };
+        let columns =
+            if columns.saturating_mul(rows) < units { columns.saturating_add(1) } else { columns };
         Ok([narrow(columns), narrow(rows), 1])
     }
 }

@@ -8,7 +8,7 @@ use kv_core::block::BlockTables;
 use kv_core::plan::{PlanBuffers, PlanId};
 
 use crate::device::Shared;
-use crate::num::{to_u32, to_u64};
+use crate::num::to_u32;
 use crate::params::Plan;
 use crate::recording::{Recorder, Slot};
 use crate::scratch::Scratch;
@@ -22,8 +22,6 @@ pub(crate) struct Step {
     pub(crate) plan: Plan,
     /// All lists.
     pub(crate) lists: Slot,
-    /// Partial results of one head: a query of a part of a context each.
-    pub(crate) partials: u64,
 }
 
 #[derive(Debug)]
@@ -79,18 +77,18 @@ fn send(
     (batch, tables): (&PlanBuffers, &BlockTables),
 ) -> Result<Step, DeviceError> {
     const SEND: &str = "send a plan";
-    let (words, plan, partials) = lists(batch, tables);
+    let (words, plan) = lists(batch, tables);
     let piece = recorder.push(&words)?;
     let shared: &Arc<Shared> = &Arc::clone(&recorder.shared);
     let room = memory.reserve(shared, piece.size, SEND)?;
     let (lists, _) = recorder.slot(&room, (0, piece.size), (false, SEND))?;
     let (from, at, size) = (&piece.buffer, piece.offset, piece.size);
-    recorder.encoder().copy_buffer_to_buffer(from, at, &lists.buffer, lists.offset, size);
-    Ok(Step { plan, lists, partials })
+    recorder.encoder()?.copy_buffer_to_buffer(from, at, &lists.buffer, lists.offset, size);
+    Ok(Step { plan, lists })
 }
 
-/// The lists one behind the other, where each begins, and the partial results of one head.
-fn lists(batch: &PlanBuffers, tables: &BlockTables) -> (Vec<u32>, Plan, u64) {
+/// The lists one behind the other, and where each begins.
+fn lists(batch: &PlanBuffers, tables: &BlockTables) -> (Vec<u32>, Plan) {
     let (mut sequences, mut entries) = (Vec::new(), Vec::new());
     let (mut splits, mut blocks) = (Vec::new(), Vec::new());
     for sequence in batch.sequences() {
@@ -112,13 +110,8 @@ fn lists(batch: &PlanBuffers, tables: &BlockTables) -> (Vec<u32>, Plan, u64) {
         entries.extend([sequence.q_start, sequence.q_len]);
         blocks.extend(tables.row(sequence.row).iter().map(|block| block.0));
     }
-    let mut partials = 0_u64;
     for split in batch.splits() {
-        let queries = crate::num::to_usize(split.sequence);
-        let queries = batch.sequences().get(queries).map_or(0, |sequence| sequence.q_len);
-        let first = u32::try_from(partials).unwrap_or(u32::MAX);
-        splits.extend([split.sequence, split.kv_begin, split.kv_end, first]);
-        partials = partials.saturating_add(queries.into());
+        splits.extend([split.sequence, split.kv_begin, split.kv_end, 0]);
     }
     let slots = batch.slots().iter().map(|slot| slot.0).collect::<Vec<_>>();
     let mut words = Vec::new();
@@ -137,6 +130,5 @@ fn lists(batch: &PlanBuffers, tables: &BlockTables) -> (Vec<u32>, Plan, u64) {
         num_splits: to_u32(batch.splits().len()),
         total_new: batch.total_new(),
     };
-    debug_assert!(to_u64(words.len()) <= u64::from(u32::MAX), "words have places");
-    (words, plan, partials)
+    (words, plan)
 }

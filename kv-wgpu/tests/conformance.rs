@@ -8,7 +8,7 @@ fn main() -> ExitCode {
     kv_testkit::run("wgpu", || {
         let name = std::env::var("KV_WGPU_ADAPTER").unwrap_or_default();
         let adapter = match name.as_str() {
-            "" => Default::default(),
+            "" => kv_wgpu::AdapterName::default(),
             name => match name.parse() {
                 Ok(adapter) => adapter,
             },

@@ -6,21 +6,23 @@ use kv_core::{AnyBackend, UnknownName};
 
 use crate::Error;
 
-/// Which device to open, such as `cpu` or `cuda:0`.
+/// Which device to open, such as `cpu`, `cuda:0` or `wgpu:radeon`.
 ///
 /// Every backend of the project has a name here, whether it was built in or not, so that a refusal
 /// can say which feature is missing.
 ///
 /// ```
-/// use kv::Device;
+/// use kv::{Adapter, Device};
 /// assert_eq!("cuda:1".parse::<Device>()?, Device::Cuda { index: 1 });
 /// assert_eq!("wgpu".parse::<Device>()?.to_string(), "wgpu:0");
+/// let named = Device::Wgpu { adapter: Adapter::Named("radeon".to_owned()) };
+/// assert_eq!("wgpu:radeon".parse::<Device>()?, named);
 /// assert!("abacus".parse::<Device>().is_err());
 /// # #[cfg(feature = "cpu")]
 /// let backend = Device::open("cpu")?;
 /// # Ok::<(), kv::Error>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Device {
     /// The processor this program runs on.
@@ -28,14 +30,39 @@ pub enum Device {
     Cpu,
     /// A WebGPU adapter.
     Wgpu {
-        /// Place in the adapter list.
-        index: u32,
+        /// Which of them.
+        adapter: Adapter,
     },
     /// A CUDA device.
     Cuda {
         /// Ordinal of the driver.
         index: u32,
     },
+}
+
+/// Which WebGPU adapter to open.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[expect(clippy::exhaustive_enums, reason = "an adapter has a place and a name")]
+pub enum Adapter {
+    /// Its place in the list of adapters.
+    Index(u32),
+    /// A part of its name or of its driver's, whatever the case: the first that has it.
+    Named(String),
+}
+
+impl Default for Adapter {
+    fn default() -> Self {
+        Self::Index(0)
+    }
+}
+
+impl fmt::Display for Adapter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Index(index) => write!(f, "{index}"),
+            Self::Named(name) => f.write_str(name),
+        }
+    }
 }
 
 impl Device {
@@ -65,6 +92,16 @@ impl Device {
                 let backend = kv_cuda::CudaBackend::open(&kv_cuda::CudaOptions::new(*index))?;
                 Ok(AnyBackend::new(backend))
             }
+            #[cfg(feature = "wgpu")]
+            Self::Wgpu { adapter } => {
+                use kv_wgpu::{AdapterName, WgpuBackend, WgpuOptions};
+                let name = match adapter {
+                    Adapter::Index(index) => AdapterName::Index(*index),
+                    Adapter::Named(name) => AdapterName::Named(name.clone()),
+                };
+                Ok(AnyBackend::new(WgpuBackend::open(&WgpuOptions::new(name))?))
+            }
+            #[cfg(not(all(feature = "cpu", feature = "cuda", feature = "wgpu")))]
             missing => Err(Error::NotBuilt { backend: missing.backend() }),
         }
     }
@@ -83,7 +120,7 @@ impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cpu => f.write_str("cpu"),
-            Self::Wgpu { index } => write!(f, "wgpu:{index}"),
+            Self::Wgpu { adapter } => write!(f, "wgpu:{adapter}"),
             Self::Cuda { index } => write!(f, "cuda:{index}"),
         }
     }
@@ -102,11 +139,21 @@ impl FromStr for Device {
         match name {
             "cpu" if number()? == 0 => Ok(Self::Cpu),
             "cpu" => Err(wrong()),
-            "wgpu" => Ok(Self::Wgpu { index: number()? }),
+            "wgpu" => match index {
+                Some(part) if !part.is_empty() && !is_number(part) => {
+                    Ok(Self::Wgpu { adapter: Adapter::Named(part.to_owned()) })
+                }
+                _ => Ok(Self::Wgpu { adapter: Adapter::Index(number()?) }),
+            },
             "cuda" => Ok(Self::Cuda { index: number()? }),
             _ => Err(UnknownName::new("backend", name, "cpu, wgpu, cuda").into()),
         }
     }
+}
+
+/// Whether text stands for a number, be it one that is possible or not.
+fn is_number(text: &str) -> bool {
+    text.trim_start_matches(['-', '+']).bytes().all(|byte| byte.is_ascii_digit())
 }
 
 #[cfg(test)]
@@ -115,17 +162,22 @@ mod tests {
 
     #[test]
     fn names_round_trip() {
-        for text in ["cpu", "wgpu:0", "wgpu:3", "cuda:0", "cuda:7"] {
+        for text in
+            ["cpu", "wgpu:0", "wgpu:3", "wgpu:llvmpipe", "wgpu:RTX 4090", "cuda:0", "cuda:7"]
+        {
             let spec: Device = text.parse().expect(text);
             assert_eq!(spec.to_string(), text);
         }
         assert_eq!("cpu:0".parse::<Device>().expect("cpu:0"), Device::Cpu);
         assert_eq!("cuda".parse::<Device>().expect("cuda"), Device::Cuda { index: 0 });
+        let first = Device::Wgpu { adapter: Adapter::Index(0) };
+        assert_eq!("wgpu".parse::<Device>().expect("wgpu"), first);
     }
 
     #[test]
     fn wrong_names_say_what_would_do() {
-        for text in ["cpu:1", "cuda:", "cuda:x", "wgpu:-1", "cuda:99999999999", "cuda:0:0"] {
+        for text in ["cpu:1", "cuda:", "cuda:x", "wgpu:", "wgpu:-1", "wgpu:99999999999", "cuda:0:0"]
+        {
             let error = text.parse::<Device>().expect_err(text);
             assert!(matches!(error, Error::DeviceIndex { .. }), "{text}: {error}");
         }
@@ -136,18 +188,28 @@ mod tests {
     }
 
     #[test]
-    fn a_backend_that_is_not_built_in_names_its_feature() {
-        let error = Device::open("wgpu").expect_err("no wgpu yet").to_string();
-        assert!(error.contains("built without feature `wgpu`"), "{error}");
+    fn a_device_opens_or_says_why_not() {
+        let built = [("wgpu", cfg!(feature = "wgpu")), ("cuda", cfg!(feature = "cuda"))];
+        for (name, is_built) in built {
+            let unsupported = Some(kv_core::DeviceErrorKind::Unsupported);
+            match Device::open(name) {
+                Ok(_) => assert!(is_built, "{name}"),
+                Err(error) if is_built => assert_eq!(error.device_kind(), unsupported, "{error}"),
+                Err(error) => {
+                    assert!(matches!(error, Error::NotBuilt { backend } if backend == name));
+                    let words = format!("built without feature `{name}`");
+                    assert!(error.to_string().contains(&words), "{error}");
+                }
+            }
+        }
     }
 
-    #[cfg(feature = "cuda")]
+    #[cfg(feature = "wgpu")]
     #[test]
-    fn cuda_opens_or_says_why_not() {
-        if let Err(error) = Device::open("cuda") {
-            let kind = kv_core::DeviceErrorKind::Unsupported;
-            assert!(matches!(&error, Error::Device(e) if e.kind() == kind), "{error}");
-        }
+    fn an_adapter_that_is_not_there_is_named() {
+        let error = Device::open("wgpu:no such card").expect_err("no such card");
+        assert_eq!(error.device_kind(), Some(kv_core::DeviceErrorKind::Unsupported));
+        assert!(error.to_string().contains("no adapter"), "{error}");
     }
 
     #[cfg(feature = "cpu")]

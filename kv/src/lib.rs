@@ -31,6 +31,7 @@
 //! |---|---|
 //! | `cpu` (default) | the backend `cpu`, and the module `kv::cpu` |
 //! | `cuda` | the backend `cuda`, and the module `kv::cuda`; builds without CUDA |
+//! | `wgpu` | the backend `wgpu`, and the module `kv::wgpu`: Vulkan, Metal and DX12 |
 //!
 //! Features only add names; which device is used is always the program's choice.
 #![forbid(unsafe_code)]
@@ -38,16 +39,21 @@
 mod device;
 mod failure;
 
-pub use device::Device;
+pub use device::{Adapter, Device};
 pub use failure::Error;
 pub use kv_core::*;
 /// The CPU backend with its own types, for callers that want no type erasure.
 #[cfg(feature = "cpu")]
 pub use kv_cpu as cpu;
+/// The CUDA backend with its own types.
 #[cfg(feature = "cuda")]
 pub use kv_cuda as cuda;
 /// Stored formats to the bit, and the calibration of a model.
 pub use kv_quant as quant;
+/// The WebGPU backend with its own types: devices and buffers of the caller's own, and the list of
+/// adapters.
+#[cfg(feature = "wgpu")]
+pub use kv_wgpu as wgpu;
 
 /// Compiles and runs the examples of the project's documents.
 #[cfg(all(doctest, feature = "cpu"))]

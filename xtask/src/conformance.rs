@@ -27,6 +27,9 @@ const BACKENDS: [&str; 3] = ["cpu", "wgpu", "cuda"];
 /// The CUDA backend on the emulator: a test target of kv-cuda, run where it is asked for.
 pub(crate) const EMULATED: &str = "emulated";
 
+/// Backends whose shaders may run on a CPU, which takes minutes.
+const SLOW: [&str; 1] = ["wgpu"];
+
 /// Whether a test target is a runner, which a stage of its own runs.
 pub(crate) fn is_runner(target: &str) -> bool {
     [TEST_TARGET, EMULATED].contains(&target)
@@ -43,8 +46,13 @@ pub(crate) struct Options {
     pub(crate) args: Vec<OsString>,
     /// What watches the kernels of [`EMULATED`].
     pub(crate) sanitizer: Sanitizer,
+    /// Leaves the erased run of [`SLOW`] backends out: what erasure does is the same on every
+    /// backend.
+    pub(crate) brief: bool,
     /// Kernels of the CPU backend to use instead of the best of this machine.
     pub(crate) isa: Option<&'static str>,
+    /// Further variables of the runner.
+    pub(crate) env: Vec<(&'static str, OsString)>,
 }
 
 /// How many cases ended how.
@@ -195,7 +203,12 @@ fn run_backend(
     for vectors in &options.vectors {
         command.arg("--vectors").arg(vectors);
     }
+    if options.brief && SLOW.contains(&backend) {
+        command.arg(format!("{backend}::"));
+    }
     command.args(&options.args).env(REPORT, &report);
+    quiet_drivers(&mut command, workspace)?;
+    command.envs(options.env.iter().map(|(name, value)| (*name, value)));
     if let Some(isa) = options.isa {
         command.env("KV_CPU_ISA", isa);
     }
@@ -221,6 +234,18 @@ fn emulate(command: &mut Command, sanitizer: Sanitizer) -> Result<()> {
     let options = "ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1";
     let runner = format!("env {options} LD_PRELOAD={}", runtime.display());
     command.env(format!("CARGO_TARGET_{host}_RUNNER"), runner);
+    Ok(())
+}
+
+/// Folders that graphics drivers want: compiled shaders stay below `target`, and a session's folder
+/// is there where nobody is logged in.
+pub(crate) fn quiet_drivers(command: &mut Command, workspace: &Workspace) -> Result<()> {
+    let named = [("MESA_SHADER_CACHE_DIR", "shaders"), ("XDG_RUNTIME_DIR", "session")];
+    for (name, folder) in named.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()) {
+        let folder = workspace.target_dir.join("drivers").join(folder);
+        fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        command.env(name, folder);
+    }
     Ok(())
 }
 

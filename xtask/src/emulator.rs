@@ -2,6 +2,7 @@
 //!
 //! Compiles every kernel of kv-cuda and the emulator with a C++ compiler, file by file, and again
 //! only what has changed since. Knows no kernel by name.
+mod kernel_tests;
 mod self_test;
 
 use std::collections::VecDeque;
@@ -17,6 +18,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::shell;
 use crate::workspace::Workspace;
+pub(crate) use kernel_tests::run as test_kernels;
 
 /// Where the kernels lie, from the repository's root.
 pub(crate) const KERNELS: &str = "kv-cuda/kernels";
@@ -53,14 +55,14 @@ impl Sanitizer {
         match self {
             Self::None => &["-O2"],
             Self::Address => ADDRESS,
-            Self::Thread => &["-O1", "-g", "-fsanitize=thread"],
+            Self::Thread => &["-O1", "-g1", "-fsanitize=thread"],
         }
     }
 
     /// Flags of the emulator itself, whose bookkeeping `ThreadSanitizer` must not see.
     fn emulator_flags(self) -> &'static [&'static str] {
         match self {
-            Self::Thread => &["-O1", "-g", "-DKV_EMU_TSAN"],
+            Self::Thread => &["-O1", "-g1", "-DKV_EMU_TSAN"],
             _ => self.kernel_flags(),
         }
     }
@@ -74,10 +76,13 @@ impl Sanitizer {
     }
 }
 
+/// Lines in reports need no more than `-g1`, which halves what there is to write. What is left out
+/// is what `AddressSanitizer` sees too.
 const ADDRESS: &[&str] = &[
     "-O1",
-    "-g",
+    "-g1",
     "-fsanitize=address,undefined",
+    "-fno-sanitize=null,object-size,vptr",
     "-fno-sanitize-recover=all",
     "-fno-omit-frame-pointer",
 ];
@@ -101,9 +106,11 @@ const COMMON: &[&str] = &[
 /// What to build.
 #[derive(Debug, Default)]
 pub(crate) struct Options {
-    pub(crate) sanitizer: Sanitizer,
+    pub(crate) sanitizer: Option<Sanitizer>,
     /// Test the emulator itself instead.
     pub(crate) self_test: bool,
+    /// Run the kernels' own tests instead: with this sanitizer, otherwise what CI runs.
+    pub(crate) tests: bool,
 }
 
 /// Builds it and says where it is.
@@ -111,7 +118,10 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     if options.self_test {
         return self_test::run();
     }
-    let library = library(options.sanitizer)?;
+    if options.tests {
+        return options.sanitizer.map_or_else(kernel_tests::run, kernel_tests::run_one);
+    }
+    let library = library(options.sanitizer.unwrap_or_default())?;
     println!("{}", library.display());
     Ok(())
 }

@@ -36,6 +36,8 @@ Usage: cargo xtask COMMAND
   emulator             the library that runs CUDA kernels on the CPU: target/emulator
       --sanitize NAME  watched by `address` (and undefined behaviour), `thread`, or `none`
       --self-test      instead, the emulator's own tests, plain and with each sanitizer
+      --tests          instead, the kernels' own tests under sanitizers, as CI runs them; with
+                       --sanitize NAME only the programs of C++, so watched
   tidy                 rules about files, crates and documents that no compiler checks
       --fix            first break comments anew where lines are too long
   setup                what the suites need on this machine, installed where that is possible
@@ -171,9 +173,11 @@ fn parse_emulator(mut parser: Parser) -> Result<Command> {
     while let Some(arg) = parser.next()? {
         match arg {
             Arg::Long("sanitize") => {
-                options.sanitizer = emulator::Sanitizer::parse(&parser.value()?.string()?)?;
+                let name = parser.value()?.string()?;
+                options.sanitizer = Some(emulator::Sanitizer::parse(&name)?);
             }
             Arg::Long("self-test") => options.self_test = true,
+            Arg::Long("tests") => options.tests = true,
             Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
             other => return Err(other.unexpected().into()),
         }
@@ -261,8 +265,12 @@ mod tests {
         let Ok(Command::Emulator(options)) = parsed("emulator --sanitize address") else {
             panic!("not parsed as emulator");
         };
-        assert_eq!(options.sanitizer, emulator::Sanitizer::Address);
-        assert!(!options.self_test);
+        assert_eq!(options.sanitizer, Some(emulator::Sanitizer::Address));
+        assert!(!options.self_test && !options.tests);
+        let Ok(Command::Emulator(options)) = parsed("emulator --tests") else {
+            panic!("not parsed as emulator");
+        };
+        assert!(options.tests && options.sanitizer.is_none());
         assert!(parsed("emulator --sanitize memory").is_err());
         assert!(parsed("conformance --backend emulated --sanitize thread").is_ok());
     }

@@ -14,8 +14,18 @@ struct Need {
     is_present: fn() -> bool,
     /// The command that gets it.
     get: &'static [&'static str],
-    /// Whether `cargo xtask test` cannot do without.
-    is_required: bool,
+    use_of: Use,
+}
+
+/// What happens where it is missing.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Use {
+    /// It is installed; `cargo xtask test` cannot do without.
+    Required,
+    /// It is installed where that is possible; else what needs it is skipped.
+    Tried,
+    /// The command that gets it is said.
+    Optional,
 }
 
 const NEEDS: &[Need] = &[
@@ -24,42 +34,56 @@ const NEEDS: &[Need] = &[
         for_what: "cargo xtask test: the format of the code",
         is_present: || works("fmt"),
         get: &["rustup", "component", "add", "rustfmt"],
-        is_required: true,
+        use_of: Use::Required,
     },
     Need {
         name: "clippy",
         for_what: "cargo xtask test: the lint table",
         is_present: || works("clippy"),
         get: &["rustup", "component", "add", "clippy"],
-        is_required: true,
+        use_of: Use::Required,
     },
     Need {
         name: "cargo-deny",
         for_what: "cargo xtask test: licences and sources of dependencies",
         is_present: || works("deny"),
         get: &["cargo", "install", "--locked", "cargo-deny"],
-        is_required: false,
+        use_of: Use::Optional,
     },
     Need {
         name: "typos",
         for_what: "cargo xtask test: spelling",
         is_present: || shell::output(shell::program("typos").arg("--version")).is_some(),
         get: &["cargo", "install", "--locked", "typos-cli"],
-        is_required: false,
+        use_of: Use::Optional,
     },
     Need {
         name: "g++",
         for_what: "cargo xtask emulator: CUDA kernels on the CPU",
         is_present: || shell::output(shell::program("g++").arg("--version")).is_some(),
         get: &["apt-get", "install", "g++"],
-        is_required: false,
+        use_of: Use::Optional,
+    },
+    Need {
+        name: "Vulkan driver",
+        for_what: "cargo xtask conformance --backend wgpu: of a card, or of the CPU",
+        is_present: has_vulkan_driver,
+        get: &[
+            "apt-get",
+            "install",
+            "-y",
+            "--no-install-recommends",
+            "mesa-vulkan-drivers",
+            "libvulkan1",
+        ],
+        use_of: Use::Tried,
     },
     Need {
         name: CROSS_TARGET,
         for_what: "cargo xtask test: kv-cpu type-checked for another instruction set",
         is_present: has_cross_target,
         get: &["rustup", "target", "add", CROSS_TARGET],
-        is_required: false,
+        use_of: Use::Optional,
     },
 ];
 
@@ -73,23 +97,37 @@ pub(crate) fn has_cross_target() -> bool {
     path.is_some_and(|path| Path::new(path.trim()).is_dir())
 }
 
-/// Lists every need and installs the required ones that are missing.
+/// Whether some driver for Vulkan has left word of itself. Elsewhere than on Linux the system comes
+/// with Metal or DX12.
+fn has_vulkan_driver() -> bool {
+    let named = ["VK_DRIVER_FILES", "VK_ICD_FILENAMES"];
+    if !cfg!(target_os = "linux") || named.iter().any(|name| std::env::var_os(name).is_some()) {
+        return true;
+    }
+    let folders = ["/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
+    let has_files =
+        |folder: &&str| std::fs::read_dir(folder).is_ok_and(|mut files| files.next().is_some());
+    folders.iter().any(has_files)
+}
+
+/// Lists every need and installs those that are missing, as far as that is for us to do.
 pub(crate) fn run() -> Result<()> {
     for need in NEEDS {
         let state = if (need.is_present)() { "present" } else { "missing" };
         println!("{:<28}{state}  {}", need.name, need.for_what);
-        if state == "missing" && !need.is_required {
+        if state == "missing" && need.use_of != Use::Required {
             println!("{:<28}optional, get it with `{}`", "", need.get.join(" "));
         }
     }
     install_required()?;
+    try_rest();
     println!("The CPU backend needs no driver and no library. This machine is ready.");
     Ok(())
 }
 
 /// Installs what `cargo xtask test` cannot do without; names the command when that fails.
 pub(crate) fn install_required() -> Result<()> {
-    for need in NEEDS.iter().filter(|need| need.is_required) {
+    for need in NEEDS.iter().filter(|need| need.use_of == Use::Required) {
         if (need.is_present)() {
             continue;
         }
@@ -103,6 +141,30 @@ pub(crate) fn install_required() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Installs what tests can do without but are worth more with, where this user may install it.
+/// What needs it says why it is skipped where that fails.
+pub(crate) fn try_rest() {
+    let missing = NEEDS.iter().filter(|need| need.use_of == Use::Tried && !(need.is_present)());
+    for need in missing {
+        let user = shell::output(shell::program("id").arg("-u"));
+        let Some((name, args)) = need.get.split_first() else { continue };
+        if user.is_none_or(|user| user.trim() != "0") {
+            println!("{} is missing: only root may run `{}`", need.name, need.get.join(" "));
+            continue;
+        }
+        let install = || {
+            let mut command = shell::program(name);
+            shell::run(command.args(args).env("DEBIAN_FRONTEND", "noninteractive"))
+        };
+        // A fresh machine has no list of packages yet.
+        let installed = install()
+            .or_else(|_| shell::run(shell::program(name).arg("update")).and_then(|()| install()));
+        if let Err(error) = installed {
+            println!("{} is missing, and could not be installed: {error:#}", need.name);
+        }
+    }
 }
 
 /// Whether an optional tool is there; otherwise the words for a skipped stage.

@@ -19,7 +19,7 @@ pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated"];
 
 /// The emulator's own tests, with each sanitizer.
 const SELF_TEST: emulator::Options =
-    emulator::Options { sanitizer: Sanitizer::None, self_test: true };
+    emulator::Options { sanitizer: None, self_test: true, tests: false };
 
 /// How a stage ended.
 enum Outcome {
@@ -44,6 +44,7 @@ const STAGES: &[Stage] = &[
     ("conformance", conform),
     ("conformance of all CPU kernels", conform_kernels),
     ("conformance of CUDA kernels on the emulator", conform_emulated),
+    ("CUDA kernels under sanitizers", |_| emulator::test_kernels().map(passed)),
     ("kv-cli in release", heavy_tests),
     ("rustdoc", rustdoc),
     ("features", features),
@@ -94,7 +95,9 @@ fn cargo(args: &[&str]) -> Result<Outcome> {
 }
 
 fn tools(_: &Workspace) -> Result<Outcome> {
-    setup::install_required().map(passed)
+    setup::install_required()?;
+    setup::try_rest();
+    Ok(Outcome::Passed)
 }
 
 fn format(_: &Workspace) -> Result<Outcome> {
@@ -150,7 +153,9 @@ fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
         args.extend(["--test", name]);
     }
     let library = emulator::library(Sanitizer::None)?;
-    shell::run(shell::cargo(args).env(emulator::SETTING, library)).map(passed)
+    let mut command = shell::cargo(args);
+    conformance::quiet_drivers(&mut command, workspace)?;
+    shell::run(command.env(emulator::SETTING, library)).map(passed)
 }
 
 /// Archives in the tree were compiled without a spill, and a unit test of kv-cuda says whether they
@@ -172,7 +177,9 @@ fn doc_tests(_: &Workspace) -> Result<Outcome> {
 }
 
 fn conform(_: &Workspace) -> Result<Outcome> {
-    let total = conformance::run(&conformance::Options::default())?;
+    // Shaders on a CPU are slow: the suite runs once on WebGPU, see `conform_emulated`.
+    let options = conformance::Options { brief: true, ..conformance::Options::default() };
+    let total = conformance::run(&options)?;
     if !total.is_clean() {
         bail!("{total}");
     }
@@ -208,7 +215,11 @@ fn conform_emulated(_: &Workspace) -> Result<Outcome> {
 
 fn heavy_tests(workspace: &Workspace) -> Result<Outcome> {
     match workspace.package(HEAVY) {
-        Some(_) => cargo(&["test", "--release", "--package", HEAVY]),
+        Some(_) => {
+            let mut command = shell::cargo(["test", "--release", "--package", HEAVY]);
+            conformance::quiet_drivers(&mut command, workspace)?;
+            shell::run(&mut command).map(passed)
+        }
         None => Ok(Outcome::Skipped(format!("{HEAVY}: not in this workspace yet"))),
     }
 }

@@ -82,7 +82,8 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_1)]
     pub(crate) block_size: u32,
 
-    /// Where the caches live: cpu, wgpu:INDEX or cuda:INDEX, as far as they were built in
+    /// Where the caches live: a name that `kv devices` lists, such as cpu,
+    /// wgpu:0, wgpu:llvmpipe (a part of an adapter's name) or cuda:0
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: Device,
 
@@ -132,7 +133,8 @@ pub(crate) struct CalibrateArgs {
     #[arg(long, short, value_name = "FILE")]
     pub(crate) output: PathBuf,
 
-    /// Where the cache lives that the model reads with: cpu, wgpu:INDEX or cuda:INDEX
+    /// Where the cache lives that the model reads with: a name that `kv devices` lists,
+    /// such as wgpu:0 or cuda:0
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: Device,
 

@@ -6,6 +6,7 @@
     clippy::panic,
     reason = "helpers of tests fail as tests do"
 )]
+mod devices;
 mod eval;
 mod golden;
 mod models;

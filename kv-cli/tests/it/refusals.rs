@@ -42,7 +42,7 @@ fn wrong_usage_is_2() {
 
 #[test]
 fn help_has_examples_and_is_0() {
-    for args in [&["generate", "--help"][..], &["plan", "--help"], &["generate", "-h"]] {
+    for args in [&["generate", "--help"][..], &["plan", "--help"], &["devices", "--help"]] {
         let output = kv(args);
         assert_eq!((output.code, output.stderr.as_str()), (0, ""));
         assert!(output.stdout.contains("Examples:\n  kv "), "{}", output.stdout);
@@ -52,8 +52,11 @@ fn help_has_examples_and_is_0() {
 }
 
 #[test]
-fn a_backend_that_was_not_built_in_says_so() {
-    fails(&["generate", "--backend", "wgpu:0"], 1, "built without feature `wgpu`");
+fn an_adapter_that_is_not_there_is_named() {
+    for name in ["wgpu:4000", "wgpu:no such card"] {
+        fails(&["generate", "--backend", name], 1, "no adapter");
+    }
+    fails(&["generate", "--backend", "wgpu:"], 2, "NAME:INDEX");
 }
 
 #[test]

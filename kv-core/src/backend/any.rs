@@ -108,6 +108,22 @@ impl AnyBuffer {
     }
 }
 
+impl AnyFence {
+    /// Erases a fence that a concrete backend gave beyond the contract, so that an [`AnyQueue`] can
+    /// wait for it.
+    pub fn new<F: Fence>(fence: F) -> Self {
+        let any: &dyn Any = &fence;
+        if let Some(erased) = any.downcast_ref::<Self>() {
+            return erased.clone();
+        }
+        Self(Arc::new(Erased(fence)))
+    }
+    /// The concrete fence, `None` when it is another backend's.
+    pub fn downcast_ref<F: Fence>(&self) -> Option<&F> {
+        self.0.as_any().downcast_ref::<Erased<F>>().map(|erased| &erased.0)
+    }
+}
+
 fn foreign(operation: &'static str) -> DeviceError {
     DeviceError::new(DeviceErrorKind::ForeignHandle, operation)
 }
@@ -211,9 +227,7 @@ impl<Q: Queue> DynQueue for Erased<Q> {
         Ok(AnyFence(Arc::new(Erased(self.0.submit()?))))
     }
     fn wait_for(&mut self, fence: &AnyFence) -> Recorded {
-        let fence: &Erased<Q::Fence> =
-            fence.0.as_any().downcast_ref().ok_or_else(|| foreign("wait_for"))?;
-        self.0.wait_for(&fence.0)
+        self.0.wait_for(fence.downcast_ref().ok_or_else(|| foreign("wait_for"))?)
     }
 }
 

@@ -207,8 +207,9 @@ impl<'a, Buf: Any> StorageView<'a, Buf> {
 }
 
 impl<'a> StorageView<'a, AnyBuffer> {
-    /// The same planes in a backend's own buffers; `None` when a buffer is another backend's.
-    pub(crate) fn downcast<T: Any>(self) -> Option<StorageView<'a, T>> {
+    /// The same planes in a backend's own buffers; `None` when a buffer is another backend's. For
+    /// what a backend can do beyond the contract, such as moving blocks out of device memory.
+    pub fn downcast<T: Any>(self) -> Option<StorageView<'a, T>> {
         let (storage, erasures) = match self.0 {
             StorageSource::Direct(storage) => (storage, Erasures::ONE),
             StorageSource::Erased(storage, erasures) => (storage, erasures.one_more()),

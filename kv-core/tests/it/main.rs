@@ -1,3 +1,5 @@
 //! Integration tests of kv-core, one binary.
 #[cfg(test)]
+mod erased;
+#[cfg(test)]
 mod front;

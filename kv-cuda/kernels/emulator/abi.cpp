@@ -1,5 +1,6 @@
 // What the library exports: kernels by name, and the sizes of what they are passed.
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 
 #include "../params.h"
@@ -61,7 +62,25 @@ const Kernel* find(const char* name) {
   return nullptr;
 }
 
+// Names a file to which a line `LAUNCHES KERNEL` is added for every kernel when the program ends, so that it can be
+// seen which kernels a set of tests never ran.
+constexpr const char* LAUNCHES_FILE = "KV_EMU_LAUNCHES";
+
+struct Report {
+  ~Report() {
+    const char* path = std::getenv(LAUNCHES_FILE);
+    FILE* file = path == nullptr ? nullptr : std::fopen(path, "a");
+    if (file == nullptr) return;
+    std::setvbuf(file, nullptr, _IOFBF, 1 << 16);  // at once, so that lines of several programs stay whole
+    for (const Kernel* kernel = registered; kernel != nullptr; kernel = kernel->next) {
+      fprintf(file, "%llu %s\n", (unsigned long long)kernel->launches.load(), kernel->name);
+    }
+    std::fclose(file);
+  }
+} at_exit;
+
 std::string run(const Launch& launch) {
+  launch.kernel->launches++;
   engine = take_engine();
   std::string error;
   try {

@@ -4,6 +4,7 @@
 // other threads have yet to come, so the emulator sees who waits where, and says so when they can never meet. Blocks
 // run one after another. What a kernel calls beyond this header is in device.h, the twin of the NVRTC part of dev.h.
 #pragma once
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -39,6 +40,7 @@ struct Kernel {
   u32 params_bytes, threads;
   void (*run)(const void* params);
   const Kernel* next;
+  mutable std::atomic<u64> launches{0};
   Kernel(const char* name, size_t params_bytes, u32 threads, void (*run)(const void*));
 };
 

@@ -1,8 +1,11 @@
 // Values of V that are not finite, in the emulator against attention in f64: they reach the queries
 // that see their tokens and no others, though other queries of a tile meet the same memory. Runs the
-// kernel for everything and prefill, for a few and for many queries.
+// kernels for everything and those for prefill, the latter also over codes of a byte with a scale a row, for a few and
+// for many queries. A case is its seed, which shuffles blocks and threads too: `broken_test` runs all, `broken_test
+// FIRST COUNT` some.
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <random>
 #include <string>
 #include <vector>
@@ -14,108 +17,174 @@ extern "C" int kv_emu_launch(const char* name, const u32 grid[3], u32 threads, u
 
 namespace {
 
-constexpr u32 DIM = 64, KV_HEADS = 2, GROUP = 3, BLOCK = 16, KV_LEN = 150, HEADS = KV_HEADS * GROUP;
+constexpr u32 KV_HEADS = 2, GROUP = 3, BLOCK = 16, KV_LEN = 150, HEADS = KV_HEADS * GROUP;
 constexpr u32 BROKEN = 120, INFINITE = 130;  // tokens
+
+struct Case {
+  std::string kernel;
+  u32 dtype, dim, rows, shared_bytes, q_len;
+  bool codes = false;
+};
+
+std::vector<Case> cases() {
+  const u32 q_lens[] = {1, 5, 40, 90};
+  std::vector<Case> all;
+  for (u32 q_len : q_lens) {
+    all.push_back({"attend_rows", KV_F16, 64, 16, 43008 + 16 * 4 * (64 + 64 + 72) + 16, q_len});
+    all.push_back({"attend_rows_large", KV_F16, 64, 4, 43008 + 16 * (64 + 64 + 72) + 16, q_len});
+    // All of them, the smallest and the largest with every number of queries.
+    for (u32 dim : {64u, 80u, 96u, 128u, 192u, 256u}) {
+      if (q_len != 40 && dim != 64 && dim != 256) continue;
+      const u32 tokens = dim <= 128 ? 64 : 32, shared_bytes = 2 * (64 + 2 * tokens) * (dim + 8) + 32 * tokens + 16;
+      all.push_back({"prefill_f16_" + std::to_string(dim), KV_F16, dim, 64, shared_bytes, q_len});
+      all.push_back({"prefill_bf16_" + std::to_string(dim), KV_BF16, dim, 64, shared_bytes, q_len});
+      const u32 coded_bytes = 2 * (64 + 2 * tokens) * (dim + 8) + 64 * tokens + 784;
+      for (bool codes : {false, true})
+        all.push_back({"prefill_coded_" + std::to_string(dim), KV_F16, dim, 64, coded_bytes, q_len, codes});
+    }
+  }
+  return all;
+}
 
 struct Memory {
   std::vector<u16> q, k, v, out;
+  std::vector<u8> codes[2];
   std::vector<u32> tables, counters;
   KvSequence sequence = {};
   KvSplit split = {};
   KvCounts counts = {};
 };
 
-KvPlane plane(const std::vector<u16>& memory, u32 blocks) {
+KvPlane plane(const Case& c, const std::vector<u16>& memory, u32 blocks) {
   KvPlane p = {};
   p.base = (u64)memory.data();
-  p.token_stride = KV_HEADS * DIM * 2;
-  p.head_stride = p.wide_head_stride = DIM * 2;
+  p.token_stride = KV_HEADS * c.dim * 2;
+  p.head_stride = p.wide_head_stride = c.dim * 2;
   p.block_bytes = BLOCK * p.token_stride;
   p.blocks_per_segment = p.num_blocks = blocks;
-  p.block_size = BLOCK, p.num_kv_heads = KV_HEADS, p.head_dim = DIM, p.format = KV_FMT_F16;
-  p.row_bytes = DIM * 2, p.wide_slots = 1, p.wide_per_block = BLOCK;
+  p.block_size = BLOCK, p.num_kv_heads = KV_HEADS, p.head_dim = c.dim;
+  p.format = c.dtype == KV_F16 ? KV_FMT_F16 : KV_FMT_BF16;
+  p.row_bytes = c.dim * 2, p.wide_slots = 1, p.wide_per_block = BLOCK;
   return p;
 }
 
-KvTensor tensor(const std::vector<u16>& memory, u32 tokens) {
-  return {(u64)memory.data(), 0, HEADS * DIM * 2, KV_THD, KV_F16, 1, tokens, HEADS, DIM};
-}
-
-// The value of one output by its definition.
-double expected(const Memory& m, u32 q_len, u32 query, u32 head, u32 d) {
-  auto row = [&](const std::vector<u16>& rows, u32 token) { return &rows[(token * KV_HEADS + head / GROUP) * DIM]; };
-  double sum = 0, value = 0;
-  for (u32 token = 0; token + q_len <= KV_LEN + query; token++) {
-    double score = 0;
-    for (u32 i = 0; i < DIM; i++)
-      score += (double)kv_f16_f(m.q[(query * HEADS + head) * DIM + i]) * kv_f16_f(row(m.k, token)[i]);
-    const double weight = std::exp(score / 8);
-    sum += weight;
-    value += weight * kv_f16_f(row(m.v, token)[d]);
+// Makes codes of the rows of a plane, and the rows what the codes mean.
+KvPlane coded(const Case& c, std::vector<u8>& codes, std::vector<u16>& memory, u32 blocks) {
+  const u32 row_bytes = c.dim + 2, rows = (u32)(memory.size() / c.dim);
+  codes.assign((size_t)rows * row_bytes, 0xff);
+  for (u32 row = 0; row < rows; row++) {
+    u16 *values = &memory[row * c.dim], scale = 0x2400;  // 2^-6
+    u8* to = &codes[row * row_bytes];
+    for (u32 i = 0; i < c.dim; i++) {
+      const float value = kv_f16_f(values[i]);
+      if (!std::isfinite(value)) scale = values[i];
+      to[i] = std::isfinite(value) ? (u8)(i8)std::lrint(std::fmin(std::fmax(value * 64, -127), 127)) : 1;
+    }
+    for (u32 i = 0; i < c.dim; i++) values[i] = (u16)kv_pack(KvF16(), (float)(i8)to[i] * kv_f16_f(scale), 0.f);
+    to[c.dim] = (u8)scale, to[c.dim + 1] = (u8)(scale >> 8);
   }
-  return value / sum;
+  KvPlane p = plane(c, memory, blocks);
+  p.base = (u64)codes.data();
+  p.token_stride = KV_HEADS * row_bytes, p.head_stride = row_bytes, p.block_bytes = BLOCK * p.token_stride;
+  p.format = KV_FMT_INT8_ROW, p.row_bytes = row_bytes, p.scales_begin = c.dim;
+  return p;
 }
 
-bool near(double got, double want) {
+KvTensor tensor(const Case& c, const std::vector<u16>& memory) {
+  return {(u64)memory.data(), 0, HEADS * c.dim * 2, KV_THD, c.dtype, 1, c.q_len, HEADS, c.dim};
+}
+
+u16 pack(const Case& c, float x) {
+  return (u16)(c.dtype == KV_F16 ? kv_pack(KvF16(), x, 0.f) : kv_pack(KvBf16(), x, 0.f));
+}
+double value(const Case& c, u16 bits) { return c.dtype == KV_F16 ? kv_f16_f(bits) : kv_bf16_f(bits); }
+
+// The row of one output by its definition.
+std::vector<double> expected(const Case& c, const Memory& m, u32 query, u32 head, float scale) {
+  auto row = [&](const std::vector<u16>& rows, u32 token) { return &rows[(token * KV_HEADS + head / GROUP) * c.dim]; };
+  double sum = 0;
+  std::vector<double> values(c.dim);
+  for (u32 token = 0; token + c.q_len <= KV_LEN + query; token++) {
+    const u16 *q = &m.q[(query * HEADS + head) * c.dim], *k = row(m.k, token), *v = row(m.v, token);
+    double score = 0;
+    for (u32 i = 0; i < c.dim; i++) score += value(c, q[i]) * value(c, k[i]);
+    const double weight = std::exp(score * scale);
+    sum += weight;
+    for (u32 i = 0; i < c.dim; i++) values[i] += weight * value(c, v[i]);
+  }
+  for (double& x : values) x /= sum;
+  return values;
+}
+
+bool near(const Case& c, double got, double want) {
   if (std::isnan(want)) return std::isnan(got);
-  return got == want || std::fabs(got - want) <= 2e-3;
+  return got == want || std::fabs(got - want) <= (c.dtype == KV_F16 ? 2e-3 : 1.6e-2);
 }
 
-u32 run(const std::string& kernel, u32 q_len, u32 rows, u32 shared_bytes) {
-  std::mt19937 bits(q_len);
+u32 run(const Case& c, u32 seed) {
+  std::mt19937 bits(seed);
   std::normal_distribution<float> normal;
   Memory m;
-  const u32 blocks = (KV_LEN + BLOCK - 1) / BLOCK;
+  const u32 blocks = (KV_LEN + BLOCK - 1) / BLOCK, row = KV_HEADS * c.dim;
   auto fill = [&](std::vector<u16>& list, u32 length, u32 used) {
-    list.assign(length, 0x7e00);
-    for (u32 i = 0; i < used; i++) list[i] = (u16)kv_pack(KvF16(), normal(bits), 0.f);
+    list.assign(length, 0xffff);
+    for (u32 i = 0; i < used; i++) list[i] = pack(c, normal(bits));
   };
-  fill(m.q, q_len * HEADS * DIM, q_len * HEADS * DIM);
-  fill(m.k, blocks * BLOCK * KV_HEADS * DIM, KV_LEN * KV_HEADS * DIM);
-  fill(m.v, blocks * BLOCK * KV_HEADS * DIM, KV_LEN * KV_HEADS * DIM);
-  m.v[BROKEN * KV_HEADS * DIM + 5] = 0x7e00;               // head 0
-  m.v[(INFINITE * KV_HEADS + 1) * DIM + 9] = 0x7c00;       // head 1
-  m.out.assign(q_len * HEADS * DIM, 0x7e00);
+  fill(m.q, c.q_len * HEADS * c.dim, c.q_len * HEADS * c.dim);
+  fill(m.k, blocks * BLOCK * row, KV_LEN * row);
+  fill(m.v, blocks * BLOCK * row, KV_LEN * row);
+  m.v[BROKEN * row + 5] = 0xffff;                              // head 0
+  m.v[INFINITE * row + c.dim + 9] = pack(c, INFINITY);         // head 1
+  m.out.assign(c.q_len * HEADS * c.dim, 0xffff);
   for (u32 i = 0; i < blocks; i++) m.tables.push_back(i);
-  m.sequence.q_len = q_len, m.sequence.kv_len = m.sequence.coded = KV_LEN, m.sequence.num_splits = 1;
+  m.sequence.q_len = c.q_len, m.sequence.kv_len = m.sequence.coded = KV_LEN, m.sequence.num_splits = 1;
   m.split.end = KV_LEN;
-  m.counts.sequences = m.counts.splits = 1, m.counts.total_q = m.counts.q_len_max = q_len;
+  m.counts.sequences = m.counts.splits = 1, m.counts.total_q = m.counts.q_len_max = c.q_len;
   KvAttendParams p = {};
   p.plan = {(u64)&m.counts, (u64)&m.sequence, (u64)&m.split, 0, (u64)m.tables.data()};
-  p.q = tensor(m.q, q_len), p.out = tensor(m.out, q_len);
-  p.k_plane = plane(m.k, blocks), p.v_plane = plane(m.v, blocks);
-  p.scale = 0.125f, p.window_left = 0xffffffffu, p.group = GROUP, p.q_len_max = 0xffffffffu;
-  const u32 grid[3] = {q_len * GROUP / rows + 1, KV_HEADS, 1};
+  p.q = tensor(c, m.q), p.out = tensor(c, m.out);
+  p.k_plane = plane(c, m.k, blocks), p.v_plane = plane(c, m.v, blocks);
+  if (c.codes) p.k_plane = coded(c, m.codes[0], m.k, blocks), p.v_plane = coded(c, m.codes[1], m.v, blocks);
+  p.scale = 1.f / std::sqrt((float)c.dim), p.window_left = 0xffffffffu, p.group = GROUP, p.q_len_max = 0xffffffffu;
+  const u32 grid[3] = {c.q_len * GROUP / c.rows + 1, KV_HEADS, 1};
   m.counters.assign(grid[0] * grid[1], 0);
   p.counters = (u64)m.counters.data();
   char error[256] = "";
-  if (kv_emu_launch(kernel.c_str(), grid, 128, shared_bytes, &p, sizeof p, q_len, error, sizeof error) != 0) {
-    printf("%s: %s\n", kernel.c_str(), error);
+  if (kv_emu_launch(c.kernel.c_str(), grid, 128, c.shared_bytes, &p, sizeof p, seed, error, sizeof error) != 0) {
+    printf("%s\n", error);
     return 1;
   }
   u32 wrong = 0, broken = 0;
-  for (u32 i = 0; i < m.out.size(); i++) {
-    const double got = kv_f16_f(m.out[i]), want = expected(m, q_len, i / DIM / HEADS, i / DIM % HEADS, i % DIM);
-    broken += !std::isfinite(want);
-    if (!near(got, want) && wrong++ == 0)
-      printf("%s, %u queries: value %u is %g, expected %g\n", kernel.c_str(), q_len, i, got, want);
+  for (u32 i = 0; i < c.q_len * HEADS; i++) {
+    const std::vector<double> want = expected(c, m, i / HEADS, i % HEADS, p.scale);
+    for (u32 d = 0; d < c.dim; d++) {
+      const double got = value(c, m.out[i * c.dim + d]);
+      broken += !std::isfinite(want[d]);
+      if (!near(c, got, want[d]) && wrong++ == 0)
+        printf("query %u, head %u, value %u is %g, expected %g\n", i / HEADS, i % HEADS, d, got, want[d]);
+    }
   }
   // Every query at or behind the token, for each head of the group.
-  const u32 first = KV_LEN - q_len;
+  const u32 first = KV_LEN - c.q_len;
   const u32 see = (KV_LEN - (BROKEN > first ? BROKEN : first)) + (KV_LEN - (INFINITE > first ? INFINITE : first));
+  if (c.codes) broken /= c.dim;  // whole rows
   if (broken != see * GROUP) printf("%u values are not finite by definition, %u expected\n", broken, see * GROUP);
   return wrong + (broken != see * GROUP);
 }
 
 }  // namespace
 
-int main() {
-  u32 wrong = 0;
-  for (u32 q_len : {1u, 5u, 40u, 90u}) {
-    wrong += run("attend_rows", q_len, 16, 43008 + 16 * 4 * (64 + 64 + 72) + 16);
-    wrong += run("attend_rows_large", q_len, 4, 43008 + 16 * (64 + 64 + 72) + 16);
-    wrong += run("prefill_f16_64", q_len, 64, 2 * (64 + 2 * 64) * (64 + 8) + 32 * 64 + 16);
+int main(int argc, char** argv) {
+  const std::vector<Case> all = cases();
+  const u32 first = argc > 1 ? (u32)std::atoi(argv[1]) : 0;
+  const u32 count = argc > 2 ? (u32)std::atoi(argv[2]) : argc > 1 ? 1 : (u32)all.size();
+  u32 failed = 0;
+  for (u32 seed = first; seed < first + count; seed++) {
+    const Case& c = all[seed % all.size()];
+    const u32 wrong = run(c, seed);
+    if (wrong > 0) printf("seed %u: %s, %u queries: %u wrong\n", seed, c.kernel.c_str(), c.q_len, wrong);
+    failed += wrong > 0;
   }
-  printf("%u wrong\n", wrong);
-  return wrong != 0;
+  printf("%u cases, %u failed\n", count, failed);
+  return failed > 0;
 }

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "../params.h"
+#include "../format.h"
 #undef threadIdx
 #undef blockIdx
 #undef blockDim
@@ -23,9 +23,17 @@ extern "C" int kv_emu_launch(const char* name, const u32 grid[3], u32 threads, u
 
 namespace {
 
+// The first choices of a case are the digits of its seed, so that seeds that follow each other go through all formats
+// and dims; the others are random.
 struct Random {
   std::mt19937 bits;
-  u32 below(u32 n) { return bits() % n; }
+  u32 digits = 0;
+  u32 below(u32 n) {
+    if (digits == 0) return bits() % n;
+    const u32 digit = digits % n;
+    digits /= n;
+    return digit;
+  }
   template <class T, size_t N> T pick(const T (&list)[N]) { return list[below(N)]; }
   bool flip(u32 one_in) { return below(one_in) == 0; }
   float normal() { return std::normal_distribution<float>()(bits); }
@@ -35,25 +43,53 @@ constexpr u32 SHARED_MAX = 232448;  // bytes of a block, at most
 
 struct Case {
   u32 format, dtype, dim, kv_heads, group, block_size, slots, units, axes;
-  bool hnd, segments, full, sinks, invariant, wants_lse;
+  bool hnd, segments, full, sinks, invariant, wants_lse, transforms, wild;
   u32 window_left, sink_tokens;
   float scale, soft_cap, k_scale, v_scale, spread;
   std::vector<u32> q_lens, kv_lens;
 };
 
 bool is_codes(u32 format) { return format > KV_FMT_BF16; }
+// Whether rows have scales of their own.
+bool is_scaled(u32 format) {
+  return format == KV_FMT_L4 || format == KV_FMT_E4M3_ROW || format == KV_FMT_E5M2_ROW || format == KV_FMT_INT8_ROW;
+}
+bool has_given_scale(u32 format) { return is_codes(format) && !is_scaled(format); }
+u32 code_bytes(const Case& c) {
+  if (!is_codes(c.format)) return c.dim * 2;
+  return c.format == KV_FMT_L4 ? c.dim / 2 : c.dim;
+}
+u32 row_bytes(const Case& c) { return code_bytes(c) + (is_scaled(c.format) ? 2 : 0); }
+// Of a row in shared memory.
+u32 room(const Case& c) { return code_bytes(c) + (is_scaled(c.format) ? 16 : 0); }
+const char* name_of(u32 format) {
+  switch (format) {
+    case KV_FMT_F16: return "f16";
+    case KV_FMT_BF16: return "bf16";
+    case KV_FMT_E4M3: return "e4m3";
+    case KV_FMT_E5M2: return "e5m2";
+    case KV_FMT_INT8: return "int8";
+    case KV_FMT_E4M3_ROW: return "e4m3_row";
+    case KV_FMT_E5M2_ROW: return "e5m2_row";
+    case KV_FMT_INT8_ROW: return "int8_row";
+    default: return "l4";
+  }
+}
 
 Case random_case(Random& r) {
   Case c;
-  c.format = r.pick({(u32)KV_FMT_F16, (u32)KV_FMT_BF16, (u32)KV_FMT_E4M3, (u32)KV_FMT_E5M2, (u32)KV_FMT_INT8});
+  c.format = r.pick({(u32)KV_FMT_F16, (u32)KV_FMT_BF16, (u32)KV_FMT_E4M3, (u32)KV_FMT_E5M2, (u32)KV_FMT_INT8,
+                     (u32)KV_FMT_E4M3_ROW, (u32)KV_FMT_E5M2_ROW, (u32)KV_FMT_INT8_ROW, (u32)KV_FMT_INT8_ROW,
+                     (u32)KV_FMT_L4, (u32)KV_FMT_L4});
   c.dtype = c.format == KV_FMT_F16 ? KV_F16 : c.format == KV_FMT_BF16 ? KV_BF16 : r.flip(2) ? KV_F16 : KV_BF16;
   c.dim = r.pick({64u, 80u, 96u, 128u, 192u, 256u});
+  if (c.format == KV_FMT_L4 && c.dim == 80) c.dim = 96;
   c.kv_heads = 1 + r.below(3);
   c.group = r.pick({1u, 1u, 2u, 3u, 4u, 7u, 8u, 16u, 20u});
   c.block_size = r.pick({1u, 3u, 16u, 16u, 48u, 64u, 256u});
   c.slots = r.pick({1u, 2u, 5u, 12u});
-  const u32 unit = (c.dim >= 192 ? 64 : 128) * c.dim * (is_codes(c.format) ? 1 : 2);
-  c.units = 2 + r.below(std::min(7u, (SHARED_MAX - c.dim * 32) / unit - 1));
+  const u32 unit = (c.dim >= 192 ? 64 : 128) * room(c);
+  c.units = 2 + r.below(std::min(7u, (SHARED_MAX - c.dim * 64) / unit - 1));
   c.axes = r.below(3);
   c.hnd = r.flip(2), c.segments = r.flip(3), c.full = r.flip(4), c.sinks = r.flip(3);
   c.invariant = r.flip(4), c.wants_lse = !r.flip(4);
@@ -64,6 +100,7 @@ Case random_case(Random& r) {
   c.k_scale = is_codes(c.format) ? 0.75f : 1.f;
   c.v_scale = is_codes(c.format) ? 1.5f : 1.f;
   c.spread = r.flip(5) ? 8.f : 1.f;
+  c.transforms = is_scaled(c.format) && r.flip(2), c.wild = is_scaled(c.format) && r.flip(2);
   const u32 sequences = r.flip(8) ? 40 : 1 + r.below(4);
   for (u32 i = 0; i < sequences; i++) {
     const u32 limit = sequences > 8 ? 70 : r.flip(12) ? 3000 : 600;
@@ -74,13 +111,14 @@ Case random_case(Random& r) {
 }
 
 std::string describe(const Case& c) {
-  static const char* formats[] = {"f32", "f16", "bf16", "e4m3", "", "", "e5m2", "", "", "", "int8"};
   char text[512];
   snprintf(text, sizeof text,
-           "%s q %s dim %u heads %u x %u block %u slots %u units %u axes %u%s%s%s%s%s window %d+%u cap %g spread %g:",
-           formats[c.format], c.dtype == KV_F16 ? "f16" : "bf16", c.dim, c.kv_heads, c.group, c.block_size, c.slots,
+           "%s q %s dim %u heads %u x %u block %u slots %u units %u axes %u%s%s%s%s%s%s%s window %d+%u cap %g "
+           "spread %g:",
+           name_of(c.format), c.dtype == KV_F16 ? "f16" : "bf16", c.dim, c.kv_heads, c.group, c.block_size, c.slots,
            c.units, c.axes, c.hnd ? " hnd" : "", c.segments ? " segments" : "", c.full ? " full" : "",
-           c.sinks ? " sinks" : "", c.invariant ? " invariant" : "", (int)c.window_left, c.sink_tokens, c.soft_cap,
+           c.sinks ? " sinks" : "", c.invariant ? " invariant" : "",
+           c.transforms ? " transforms" : "", c.wild ? " wild" : "", (int)c.window_left, c.sink_tokens, c.soft_cap,
            c.spread);
   std::string all = text;
   for (size_t i = 0; i < c.q_lens.size(); i++) {
@@ -100,14 +138,14 @@ float put_value(const Case& c, Random& r, u8* to) {
     std::memcpy(to, &bits, 2);
     return from16(c.dtype, bits);
   }
-  if (c.format == KV_FMT_INT8) {
+  if (c.format == KV_FMT_INT8 || c.format == KV_FMT_INT8_ROW) {
     const int code = std::max(-128, std::min(127, (int)std::lrint(x * 40)));
     *to = (u8)(i8)code;
     return (float)code;
   }
   // E5M2 is the upper byte of f16, cut off here; E4M3 the same with a bit moved, where it is normal.
   const u16 half = kvemu::float_to_half(x);
-  if (c.format == KV_FMT_E5M2) {
+  if (c.format == KV_FMT_E5M2 || c.format == KV_FMT_E5M2_ROW) {
     *to = (u8)(half >> 8);
     return kvemu::half_to_float((u16)(*to << 8));
   }
@@ -117,10 +155,43 @@ float put_value(const Case& c, Random& r, u8* to) {
   return kvemu::e4m3_to_float(*to);
 }
 
+// Blocks of powers of two, largest first, times the Hadamard matrix.
+void rotate(double* x, u32 dim) {
+  for (u32 block = 256; block > 1; block /= 2) {
+    if ((dim & block) == 0) continue;
+    for (u32 step = 1; step < block; step *= 2) {
+      for (u32 i = 0; i < block; i++) {
+        if ((i & step) != 0) continue;
+        const double a = x[i], b = x[i + step];
+        x[i] = a + b, x[i + step] = a - b;
+      }
+    }
+    for (u32 i = 0; i < block; i++) x[i] /= std::sqrt((double)block);
+    x += block;
+  }
+}
+
+// A random row with a scale of its own, and its values.
+void put_scaled(const Case& c, Random& r, bool is_v, u8* row, double* values) {
+  const u32 codes = code_bytes(c);
+  if (c.format == KV_FMT_L4) {
+    for (u32 i = 0; i < codes; i++) row[i] = (u8)r.below(256);
+    for (u32 d = 0; d < c.dim; d++) values[d] = kv_lloyd_level<4>(row, c.dim, d);
+  } else {
+    for (u32 d = 0; d < c.dim; d++) values[d] = put_value(c, r, row + d);
+  }
+  float scale = (is_v ? c.v_scale : c.k_scale) * std::exp2(r.normal() * 0.5f);
+  if (c.format == KV_FMT_INT8_ROW) scale *= 0.025f;
+  if (c.wild && is_v) scale *= std::exp2(-(float)r.below(24));
+  const u16 bits = r.flip(40) ? 0 : kvemu::float_to_half(scale);
+  std::memcpy(row + codes, &bits, 2);
+  for (u32 d = 0; d < c.dim; d++) values[d] *= kvemu::half_to_float(bits);
+}
+
 constexpr u32 HOLE = 0x3fffffff;  // names no block
 
 struct Plane {
-  std::vector<std::vector<u8>> memory;  // segments, aligned by hand
+  std::vector<std::vector<u8>> memory;  // segments, to the byte; the host's allocator aligns them to 16
   std::vector<u64> bases;
   KvPlane params;
   std::vector<float> constants;
@@ -161,23 +232,32 @@ struct World {
   }
 
   void make(Plane& plane, float scale) {
-    const u32 row = c.dim * (is_codes(c.format) ? 1 : 2), per_segment = c.segments ? 3 : num_blocks;
+    const u32 row = row_bytes(c), per_segment = c.segments ? 3 : num_blocks;
     const u64 gap = r.flip(2) ? 0 : 48;
     KvPlane& p = plane.params;
     p = KvPlane{};
     p.token_stride = c.hnd ? row : row * c.kv_heads;
     p.head_stride = c.hnd ? row * c.block_size : row;
-    p.block_bytes = (u64)row * c.kv_heads * c.block_size + gap;
+    p.block_bytes = ((u64)row * c.kv_heads * c.block_size + 15) / 16 * 16 + gap;
     p.blocks_per_segment = per_segment, p.num_blocks = num_blocks, p.block_size = c.block_size;
     p.num_kv_heads = c.kv_heads, p.head_dim = c.dim, p.format = c.format, p.row_bytes = row;
+    p.scales_begin = code_bytes(c), p.transforms = c.transforms;
     for (u32 i = 0; i < num_blocks; i += per_segment) {
-      plane.memory.emplace_back(std::min(per_segment, num_blocks - i) * p.block_bytes + 16, 0xff);
-      plane.bases.push_back(((u64)plane.memory.back().data() + 15) / 16 * 16);
+      plane.memory.emplace_back(std::min(per_segment, num_blocks - i) * p.block_bytes, 0xff);
+      plane.bases.push_back((u64)plane.memory.back().data());
     }
     p.base = plane.bases[0], p.segments = c.segments ? (u64)plane.bases.data() : 0;
     plane.constants.assign(2 * c.kv_heads + 3 * c.kv_heads * c.dim, 1.f);
     for (u32 h = 0; h < c.kv_heads; h++) plane.constants[h] = scale * (1.f + 0.25f * h);
-    p.constants = is_codes(c.format) ? (u64)plane.constants.data() : 0;
+    if (c.transforms) {
+      float* const mean = plane.constants.data() + 2 * c.kv_heads;
+      float* const back = mean + 2 * c.kv_heads * c.dim;
+      for (u32 i = 0; i < c.kv_heads * c.dim; i++) {
+        mean[i] = &plane == &k ? r.normal() * 0.3f : 0.f;
+        back[i] = std::exp2(r.normal() * 0.5f) * (r.flip(2) ? 1.f : -1.f);
+      }
+    }
+    p.constants = has_given_scale(c.format) || c.transforms ? (u64)plane.constants.data() : 0;
   }
 
   bool sees(const KvSequence& s, u32 query, u32 key) const {
@@ -204,6 +284,15 @@ struct World {
           u8* row = (u8*)plane.bases[block / p.blocks_per_segment] + block % p.blocks_per_segment * p.block_bytes +
                     key % c.block_size * p.token_stride + h * p.head_stride;
           double* values = (is_v ? v_values : k_values).data() + ((first_row[index] + key) * c.kv_heads + h) * c.dim;
+          if (is_scaled(c.format)) {
+            put_scaled(c, r, is_v != 0, row, values);
+            if (!c.transforms) continue;
+            rotate(values, c.dim);
+            const float* mean = plane.constants.data() + 2 * c.kv_heads + h * c.dim;
+            const float* back = mean + 2 * c.kv_heads * c.dim;
+            for (u32 d = 0; d < c.dim; d++) values[d] = values[d] * back[d] + mean[d];
+            continue;
+          }
           const double scale = is_codes(c.format) ? plane.constants[h] : 1.f;
           for (u32 d = 0; d < c.dim; d++) values[d] = put_value(c, r, row + d * step) * scale;
         }
@@ -281,7 +370,8 @@ int check_plan(const World& w, const std::vector<KvPiece>& pieces, const std::ve
 int compare(const World& w, const Rows& q, const Rows& out, const Rows& lse, const std::vector<float>& sinks) {
   const Case& c = w.c;
   double worst = 0, worst_lse = 0;
-  const double unit = c.dtype == KV_F16 ? 0x1p-10 : 0x1p-7;
+  // What the type rounds by: of a value, and at least.
+  const double unit = c.dtype == KV_F16 ? 0x1p-10 : 0x1p-7, least = c.dtype == KV_F16 ? 0x1p-25 : 0;
   for (size_t i = 0; i < w.sequences.size(); i++) {
     const KvSequence& s = w.sequences[i];
     for (u32 query = 0; query < s.q_len; query++) {
@@ -309,15 +399,20 @@ int compare(const World& w, const Rows& q, const Rows& out, const Rows& lse, con
           if (scores[key] == -INFINITY) continue;
           const double weight = std::exp(scores[key] - max);
           sum += weight;
+          double most = 0;
           for (u32 d = 0; d < c.dim; d++) {
             expected[d] += weight * row(w.v_values, key)[d];
-            largest = std::max(largest, std::fabs(row(w.v_values, key)[d]));
+            most = std::max(most, std::fabs(row(w.v_values, key)[d]));
           }
+          // Of rows with scales every token is as exact as it counts.
+          largest = is_scaled(c.format) ? largest + weight * most : std::max(largest, most);
         }
         if (c.sinks) sum += std::exp(sinks[head] - max);
+        if (is_scaled(c.format) && sum > 0) largest /= sum;
         for (u32 d = 0; d < c.dim; d++) {
           const double right = sum > 0 ? expected[d] / sum : 0, x = from16(c.dtype, got[d]);
-          const double error = largest > 0 ? std::fabs(x - right) / (largest * unit) : x == 0 ? 0 : 1e9;
+          const double off = std::fabs(x - right), beyond = off <= least ? 0 : off - least;
+          const double error = largest > 0 ? (std::isnan(x) ? NAN : beyond) / (largest * unit) : x == 0 ? 0 : 1e9;
           if (!(error <= worst)) worst = std::isnan(error) ? 1e9 : error;
         }
         if (!c.wants_lse) continue;
@@ -329,13 +424,15 @@ int compare(const World& w, const Rows& q, const Rows& out, const Rows& lse, con
       }
     }
   }
-  if (worst < 1.5 && worst_lse < 2e-3) return 0;
+  // Levels of l4 are rounded to f16, which shows where scores are large.
+  const double limit = c.format == KV_FMT_L4 && c.spread > 1 ? 12 : 1.5;
+  if (worst < limit && worst_lse < 2e-3) return 0;
   printf("  error %g units, of lse %g\n", worst, worst_lse);
   return 1;
 }
 
 int run(u32 seed) {
-  Random r{std::mt19937(seed)};
+  Random r{std::mt19937(seed), seed};
   const Case c = random_case(r);
   World w(c, seed + 1);
   const u32 heads = c.kv_heads * c.group;
@@ -364,8 +461,8 @@ int run(u32 seed) {
   const KvPlan plan = {(u64)&counts, (u64)w.sequences.data(), 0, 0, (u64)w.tables.data()};
   const u32 sink_tokens = c.sink_tokens;  // they say nothing without a window
   const KvDecodePlanParams planning = {plan,    (u64)pieces.data(), (u64)starts.data(), c.slots,     c.kv_heads,
-                                       c.group, c.full,             c.window_left,      sink_tokens, c.invariant, 0};
-  if (launch("plan_decode", 1, 32, 0, &planning, sizeof planning, seed)) return 1;
+                                       c.group, c.full,             c.window_left,      sink_tokens, c.invariant, ~0u};
+  if (launch("plan_decode", 1, 512, 30912, &planning, sizeof planning, seed)) return 1;
   if (check_plan(w, pieces, starts)) return 1;
 
   KvDecodeParams p{};
@@ -377,11 +474,11 @@ int run(u32 seed) {
   a.scale = c.scale, a.soft_cap = c.soft_cap, a.full = c.full, a.group = c.group;
   a.window_left = c.window_left, a.sink_tokens = sink_tokens;
   p.pieces = (u64)pieces.data(), p.starts = (u64)starts.data(), p.units = c.units;
-  static const char* names[] = {"", "f16", "bf16", "e4m3", "", "", "e5m2", "", "", "", "int8"};
-  const std::string name = std::string("decode_") + names[c.format] + "_" + std::to_string(c.dim);
-  const u32 warps = c.dim >= 192 ? 2 : 4, unit = warps * 32 * c.dim * (is_codes(c.format) ? 1 : 2);
+  const std::string name = std::string("decode_") + name_of(c.format) + "_" + std::to_string(c.dim);
+  const u32 warps = c.dim >= 192 ? 2 : 4, unit = warps * 32 * room(c);
   const u32 merge = warps * 16 * (c.dim + 4) * 4 + warps * 16 * 8 + 16;
-  const u32 shared = (c.dim >= 192 ? c.dim * 32 : 0) + std::max(c.units * unit, merge);
+  const u32 queries = (c.dim >= 192 ? c.dim * 32 : 0) + (is_scaled(c.format) ? c.dim * 32 : 0);
+  const u32 shared = queries + std::max(c.units * unit, merge);
   std::vector<u8> first;
   for (u32 order : {0u, seed * 2 + 1}) {
     std::fill(out.memory.begin(), out.memory.end(), 0xff);
@@ -399,7 +496,7 @@ int main(int argc, char** argv) {
   const u32 first = argc > 1 ? (u32)std::atoi(argv[1]) : 1, count = argc > 2 ? (u32)std::atoi(argv[2]) : 1;
   int bad = 0;
   for (u32 seed = first; seed < first + count; seed++) {
-    Random r{std::mt19937(seed)};
+    Random r{std::mt19937(seed), seed};
     const Case c = random_case(r);
     if (count == 1) printf("%s\n", describe(c).c_str());
     const int failed = run(seed);

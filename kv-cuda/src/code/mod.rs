@@ -60,7 +60,11 @@ mod tests {
             ("attend_rows", "attend.cu"),
             ("attend_rows_large", "attend.cu"),
             ("decode_bf16_128", "decode_bf16.cu"),
+            ("decode_int8_128", "decode_int8.cu"),
+            ("decode_int8_row_128", "decode_int8_row.cu"),
+            ("decode_l4_128", "decode_l4.cu"),
             ("prefill_f16_64", "prefill_f16.cu"),
+            ("prefill_coded_64", "prefill_coded.cu"),
         ] {
             assert_eq!(exporting(&units, kernel).map(Unit::name), Some(unit), "{kernel}");
         }

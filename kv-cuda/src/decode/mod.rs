@@ -4,7 +4,7 @@
 //! The kernels are `kernels/decode.h`; who does what is decided in [`plan`].
 mod plan;
 
-pub(crate) use plan::{DecodePlan, Work};
+pub(crate) use plan::Work;
 
 use crate::params::{Plane, Tensor};
 use crate::step::Extent;
@@ -17,6 +17,10 @@ const UNIT_TOKENS: u32 = 32;
 const UNITS: (u32, u32) = (2, 8);
 /// Shared memory that every thread block costs a multiprocessor besides its own.
 const SHARED_RESERVED: u32 = 1024;
+
+/// Where every row has to begin: what a copy of 16 bytes takes, and what a row with a scale has.
+const ALIGNED: u64 = 16;
+const ALIGNED_SCALED: u64 = 2;
 
 /// `head_dim`s that there are kernels for.
 const DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];
@@ -44,6 +48,10 @@ mod code {
     pub(super) const E4M3: [u32; 2] = [3, 4];
     pub(super) const E5M2: [u32; 2] = [6, 7];
     pub(super) const INT8: [u32; 2] = [10, 11];
+    // With a scale of its own in every row.
+    pub(super) const E4M3_ROW: u32 = 5;
+    pub(super) const E5M2_ROW: u32 = 8;
+    pub(super) const INT8_ROW: u32 = 9;
 }
 
 /// How a decoding kernel is started, with as many thread blocks as the plan has slots.
@@ -62,37 +70,37 @@ pub(crate) struct Shape {
 impl Shape {
     /// How a call is decoded by a device whose thread blocks have `shared_bytes_max` bytes of
     /// shared memory, `None` for a call that only the kernel for everything takes: of several head
-    /// dimensions, transforms, rows in 16 bits among codes, scales inside rows, and rows that do
-    /// not lie on 16 bytes.
+    /// dimensions, other formats, transforms where rows have no scales of their own, means of
+    /// blocks, rows in 16 bits among codes, and rows or blocks that do not lie as copies need. So
+    /// is `l4`, which kernels do take: they round levels to f16, and scores are held to what f32
+    /// rounds.
     pub(crate) fn of(
         (q, out): (&Tensor, &Tensor),
         (k, v): (&Plane, &Plane),
         shared_bytes_max: u32,
     ) -> Option<Self> {
-        let kernels = kernels_of(k.format, q.dtype)?;
+        let kernels = kernels_of(k, q.dtype)?;
         let alike = (k.format, k.head_dim) == (v.format, v.head_dim)
             && k.block_size == v.block_size
             && (q.dtype, q.dim, q.heads) == (out.dtype, out.dim, out.heads)
             && q.dim == k.head_dim;
-        let lies_well = is_plain(k) && is_plain(v) && is_even(q) && is_even(out);
+        let lies_well = [k, v].into_iter().all(is_alike) && [q, out].into_iter().all(is_even);
         let index = DIMS.iter().position(|dim| *dim == k.head_dim)?;
         let kernel = kernels.get(index).copied()?;
         if !alike || !lies_well {
             return None;
         }
-        Self::sized(kernel, k.head_dim, k.row_bytes, shared_bytes_max)
+        Self::sized(kernel, k, shared_bytes_max)
     }
 
     /// Two thread blocks share a multiprocessor where their rings have two units each.
-    fn sized(
-        kernel: &'static str,
-        dim: u32,
-        row_bytes: u32,
-        shared_bytes_max: u32,
-    ) -> Option<Self> {
+    fn sized(kernel: &'static str, plane: &Plane, shared_bytes_max: u32) -> Option<Self> {
+        let (dim, row_room) = (plane.head_dim, room_of(plane));
         let warps: u32 = if dim >= 192 { 2 } else { 4 };
-        let queries = if dim >= 192 { dim.saturating_mul(ROWS).saturating_mul(2) } else { 0 };
-        let unit = warps.saturating_mul(UNIT_TOKENS).saturating_mul(row_bytes);
+        // Those in shared memory: long ones, and what f16 lacks of turned ones.
+        let copies = u32::from(dim >= 192).saturating_add(is_scaled(plane).into());
+        let queries = dim.saturating_mul(ROWS).saturating_mul(2).saturating_mul(copies);
+        let unit = warps.saturating_mul(UNIT_TOKENS).saturating_mul(row_room);
         // Rows of every warp with some room between them, their maxima and sums, and a flag.
         let row = dim.saturating_add(4).saturating_mul(4).saturating_add(8);
         let merge = warps.saturating_mul(ROWS).saturating_mul(row).saturating_add(16);
@@ -109,24 +117,44 @@ impl Shape {
     }
 }
 
-/// Kernels that read rows of this format for queries of this type.
-fn kernels_of(format: u32, dtype: u32) -> Option<[&'static str; DIMS.len()]> {
+/// Kernels that read rows of a plane for queries of this type.
+fn kernels_of(plane: &Plane, dtype: u32) -> Option<[&'static str; DIMS.len()]> {
     let is_short = [code::DTYPE_F16, code::DTYPE_BF16].contains(&dtype);
-    match format {
+    match plane.format {
         code::F16 if dtype == code::DTYPE_F16 => Some(kernels!("f16")),
         code::BF16 if dtype == code::DTYPE_BF16 => Some(kernels!("bf16")),
-        codes if is_short && code::E4M3.contains(&codes) => Some(kernels!("e4m3")),
-        codes if is_short && code::E5M2.contains(&codes) => Some(kernels!("e5m2")),
-        codes if is_short && code::INT8.contains(&codes) => Some(kernels!("int8")),
+        _ if !is_short => None,
+        codes if code::E4M3.contains(&codes) => Some(kernels!("e4m3")),
+        codes if code::E5M2.contains(&codes) => Some(kernels!("e5m2")),
+        codes if code::INT8.contains(&codes) => Some(kernels!("int8")),
+        code::E4M3_ROW => Some(kernels!("e4m3_row")),
+        code::E5M2_ROW => Some(kernels!("e5m2_row")),
+        code::INT8_ROW => Some(kernels!("int8_row")),
         _ => None,
     }
 }
 
-/// Whether all rows are alike and lie on 16 bytes.
-fn is_plain(plane: &Plane) -> bool {
-    let strides = [plane.block_bytes, plane.token_stride, plane.head_stride, plane.base];
-    let extras = [plane.transforms, plane.block_means, plane.sinks, plane.has_tail];
-    strides.iter().all(|stride| stride.is_multiple_of(16)) && extras.iter().all(|n| *n == 0)
+/// Whether rows have scales of their own behind their codes.
+fn is_scaled(plane: &Plane) -> bool {
+    [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW].contains(&plane.format)
+}
+
+/// Bytes of a row in shared memory: all chunks of 16 bytes that have some of it, wherever it
+/// begins.
+fn room_of(plane: &Plane) -> u32 {
+    if is_scaled(plane) { plane.scales_begin.saturating_add(16) } else { plane.row_bytes }
+}
+
+/// Whether all rows are alike and lie as copies of 16 bytes need. Those of rows with scales go
+/// beyond them: blocks have to begin and end on 16 bytes, so that none leaves its block.
+fn is_alike(plane: &Plane) -> bool {
+    let extras = [plane.block_means, plane.sinks, plane.has_tail];
+    let rows = [plane.token_stride, plane.head_stride];
+    let of_rows = if is_scaled(plane) { ALIGNED_SCALED } else { ALIGNED };
+    [plane.block_bytes, plane.base].iter().all(|n| n.is_multiple_of(ALIGNED))
+        && rows.iter().all(|stride| stride.is_multiple_of(of_rows))
+        && extras.iter().all(|n| *n == 0)
+        && (is_scaled(plane) || plane.transforms == 0)
 }
 
 /// Whether rows are read and written two values at a time.
@@ -173,6 +201,8 @@ mod tests {
     #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
     use super::*;
 
+    const SCALED: [u32; 3] = [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW];
+
     fn tensor(dtype: u32, dim: u32) -> Tensor {
         let token_stride = u64::from(dim) * 8 * 2;
         Tensor {
@@ -188,7 +218,11 @@ mod tests {
     }
 
     fn plane(format: u32, head_dim: u32) -> Plane {
-        let row_bytes = if format <= code::BF16 { head_dim * 2 } else { head_dim };
+        let codes = match format {
+            code::F16 | code::BF16 => head_dim * 2,
+            _ => head_dim,
+        };
+        let row_bytes = if SCALED.contains(&format) { codes + 2 } else { codes };
         let head_stride = u64::from(row_bytes);
         Plane {
             base: 4096,
@@ -201,6 +235,7 @@ mod tests {
             head_dim,
             format,
             row_bytes,
+            scales_begin: codes,
             ..Plane::default()
         }
     }
@@ -224,11 +259,13 @@ mod tests {
         assert_eq!(found, expected("decode_f16_256", 64, 2, 72 * KIB));
         let found = shape(code::E4M3[1], code::DTYPE_BF16, 64, 227 * KIB);
         assert_eq!(found, expected("decode_e4m3_64", 128, 8, 64 * KIB));
+        let found = shape(code::INT8_ROW, code::DTYPE_BF16, 128, 227 * KIB);
+        assert_eq!(found, expected("decode_int8_row_128", 128, 6, 112 * KIB));
         for (shared, dim) in
             [227, 163, 99].into_iter().flat_map(|kib| DIMS.map(|dim| (kib * KIB, dim)))
         {
             let formats = [code::F16, code::BF16, code::E4M3[0], code::E5M2[0], code::INT8[0]];
-            for format in formats {
+            for format in formats.into_iter().chain(SCALED) {
                 let dtype = if format == code::BF16 { code::DTYPE_BF16 } else { code::DTYPE_F16 };
                 let found = shape(format, dtype, dim, shared).unwrap();
                 assert!(
@@ -244,7 +281,9 @@ mod tests {
         let shared = 99 * 1024;
         assert_eq!(shape(code::F16, code::DTYPE_BF16, 128, shared), None, "types differ");
         assert_eq!(shape(code::F16, 0, 128, shared), None, "f32 queries");
-        assert_eq!(shape(9, code::DTYPE_F16, 128, shared), None, "scales inside rows");
+        assert_eq!(shape(12, code::DTYPE_F16, 128, shared), None, "l6");
+        assert_eq!(shape(code::INT8_ROW, 0, 128, shared), None, "f32 queries of codes");
+        assert_eq!(shape(14, code::DTYPE_F16, 128, shared), None, "l4");
         assert_eq!(shape(code::F16, code::DTYPE_F16, 72, shared), None, "another head_dim");
         let (q, good) = (tensor(code::DTYPE_F16, 128), plane(code::F16, 128));
         let takes = |k: &Plane, v: &Plane| Shape::of((&q, &q), (k, v), shared).is_some();
@@ -260,6 +299,23 @@ mod tests {
         ];
         for plane in bad {
             assert!(!takes(&plane, &good) && !takes(&good, &plane), "{plane:?}");
+        }
+        for format in SCALED {
+            let good = plane(format, 128);
+            let takes = |k: &Plane, v: &Plane| Shape::of((&q, &q), (k, v), shared).is_some();
+            assert!(takes(&good, &good));
+            assert!(takes(&Plane { transforms: 1, ..good }, &good), "they may be transformed");
+            let bad = [
+                Plane { token_stride: 131, ..good },
+                Plane { base: 8, ..good },
+                Plane { block_bytes: good.block_bytes + 2, ..good },
+                Plane { block_means: 1, ..good },
+                Plane { sinks: 4, ..good },
+                Plane { has_tail: 1, ..good },
+            ];
+            for plane in bad {
+                assert!(!takes(&plane, &good) && !takes(&good, &plane), "{plane:?}");
+            }
         }
         let odd = Tensor { data: 258, ..q };
         assert_eq!(Shape::of((&odd, &q), (&good, &good), shared), None);

@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn old_drivers_copy_one_by_one() {
-        let driver = Driver { version: 12060, batch_copies: false, param_info: true };
+        let driver = Driver { version: 12060, batch_copies: false, param_info: true, pools: true };
         assert!(!is_worth_it(driver, 100));
         let driver = Driver { version: 13000, batch_copies: true, ..driver };
         assert!(is_worth_it(driver, 100) && !is_worth_it(driver, 1));

@@ -201,7 +201,8 @@ mod tests {
 
     #[test]
     fn after_a_loss_every_call_says_so() {
-        let driver = Driver { version: 13000, batch_copies: false, param_info: false };
+        let driver =
+            Driver { version: 13000, batch_copies: false, param_info: false, pools: false };
         let (raw, setup) = (std::ptr::null_mut(), std::ptr::null_mut());
         let (lost, events) = (OnceLock::new(), Mutex::default());
         // No driver gave it, and none gets it back.

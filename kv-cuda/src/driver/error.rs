@@ -58,7 +58,7 @@ pub(super) fn check(operation: &'static str, code: CUresult) -> Result<(), Devic
 }
 
 /// What a caller can do about an error. Those that the driver calls sticky, after which a context
-/// answers nothing else, are `Lost`.
+/// answers nothing else, are `Lost`. So is an unknown one: what has run nobody can tell.
 pub(super) fn kind(code: CUresult) -> DeviceErrorKind {
     use CUresult as E;
     match code {
@@ -79,7 +79,8 @@ pub(super) fn kind(code: CUresult) -> DeviceErrorKind {
         | E::CUDA_ERROR_LAUNCH_FAILED
         | E::CUDA_ERROR_TENSOR_MEMORY_LEAK
         | E::CUDA_ERROR_MPS_CLIENT_TERMINATED
-        | E::CUDA_ERROR_EXTERNAL_DEVICE => DeviceErrorKind::Lost,
+        | E::CUDA_ERROR_EXTERNAL_DEVICE
+        | E::CUDA_ERROR_UNKNOWN => DeviceErrorKind::Lost,
         code if is_misfit(code) => DeviceErrorKind::Unsupported,
         E::CUDA_ERROR_STUB_LIBRARY
         | E::CUDA_ERROR_DEVICE_UNAVAILABLE
@@ -122,6 +123,10 @@ mod tests {
             (CUresult::CUDA_ERROR_LAUNCH_FAILED, Lost),
             (CUresult::CUDA_ERROR_ECC_UNCORRECTABLE, Lost),
             (CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED, Lost),
+            (CUresult::CUDA_ERROR_UNKNOWN, Lost),
+            // A caller's mistake, such as a stream that is none.
+            (CUresult::CUDA_ERROR_INVALID_CONTEXT, Driver),
+            (CUresult::CUDA_ERROR_INVALID_HANDLE, Driver),
             (CUresult::CUDA_ERROR_NO_DEVICE, Unsupported),
             (CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU, Unsupported),
             (CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, Unsupported),

@@ -18,6 +18,8 @@ pub(super) struct Driver {
     pub(super) batch_copies: bool,
     /// Sizes of kernels' parameters.
     pub(super) param_info: bool,
+    /// Memory pools, where the device has them too.
+    pub(super) pools: bool,
 }
 
 /// Whether the driver's library can be loaded. cudarc panics where it cannot, so that everything
@@ -61,14 +63,54 @@ pub(super) fn require_driver() -> Result<Driver, DeviceError> {
         version: u32::try_from(version).unwrap_or(0),
         batch_copies: exports("cuMemcpyBatchAsync_v2"),
         param_info: exports("cuFuncGetParamInfo"),
+        pools: POOL_FUNCTIONS.iter().all(|name| exports(name)),
     })
+}
+
+/// What the driver says of a card.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CardFacts {
+    /// Ordinal of the driver.
+    pub index: u32,
+    /// Name of the card.
+    pub name: String,
+    /// Compute capability: 90 for 9.0.
+    pub capability: u32,
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Bytes of device memory.
+    pub memory_bytes: u64,
+    /// Why it cannot be opened, where that is known without trying.
+    pub refusal: Option<String>,
+}
+
+/// Every card that the driver sees. None of them is opened.
+///
+/// # Errors
+/// `Unsupported` without a driver or with one that is too old, with the reason; `Driver`.
+pub fn cards() -> Result<Vec<CardFacts>, DeviceError> {
+    require_driver()?;
+    let card = |index: u32| {
+        let facts = read(device(index)?)?;
+        let refusal = require_capability(&facts).err().map(|error| error.to_string());
+        let Facts { card: name, multiprocessors, capability, memory: memory_bytes, .. } = facts;
+        Ok(CardFacts { index, name, capability, multiprocessors, memory_bytes, refusal })
+    };
+    (0..u32::try_from(count()?).unwrap_or(0)).map(card).collect()
+}
+
+/// How many devices the driver sees.
+fn count() -> Result<c_int, DeviceError> {
+    let mut count = 0;
+    // SAFETY: a place for a number; the driver was started.
+    check(OPEN, unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+    Ok(count)
 }
 
 /// The device of an ordinal.
 pub(super) fn device(ordinal: u32) -> Result<CUdevice, DeviceError> {
-    let mut count = 0;
-    // SAFETY: a place for a number; the driver was started.
-    check(OPEN, unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+    let count = count()?;
     let ordinal = require_ordinal(ordinal, count)?;
     let mut device = 0;
     // SAFETY: a place for a device, and an ordinal below their number.
@@ -195,6 +237,16 @@ const FUNCTIONS: &[&str] = &[
     "cuFuncSetAttribute",
     "cuLaunchKernel",
     "cuGetErrorString",
+];
+
+/// What a memory pool needs.
+const POOL_FUNCTIONS: &[&str] = &[
+    "cuMemPoolCreate",
+    "cuMemPoolDestroy",
+    "cuMemPoolSetAttribute",
+    "cuMemPoolGetAttribute",
+    "cuMemAllocFromPoolAsync",
+    "cuMemFreeAsync",
 ];
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Memory of the device, page-locked memory of the host, and memory of callers.
+//! Page-locked memory of the host, and memory and streams of callers.
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -9,61 +9,6 @@ use super::context::Context;
 use super::error::refuse;
 use crate::gpu::Pinned;
 use crate::params::Address;
-
-/// Reserves memory, zeroed. Waits for the zeroes: the cache reserves once.
-pub(super) fn alloc(context: &Context, bytes: u64) -> Result<Address, DeviceError> {
-    const ALLOC: &str = "allocate";
-    let _current = context.enter(ALLOC)?.relax();
-    let size = usize::try_from(bytes).map_err(|_| {
-        refuse(DeviceErrorKind::OutOfMemory, ALLOC, format!("{bytes} bytes have no size"))
-    })?;
-    let mut address = 0;
-    // SAFETY: a place for an address; the context is current.
-    let code = unsafe { sys::cuMemAlloc_v2(&raw mut address, size) };
-    context.check(ALLOC, code)?;
-    let memory = Fresh { context, address };
-    if address % ALIGNMENT != 0 {
-        let reason = format!("the driver's memory is not aligned to {ALIGNMENT} bytes");
-        return Err(refuse(DeviceErrorKind::Driver, ALLOC, reason));
-    }
-    let stream = context.setup_stream();
-    // SAFETY: the range is what was just reserved.
-    let code = unsafe { sys::cuMemsetD8Async(address, 0, size, stream) };
-    context.check(ALLOC, code)?;
-    // SAFETY: a stream of the context.
-    let code = unsafe { sys::cuStreamSynchronize(stream) };
-    context.check(ALLOC, code)?;
-    std::mem::forget(memory);
-    Ok(address)
-}
-
-/// Memory that goes back when the rest of [`alloc`] fails.
-struct Fresh<'a> {
-    context: &'a Context,
-    address: Address,
-}
-
-impl Drop for Fresh<'_> {
-    fn drop(&mut self) {
-        // SAFETY: just reserved, and given to nobody.
-        unsafe { free(self.context, self.address) };
-    }
-}
-
-/// Gives memory back. The driver waits for submitted work before it does.
-///
-/// # Safety
-/// 1. `address` came from [`alloc`] with this context and was not freed.
-/// 2. Nothing submitted from now on uses it.
-pub(super) unsafe fn free(context: &Context, address: Address) {
-    // Memory of a lost device went with its context.
-    let Ok(current) = context.enter("free") else { return };
-    let _current = current.relax();
-    // SAFETY: conditions 1 and 2.
-    let code = unsafe { sys::cuMemFree_v2(address) };
-    // An error is one of the work before it; `check` remembers a loss.
-    let _ = context.check("free", code);
-}
 
 /// Whether a caller's memory is of this device, and reaches as far as is said.
 pub(super) fn check_foreign(
@@ -178,9 +123,6 @@ impl Drop for PinnedMemory {
         let _ = self.context.check("free page-locked memory", code);
     }
 }
-
-/// What `Gpu::alloc` promises.
-const ALIGNMENT: u64 = 256;
 
 #[cfg(test)]
 mod tests {

@@ -10,9 +10,11 @@ mod error;
 mod event;
 mod facts;
 mod graph;
+mod lane;
 mod memory;
 mod modules;
 mod options;
+mod pool;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -27,8 +29,10 @@ use crate::params::Address;
 use context::Context;
 use memory::PinnedMemory;
 use modules::Modules;
+use pool::DeviceMemory;
 use stream::CudaStream;
 
+pub use facts::{CardFacts, cards};
 pub use options::CudaOptions;
 
 /// An opened device of the driver.
@@ -36,6 +40,7 @@ pub use options::CudaOptions;
 pub(crate) struct CudaGpu {
     facts: Facts,
     context: Arc<Context>,
+    memory: Arc<DeviceMemory>,
     modules: Arc<Modules>,
 }
 
@@ -45,17 +50,18 @@ impl CudaGpu {
     /// # Errors
     /// `Unsupported` without a driver library, without the device, for one older than compute
     /// capability 8.0, for a driver that lacks what is used here, and where neither the embedded
-    /// code nor a compiler on this machine fits; `OutOfMemory`, `Lost` and `Driver` from the
-    /// driver.
+    /// code nor a compiler on this machine fits, or where memory is to be reserved and the device
+    /// has no pools; `OutOfMemory` where it has less than is to be reserved; `Lost` and `Driver`.
     pub(crate) fn open(options: &CudaOptions) -> Result<Self, DeviceError> {
         let driver = facts::require_driver()?;
         let device = facts::device(options.ordinal)?;
         let facts = facts::read(device)?;
         facts::require_capability(&facts)?;
         let context = Arc::new(Context::open(device, driver)?);
-        let modules = Arc::new(Modules::new(Arc::clone(&context), &facts, options));
+        let memory = Arc::new(DeviceMemory::open(&context, options.reserved_bytes)?);
+        let modules = Modules::new((&context, &memory), &facts, options);
         modules.probe()?;
-        Ok(Self { facts, context, modules })
+        Ok(Self { facts, context, memory, modules: Arc::new(modules) })
     }
 }
 
@@ -69,12 +75,12 @@ impl Gpu for CudaGpu {
     }
 
     fn alloc(&self, bytes: u64) -> Result<Address, DeviceError> {
-        memory::alloc(&self.context, bytes)
+        self.memory.alloc(bytes)
     }
 
     unsafe fn free(&self, address: Address) {
         // SAFETY: both conditions are those of this function.
-        unsafe { memory::free(&self.context, address) }
+        unsafe { self.memory.free(address) }
     }
 
     fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError> {
@@ -82,7 +88,7 @@ impl Gpu for CudaGpu {
     }
 
     fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {
-        Ok(Box::new(CudaStream::open(&self.context, &self.modules)?))
+        Ok(Box::new(CudaStream::open(&self.context, &self.modules, &self.memory)?))
     }
 
     fn check_foreign(&self, address: Address, bytes: u64) -> Result<(), DeviceError> {
@@ -91,7 +97,7 @@ impl Gpu for CudaGpu {
 
     unsafe fn foreign_stream(&self, raw: *mut c_void) -> Result<Box<dyn Stream>, DeviceError> {
         // SAFETY: both conditions are those of this function.
-        let stream = unsafe { CudaStream::wrap(&self.context, &self.modules, raw) }?;
+        let stream = unsafe { CudaStream::wrap(&self.context, &self.modules, &self.memory, raw) }?;
         Ok(Box::new(stream))
     }
 }

@@ -16,6 +16,7 @@ use super::context::Context;
 use super::error::{DriverError, is_misfit, refuse};
 use super::facts::{self, OPEN};
 use super::options::CudaOptions;
+use super::pool::DeviceMemory;
 use crate::code::{self, Arch, Archive, CompileError, Unit};
 use crate::gpu::Facts;
 
@@ -47,6 +48,7 @@ impl Function {
 #[derive(Debug)]
 pub(super) struct Modules {
     context: Arc<Context>,
+    memory: Arc<DeviceMemory>,
     units: Vec<Unit<'static>>,
     machine: Option<Archive<'static>>,
     ptx: Option<Archive<'static>>,
@@ -77,12 +79,17 @@ enum Origin {
 }
 
 impl Modules {
-    pub(super) fn new(context: Arc<Context>, facts: &Facts, options: &CudaOptions) -> Self {
+    pub(super) fn new(
+        (context, memory): (&Arc<Context>, &Arc<DeviceMemory>),
+        facts: &Facts,
+        options: &CudaOptions,
+    ) -> Self {
         let version = context.driver.version;
         // A damaged archive is as good as none: another origin serves, or the refusal says so.
         let archive = |arch| code::embedded(arch).and_then(Result::ok);
         Self {
-            context,
+            context: Arc::clone(context),
+            memory: Arc::clone(memory),
             units: code::units(),
             machine: Arch::shipped_for(facts.capability).and_then(archive),
             ptx: archive(Arch::PTX),
@@ -299,11 +306,12 @@ impl Drop for Modules {
     fn drop(&mut self) {
         let loaded = self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner);
         let modules = std::mem::take(&mut loaded.modules);
-        if let Ok(_current) = self.context.enter(LOAD) {
-            // Kernels that were launched may still run.
-            // SAFETY: the context is current.
-            let code = unsafe { sys::cuCtxSynchronize() };
-            let _ = self.context.check(LOAD, code);
+        // Kernels that were launched may still run, on streams that are all closed: each had a
+        // share in this. Work of others in the same context is none of it.
+        let passed = self.memory.wait_for_closed();
+        if passed.is_err() {
+            // Loaded for ever rather than gone under a kernel.
+            return;
         }
         for module in modules.into_values() {
             self.unload(&module);

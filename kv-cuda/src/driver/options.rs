@@ -14,6 +14,7 @@ pub struct CudaOptions {
     pub(super) ordinal: u32,
     pub(super) nvrtc: Option<PathBuf>,
     pub(super) cache: CacheChoice,
+    pub(super) reserved_bytes: u64,
 }
 
 /// Where kernels that were compiled on this machine are kept.
@@ -46,6 +47,16 @@ impl CudaOptions {
     pub fn without_cache(self) -> Self {
         Self { cache: CacheChoice::Nowhere, ..self }
     }
+    /// Takes so many bytes of device memory when the device is opened, for buffers of this opening
+    /// alone: what comes later, here or in another program, cannot take them. 0, the default,
+    /// takes memory as buffers need it.
+    ///
+    /// Buffers may need more than that: the rest is taken as before. Either way, memory that they
+    /// give back is kept for the next ones until the device is closed.
+    #[must_use]
+    pub fn reserved_bytes(self, bytes: u64) -> Self {
+        Self { reserved_bytes: bytes, ..self }
+    }
     /// Ordinal of the device.
     pub fn device(&self) -> u32 {
         self.ordinal
@@ -64,6 +75,8 @@ mod tests {
         assert_eq!(options.device(), 3);
         assert_eq!(options.cache, CacheChoice::Folder("/kept".into()));
         assert_eq!(options.nvrtc, Some("b".into()));
+        let options = options.reserved_bytes(1 << 40).reserved_bytes(1 << 30);
+        assert_eq!(options.reserved_bytes, 1 << 30);
         assert_eq!(options.without_cache().cache, CacheChoice::Nowhere);
     }
 }

@@ -4,17 +4,18 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-use cudarc::driver::sys::CUstreamCaptureMode as CaptureMode;
-use cudarc::driver::sys::CUstreamCaptureStatus as CaptureStatus;
 use cudarc::driver::sys::{self, CUstream};
 use kv_core::{DeviceError, DeviceErrorKind};
 
+use super::batch;
 use super::context::Context;
 use super::error::refuse;
 use super::event::CudaEvent;
 use super::graph::CudaGraph;
+use super::lane::CudaLane;
+use super::memory::check_stream;
 use super::modules::Modules;
-use super::{batch, memory};
+use super::pool::DeviceMemory;
 use crate::gpu::{Event, Graph, HostCopy, Launch, Stream};
 use crate::params::Address;
 
@@ -23,7 +24,10 @@ use crate::params::Address;
 pub(super) struct CudaStream {
     context: Arc<Context>,
     modules: Arc<Modules>,
+    memory: Arc<DeviceMemory>,
     raw: CUstream,
+    /// The same, for those that free memory.
+    lane: Arc<CudaLane>,
     is_ours: bool,
 }
 
@@ -34,10 +38,26 @@ impl CudaStream {
     pub(super) fn open(
         context: &Arc<Context>,
         modules: &Arc<Modules>,
+        memory: &Arc<DeviceMemory>,
     ) -> Result<Self, DeviceError> {
         let raw = context.open_stream("open a stream")?;
+        // SAFETY: the stream is destroyed when the result is dropped.
+        Ok(unsafe { Self::on(context, modules, memory, (raw, true)) })
+    }
+
+    /// # Safety
+    /// 1. The stream lives as long as the result.
+    unsafe fn on(
+        context: &Arc<Context>,
+        modules: &Arc<Modules>,
+        memory: &Arc<DeviceMemory>,
+        (raw, is_ours): (CUstream, bool),
+    ) -> Self {
+        // SAFETY: condition 1: the lane is closed when the result is dropped.
+        let lane = Arc::new(unsafe { CudaLane::new(context, raw) });
+        memory.open_lane(Arc::<CudaLane>::clone(&lane));
         let (context, modules) = (Arc::clone(context), Arc::clone(modules));
-        Ok(Self { context, modules, raw, is_ours: true })
+        Self { context, modules, memory: Arc::clone(memory), raw, lane, is_ours }
     }
 
     /// Uses a caller's stream.
@@ -48,13 +68,14 @@ impl CudaStream {
     pub(super) unsafe fn wrap(
         context: &Arc<Context>,
         modules: &Arc<Modules>,
+        memory: &Arc<DeviceMemory>,
         raw: *mut c_void,
     ) -> Result<Self, DeviceError> {
         let raw: CUstream = raw.cast();
         // SAFETY: condition 1.
-        unsafe { memory::check_stream(context, raw) }?;
-        let (context, modules) = (Arc::clone(context), Arc::clone(modules));
-        Ok(Self { context, modules, raw, is_ours: false })
+        unsafe { check_stream(context, raw) }?;
+        // SAFETY: as above.
+        Ok(unsafe { Self::on(context, modules, memory, (raw, false)) })
     }
 
     /// Whether so many copies go to the driver in one call, which takes no built-in stream and none
@@ -64,11 +85,7 @@ impl CudaStream {
         if !batch::is_worth_it(self.context.driver, copies) || BUILT_IN.contains(&self.raw.addr()) {
             return false;
         }
-        let Ok(_current) = self.context.enter("copy a batch") else { return false };
-        let mut status = CaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE;
-        // SAFETY: a place for a status, and a stream that lives. An error leaves the status.
-        let _ = unsafe { sys::cuStreamIsCapturing(self.raw, &raw mut status) };
-        status == CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
+        !self.lane.is_capturing()
     }
 }
 
@@ -175,19 +192,11 @@ impl Stream for CudaStream {
     }
 
     fn begin_capture(&mut self) -> Result<(), DeviceError> {
-        const BEGIN: &str = "begin capture";
-        let _current = self.context.enter(BEGIN)?;
-        // Other threads go on as they like; this one is refused what a graph cannot hold.
-        let mode = CaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: a stream that lives.
-        let code = unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) };
-        self.context.check(BEGIN, code)
+        self.lane.begin_capture()
     }
 
     fn end_capture(&mut self) -> Result<Box<dyn Graph>, DeviceError> {
-        // SAFETY: a stream of this context that lives.
-        let graph = unsafe { CudaGraph::end_capture(&self.context, self.raw) }?;
-        Ok(Box::new(graph))
+        Ok(Box::new(self.lane.end_capture()?))
     }
 
     unsafe fn replay(&mut self, graph: &dyn Graph) -> Result<(), DeviceError> {
@@ -222,6 +231,8 @@ impl Stream for CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
+        self.lane.abandon_capture();
+        self.memory.close_lane(&*self.lane);
         if !self.is_ours {
             return;
         }

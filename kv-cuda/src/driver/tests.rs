@@ -172,6 +172,52 @@ fn memory_of_callers_is_checked() {
     unsafe { gpu.free(device) };
 }
 
+#[test]
+fn reserved_memory_stays_with_the_device() {
+    let options = CudaOptions::default();
+    let Ok(gpu) = CudaGpu::open(&options.clone().reserved_bytes(64 << 20)) else { return };
+    let Some(held) = gpu.memory.held_bytes() else { return };
+    assert!(held >= 64 << 20, "{held} bytes");
+    for _ in 0..4 {
+        let address = gpu.alloc(48 << 20).unwrap();
+        // SAFETY: allocated above, and nothing uses it.
+        unsafe { gpu.free(address) };
+    }
+    assert_eq!(gpu.memory.held_bytes(), Some(held), "it was enough");
+    let error = CudaGpu::open(&options.reserved_bytes(1 << 50)).unwrap_err();
+    assert_eq!(error.kind(), DeviceErrorKind::OutOfMemory, "{error}");
+}
+
+#[test]
+fn memory_is_freed_behind_work_on_every_stream() {
+    let Some(gpu) = gpu() else { return };
+    let (mut stream, bytes) = (gpu.stream().unwrap(), vec![7_u8; 32 << 20]);
+    let (memory, kept) = (pinned(&gpu, &bytes), gpu.alloc(32 << 20).unwrap());
+    let mut captured = gpu.stream().unwrap();
+    captured.begin_capture().unwrap();
+    for _ in 0..10 {
+        let device = gpu.alloc(32 << 20).unwrap();
+        // SAFETY: the range is what was allocated, and the host memory lives.
+        unsafe { stream.upload(device, memory.base(), 32 << 20) }.unwrap();
+        // SAFETY: both were allocated for so many bytes.
+        unsafe { stream.copy(kept, device, 32 << 20) }.unwrap();
+        // SAFETY: allocated above; nothing that is submitted from here on uses it.
+        unsafe { gpu.free(device) };
+        // Zeroes it, and must not under the copy.
+        let next = gpu.alloc(32 << 20).unwrap();
+        assert!(download(&gpu, &mut *stream, kept, 32 << 20) == bytes);
+        // SAFETY: allocated above, and nothing uses it.
+        unsafe { gpu.free(next) };
+    }
+    captured.end_capture().unwrap();
+    // One that is dropped while it captures.
+    captured.begin_capture().unwrap();
+    drop(captured);
+    // SAFETY: allocated above, and nothing uses it.
+    unsafe { gpu.free(kept) };
+    assert!(gpu.stream().unwrap().record().unwrap().wait().is_ok());
+}
+
 /// Entry of the tables, and the block it becomes.
 type TableChange = [u32; 2];
 

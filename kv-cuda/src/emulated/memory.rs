@@ -2,7 +2,7 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kv_core::{DeviceError, DeviceErrorKind};
 
@@ -53,15 +53,63 @@ impl Pinned for HostMemory {
 }
 
 /// All allocations of one device.
+///
+/// It counts as the driver's pool does: bytes once taken from the device stay in the pool, in use
+/// or not. The memory itself goes back to the host, so that work which comes too late is caught.
 #[derive(Debug)]
 pub(super) struct Memory {
     bytes_max: u64,
-    by_address: Mutex<BTreeMap<Address, HostMemory>>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    by_address: BTreeMap<Address, HostMemory>,
+    /// Bytes of the device that the pool has, in use or not.
+    held: u64,
+    /// Bytes of the device that another program has.
+    #[cfg(test)]
+    elsewhere: u64,
+}
+
+impl State {
+    /// Lets the pool have so many bytes, if the device does.
+    fn hold(&mut self, bytes: u64, bytes_max: u64) -> bool {
+        #[cfg(test)]
+        let bytes_max = bytes_max.saturating_sub(self.elsewhere);
+        let held = self.held.max(bytes);
+        if held > bytes_max {
+            return false;
+        }
+        self.held = held;
+        true
+    }
 }
 
 impl Memory {
-    pub(super) fn new(bytes_max: u64) -> Self {
-        Self { bytes_max, by_address: Mutex::default() }
+    /// All memory of a device, and what of it is reserved.
+    pub(super) fn new(bytes_max: u64, reserved_bytes: u64) -> Result<Self, DeviceError> {
+        let mut state = State::default();
+        if !state.hold(reserved_bytes, bytes_max) {
+            let detail = format!("{reserved_bytes} bytes of {bytes_max}");
+            let error = DeviceError::new(DeviceErrorKind::OutOfMemory, "reserve memory");
+            return Err(error.with_detail(detail));
+        }
+        Ok(Self { bytes_max, state: Mutex::new(state) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets another program have so many bytes, if the device has them left.
+    #[cfg(test)]
+    pub(super) fn take_elsewhere(&self, bytes: u64) -> bool {
+        let mut state = self.lock();
+        let taken = state.elsewhere.saturating_add(bytes);
+        let is_left = state.held.saturating_add(taken) <= self.bytes_max;
+        state.elsewhere = if is_left { taken } else { state.elsewhere };
+        is_left
     }
 
     /// Reserves zeroed memory.
@@ -70,22 +118,21 @@ impl Memory {
             let detail = format!("{bytes} bytes of {}", self.bytes_max);
             DeviceError::new(DeviceErrorKind::OutOfMemory, "alloc").with_detail(detail)
         };
-        let mut by_address = self.by_address.lock().unwrap_or_else(PoisonError::into_inner);
-        let used = total(&by_address);
-        if used.checked_add(bytes).is_none_or(|sum| sum > self.bytes_max) {
+        let mut state = self.lock();
+        let used = total(&state.by_address).checked_add(bytes).ok_or_else(full)?;
+        if !state.hold(used, self.bytes_max) {
             return Err(full());
         }
         let memory = usize::try_from(bytes).ok().and_then(HostMemory::new).ok_or_else(full)?;
         let address = memory.base().expose_provenance();
         let address = Address::try_from(address).map_err(|_| full())?;
-        by_address.insert(address, memory);
+        state.by_address.insert(address, memory);
         Ok(address)
     }
 
     /// Gives memory back. An address that is none is our bug, but no reason to stop a drop.
     pub(super) fn free(&self, address: Address) {
-        let mut by_address = self.by_address.lock().unwrap_or_else(PoisonError::into_inner);
-        let freed = by_address.remove(&address);
+        let freed = self.lock().by_address.remove(&address);
         debug_assert!(freed.is_some(), "address {address:#x} is not that of an allocation");
     }
 
@@ -96,8 +143,8 @@ impl Memory {
         bytes: u64,
         operation: &'static str,
     ) -> Result<*mut u8, DeviceError> {
-        let by_address = self.by_address.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = by_address.range(..=at).next_back();
+        let state = self.lock();
+        let found = state.by_address.range(..=at).next_back();
         let inside = found.is_some_and(|(begin, memory)| {
             let end = begin.checked_add(byte_count(memory));
             at.checked_add(bytes).is_some_and(|last| end.is_some_and(|end| last <= end))
@@ -114,8 +161,8 @@ impl Memory {
     /// Allocations that were not freed, and their bytes.
     #[cfg(test)]
     pub(super) fn allocated(&self) -> (usize, u64) {
-        let by_address = self.by_address.lock().unwrap_or_else(PoisonError::into_inner);
-        (by_address.len(), total(&by_address))
+        let state = self.lock();
+        (state.by_address.len(), total(&state.by_address))
     }
 }
 

@@ -3,6 +3,7 @@
 //! Device memory is host memory, work is done when the call that submits it returns, and a launch
 //! that goes wrong (threads that wait for each other, shared memory overrun) is an error with the
 //! kernel, the block, the thread and the line. Owns memory and streams; `library` owns the calls.
+mod idle;
 mod library;
 mod memory;
 mod stream;
@@ -16,6 +17,7 @@ use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::gpu::{Facts, Gpu, Pinned, Stream};
 use crate::params::Address;
+pub(crate) use idle::Idle;
 use library::Library;
 use memory::{HostMemory, Memory};
 use stream::EmulatedStream;
@@ -40,12 +42,13 @@ pub struct EmulatorOptions {
     seed: u32,
     multiprocessors: u32,
     memory: u64,
+    reserved_bytes: u64,
 }
 
 impl Default for EmulatorOptions {
     /// In order, on 4 multiprocessors, with 8 GiB of memory.
     fn default() -> Self {
-        Self { place: None, seed: 0, multiprocessors: 4, memory: 8 << 30 }
+        Self { place: None, seed: 0, multiprocessors: 4, memory: 8 << 30, reserved_bytes: 0 }
     }
 }
 
@@ -76,6 +79,14 @@ impl EmulatorOptions {
         self
     }
 
+    /// Bytes of device memory that are taken when it is opened, as
+    /// [`CudaOptions::reserved_bytes`](crate::CudaOptions::reserved_bytes) takes them. More than it
+    /// has are refused as `OutOfMemory`.
+    pub fn reserved_bytes(mut self, bytes: u64) -> Self {
+        self.reserved_bytes = bytes;
+        self
+    }
+
     fn path(&self) -> PathBuf {
         let named = || std::env::var_os("KV_CUDA_EMULATOR").map(PathBuf::from);
         self.place.clone().or_else(named).unwrap_or_else(|| {
@@ -99,7 +110,8 @@ impl Emulator {
     ///
     /// # Errors
     ///
-    /// `Unsupported` where there is no library, or one that is not the emulator's.
+    /// `Unsupported` where there is no library, or one that is not the emulator's; `OutOfMemory`
+    /// where more is to be reserved than there is.
     pub(crate) fn open(options: &EmulatorOptions) -> Result<Self, DeviceError> {
         let kernels = Arc::new(Library::load(&options.path())?);
         let facts = Facts {
@@ -109,7 +121,7 @@ impl Emulator {
             memory: options.memory,
             shared_bytes_max: SHARED_BYTES_MAX,
         };
-        let memory = Arc::new(Memory::new(options.memory));
+        let memory = Arc::new(Memory::new(options.memory, options.reserved_bytes)?);
         Ok(Self { kernels, memory, facts, seed: options.seed })
     }
 

@@ -67,6 +67,37 @@ fn memory_is_aligned_zeroed_counted_and_bounded() {
 }
 
 #[test]
+fn reserved_memory_is_nobody_elses() {
+    let options = EmulatorOptions::default().memory(4096);
+    let error = Emulator::open(&options.clone().reserved_bytes(4097)).unwrap_err();
+    assert_eq!(error.kind(), DeviceErrorKind::OutOfMemory);
+    assert!(error.to_string().contains("4097 bytes of 4096"), "{error}");
+    let gpu = Emulator::open(&options.reserved_bytes(3000)).unwrap();
+    assert!(!gpu.memory.take_elsewhere(1097));
+    assert!(gpu.memory.take_elsewhere(1000));
+    // What is freed is there again, and still nobody else's.
+    let mut refused = 0;
+    for _ in 0..3 {
+        let first = gpu.alloc(2000).unwrap();
+        let second = gpu.alloc(1000).unwrap();
+        refused += u32::from(gpu.alloc(97).is_err());
+        for address in [first, second] {
+            // SAFETY: allocated above, not used below.
+            unsafe { gpu.free(address) };
+        }
+        assert!(!gpu.memory.take_elsewhere(97));
+    }
+    assert_eq!(refused, 3);
+    // What was not reserved is taken as it is needed, and kept.
+    let all = gpu.alloc(3096).unwrap();
+    // SAFETY: allocated above, not used below.
+    unsafe { gpu.free(all) };
+    assert!(!gpu.memory.take_elsewhere(1));
+    assert_eq!(gpu.alloc(3097).unwrap_err().kind(), DeviceErrorKind::OutOfMemory);
+    assert_eq!(gpu.allocated(), (0, 0));
+}
+
+#[test]
 fn bytes_go_there_and_back() {
     let gpu = open();
     let address = gpu.alloc(16).unwrap();

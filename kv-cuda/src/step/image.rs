@@ -3,16 +3,16 @@ use std::sync::Arc;
 
 use kv_core::DeviceError;
 use kv_core::block::BlockTables;
-use kv_core::plan::{PlanBuffers, PlanId};
+use kv_core::plan::{PlanBuffers, PlanId, WritePlan};
 
 use super::lists::{Lists, extent_of, within};
-use super::tables::DeviceTables;
+use super::tables::{Change, DeviceTables};
 use super::{StepLimits, StepPlan, Way};
 use crate::buffer::CudaBuffer;
-use crate::decode::{DecodePlan, Work, room};
+use crate::decode::{Work, room};
 use crate::gpu::{Gpu, Launch};
 use crate::num::{to_u32, to_u64};
-use crate::params::{Address, Piece, Plan, Sequence, TableParams};
+use crate::params::{Address, Piece, TableParams};
 use crate::scratch::{Pack, Scratch};
 
 /// The lists of one batch, and the tables they point into.
@@ -24,15 +24,13 @@ pub(super) struct Image {
     memory: Scratch,
     /// The lists of batches beyond the limits.
     larger: Scratch,
-    /// Changes of the tables, of which there may be any number.
-    changes: Scratch,
     tables: DeviceTables,
+    /// What of the tables is not on the device, and memory for more of it than limits leave room.
+    changes: Vec<Change>,
+    many_changes: Scratch,
     /// Whether its lists keep their addresses.
     is_fixed: bool,
     step: StepPlan,
-    /// The batch, for plans that are made on the host: those that no captured launch needs.
-    sequences: Vec<Sequence>,
-    plan: DecodePlan,
     /// Layers that decode alike share a plan: one, or one for every window.
     decodes: Vec<DecodeImage>,
 }
@@ -59,12 +57,11 @@ impl Image {
             used: 0,
             memory: Scratch::new(gpu),
             larger: Scratch::new(gpu),
-            changes: Scratch::new(gpu),
             tables: DeviceTables::new(gpu),
+            changes: Vec::new(),
+            many_changes: Scratch::new(gpu),
             is_fixed: false,
             step: StepPlan::default(),
-            sequences: Vec::new(),
-            plan: DecodePlan::default(),
             decodes: Vec::new(),
         }
     }
@@ -107,7 +104,7 @@ impl Image {
         way: &mut Way<'_>,
         work: &Work,
     ) -> Result<(Address, Address), DeviceError> {
-        let extent = self.step.extent;
+        let extent = self.step.room;
         let known = self.decodes.iter().position(|decode| decode.work == *work);
         let index = known.unwrap_or_else(|| {
             if self.decodes.len() >= DECODES_KEPT {
@@ -129,18 +126,10 @@ impl Image {
         let starts = u64::from(work.slots).saturating_add(1).saturating_mul(4);
         decode.pieces = decode.memory.reserve(pieces.saturating_add(starts))?;
         decode.starts = decode.pieces.saturating_add(pieces);
-        if self.is_fixed {
-            plan_on_device(way, (self.step.plan, decode.pieces, decode.starts), work)?;
-        } else {
-            self.plan.fill(&self.sequences, work);
-            debug_assert!(to_u64(self.plan.pieces.len()) <= room.pieces, "as many as any batch");
-            let pieces = bytemuck::cast_slice(&self.plan.pieces);
-            let starts = bytemuck::cast_slice(&self.plan.starts);
-            // SAFETY: there is room for as many pieces as any batch of this extent is cut into.
-            unsafe { way.staging.upload(way.stream, decode.pieces, pieces)? };
-            // SAFETY: and for one more start than there are slots.
-            unsafe { way.staging.upload(way.stream, decode.starts, starts)? };
-        }
+        let params = work.params(self.step.plan, [decode.pieces, decode.starts]);
+        // SAFETY: the plan lies in the image's memory; there is room for as many pieces as any
+        // batch of the image's extent is cut into, and for one more start than there are slots.
+        unsafe { way.stream.launch(&Work::launch(), bytemuck::bytes_of(&params))? };
         decode.is_made = true;
         Ok((decode.pieces, decode.starts))
     }
@@ -160,7 +149,7 @@ impl Image {
             blocks.extend(tables.row(sequence.row).iter().map(|block| block.0));
         }
         let table = |index: usize, _| begins.get(index).copied().unwrap_or(0);
-        let lists = Lists::put(pack, batch, None, (table, &mut self.sequences));
+        let lists = Lists::put(pack, (batch, extent_of(batch)), None, (table, &[]));
         self.is_fixed = false;
         let blocks = pack.push(&blocks);
         let base = self.memory.send((way.stream, way.staging), pack)?;
@@ -174,38 +163,37 @@ impl Image {
         &mut self,
         way: &mut Way<'_>,
         pack: &mut Pack,
-        (batch, tables): (&PlanBuffers, &BlockTables),
+        write: &WritePlan<'_>,
         limits: Option<StepLimits>,
     ) -> Result<(), DeviceError> {
         self.forget();
-        self.tables.fit(tables, limits)?;
-        let rows = batch.sequences().iter().map(|sequence| sequence.row);
-        let changes = self.tables.changes(rows, tables);
+        let (batch, tables) = (write.batch(), write.tables());
+        let map = write.layout().slot_map();
+        let room = limits.map(|limits| (limits, map.blocks_reserved(limits.max_seq_len)));
+        let rows = || batch.sequences().iter().map(|sequence| sequence.row);
+        self.tables.fit(rows(), tables, room)?;
+        self.tables.changes(rows(), tables, &mut self.changes);
         let width = self.tables.width();
         let table = |_, row: u32| row.saturating_mul(width);
-        let fixed = limits.filter(|limits| within(&extent_of(batch), limits).is_none());
+        let extent = extent_of(batch);
+        let fixed = limits.filter(|limits| within(&extent, limits).is_none());
         self.is_fixed = fixed.is_some();
-        let lists = Lists::put(pack, batch, fixed, (table, &mut self.sequences));
+        let lists = Lists::put(pack, (batch, extent), fixed, (table, &self.changes));
         let is_larger = limits.is_some() && fixed.is_none();
         let memory = if is_larger { &mut self.larger } else { &mut self.memory };
         let sent = memory.send((way.stream, way.staging), pack).and_then(|base| {
             self.step = lists.at(base, self.tables.address());
-            if changes.is_empty() {
+            if self.changes.is_empty() {
                 return Ok(());
             }
-            pack.clear();
-            let at = pack.push(&changes);
-            let base = self.changes.send((way.stream, way.staging), pack)?;
-            let params = TableParams {
-                changes: at.from(base),
-                tables: self.tables.address(),
-                num_changes: to_u32(changes.len()),
-                pad: 0,
+            let at = if let Some(at) = lists.changes(base) {
+                at
+            } else {
+                pack.clear();
+                let at = pack.push(&self.changes);
+                at.from(self.many_changes.send((way.stream, way.staging), pack)?)
             };
-            let grid = [params.num_changes.div_ceil(256).min(1024), 1, 1];
-            let launch = Launch { kernel: "update_tables", grid, threads: 256, shared_bytes: 0 };
-            // SAFETY: the changes lie in the image's memory, and name entries of the tables'.
-            unsafe { way.stream.launch(&launch, bytemuck::bytes_of(&params)) }
+            update_tables(way, (at, self.changes.len()), self.tables.address())
         });
         if sent.is_err() {
             // Rows that were noted as sent may not be.
@@ -217,15 +205,15 @@ impl Image {
     }
 }
 
-/// Cuts a batch that only the device knows when the launch is replayed.
-fn plan_on_device(
+/// Changes entries of tables.
+fn update_tables(
     way: &mut Way<'_>,
-    (plan, pieces, starts): (Plan, Address, Address),
-    work: &Work,
+    (changes, count): (Address, usize),
+    tables: Address,
 ) -> Result<(), DeviceError> {
-    let params = work.params(plan, [pieces, starts]);
-    let launch = Launch { kernel: "plan_decode", grid: [1, 1, 1], threads: 32, shared_bytes: 0 };
-    // SAFETY: the plan lies in the image's memory; there is room for as many pieces as any batch of
-    // the image's extent is cut into.
+    let params = TableParams { changes, tables, num_changes: to_u32(count), pad: 0 };
+    let grid = [params.num_changes.div_ceil(256).min(1024), 1, 1];
+    let launch = Launch { kernel: "update_tables", grid, threads: 256, shared_bytes: 0 };
+    // SAFETY: the changes lie in the image's memory, and name entries of the tables'.
     unsafe { way.stream.launch(&launch, bytemuck::bytes_of(&params)) }
 }

@@ -1,6 +1,7 @@
 //! The lists of one batch, and how large they may get.
-use kv_core::plan::PlanBuffers;
+use kv_core::plan::{KvSplit, PlanBuffers, PlannedSequence};
 
+use super::tables::Change;
 use super::{Extent, StepLimits, StepPlan};
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::params::{Address, Counts, Entry, Plan, Sequence, Split};
@@ -12,6 +13,7 @@ struct Room {
     sequences: usize,
     splits: usize,
     slots: usize,
+    changes: usize,
 }
 
 /// Where the lists of a batch are in a pack.
@@ -20,79 +22,71 @@ pub(super) struct Lists {
     sequences: At,
     entries: At,
     part_index: At,
-    splits: At,
     slots: At,
+    changes: Option<At>,
+    splits: At,
     extent: Extent,
+    room: Extent,
 }
 
 impl Lists {
     /// Adds the lists of a batch to an empty pack; with limits, each at the same place every time.
+    /// Changes of tables come along where there is room for them.
     pub(super) fn put(
         pack: &mut Pack,
-        batch: &PlanBuffers,
+        (batch, actual): (&PlanBuffers, Extent),
         limits: Option<StepLimits>,
-        (table, sequences): (impl Fn(usize, u32) -> u32, &mut Vec<Sequence>),
+        (table, changes): (impl Fn(usize, u32) -> u32, &[Change]),
     ) -> Self {
         pack.clear();
-        sequences.clear();
-        let (mut entries, mut part_index) = (Vec::new(), Vec::new());
-        let mut parts = 0_u64;
-        for (index, sequence) in batch.sequences().iter().enumerate() {
-            part_index.push(u32::try_from(parts).unwrap_or(u32::MAX));
-            if sequence.num_splits > 1 {
-                let own = u64::from(sequence.num_splits).saturating_mul(sequence.q_len.into());
-                parts = parts.saturating_add(own);
-            }
-            entries.push(Entry { start: sequence.q_start, len: sequence.q_len });
-            sequences.push(Sequence {
-                row: sequence.row,
-                q_start: sequence.q_start,
-                q_len: sequence.q_len,
-                new_start: sequence.new_start,
-                new_len: sequence.new_len,
-                kv_len: sequence.kv_len,
-                coded: sequence.coded,
-                coded_before: sequence.coded_before,
-                sealed_index: sequence.sealed_index,
-                split_start: sequence.split_start,
-                num_splits: sequence.num_splits,
-                table: table(index, sequence.row),
-            });
-        }
-        let split = |split: &kv_core::plan::KvSplit| Split {
-            sequence: split.sequence,
-            begin: split.kv_begin,
-            end: split.kv_end,
-            pad: 0,
-        };
-        let splits: Vec<_> = batch.splits().iter().map(split).collect();
-        let slots: Vec<u32> = batch.slots().iter().map(|slot| slot.0).collect();
-        let actual = extent_of(batch);
-        let extent = limits.map_or(actual, |limits| largest(&limits));
-        let counts = Counts {
-            sequences: actual.sequences,
-            splits: actual.splits,
-            total_q: actual.total_q,
-            total_new: actual.total_new,
-            q_len_max: actual.q_len_max,
-            new_len_max: actual.new_len_max,
-            pad0: 0,
-            pad1: 0,
-        };
+        let most = limits.map_or(actual, |limits| largest(&limits));
         let room = Room {
-            sequences: to_usize(extent.sequences),
-            splits: to_usize(extent.splits),
-            slots: to_usize(extent.total_new),
+            sequences: to_usize(most.sequences),
+            splits: to_usize(most.splits),
+            slots: to_usize(most.total_new),
+            changes: if limits.is_some() { to_usize(most.sequences) } else { changes.len() },
         };
-        Self {
-            counts: pack.push(&[counts]),
-            sequences: pack.push_in(sequences, room.sequences),
-            entries: pack.push_in(&entries, room.sequences),
-            part_index: pack.push_in(&part_index, room.sequences),
-            splits: pack.push_in(&splits, room.splits),
-            slots: pack.push_in(&slots, room.slots),
-            extent,
+        let sequences = batch.sequences();
+        let mut parts = 0_u64;
+        let part_index = sequences.iter().map(|sequence| {
+            let index = u32::try_from(parts).unwrap_or(u32::MAX);
+            parts = parts.saturating_add(parts_of(sequence));
+            index
+        });
+        let entries = sequences.iter().map(|s| Entry { start: s.q_start, len: s.q_len });
+        let planned = sequences.iter().enumerate();
+        let planned = planned.map(|(index, s)| sequence(s, table(index, s.row)));
+        let slots = batch.slots().iter().map(|slot| slot.0);
+        let (counts, sequences) =
+            (pack.push(&[counts_of(&actual)]), pack.push_each(planned, room.sequences));
+        let entries = pack.push_each(entries, room.sequences);
+        let part_index = pack.push_each(part_index, room.sequences);
+        let slots = pack.push_each(slots, room.slots);
+        let fits = changes.len() <= room.changes;
+        let changes = if fits { changes } else { &[] };
+        let changes_at = pack.push_each(changes.iter().copied(), room.changes);
+        // The longest room comes last, where it is not sent.
+        let splits_at = pack.push_each(batch.splits().iter().map(split), 0);
+        let missing = room.splits.saturating_sub(batch.splits().len());
+        if missing > 0 {
+            pack.room(to_u64(missing.saturating_mul(size_of::<Split>())));
         }
+        Self {
+            counts,
+            sequences,
+            entries,
+            part_index,
+            slots,
+            changes: fits.then_some(changes_at),
+            splits: splits_at,
+            extent: actual,
+            room: most,
+        }
+    }
+
+    /// Where the changes of tables are once the pack lies at `base`, if they are there.
+    pub(super) fn changes(&self, base: Address) -> Option<Address> {
+        self.changes.map(|at| at.from(base))
     }
 
     pub(super) fn at(&self, base: Address, tables: Address) -> StepPlan {
@@ -107,15 +101,61 @@ impl Lists {
             queries: self.entries.from(base),
             part_index: self.part_index.from(base),
             extent: self.extent,
+            room: self.room,
         }
     }
+}
+
+fn sequence(planned: &PlannedSequence, table: u32) -> Sequence {
+    Sequence {
+        row: planned.row,
+        q_start: planned.q_start,
+        q_len: planned.q_len,
+        new_start: planned.new_start,
+        new_len: planned.new_len,
+        kv_len: planned.kv_len,
+        coded: planned.coded,
+        coded_before: planned.coded_before,
+        sealed_index: planned.sealed_index,
+        split_start: planned.split_start,
+        num_splits: planned.num_splits,
+        table,
+    }
+}
+
+fn split(split: &KvSplit) -> Split {
+    Split { sequence: split.sequence, begin: split.kv_begin, end: split.kv_end, pad: 0 }
+}
+
+fn counts_of(actual: &Extent) -> Counts {
+    Counts {
+        sequences: actual.sequences,
+        splits: actual.splits,
+        total_q: actual.total_q,
+        total_new: actual.total_new,
+        q_len_max: actual.q_len_max,
+        new_len_max: actual.new_len_max,
+        pad0: 0,
+        pad1: 0,
+    }
+}
+
+/// Partial results of one head that a sequence leaves.
+fn parts_of(sequence: &PlannedSequence) -> u64 {
+    if sequence.num_splits < 2 {
+        return 0;
+    }
+    u64::from(sequence.num_splits).saturating_mul(sequence.q_len.into())
 }
 
 /// The numbers of a batch.
 pub(super) fn extent_of(batch: &PlanBuffers) -> Extent {
     let sequences = batch.sequences();
-    let parts = sequences.iter().filter(|sequence| sequence.num_splits > 1);
-    let parts = parts.map(|s| u64::from(s.num_splits).saturating_mul(s.q_len.into()));
+    let (mut parts, mut kv_len_max) = (0_u64, 0);
+    for sequence in sequences {
+        parts = parts.saturating_add(parts_of(sequence));
+        kv_len_max = sequence.kv_len.max(kv_len_max);
+    }
     Extent {
         sequences: to_u32(sequences.len()),
         splits: to_u32(batch.splits().len()),
@@ -123,8 +163,8 @@ pub(super) fn extent_of(batch: &PlanBuffers) -> Extent {
         total_new: batch.total_new(),
         q_len_max: batch.q_len_max(),
         new_len_max: batch.new_len_max(),
-        kv_len_max: sequences.iter().map(|s| s.kv_len).max().unwrap_or(0),
-        parts: parts.fold(0, u64::saturating_add),
+        kv_len_max,
+        parts,
     }
 }
 
@@ -155,15 +195,4 @@ pub(super) fn within(step: &Extent, limits: &StepLimits) -> Option<String> {
     ];
     let beyond = found.into_iter().find(|(_, got, max)| got > max);
     beyond.map(|(what, got, max)| format!("{got} {what}, and the limits of steps allow {max}"))
-}
-
-impl Pack {
-    /// As [`Self::push`], with room for `room` values at least, so that what comes behind does not
-    /// move.
-    fn push_in<T: bytemuck::NoUninit>(&mut self, values: &[T], room: usize) -> At {
-        let at = self.push(values);
-        let missing = room.saturating_sub(values.len()).saturating_mul(size_of::<T>());
-        self.skip(to_u64(missing));
-        at
-    }
 }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kv_core::block::BlockTables;
-use kv_core::plan::{PlanBuffers, PlanId};
+use kv_core::plan::{PlanBuffers, PlanId, WritePlan};
 use kv_core::{DeviceError, GroupId};
 
 use crate::buffer::CudaBuffer;
@@ -47,7 +47,7 @@ pub struct StepLimits {
     pub splits: u32,
 }
 
-/// What launches are cut for: the numbers of the step, or the limits.
+/// What launches are cut for, or memory: the numbers of the step, or the limits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Extent {
     pub(crate) sequences: u32,
@@ -70,7 +70,11 @@ pub(crate) struct StepPlan {
     pub(crate) queries: Address,
     /// For every sequence, how many partial results of one head come before its own.
     pub(crate) part_index: Address,
+    /// What launches are cut for: the batch, or any that they may be replayed for.
     pub(crate) extent: Extent,
+    /// What memory is reserved for: the limits, where the batch lies within them, so that launches
+    /// which are captured later find it there.
+    pub(crate) room: Extent,
 }
 
 /// The stream that copies go over, and the memory they go through.
@@ -143,7 +147,7 @@ impl Steps {
         &mut self,
         way: &mut Way<'_>,
         group: GroupId,
-        (batch, tables): (&PlanBuffers, &BlockTables),
+        write: &WritePlan<'_>,
     ) -> Result<(), DeviceError> {
         let index = usize::from(group.0);
         while self.groups.len() <= index {
@@ -152,7 +156,7 @@ impl Steps {
         let Some(image) = self.groups.get_mut(index) else {
             return Ok(());
         };
-        image.send_with_changes(way, &mut self.pack, (batch, tables), self.limits)
+        image.send_with_changes(way, &mut self.pack, write, self.limits)
     }
 
     /// The batch on the device, sent if it is not there.

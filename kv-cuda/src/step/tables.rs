@@ -54,24 +54,29 @@ impl DeviceTables {
         self.width
     }
 
-    /// Makes room for the tables as they are; what is there is lost when there was not enough.
+    /// Makes room for `rows` of the tables, and all others; what is there is lost when there was
+    /// not enough. With limits there is room for `limits.1` blocks a row from the first step on,
+    /// because the tables of the cache widen when a row first needs it.
     pub(super) fn fit(
         &mut self,
+        batch: impl Iterator<Item = u32>,
         tables: &BlockTables,
-        limits: Option<StepLimits>,
+        limits: Option<(StepLimits, u32)>,
     ) -> Result<(), DeviceError> {
-        let (rows, width) = (tables.num_rows(), to_u32(tables.stride()));
-        if rows <= self.rows.len() && width == self.width {
+        let rows = tables.num_rows();
+        let longest = batch.map(|row| tables.row_len(row)).max().unwrap_or(0);
+        if rows <= self.rows.len() && longest <= self.width {
             return Ok(());
         }
+        let width = to_u32(tables.stride()).max(limits.map_or(0, |(_, width)| width));
         let room = match limits {
             None => rows.next_power_of_two(),
-            Some(limits) if rows <= to_usize(limits.cached_sequences) && self.width == 0 => {
+            Some((limits, _)) if rows <= to_usize(limits.cached_sequences) && self.width == 0 => {
                 to_usize(limits.cached_sequences)
             }
-            Some(limits) => {
+            Some((limits, _)) => {
                 let why = format!(
-                    "{rows} sequences of {width} blocks, and the limits of steps allow {} of {}",
+                    "{rows} sequences of {longest} blocks, and the limits of steps allow {} of {}",
                     limits.cached_sequences, self.width
                 );
                 return Err(
@@ -94,13 +99,14 @@ impl DeviceTables {
         Ok(())
     }
 
-    /// What has to be sent so that `rows` are as in `tables`; taken for sent from then on.
+    /// Lists what has to be sent so that `rows` are as in `tables`; taken for sent from then on.
     pub(super) fn changes(
         &mut self,
         rows: impl Iterator<Item = u32>,
         tables: &BlockTables,
-    ) -> Vec<Change> {
-        let mut changes = Vec::new();
+        changes: &mut Vec<Change>,
+    ) {
+        changes.clear();
         for row in rows {
             let Some(sent) = self.rows.get_mut(to_usize(row)) else {
                 continue;
@@ -108,17 +114,17 @@ impl DeviceTables {
             let blocks = tables.row(row);
             let revision = tables.revision(row).saturating_add(1);
             let from = if sent.revision == revision { sent.len.min(blocks.len()) } else { 0 };
-            let begin = row.saturating_mul(self.width);
-            let news = blocks.iter().zip(0_u32..).skip(from);
+            *sent = Sent { revision, len: blocks.len() };
+            let begin = row.saturating_mul(self.width).saturating_add(to_u32(from));
+            // A slice, because every step comes by here with rows of thousands of blocks.
+            let news = blocks.get(from..).unwrap_or_default();
             changes.extend(
-                news.map(|(block, index)| Change {
+                news.iter().zip(0_u32..).map(|(block, index)| Change {
                     at: begin.saturating_add(index),
                     block: block.0,
                 }),
             );
-            *sent = Sent { revision, len: blocks.len() };
         }
-        changes
     }
 
     /// Takes nothing for sent.

@@ -5,7 +5,8 @@
     clippy::cast_possible_truncation,
     reason = "small numbers, and overflow checks are on"
 )]
-mod late;
+
+mod erased;
 
 use std::sync::{Arc, Mutex};
 
@@ -15,9 +16,9 @@ use kv_core::{PlaneLayout, PlaneShape};
 
 use crate::fence::CudaFence;
 use crate::swap::CudaSwap;
+use crate::tests::late::{LateGpu, Note, World as Lanes, lock};
 use crate::tests::random::Random;
 use crate::{CudaBackend, CudaBuffer, CudaOptions, CudaQueue, EmulatorOptions};
-use late::{LateGpu, Note, World as Lanes, lock};
 
 const BLOCKS: u32 = 8;
 

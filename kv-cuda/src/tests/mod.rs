@@ -1,4 +1,4 @@
-//! Kernels on the emulated GPU, launched with hand-made parameters.
+//! Kernels on the emulated GPU, launched with hand-made parameters; memory and its order.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
@@ -8,6 +8,8 @@
 )]
 mod buffers;
 mod device;
+mod freed;
+pub(crate) mod late;
 mod moves;
 pub(crate) mod random;
 mod rows;

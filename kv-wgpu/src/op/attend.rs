@@ -1,6 +1,8 @@
 //! Attention over cached rows: partial results of parts of contexts, and their merge.
-use kv_core::plan::{AttendArgs, AttentionPlan, Mask};
-use kv_core::{DeviceError, KvFormat};
+use kv_core::DeviceError;
+#[cfg(test)]
+use kv_core::KvFormat;
+use kv_core::plan::{AttendArgs, AttentionOptions, AttentionPlan, Mask};
 
 use super::pad::{self, Owned};
 use crate::buffer::WgpuBuffer;
@@ -11,7 +13,9 @@ use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
 use crate::recording::Slot;
 use crate::steps::Step;
-use crate::tensors::{self, Room};
+#[cfg(test)]
+use crate::tensors;
+use crate::tensors::Room;
 
 const OPERATION: &str = "attend";
 /// Values that are staged side by side.
@@ -72,23 +76,13 @@ pub(crate) fn attend(
     let v = call.plane(&v_view, blocks, Some(plan.layout()))?;
     let inputs = [q_slot, call.constants(&k_view)?, call.constants(&v_view)?];
     let sinks = call.recorder.push(options.sink_logits().unwrap_or(&[0.0; 4]))?.into();
-    let group = q.heads.checked_div(k.num_kv_heads).unwrap_or(0);
-    if group == 0 || v.num_kv_heads != k.num_kv_heads {
-        let why = format!("{} query, {} kv heads", q.heads, k.num_kv_heads);
-        return Err(unsupported(OPERATION, why));
-    }
+    let group = group(&q, &k, &v)?;
     let rows = rows_of(&k, &v);
     let units = u64::from(plan.total_q()).saturating_mul(group.into());
     let units = units.checked_div(rows.into()).unwrap_or(0);
     let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0).max(1);
     let segments = k_view.layout().num_segments().max(1);
     let slices = splits.saturating_mul(segments);
-    let sight = Sight {
-        full: (options.mask() == Mask::Full).into(),
-        window_left: options.window().unwrap_or(u32::MAX),
-        sink_tokens: options.num_sink_tokens(),
-        pad: 0,
-    };
     let (k_constants, v_constants) =
         (k_view.layout().has_constants().into(), v_view.layout().has_constants().into());
     let params = AttendParams {
@@ -96,7 +90,7 @@ pub(crate) fn attend(
         q,
         k,
         v,
-        sight,
+        sight: sight(&options),
         scale: options.scale(),
         soft_cap: options.cap().unwrap_or(0.0),
         group,
@@ -135,6 +129,26 @@ pub(crate) fn attend(
     run(queue, &step, &work, (&k_view, &v_view))?;
     fill(queue, &step, (out, out_slot), (plan.total_q(), 0.0))?;
     lse.map_or(Ok(()), |lse| fill(queue, &step, lse, (plan.total_q(), f32::NEG_INFINITY)))
+}
+
+/// Query heads that share a kv head.
+fn group(q: &Tensor, k: &Plane, v: &Plane) -> Result<u32, DeviceError> {
+    match q.heads.checked_div(k.num_kv_heads) {
+        Some(group) if group > 0 && v.num_kv_heads == k.num_kv_heads => Ok(group),
+        _ => {
+            let why = format!("{} query, {} kv heads", q.heads, k.num_kv_heads);
+            Err(unsupported(OPERATION, why))
+        }
+    }
+}
+
+fn sight(options: &AttentionOptions<'_>) -> Sight {
+    Sight {
+        full: (options.mask() == Mask::Full).into(),
+        window_left: options.window().unwrap_or(u32::MAX),
+        sink_tokens: options.num_sink_tokens(),
+        pad: 0,
+    }
 }
 
 /// Query rows of a workgroup: fewer where they are long.
@@ -176,8 +190,7 @@ fn run(
             let params = AttendParams { k, v, first_tile, segment, stats, ..*params };
             let (parts, _) = call.recorder.slot(&memory, (0, bytes), (true, OPERATION))?;
             let [q, k_constants, v_constants] = work.inputs.clone();
-            let slots =
-                [step.lists.clone(), q, k_slot, v_slot, k_constants, v_constants, parts];
+            let slots = [step.lists.clone(), q, k_slot, v_slot, k_constants, v_constants, parts];
             let groups = [tiles, work.kv_heads, params.splits];
             call.recorder.dispatch(&work.kernel, &params, &slots, groups)?;
         }

@@ -40,7 +40,7 @@ pub(crate) fn upload(
     if begin.is_multiple_of(4) && len.is_multiple_of(4) {
         let piece = recorder.push(src)?;
         let (from, offset) = (&piece.buffer, piece.offset);
-        recorder.encoder().copy_buffer_to_buffer(from, offset, dst.buffer(), begin, len);
+        recorder.encoder()?.copy_buffer_to_buffer(from, offset, dst.buffer(), begin, len);
         return Ok(());
     }
     let mut at = at;
@@ -63,7 +63,7 @@ pub(crate) fn zero(
         return Ok(());
     }
     if begin.is_multiple_of(4) && len.is_multiple_of(4) {
-        recorder.encoder().clear_buffer(dst.buffer(), begin, Some(len));
+        recorder.encoder()?.clear_buffer(dst.buffer(), begin, Some(len));
         return Ok(());
     }
     let (mut at, mut left) = (at, len);

@@ -32,7 +32,7 @@ pub(crate) fn copy_blocks(
 ) -> Result<(), DeviceError> {
     let copies = plan.copies();
     let blocks = copies.iter().map(|copy| copy.from.0.max(copy.to.0).saturating_add(1)).max();
-    let mut call = queue.call(OPERATION);
+    let call = queue.call(OPERATION);
     // Layers have the same layouts, so that their lists are the same.
     let mut sent: Vec<(PlaneLayout, Vec<Runs>)> = Vec::new();
     for view in args.storage().planes() {

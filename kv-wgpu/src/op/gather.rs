@@ -28,8 +28,7 @@ pub(crate) fn gather(
     mut args: GatherArgs<'_, WgpuBuffer>,
 ) -> Result<(), DeviceError> {
     let lists = Lists::of(plan);
-    let room =
-        Room { entries: plan.ranges().len(), longest: lists.longest, total: plan.total() };
+    let room = Room { entries: plan.ranges().len(), longest: lists.longest, total: plan.total() };
     let mut call = queue.call(OPERATION);
     let (out, written) = call.output(args.out(), room)?;
     let view = args.plane();

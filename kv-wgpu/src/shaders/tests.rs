@@ -1,3 +1,4 @@
+//! Sources put together from files, parsed and validated as drivers would get them.
 use naga::valid::{Capabilities, ValidationFlags, Validator};
 
 use super::*;
@@ -8,9 +9,7 @@ fn validate(source: &str, constants: &[(&'static str, u32)]) -> Result<(), Strin
     let module =
         naga::front::wgsl::parse_str(source).map_err(|error| error.emit_to_string(source))?;
     let mut validator = Validator::new(ValidationFlags::all(), Capabilities::empty());
-    let info = validator
-        .validate(&module)
-        .map_err(|error| error.emit_to_string(source))?;
+    let info = validator.validate(&module).map_err(|error| error.emit_to_string(source))?;
     let given: naga::back::PipelineConstants =
         constants.iter().map(|(name, value)| ((*name).to_owned(), f64::from(*value))).collect();
     for entry in &module.entry_points {
@@ -41,10 +40,8 @@ fn mistakes_are_named() {
 
 #[test]
 fn every_file_is_used() {
-    let all: String = kernels()
-        .into_iter()
-        .map(|kernel| source(kernel.shader, kernel.flags).unwrap())
-        .collect();
+    let all: String =
+        kernels().into_iter().map(|kernel| source(kernel.shader, kernel.flags).unwrap()).collect();
     for (name, text) in FILES {
         let line = text.lines().find(|line| line.starts_with("fn ") && !line.contains('$'));
         if let Some(line) = line {

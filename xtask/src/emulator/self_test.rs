@@ -103,7 +103,7 @@ fn programs(folder: &Path, variant: &Variant) -> Result<(PathBuf, PathBuf)> {
     Ok((device, decode))
 }
 
-fn program(path: &Path) -> Command {
+pub(super) fn program(path: &Path) -> Command {
     let mut command = shell::program(path);
     // The first report is enough, and it need not name lines where one is expected.
     command.env("TSAN_OPTIONS", format!("halt_on_error=1 exitcode={RACE}"));
@@ -112,7 +112,7 @@ fn program(path: &Path) -> Command {
 }
 
 /// Runs a program that must pass; shows what it says when it does not.
-fn passes(command: &mut Command) -> Result<()> {
+pub(super) fn passes(command: &mut Command) -> Result<()> {
     let (code, said) = ends(command)?;
     if code != Some(0) {
         bail!("`{}` failed ({code:?}):\n{said}", shell::line(command));

@@ -1,5 +1,9 @@
 //! What a plan promises: all tiles once, fair shares, and the same from the device.
+#![expect(clippy::arithmetic_side_effects, reason = "sums of a test's own small numbers")]
+use super::host::{DecodePlan, END_MIN, INVARIANT, OVERHEAD, SHARE_MIN, cost};
 use super::*;
+use crate::num::to_u32;
+use crate::params::{Piece, Sequence};
 
 /// A small generator of its own: the same numbers on every machine.
 struct Random(u64);
@@ -171,7 +175,7 @@ fn an_invariant_cut_ignores_the_neighbours() {
 mod device {
     use super::*;
     use crate::emulated::{Emulator, EmulatorOptions};
-    use crate::gpu::{Gpu, Launch};
+    use crate::gpu::Gpu;
     use crate::num::to_u64;
     use crate::params::{Address, Counts, Plan};
 
@@ -182,31 +186,82 @@ mod device {
         to_u64(list.as_mut_ptr().expose_provenance())
     }
 
-    #[test]
-    fn plans_as_the_host_does() {
-        let gpu = Emulator::open(&EmulatorOptions::default()).unwrap();
+    /// Both plan the same; the device in an order of threads that depends on `seed`.
+    fn compare(seed: u32, cases: impl Iterator<Item = (Vec<Sequence>, Work)>) {
+        let gpu = Emulator::open(&EmulatorOptions::default().seed(seed)).unwrap();
         let mut stream = gpu.stream().unwrap();
-        let mut random = Random(4711);
-        for _ in 0..60 {
-            let (sequences, work) = random_case(&mut random);
+        for (sequences, work) in cases {
             let host = planned(&sequences, &work);
             let counts = [Counts { sequences: to_u32(sequences.len()), ..Counts::default() }];
-            let mut pieces = vec![Piece { part: 99, ..Piece::default() }; host.pieces.len() + 1];
-            let mut starts = vec![77; host.starts.len()];
+            // Pieces lie on 16 bytes.
+            let pieces_bytes = to_u64((host.pieces.len() + 1) * size_of::<Piece>());
+            let pieces = gpu.alloc(pieces_bytes).unwrap();
+            let mut starts = vec![77; host.starts.len() + 1];
             let plan = Plan {
                 counts: address(&counts),
                 sequences: address(&sequences),
                 ..Plan::default()
             };
-            let lists = [address_mut(&mut pieces), address_mut(&mut starts)];
-            let params = work.params(plan, lists);
-            let launch =
-                Launch { kernel: "plan_decode", grid: [1; 3], threads: 32, shared_bytes: 0 };
-            // SAFETY: the emulator's device is the host, every list is as long as the kernel reads
-            // or writes, and it is done when the call returns.
-            unsafe { stream.launch(&launch, bytemuck::bytes_of(&params)) }.unwrap();
-            assert_eq!(pieces.pop().map(|piece| piece.part), Some(99), "nothing behind the end");
-            assert_eq!((pieces, starts), (host.pieces, host.starts), "{work:?}");
+            let params = work.params(plan, [pieces, address_mut(&mut starts)]);
+            let mut read = vec![Piece { part: 99, ..Piece::default() }; host.pieces.len() + 1];
+            let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut read);
+            // SAFETY: there is room for as many bytes; a call is done when it returns.
+            unsafe { stream.upload(pieces, bytes.as_ptr(), bytes.len()) }.unwrap();
+            // SAFETY: the emulator's device is the host, and every list is as long as the kernel
+            // reads or writes.
+            unsafe { stream.launch(&Work::launch(), bytemuck::bytes_of(&params)) }.unwrap();
+            // SAFETY: as for the upload.
+            unsafe { stream.download(bytes.as_mut_ptr(), pieces, bytes.len()) }.unwrap();
+            // SAFETY: allocated above, and used no more.
+            unsafe { gpu.free(pieces) };
+            assert_eq!(read.pop().map(|piece| piece.part), Some(99), "nothing behind the end");
+            assert_eq!(starts.pop(), Some(77), "nothing behind the end");
+            let count = sequences.len();
+            assert_eq!((read, starts), (host.pieces, host.starts), "{count} for {work:?}");
         }
+    }
+
+    #[test]
+    fn plans_as_the_host_does() {
+        for seed in [0, 5] {
+            let mut random = Random(4711 + u64::from(seed));
+            compare(seed, (0..60).map(|_| random_case(&mut random)));
+        }
+    }
+
+    /// More sequences, and more items, than threads; every number of slots up to many.
+    #[test]
+    fn plans_large_batches_as_the_host_does() {
+        let mut random = Random(99);
+        let cases = (0..24).map(|case| {
+            let group = random.pick(&[1, 4, 16, 64]);
+            let work = Work {
+                full: case % 5 == 0,
+                window_left: random.pick(&[u32::MAX, u32::MAX, 300, 4000]),
+                sink_tokens: random.pick(&[0, 4, 200]),
+                invariant: case % 3 == 0,
+                ..work(1 + random.below(1056), random.pick(&[1, 3, 8]), group)
+            };
+            let count = random.pick(&[511, 512, 513, 1024, 1300]);
+            let lens = (0..count).map(|_| {
+                let longest = random.pick(&[1, 100, 5000, 40_000]);
+                // 0 are idle entries, 20 those of another kernel.
+                (random.pick(&[0, 1, 1, 1, 1, 3, 20]), random.below(longest))
+            });
+            (sequences(&lens.collect::<Vec<_>>()), work)
+        });
+        compare(3, cases);
+    }
+
+    /// One item that every slot has a part of.
+    #[test]
+    fn plans_one_long_context_as_the_host_does() {
+        let slots = [1, 2, 31, 264, 511, 512, 513, 1056];
+        let works = slots.into_iter().flat_map(|slots| {
+            [false, true].map(|invariant| Work { invariant, ..work(slots, 1, 4) })
+        });
+        compare(0, works.map(|work| (sequences(&[(0, 9), (1, 1 << 20), (1, 0)]), work)));
+        let nothing = [vec![], vec![(0, 5); 600], vec![(1, 0); 600]];
+        compare(0, nothing.into_iter().map(|lens| (sequences(&lens), work(7, 2, 4))));
     }
 }

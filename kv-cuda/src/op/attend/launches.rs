@@ -14,6 +14,9 @@ const PREFILL_DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];
 /// Numbers of `KvDtype`, which are those of the plain formats too.
 const F16: u32 = 1;
 const BF16: u32 = 2;
+/// Numbers of `KvFormat`: from the first of these on, levels take more than f16 has, but for NVFP4.
+const L6: u32 = 12;
+const NVFP4: u32 = 20;
 
 /// `attend.cu`: every shape, format and option.
 pub(super) fn rows(params: &AttendParams, extent: &Extent, splits_max: u32) -> Launch {
@@ -40,50 +43,50 @@ pub(super) fn decode(shape: &Shape, work: &Work) -> Launch {
     Launch { kernel, grid: [work.slots, 1, 1], threads, shared_bytes }
 }
 
-/// `prefill.h`: the kernel that takes this call, if there is one.
-pub(super) fn prefill_kernel(params: &AttendParams, shared_bytes_max: u32) -> Option<&'static str> {
-    let AttendParams { q, out, k_plane, v_plane, .. } = params;
-    let index = PREFILL_DIMS.iter().position(|dim| *dim == k_plane.head_dim)?;
-    let kernels = match q.dtype {
-        F16 => [
-            "prefill_f16_64",
-            "prefill_f16_80",
-            "prefill_f16_96",
-            "prefill_f16_128",
-            "prefill_f16_192",
-            "prefill_f16_256",
-        ],
-        BF16 => [
-            "prefill_bf16_64",
-            "prefill_bf16_80",
-            "prefill_bf16_96",
-            "prefill_bf16_128",
-            "prefill_bf16_192",
-            "prefill_bf16_256",
-        ],
-        _ => return None,
-    };
-    let alike = [k_plane, v_plane].into_iter().all(|plane| {
-        plane.format == q.dtype && plane.head_dim == k_plane.head_dim && lies_well(plane)
-    });
-    let fits = prefill_bytes(k_plane.head_dim) <= shared_bytes_max;
-    let takes = alike && fits && [q, out].into_iter().all(is_aligned);
-    kernels.get(index).copied().filter(|_| takes)
+/// A kernel for prefill, and the bytes of shared memory that it needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Prefill {
+    pub(super) kernel: &'static str,
+    shared_bytes: u32,
 }
 
-pub(super) fn prefill(kernel: &'static str, params: &AttendParams, extent: &Extent) -> Launch {
+impl Prefill {
+    /// The kernel that takes this call, if there is one: that of `prefill.h`, else that of
+    /// `prefill_coded.h`.
+    pub(super) fn of(params: &AttendParams, shared_bytes_max: u32) -> Option<Self> {
+        let AttendParams { q, out, k_plane, v_plane, .. } = params;
+        let planes = [k_plane, v_plane];
+        let dim = k_plane.head_dim;
+        let index = PREFILL_DIMS.iter().position(|known| *known == dim)?;
+        let alike = planes.iter().all(|plane| plane.head_dim == dim);
+        let takes = alike && [q, out].into_iter().all(is_aligned);
+        let is_plain = planes.iter().all(|plane| plane.format == q.dtype && lies_well(plane));
+        let is_coded = planes.iter().all(|plane| decodes(plane))
+            && (params.lse.data == 0 || is_scored_exactly(k_plane));
+        let (names, shared_bytes) = match q.dtype {
+            F16 if is_plain => (PREFILL_F16, prefill_bytes(dim, 32, 16)),
+            BF16 if is_plain => (PREFILL_BF16, prefill_bytes(dim, 32, 16)),
+            F16 | BF16 if is_coded => (PREFILL_CODED, prefill_bytes(dim, 64, 784)),
+            _ => return None,
+        };
+        let kernel = names.get(index).copied()?;
+        (takes && shared_bytes <= shared_bytes_max).then_some(Self { kernel, shared_bytes })
+    }
+}
+
+pub(super) fn prefill(taker: Prefill, params: &AttendParams, extent: &Extent) -> Launch {
     let rows = extent.total_q.saturating_mul(params.group);
     let units = rows.div_euclid(64).saturating_add(extent.sequences);
     let grid = [units, params.k_plane.num_kv_heads, 1];
-    let shared_bytes = prefill_bytes(params.k_plane.head_dim);
-    Launch { kernel, grid, threads: 128, shared_bytes }
+    Launch { kernel: taker.kernel, grid, threads: 128, shared_bytes: taker.shared_bytes }
 }
 
-fn prefill_bytes(dim: u32) -> u32 {
+/// Shared memory of a kernel for prefill that needs some bytes for each token of a tile, and some.
+fn prefill_bytes(dim: u32, of_token: u32, more: u32) -> u32 {
     let tokens: u32 = if dim <= 128 { 64 } else { 32 };
     let rows = tokens.saturating_mul(2).saturating_add(64);
     let staged = rows.saturating_mul(dim.saturating_add(8)).saturating_mul(2);
-    staged.saturating_add(tokens.saturating_mul(32)).saturating_add(16)
+    staged.saturating_add(tokens.saturating_mul(of_token)).saturating_add(more)
 }
 
 /// Whether all rows are alike and lie on 16 bytes.
@@ -93,6 +96,147 @@ fn lies_well(plane: &Plane) -> bool {
     strides.iter().all(|n| n.is_multiple_of(16)) && extras.iter().all(|n| *n == 0)
 }
 
+/// Whether rows become levels of f16: codes of every format do.
+fn decodes(plane: &Plane) -> bool {
+    (plane.format == F16 || plane.format > BF16) && plane.block_means == 0
+}
+
+/// Whether neither levels of these keys nor the queries that meet them are rounded to f16.
+fn is_scored_exactly(k_plane: &Plane) -> bool {
+    let is_exact = k_plane.format < L6 || k_plane.format == NVFP4;
+    is_exact && k_plane.transforms == 0
+}
+
 fn is_aligned(tensor: &Tensor) -> bool {
     [tensor.data, tensor.batch_stride, tensor.token_stride].iter().all(|n| n.is_multiple_of(16))
+}
+
+const PREFILL_F16: [&str; 6] = [
+    "prefill_f16_64",
+    "prefill_f16_80",
+    "prefill_f16_96",
+    "prefill_f16_128",
+    "prefill_f16_192",
+    "prefill_f16_256",
+];
+const PREFILL_BF16: [&str; 6] = [
+    "prefill_bf16_64",
+    "prefill_bf16_80",
+    "prefill_bf16_96",
+    "prefill_bf16_128",
+    "prefill_bf16_192",
+    "prefill_bf16_256",
+];
+const PREFILL_CODED: [&str; 6] = [
+    "prefill_coded_64",
+    "prefill_coded_80",
+    "prefill_coded_96",
+    "prefill_coded_128",
+    "prefill_coded_192",
+    "prefill_coded_256",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `KvFormat::all` has so many.
+    const FORMATS: u32 = 21;
+    const FORMAT_F32: u32 = 0;
+    const ROOM: u32 = 99 << 10;
+
+    fn params(dtype: u32, formats: [u32; 2], dim: u32) -> AttendParams {
+        let tensor = Tensor { data: 4096, dtype, dim, token_stride: 2048, ..Tensor::default() };
+        let [k_plane, v_plane] = formats.map(|format| Plane {
+            base: 4096,
+            block_bytes: 4096,
+            token_stride: 512,
+            head_stride: 512,
+            head_dim: dim,
+            format,
+            ..Plane::default()
+        });
+        AttendParams { q: tensor, out: tensor, k_plane, v_plane, ..AttendParams::default() }
+    }
+
+    fn kernel(params: &AttendParams) -> Option<&'static str> {
+        Prefill::of(params, ROOM).map(|taker| taker.kernel)
+    }
+
+    #[test]
+    fn rows_of_the_queries_type_are_copied_where_they_lie_well() {
+        let params = params(F16, [F16; 2], 128);
+        assert_eq!(kernel(&params), Some("prefill_f16_128"));
+        let mut crooked = params;
+        crooked.v_plane.token_stride += 2;
+        assert_eq!(kernel(&crooked), Some("prefill_coded_128"));
+        let mut turned = params;
+        turned.k_plane.transforms = 1;
+        assert_eq!(kernel(&turned), Some("prefill_coded_128"));
+        let mut crooked = params;
+        crooked.q.data += 2;
+        assert_eq!(kernel(&crooked), None);
+    }
+
+    #[test]
+    fn codes_of_every_format_are_decoded() {
+        for dim in PREFILL_DIMS {
+            for k in BF16 + 1..FORMATS {
+                for v in BF16 + 1..FORMATS {
+                    let name = |dtype| kernel(&params(dtype, [k, v], dim));
+                    let coded = format!("prefill_coded_{dim}");
+                    assert_eq!(name(F16), Some(coded.as_str()));
+                    assert_eq!(name(BF16), Some(coded.as_str()));
+                    assert_eq!(name(FORMAT_F32), None);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn plain_rows_are_decoded_where_they_have_room() {
+        let code = BF16 + 1;
+        assert_eq!(kernel(&params(BF16, [BF16, BF16], 64)), Some("prefill_bf16_64"));
+        assert_eq!(kernel(&params(BF16, [F16, code], 64)), Some("prefill_coded_64"));
+        assert_eq!(kernel(&params(F16, [code, F16], 64)), Some("prefill_coded_64"));
+        assert_eq!(kernel(&params(F16, [code, BF16], 64)), None);
+        assert_eq!(kernel(&params(BF16, [FORMAT_F32, code], 64)), None);
+    }
+
+    #[test]
+    fn a_log_sum_exp_needs_exact_scores() {
+        let exact = [F16, 3, 11, NVFP4];
+        for format in [F16, 3, 11, L6, 13, 17, 18, 19, NVFP4] {
+            let mut params = params(BF16, [format, L6], 64);
+            params.lse = Tensor { data: 4096, ..Tensor::default() };
+            assert_eq!(kernel(&params).is_some(), exact.contains(&format), "{format}");
+            params.k_plane.transforms = 1;
+            assert_eq!(kernel(&params), None, "{format}");
+        }
+    }
+
+    #[test]
+    fn what_no_kernel_has_is_left() {
+        let code = [BF16 + 1; 2];
+        assert_eq!(kernel(&params(BF16, code, 72)), None);
+        let mut uneven = params(BF16, code, 64);
+        uneven.v_plane.head_dim = 80;
+        assert_eq!(kernel(&uneven), None);
+        let mut means = params(BF16, code, 64);
+        means.k_plane.block_means = 1;
+        assert_eq!(kernel(&means), None);
+        let mut tail = params(BF16, code, 64);
+        (tail.k_plane.sinks, tail.k_plane.has_tail) = (4, 1);
+        assert_eq!(kernel(&tail), Some("prefill_coded_64"));
+        let little = Prefill::of(&params(BF16, code, 256), 48 << 10);
+        assert_eq!(little, None);
+    }
+
+    #[test]
+    fn shared_memory_is_what_the_sources_say() {
+        // By hand: 2 * 192 * 136 + 64 * 32 + 16, and 2 * 128 * 264 + 32 * 64 + 784.
+        let bytes = |params| Prefill::of(&params, ROOM).map(|taker| taker.shared_bytes);
+        assert_eq!(bytes(params(F16, [F16; 2], 128)), Some(54_288));
+        assert_eq!(bytes(params(F16, [BF16 + 1; 2], 256)), Some(70_416));
+    }
 }

@@ -8,6 +8,7 @@ mod launches;
 use kv_core::DeviceError;
 use kv_core::plan::{AttendArgs, AttentionPlan, Determinism, Mask};
 
+use self::launches::Prefill;
 use super::pad::{self, Owned};
 use crate::buffer::CudaBuffer;
 use crate::decode::{self, Shape, Work};
@@ -25,7 +26,7 @@ const DECODE_Q_LEN_MAX: u32 = 8;
 #[derive(Debug)]
 struct Takers {
     decode: Option<(Shape, Work)>,
-    prefill: Option<&'static str>,
+    prefill: Option<Prefill>,
 }
 
 impl Takers {
@@ -84,13 +85,13 @@ pub(crate) fn attend(
     let is_invariant = plan.batch().determinism() == Determinism::BatchInvariant;
     let takers = takers(&params, facts, is_invariant);
     // The kernels run one after another and share the room.
-    let (rows, stats) = part_bytes(&params, &takers, &step.extent);
+    let (rows, stats) = part_bytes(&params, &takers, &step.room);
     let (rows, stats) = (pack.room(rows), pack.room(stats));
     let base = queue.send()?;
     params.q = q_from.rows(params.q, base);
     params.part_rows = rows.from(base);
     params.part_stats = stats.from(base);
-    run(queue, plan, &params, (&takers, &step.extent))?;
+    run(queue, plan, &params, (&takers, &step))?;
     fill(queue, plan, (&step, out), 0.0)?;
     lse.map_or(Ok(()), |lse| fill(queue, plan, (&step, lse), f32::NEG_INFINITY))
 }
@@ -113,18 +114,18 @@ fn takers(params: &AttendParams, facts: (u32, u32), invariant: bool) -> Takers {
     };
     Takers {
         decode: shape.map(|shape| (shape, work)),
-        prefill: launches::prefill_kernel(params, shared_bytes_max),
+        prefill: Prefill::of(params, shared_bytes_max),
     }
 }
 
 /// Bytes of partial rows and of what belongs to them.
-fn part_bytes(params: &AttendParams, takers: &Takers, extent: &Extent) -> (u64, u64) {
+fn part_bytes(params: &AttendParams, takers: &Takers, room: &Extent) -> (u64, u64) {
     let dim = u64::from(params.v_plane.head_dim);
     if let Some((_, work)) = &takers.decode {
-        let rows = decode::room(work, extent).partials.saturating_mul(16);
+        let rows = decode::room(work, room).partials.saturating_mul(16);
         return (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(4));
     }
-    let rows = extent.parts.saturating_mul(params.q.heads.into());
+    let rows = room.parts.saturating_mul(params.q.heads.into());
     (rows.saturating_mul(dim).saturating_mul(4), rows.saturating_mul(8))
 }
 
@@ -133,12 +134,13 @@ fn run(
     queue: &mut CudaQueue,
     plan: &AttentionPlan<'_>,
     params: &AttendParams,
-    (takers, extent): (&Takers, &Extent),
+    (takers, step): (&Takers, &StepPlan),
 ) -> Result<(), DeviceError> {
+    let (extent, room) = (&step.extent, &step.room);
     let few = |queries: u32| (1..=DECODE_Q_LEN_MAX).contains(&queries);
     let has_few = queue.is_capturing() || plan.sequences().iter().any(|s| few(s.q_len));
     if let Some((shape, work)) = takers.decode.as_ref().filter(|_| has_few) {
-        let partials = decode::room(work, extent).partials;
+        let partials = decode::room(work, room).partials;
         let (pieces, starts) = queue.decode(plan.batch().id(), work)?;
         let counters = queue.counters(partials)?;
         let params = DecodeParams {
@@ -152,17 +154,18 @@ fn run(
         // layouts reach, and which its owner, or the queue, keeps until the stream has passed.
         unsafe { queue.launch(&launches::decode(shape, work), &params)? };
     }
-    if let Some(kernel) = takers.prefill.filter(|_| extent.q_len_max > DECODE_Q_LEN_MAX) {
+    if let Some(taker) = takers.prefill.filter(|_| extent.q_len_max > DECODE_Q_LEN_MAX) {
         let q_len_min = DECODE_Q_LEN_MAX.saturating_add(1);
         let params = AttendParams { q_len_min, ..*params };
         // SAFETY: as above.
-        unsafe { queue.launch(&launches::prefill(kernel, &params, extent), &params)? };
+        unsafe { queue.launch(&launches::prefill(taker, &params, extent), &params)? };
     }
-    if let Some((q_len_min, q_len_max)) = takers.rest(extent.q_len_max) {
+    if takers.rest(room.q_len_max).is_some() {
         let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0);
-        let launch = launches::rows(params, extent, splits);
-        let [units, heads, _] = launch.grid;
+        let [units, heads, _] = launches::rows(params, room, splits).grid;
         let counters = queue.counters(u64::from(units).saturating_mul(heads.into()))?;
+        let Some((q_len_min, q_len_max)) = takers.rest(extent.q_len_max) else { return Ok(()) };
+        let launch = launches::rows(params, extent, splits);
         let params = AttendParams { counters, q_len_min, q_len_max, ..*params };
         // SAFETY: as above.
         unsafe { queue.launch(&launch, &params)? };

@@ -1,6 +1,7 @@
 //! Quantised storage: every format, its constants, its sinks, and what must be refused.
 mod attend;
 mod life;
+mod prefill;
 mod refusals;
 mod tail;
 mod values;
@@ -14,7 +15,8 @@ use crate::lab::{Brings, How, Lab};
 use crate::rng::Rng;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
-    [attend::cases(), values::cases(), life::cases(), tail::cases(), refusals::cases()].concat()
+    let attends = [attend::cases(), prefill::cases()].concat();
+    [attends, values::cases(), life::cases(), tail::cases(), refusals::cases()].concat()
 }
 
 /// Formats whose rows are codes.

@@ -1,0 +1,23 @@
+//! What a backend finds again behind an erased cache.
+use kv_core::backend::{AnyBackend, AnyFence, NullBackend, NullBuffer, NullFence, Queue};
+use kv_core::{CacheSpec, GroupId, KvCache};
+
+#[test]
+fn storage_and_fences_are_a_backends_own_again() {
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(8).paged(4, 3).build().unwrap();
+    let mut cache = KvCache::new(AnyBackend::new(NullBackend::new()), spec).unwrap();
+    let view = cache.storage(GroupId(0)).unwrap().view();
+    assert!(view.downcast::<AnyFence>().is_none());
+    let own = view.downcast::<NullBuffer>().unwrap();
+    assert_eq!(own.layouts(), view.layouts());
+    let buffers: Vec<&NullBuffer> = own.planes().filter_map(|plane| plane.segment(0)).collect();
+    assert_eq!((buffers.len(), view.planes().count()), (4, 4), "K and V of two layers");
+
+    let fence = cache.queue_mut().submit().unwrap();
+    assert!(fence.downcast_ref::<AnyFence>().is_none());
+    let own: &NullFence = fence.downcast_ref().unwrap();
+    for again in [AnyFence::new(*own), AnyFence::new(fence.clone())] {
+        cache.queue_mut().wait_for(&again).unwrap();
+        assert!(again.downcast_ref::<NullFence>().is_some(), "erased once");
+    }
+}

@@ -1,0 +1,348 @@
+//! An emulated GPU whose streams do nothing before somebody waits.
+//!
+//! Work that lacks an order then takes effect in the wrong one: a stream runs up to the event that
+//! is waited for, and other streams only as far as it waits for theirs. Or all streams but the
+//! first run at once, and the first is the late one. A batch runs backwards. Memory is freed on a
+//! stream of its own, as the driver does it: work that runs behind it fails.
+mod memory;
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kv_core::{DeviceError, DeviceErrorKind};
+
+use crate::emulated::{Emulator, EmulatorOptions};
+use crate::gpu::{Event, Facts, Gpu, HostCopy, Launch, Pinned, Stream};
+use crate::params::Address;
+use crate::reclaim::{Lane, Reclaim};
+use memory::{LateHeap, LatePinned};
+
+/// What was submitted, for tests to compare.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Note {
+    /// Pieces of a batch to the device.
+    Up(usize),
+    /// Pieces of a batch to the host.
+    Down(usize),
+    Zero,
+    Copy,
+    Launch(&'static str),
+    /// For the event with this number.
+    Wait(usize),
+    /// The event with this number.
+    Mark(usize),
+}
+
+#[derive(Debug)]
+pub(crate) struct LateGpu {
+    emulator: Arc<Emulator>,
+    facts: Facts,
+    reclaim: Arc<Reclaim>,
+    pub(crate) world: Arc<Mutex<World>>,
+}
+
+/// All streams of the device.
+#[derive(Debug, Default)]
+pub(crate) struct World {
+    streams: Vec<LateWork>,
+    /// What frees memory.
+    frees: VecDeque<Work>,
+    /// Stream of each event, and whether it is done.
+    events: Vec<(usize, bool)>,
+    /// Everything that was submitted, with its stream.
+    pub(crate) notes: Vec<(usize, Note)>,
+    /// Page-locked memory that is there.
+    pub(crate) pinned: usize,
+    /// Page-locked memory was freed under a copy.
+    pub(crate) freed_early: bool,
+    /// All streams but the first run at once.
+    pub(crate) is_early: bool,
+    /// How much can be submitted before the device is lost, if it will be.
+    pub(crate) submits_left: Option<usize>,
+}
+
+#[derive(Debug)]
+struct LateWork {
+    stream: Box<dyn Stream>,
+    work: VecDeque<Work>,
+}
+
+#[derive(Debug, Clone)]
+enum Work {
+    Up(Vec<HostCopy>),
+    Down(Vec<HostCopy>),
+    Zero(Address, u64),
+    Copy(Address, Address, u64),
+    Launch(Launch, Vec<u8>),
+    Wait(usize),
+    Mark(usize),
+    /// A mark that memory is freed behind.
+    QuietMark(usize),
+    Free(Address),
+}
+
+// SAFETY: its addresses are used by one thread at a time, behind the mutex of the world.
+unsafe impl Send for Work {}
+
+impl Work {
+    fn note(&self) -> Option<Note> {
+        Some(match self {
+            Self::Up(copies) => Note::Up(copies.len()),
+            Self::Down(copies) => Note::Down(copies.len()),
+            Self::Zero(..) => Note::Zero,
+            Self::Copy(..) => Note::Copy,
+            Self::Launch(launch, _) => Note::Launch(launch.kernel),
+            Self::Wait(event) => Note::Wait(*event),
+            Self::Mark(event) => Note::Mark(*event),
+            Self::QuietMark(_) | Self::Free(_) => return None,
+        })
+    }
+
+    fn copies(&self) -> &[HostCopy] {
+        match self {
+            Self::Up(copies) | Self::Down(copies) => copies,
+            _ => &[],
+        }
+    }
+}
+
+/// A test that fails drops what it holds, and that needs the world too.
+pub(crate) fn lock(world: &Mutex<World>) -> MutexGuard<'_, World> {
+    world.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl LateGpu {
+    /// One whose buffers have so many bytes at most.
+    pub(crate) fn open(buffer_bytes_max: u64) -> Arc<Self> {
+        let gpu = Self::with(&EmulatorOptions::default());
+        let facts = Facts { memory: buffer_bytes_max, ..gpu.facts };
+        Arc::new(Self { facts, ..gpu })
+    }
+
+    pub(crate) fn with(options: &EmulatorOptions) -> Self {
+        let emulator = Arc::new(Emulator::open(options).unwrap());
+        let (reclaim, world) = (Arc::default(), Arc::default());
+        Self { facts: emulator.facts().clone(), emulator, reclaim, world }
+    }
+
+    /// Buffers that were not freed, and their bytes.
+    pub(crate) fn allocated(&self) -> (usize, u64) {
+        self.emulator.allocated()
+    }
+
+    fn heap(&self) -> LateHeap {
+        LateHeap { emulator: Arc::clone(&self.emulator), world: Arc::clone(&self.world) }
+    }
+}
+
+impl World {
+    /// Work that was submitted and has not run, but for what frees memory.
+    pub(crate) fn num_late(&self) -> usize {
+        let work = self.streams.iter().flat_map(|stream| &stream.work);
+        work.filter(|work| work.note().is_some()).count()
+    }
+
+    fn submit(&mut self, index: usize, work: Work) -> Result<(), DeviceError> {
+        match &mut self.submits_left {
+            Some(0) => return Err(DeviceError::new(DeviceErrorKind::Lost, "submit")),
+            Some(left) if work.note().is_some() => *left -= 1,
+            _ => {}
+        }
+        self.notes.extend(work.note().map(|note| (index, note)));
+        self.streams[index].work.push_back(work);
+        while self.is_early && index > 0 && !self.streams[index].work.is_empty() {
+            self.step(index)?;
+        }
+        Ok(())
+    }
+
+    fn mark(
+        &mut self,
+        index: usize,
+        work: impl FnOnce(usize) -> Work,
+    ) -> Result<usize, DeviceError> {
+        self.events.push((index, false));
+        let event = self.events.len() - 1;
+        self.submit(index, work(event))?;
+        Ok(event)
+    }
+
+    /// Runs the stream of an event up to it.
+    fn reach(&mut self, event: usize) -> Result<(), DeviceError> {
+        if self.submits_left == Some(0) {
+            return Err(DeviceError::new(DeviceErrorKind::Lost, "wait"));
+        }
+        while !self.events[event].1 {
+            let index = self.events[event].0;
+            self.step(index)?;
+        }
+        Ok(())
+    }
+
+    fn step(&mut self, index: usize) -> Result<(), DeviceError> {
+        let work = self.streams[index].work.pop_front().unwrap();
+        let stream = &mut self.streams[index].stream;
+        for copy in work.copies().iter().rev() {
+            match work {
+                // SAFETY: who submitted it promised that both ranges stay until it has run.
+                Work::Up(_) => unsafe { stream.upload(copy.device, copy.host, copy.bytes)? },
+                // SAFETY: as above.
+                _ => unsafe { stream.download(copy.host, copy.device, copy.bytes)? },
+            }
+        }
+        match work {
+            // SAFETY: as above.
+            Work::Zero(at, bytes) => unsafe { stream.zero(at, bytes)? },
+            // SAFETY: as above.
+            Work::Copy(to, from, bytes) => unsafe { stream.copy(to, from, bytes)? },
+            // SAFETY: as above, for all that the parameters name.
+            Work::Launch(launch, params) => unsafe { stream.launch(&launch, &params)? },
+            Work::Wait(event) => self.reach(event)?,
+            Work::Mark(event) | Work::QuietMark(event) => self.events[event].1 = true,
+            Work::Up(_) | Work::Down(_) => {}
+            Work::Free(_) => unreachable!("memory is freed elsewhere"),
+        }
+        Ok(())
+    }
+
+    /// Runs what frees memory, and what that waits for.
+    pub(crate) fn run_frees(&mut self, emulator: &Emulator) -> Result<(), DeviceError> {
+        while let Some(work) = self.frees.pop_front() {
+            match work {
+                Work::Wait(event) => self.reach(event)?,
+                // SAFETY: `Heap::free` got it with its conditions, and what it waits for is done.
+                Work::Free(address) => unsafe { emulator.free(address) },
+                _ => unreachable!("nothing else is ordered with frees"),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Gpu for LateGpu {
+    fn name(&self) -> &'static str {
+        "late"
+    }
+    fn facts(&self) -> &Facts {
+        &self.facts
+    }
+    fn alloc(&self, bytes: u64) -> Result<Address, DeviceError> {
+        self.reclaim.alloc(bytes, &self.heap())
+    }
+    unsafe fn free(&self, address: Address) {
+        // SAFETY: conditions of this function.
+        unsafe { self.reclaim.free(address, &self.heap()) };
+    }
+    fn pinned(&self, bytes: usize) -> Result<Box<dyn Pinned>, DeviceError> {
+        let memory = self.emulator.pinned(bytes)?;
+        lock(&self.world).pinned += 1;
+        Ok(Box::new(LatePinned { memory, world: Arc::clone(&self.world) }))
+    }
+    fn stream(&self) -> Result<Box<dyn Stream>, DeviceError> {
+        let mut world = lock(&self.world);
+        let lane =
+            Arc::new(LateLane { index: world.streams.len(), world: Arc::clone(&self.world) });
+        world.streams.push(LateWork { stream: self.emulator.stream()?, work: VecDeque::new() });
+        drop(world);
+        self.reclaim.open(Arc::<LateLane>::clone(&lane));
+        Ok(Box::new(LateStream { lane, reclaim: Arc::clone(&self.reclaim), heap: self.heap() }))
+    }
+}
+
+/// A stream, for what frees memory.
+#[derive(Debug)]
+struct LateLane {
+    index: usize,
+    world: Arc<Mutex<World>>,
+}
+
+impl LateLane {
+    fn event(&self, work: impl FnOnce(usize) -> Work) -> Result<Arc<dyn Event>, DeviceError> {
+        let event = lock(&self.world).mark(self.index, work)?;
+        Ok(Arc::new(LateEvent { world: Arc::clone(&self.world), event }))
+    }
+}
+
+impl Lane for LateLane {
+    fn mark(&self) -> Result<Arc<dyn Event>, DeviceError> {
+        self.event(Work::QuietMark)
+    }
+}
+
+#[derive(Debug)]
+struct LateStream {
+    lane: Arc<LateLane>,
+    reclaim: Arc<Reclaim>,
+    heap: LateHeap,
+}
+
+impl LateStream {
+    fn submit(&self, work: Work) -> Result<(), DeviceError> {
+        lock(&self.lane.world).submit(self.lane.index, work)
+    }
+}
+
+impl Drop for LateStream {
+    fn drop(&mut self) {
+        self.reclaim.close(&*self.lane, &self.heap);
+    }
+}
+
+impl Stream for LateStream {
+    unsafe fn upload(
+        &mut self,
+        to: Address,
+        from: *const u8,
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        self.submit(Work::Up(vec![HostCopy { host: from.cast_mut(), device: to, bytes }]))
+    }
+    unsafe fn download(
+        &mut self,
+        to: *mut u8,
+        from: Address,
+        bytes: usize,
+    ) -> Result<(), DeviceError> {
+        self.submit(Work::Down(vec![HostCopy { host: to, device: from, bytes }]))
+    }
+    unsafe fn upload_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
+        self.submit(Work::Up(copies.to_vec()))
+    }
+    unsafe fn download_batch(&mut self, copies: &[HostCopy]) -> Result<(), DeviceError> {
+        self.submit(Work::Down(copies.to_vec()))
+    }
+    unsafe fn copy(&mut self, to: Address, from: Address, bytes: u64) -> Result<(), DeviceError> {
+        self.submit(Work::Copy(to, from, bytes))
+    }
+    unsafe fn zero(&mut self, at: Address, bytes: u64) -> Result<(), DeviceError> {
+        self.submit(Work::Zero(at, bytes))
+    }
+    unsafe fn launch(&mut self, launch: &Launch, params: &[u8]) -> Result<(), DeviceError> {
+        self.submit(Work::Launch(*launch, params.to_vec()))
+    }
+    fn record(&mut self) -> Result<Arc<dyn Event>, DeviceError> {
+        self.lane.event(Work::Mark)
+    }
+    fn wait_for(&mut self, event: &Arc<dyn Event>) -> Result<(), DeviceError> {
+        let event: &dyn Any = &**event;
+        let event = event.downcast_ref::<LateEvent>().unwrap();
+        assert!(Arc::ptr_eq(&event.world, &self.lane.world), "an event of another device");
+        self.submit(Work::Wait(event.event))
+    }
+}
+
+#[derive(Debug)]
+struct LateEvent {
+    world: Arc<Mutex<World>>,
+    event: usize,
+}
+
+impl Event for LateEvent {
+    fn is_done(&self) -> Result<bool, DeviceError> {
+        Ok(lock(&self.world).events[self.event].1)
+    }
+    fn wait(&self) -> Result<(), DeviceError> {
+        lock(&self.world).reach(self.event)
+    }
+}

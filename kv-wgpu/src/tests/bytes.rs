@@ -1,0 +1,44 @@
+//! Bytes that neither begin nor end at a word.
+use super::*;
+
+#[test]
+fn bytes_go_to_every_place() {
+    let Some(backend) = open() else { return };
+    let mut queue = backend.queue().unwrap();
+    let before: Vec<u8> = (100..132).collect();
+    let sent: Vec<u8> = (1..=9).collect();
+    for at in 0..8_usize {
+        for len in 0..sent.len() {
+            // A view whose own begin is no word's either, in the middle of other bytes.
+            let whole = backend.alloc(32).unwrap();
+            queue.upload(&whole, 0, &before).unwrap();
+            let part = whole.view(3, 25).unwrap();
+            queue.upload(&part, at as u64, &sent[..len]).unwrap();
+            let mut expected = before.clone();
+            expected[3 + at..][..len].copy_from_slice(&sent[..len]);
+            assert_eq!(read(&mut queue, &whole).unwrap(), expected, "{len} bytes at {at}");
+            let some = queue.download(&part, at as u64, len as u64).unwrap().wait().unwrap();
+            assert_eq!(some, sent[..len], "{len} bytes at {at}");
+            queue.zero(&part, at as u64, len as u64).unwrap();
+            expected[3 + at..][..len].fill(0);
+            assert_eq!(read(&mut queue, &whole).unwrap(), expected, "{len} zeros at {at}");
+        }
+    }
+}
+
+#[test]
+fn many_bytes_go_in_parts() {
+    let Some(backend) = open() else { return };
+    let mut queue = backend.queue().unwrap();
+    let len = (1 << 24) + 5;
+    let sent: Vec<u8> = (0..len).map(|n: u32| (n % 251) as u8).collect();
+    let buffer = backend.alloc(sent.len() as u64 + 8).unwrap();
+    queue.upload(&buffer, 1, &sent).unwrap();
+    let got = read(&mut queue, &buffer).unwrap();
+    assert!(got[0] == 0 && got[1..][..sent.len()] == sent && got[sent.len() + 1..] == [0; 7]);
+    queue.zero(&buffer, 3, sent.len() as u64 - 3).unwrap();
+    let got = read(&mut queue, &buffer).unwrap();
+    assert_eq!(got[..3], [0, 0, 1]);
+    assert!(got[3..sent.len()].iter().all(|byte| *byte == 0));
+    assert_eq!(got[sent.len()..][..1], sent[sent.len() - 1..]);
+}

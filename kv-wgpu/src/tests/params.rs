@@ -1,0 +1,88 @@
+//! Structures of the host are those of the shaders.
+use std::collections::BTreeSet;
+
+use naga::{Scalar, TypeInner};
+
+use crate::op::kernels;
+use crate::params::FIELDS;
+use crate::shaders;
+
+/// Structures that are not called as their shader is.
+const SHADERS: &[(&str, &str)] = &[("MergeParams", "attend_merge.wgsl")];
+
+/// Name, offset and type of each field.
+type Field = (String, u32, String);
+
+/// `BytesParams` is the `Params` of `bytes.wgsl`; `None` for structures inside those.
+fn shader_of(name: &str) -> Option<String> {
+    if let Some((_, shader)) = SHADERS.iter().find(|(known, _)| *known == name) {
+        return Some((*shader).to_owned());
+    }
+    Some(format!("{}.wgsl", name.strip_suffix("Params")?.to_lowercase()))
+}
+
+fn size(kind: &str) -> u32 {
+    match kind {
+        "u32" | "f32" => 4,
+        name => {
+            let (_, fields) = FIELDS.iter().find(|(known, _)| *known == name).unwrap();
+            fields.iter().map(|(_, kind)| size(kind)).sum()
+        }
+    }
+}
+
+/// All members are words, so that `repr(C)` puts them one behind the other.
+fn of_the_host(fields: &[(&str, &str)]) -> Vec<Field> {
+    let mut at = 0;
+    let place = |(name, kind): &(&str, &str)| {
+        let field = ((*name).to_owned(), at, (*kind).to_owned());
+        at += size(kind);
+        field
+    };
+    fields.iter().map(place).collect()
+}
+
+fn of_the_shader(module: &naga::Module, name: &str) -> Option<Vec<Field>> {
+    let found = module.types.iter().find(|(_, found)| found.name.as_deref() == Some(name));
+    let (_, found) = found?;
+    let TypeInner::Struct { members, .. } = &found.inner else { return None };
+    let kind = |member: &naga::StructMember| {
+        let kind = &module.types[member.ty];
+        match kind.inner {
+            TypeInner::Scalar(Scalar::U32) => "u32".to_owned(),
+            TypeInner::Scalar(Scalar::F32) => "f32".to_owned(),
+            _ => kind.name.clone().unwrap_or_default(),
+        }
+    };
+    let field = |member: &naga::StructMember| {
+        (member.name.clone().unwrap_or_default(), member.offset, kind(member))
+    };
+    Some(members.iter().map(field).collect())
+}
+
+#[test]
+fn every_field_lies_where_shaders_read_it() {
+    let mut seen = BTreeSet::new();
+    for kernel in kernels() {
+        let source = shaders::source(kernel.shader, kernel.flags).unwrap();
+        let module = naga::front::wgsl::parse_str(&source).unwrap();
+        for (name, fields) in FIELDS {
+            let expected = of_the_host(fields);
+            let found = match shader_of(name) {
+                Some(shader) if shader == kernel.shader => of_the_shader(&module, "Params"),
+                Some(_) => continue,
+                None => of_the_shader(&module, name),
+            };
+            if let Some(found) = found {
+                assert_eq!(found, expected, "{name} in {}", kernel.shader);
+                seen.insert(*name);
+            }
+        }
+        let has_params = of_the_shader(&module, "Params").is_some();
+        let is_known =
+            FIELDS.iter().any(|(name, _)| shader_of(name).as_deref() == Some(kernel.shader));
+        assert_eq!(has_params, is_known, "{}", kernel.shader);
+    }
+    let missing: Vec<_> = FIELDS.iter().filter(|(name, _)| !seen.contains(name)).collect();
+    assert!(missing.is_empty(), "no shader has {missing:?}");
+}
