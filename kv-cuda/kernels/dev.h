@@ -68,11 +68,13 @@ KV_DEV void kv_cp_async16(void* s, const void* g, bool pred) {
 KV_DEV void kv_cp_commit() {}
 template <int N> KV_DEV void kv_cp_wait() {}
 #endif
-KV_DEV void kv_ldsm4(u32 (&r)[4], const void* p) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(kv_smem_addr(p)) : "memory");
+// From `offset` bytes behind `p`. Offsets that are known become part of the instruction; a pointer that they were
+// added to would not: each would be brought to shared memory's own addresses, and held in a register for a loop.
+KV_DEV void kv_ldsm4(u32 (&r)[4], const void* p, u32 offset = 0) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(kv_smem_addr(p) + offset) : "memory");
 }
-KV_DEV void kv_ldsm4t(u32 (&r)[4], const void* p) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(kv_smem_addr(p)) : "memory");
+KV_DEV void kv_ldsm4t(u32 (&r)[4], const void* p, u32 offset = 0) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(kv_smem_addr(p) + offset) : "memory");
 }
 // An 8 x 8 matrix of 16 bits, as one part of a fragment: transposed.
 KV_DEV u32 kv_movmatrix(u32 v) {

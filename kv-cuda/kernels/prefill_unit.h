@@ -105,10 +105,10 @@ template <class T, u32 D> struct KvPrefillUnit {
 #pragma unroll
     for (u32 d = 0; d < D; d += 16) {
       u32 a[4], b[4];
-      kv_ldsm4(a, queries + d);
+      kv_ldsm4(a, queries, d * 2);
 #pragma unroll
       for (u32 i = 0; i < TILES; i += 2) {
-        kv_ldsm4(b, keys + i * 8 * STRIDE + d);
+        kv_ldsm4(b, keys, (i * 8 * STRIDE + d) * 2);
         kv_mma(T(), s[i], a, b[0], b[1]);
         kv_mma(T(), s[i + 1], a, b[2], b[3]);
       }
@@ -123,7 +123,7 @@ template <class T, u32 D> struct KvPrefillUnit {
 #pragma unroll
       for (u32 d = 0; d < COLUMNS; d += 2) {
         u32 b[4];
-        kv_ldsm4t(b, values + i * 8 * STRIDE + d * 8);
+        kv_ldsm4t(b, values, (i * STRIDE + d) * 16);
         kv_mma(T(), o[d], a, b[0], b[1]);
         kv_mma(T(), o[d + 1], a, b[2], b[3]);
       }

@@ -74,8 +74,8 @@ template <int N> inline void kv_cp_wait() { kvemu::copy_wait(u32(N)); }
 // ---- Tensor cores: all lanes of a warp
 struct KvBf16 {};
 struct KvF16 {};
-void kv_ldsm4(u32 (&r)[4], const void* row, kvemu::Site site = kvemu::Site::here());
-void kv_ldsm4t(u32 (&r)[4], const void* row, kvemu::Site site = kvemu::Site::here());
+void kv_ldsm4(u32 (&r)[4], const void* row, u32 offset = 0, kvemu::Site site = kvemu::Site::here());
+void kv_ldsm4t(u32 (&r)[4], const void* row, u32 offset = 0, kvemu::Site site = kvemu::Site::here());
 u32 kv_movmatrix(u32 v, kvemu::Site site = kvemu::Site::here());
 void kv_mma(KvBf16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, kvemu::Site site = kvemu::Site::here());
 void kv_mma(KvF16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, kvemu::Site site = kvemu::Site::here());

@@ -97,11 +97,11 @@ void kv_mma(KvBf16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, kvemu::Sit
 void kv_mma(KvF16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, kvemu::Site site) {
   kvemu::mma("kv_mma of f16", kvemu::multiply<kvemu::half_to_float>, c, a, b0, b1, site);
 }
-void kv_ldsm4(u32 (&r)[4], const void* row, kvemu::Site site) {
-  kvemu::load_matrices("kv_ldsm4", kvemu::spread, r, row, site);
+void kv_ldsm4(u32 (&r)[4], const void* row, u32 offset, kvemu::Site site) {
+  kvemu::load_matrices("kv_ldsm4", kvemu::spread, r, (const u8*)row + offset, site);
 }
-void kv_ldsm4t(u32 (&r)[4], const void* row, kvemu::Site site) {
-  kvemu::load_matrices("kv_ldsm4t", kvemu::spread_transposed, r, row, site);
+void kv_ldsm4t(u32 (&r)[4], const void* row, u32 offset, kvemu::Site site) {
+  kvemu::load_matrices("kv_ldsm4t", kvemu::spread_transposed, r, (const u8*)row + offset, site);
 }
 u32 kv_movmatrix(u32 v, kvemu::Site site) {
   u32 result;

@@ -52,6 +52,7 @@ mod code {
     pub(super) const E4M3_ROW: u32 = 5;
     pub(super) const E5M2_ROW: u32 = 8;
     pub(super) const INT8_ROW: u32 = 9;
+    pub(super) const L4: u32 = 14;
 }
 
 /// How a decoding kernel is started, with as many thread blocks as the plan has slots.
@@ -71,9 +72,7 @@ impl Shape {
     /// How a call is decoded by a device whose thread blocks have `shared_bytes_max` bytes of
     /// shared memory, `None` for a call that only the kernel for everything takes: of several head
     /// dimensions, other formats, transforms where rows have no scales of their own, means of
-    /// blocks, rows in 16 bits among codes, and rows or blocks that do not lie as copies need. So
-    /// is `l4`, which kernels do take: they round levels to f16, and scores are held to what f32
-    /// rounds.
+    /// blocks, rows in 16 bits among codes, and rows or blocks that do not lie as copies need.
     pub(crate) fn of(
         (q, out): (&Tensor, &Tensor),
         (k, v): (&Plane, &Plane),
@@ -127,16 +126,25 @@ fn kernels_of(plane: &Plane, dtype: u32) -> Option<[&'static str; DIMS.len()]> {
         codes if code::E4M3.contains(&codes) => Some(kernels!("e4m3")),
         codes if code::E5M2.contains(&codes) => Some(kernels!("e5m2")),
         codes if code::INT8.contains(&codes) => Some(kernels!("int8")),
-        code::E4M3_ROW => Some(kernels!("e4m3_row")),
+        // Longer rows would spill.
+        code::E4M3_ROW if plane.head_dim <= 192 => Some(kernels!("e4m3_row")),
         code::E5M2_ROW => Some(kernels!("e5m2_row")),
         code::INT8_ROW => Some(kernels!("int8_row")),
+        // Rows of whole groups.
+        code::L4 if plane.head_dim.is_multiple_of(32) => Some(kernels!("l4")),
         _ => None,
     }
 }
 
 /// Whether rows have scales of their own behind their codes.
 fn is_scaled(plane: &Plane) -> bool {
-    [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW].contains(&plane.format)
+    [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW, code::L4].contains(&plane.format)
+}
+
+/// Whether the kernels score keys of this plane as exactly as f32 does, which is what a log-sum-exp
+/// is held to: levels of `l4` are rounded to f16.
+pub(crate) fn scores_exactly(k: &Plane) -> bool {
+    k.format != code::L4
 }
 
 /// Bytes of a row in shared memory: all chunks of 16 bytes that have some of it, wherever it
@@ -201,7 +209,7 @@ mod tests {
     #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
     use super::*;
 
-    const SCALED: [u32; 3] = [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW];
+    const SCALED: [u32; 4] = [code::E4M3_ROW, code::E5M2_ROW, code::INT8_ROW, code::L4];
 
     fn tensor(dtype: u32, dim: u32) -> Tensor {
         let token_stride = u64::from(dim) * 8 * 2;
@@ -220,6 +228,7 @@ mod tests {
     fn plane(format: u32, head_dim: u32) -> Plane {
         let codes = match format {
             code::F16 | code::BF16 => head_dim * 2,
+            code::L4 => head_dim / 2,
             _ => head_dim,
         };
         let row_bytes = if SCALED.contains(&format) { codes + 2 } else { codes };
@@ -267,6 +276,9 @@ mod tests {
             let formats = [code::F16, code::BF16, code::E4M3[0], code::E5M2[0], code::INT8[0]];
             for format in formats.into_iter().chain(SCALED) {
                 let dtype = if format == code::BF16 { code::DTYPE_BF16 } else { code::DTYPE_F16 };
+                if [(code::L4, 80), (code::E4M3_ROW, 256)].contains(&(format, dim)) {
+                    continue;
+                }
                 let found = shape(format, dtype, dim, shared).unwrap();
                 assert!(
                     found.shared_bytes <= shared && (2..=8).contains(&found.units),
@@ -283,7 +295,8 @@ mod tests {
         assert_eq!(shape(code::F16, 0, 128, shared), None, "f32 queries");
         assert_eq!(shape(12, code::DTYPE_F16, 128, shared), None, "l6");
         assert_eq!(shape(code::INT8_ROW, 0, 128, shared), None, "f32 queries of codes");
-        assert_eq!(shape(14, code::DTYPE_F16, 128, shared), None, "l4");
+        assert_eq!(shape(code::L4, code::DTYPE_F16, 80, shared), None, "l4 in part of a group");
+        assert_eq!(shape(code::E4M3_ROW, code::DTYPE_F16, 256, shared), None, "would spill");
         assert_eq!(shape(code::F16, code::DTYPE_F16, 72, shared), None, "another head_dim");
         let (q, good) = (tensor(code::DTYPE_F16, 128), plane(code::F16, 128));
         let takes = |k: &Plane, v: &Plane| Shape::of((&q, &q), (k, v), shared).is_some();

@@ -101,6 +101,7 @@ fn takers(params: &AttendParams, facts: (u32, u32), invariant: bool) -> Takers {
     let (q, k, v) = (&params.q, &params.k_plane, &params.v_plane);
     // A tensor from the host is not there yet; it will lie well.
     let shape = Shape::of((q, &params.out), (k, v), shared_bytes_max);
+    let shape = shape.filter(|_| params.lse.data == 0 || decode::scores_exactly(k));
     let work = Work {
         slots: multiprocessors.saturating_mul(2).max(1),
         kv_heads: k.num_kv_heads,
