@@ -121,10 +121,13 @@ impl WgpuReadback {
         let Some(copy) = self.copy.take() else {
             return Ok(Vec::new());
         };
-        let view =
-            copy.buffer.slice(..).get_mapped_range().map_err(|error| {
+        let view = copy.buffer.slice(..).get_mapped_range().map_err(|error| {
+            // A device that goes takes what was mapped along, and says so when its work is done.
+            let lost = self.shared.poll(wgpu::PollType::wait_indefinitely(), READ).err();
+            lost.unwrap_or_else(|| {
                 DeviceError::new(DeviceErrorKind::Driver, READ).with_source(error)
-            })?;
+            })
+        })?;
         let end = copy.skip.saturating_add(self.len);
         let range = bytes(copy.skip)..bytes(end);
         let taken = view.get(range).map(<[u8]>::to_vec);

@@ -15,7 +15,7 @@ use crate::params::{Plane, Tensor};
 use crate::recording::{Recorder, Slot};
 
 /// `head_dim`s are multiples of this, and at most [`DIM_MAX`].
-const DIM_STEP: u32 = 2;
+const DIM_STEP: u32 = 4;
 pub(crate) const DIM_MAX: u32 = 256;
 
 /// What a plan demands of the rows of a tensor.

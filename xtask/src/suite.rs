@@ -177,7 +177,7 @@ fn doc_tests(_: &Workspace) -> Result<Outcome> {
 }
 
 fn conform(_: &Workspace) -> Result<Outcome> {
-    // Shaders on a CPU are slow: the suite runs once on WebGPU, see `conform_emulated`.
+    // Shaders on a CPU are slow.
     let options = conformance::Options { brief: true, ..conformance::Options::default() };
     let total = conformance::run(&options)?;
     if !total.is_clean() {

@@ -25,10 +25,10 @@ fn of(backend: &str) -> Result<Vec<Value>, String> {
     }
 }
 
-/// The adapters of this machine; says on standard error why a test is skipped without one.
+/// The adapters of this machine; says why a test is skipped without one.
 fn adapters() -> Vec<Value> {
     of("wgpu").unwrap_or_else(|reason| {
-        eprintln!("skipped: {reason}");
+        println!("skipped: {reason}");
         Vec::new()
     })
 }
