@@ -26,6 +26,7 @@ fn of(backend: &str) -> Result<Vec<Value>, String> {
 }
 
 /// The adapters of this machine; says why a test is skipped without one.
+#[expect(clippy::print_stdout, reason = "whoever reads a test's output learns what it left out")]
 fn adapters() -> Vec<Value> {
     of("wgpu").unwrap_or_else(|reason| {
         println!("skipped: {reason}");
