@@ -15,6 +15,10 @@ pub(crate) struct Output {
 pub(crate) fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kv"));
     command.args(args).stdin(Stdio::null()).env("RUST_BACKTRACE", "1");
+    // Graphics drivers complain on standard error without it.
+    if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
+        command.env("XDG_RUNTIME_DIR", env!("CARGO_TARGET_TMPDIR"));
+    }
     command
 }
 
