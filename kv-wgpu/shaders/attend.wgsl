@@ -67,6 +67,7 @@ const UNSEEN: f32 = -1.0;    // the weight of a key that is not seen
 //! include format.wgsl name=v
 //! include transform.wgsl
 //! include visible.wgsl
+//! include tiles.wgsl
 
 var<workgroup> q_rows: array<f32, 2048>;  // [row][up to 128 or 256 values]
 var<workgroup> stage: array<f32, 1056>;   // [token][STRIDE]
@@ -94,67 +95,13 @@ struct Unit {
     end: u32,
 }
 
-fn start_of(entry: u32, rows: u32) -> u32 {
-    return lists[params.plan.sequences + entry * SEQUENCE_WORDS + 1u] * params.group / rows + entry;
-}
-
 // Rows of a workgroup.
 fn rows_of() -> u32 {
     return select(ROWS_MAX, 8u, K_CHUNKS > 4u || V_CHUNKS > 4u);
 }
 
-fn looked_up(p: Plane, s: Sequence, position: u32) -> Place {
-    return place_in(p, position, s.coded);
-}
-
-// Brings 32 values of every token of a tile to `stage`: zeros for tokens that are not here.
-fn stage_k(dim: u32, begin: u32, local: u32, scale: f32) {
-    let token = local / 4u;
-    let first = local % 4u * 8u;
-    let row = k_at[token];
-    let is_wide = wide[token] != 0u && K_FORMAT > FMT_BF16;
-    var factor = 1.0;
-    if here[token] != 0u && !is_wide && K_FORMAT > FMT_BF16 {
-        factor = k_factor(K_FORMAT, row, params.k.scales_begin, scale);
-    }
-    for (var i = first; i < first + 8u; i++) {
-        var x = 0.0;
-        let at = begin + i;
-        if here[token] != 0u && at < dim {
-            if is_wide {
-                x = f16_decode(k_half(row + 2u * at));
-            } else {
-                x = k_level(K_FORMAT, row, params.k.scales_begin, dim, scale, at) * factor;
-            }
-            if mean_at[token] != 0u {
-                x += f16_decode(k_half(mean_at[token] - 1u + 2u * at));
-            }
-        }
-        stage[token * STRIDE + i] = x;
-    }
-}
-fn stage_v(dim: u32, begin: u32, local: u32, scale: f32) {
-    let token = local / 4u;
-    let first = local % 4u * 8u;
-    let row = v_at[token];
-    let is_wide = wide[token] != 0u && V_FORMAT > FMT_BF16;
-    var factor = 1.0;
-    if here[token] != 0u && !is_wide && V_FORMAT > FMT_BF16 {
-        factor = v_factor(V_FORMAT, row, params.v.scales_begin, scale);
-    }
-    for (var i = first; i < first + 8u; i++) {
-        var x = 0.0;
-        let at = begin + i;
-        if here[token] != 0u && at < dim {
-            if is_wide {
-                x = f16_decode(v_half(row + 2u * at));
-            } else {
-                x = v_level(V_FORMAT, row, params.v.scales_begin, dim, scale, at) * factor;
-            }
-        }
-        stage[token * STRIDE + i] = x;
-    }
-}
+//! include stage.wgsl name=k format=K_FORMAT mean=mean_at[token]
+//! include stage.wgsl name=v format=V_FORMAT mean=0u
 
 // Query rows of a unit, transformed where rows of K are, and what each sees. The mean that transformed
 // keys lack becomes a bias of their scores.
@@ -299,22 +246,12 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if params.plan.num_sequences == 0u {
         return;
     }
-    var low = 0u;
-    var high = params.plan.num_sequences;
-    while high - low > 1u {
-        let middle = low + (high - low) / 2u;
-        if start_of(middle, rows) <= x {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    u.entry = low;
-    u.s = sequence_of(params.plan, low);
+    u.entry = owner_of(x, rows);
+    u.s = sequence_of(params.plan, u.entry);
     u.head = group.y;
     u.split = group.z;
     let all = u.s.q_len * params.group;
-    u.first = (x - start_of(low, rows)) * rows;
+    u.first = (x - start_of(u.entry, rows)) * rows;
     if u.first >= all || u.split >= max(u.s.num_splits, 1u) {
         return;
     }

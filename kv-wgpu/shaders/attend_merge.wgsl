@@ -17,9 +17,9 @@ struct Params {
     rows: u32,      // of a workgroup of attend.wgsl
     sinks: u32,     // whether there are sink logits
     v_constants: u32,
-    has_lse: u32,
     pad0: u32,
     pad1: u32,
+    pad2: u32,
 }
 
 const THREADS: u32 = 64u;
@@ -37,11 +37,8 @@ const EMPTY: f32 = -3.0e38;
 //! end
 //! include writer.wgsl name=out
 //! include rows.wgsl
+//! include tiles.wgsl
 //! include transform.wgsl
-
-fn start_of(entry: u32, rows: u32) -> u32 {
-    return lists[params.plan.sequences + entry * SEQUENCE_WORDS + 1u] * params.group / rows + entry;
-}
 
 // What a result relative to `before` is multiplied with to be relative to `after`.
 fn rescaled(before: f32, after: f32) -> f32 {
@@ -56,19 +53,10 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     if params.plan.num_sequences == 0u {
         return;
     }
-    var low = 0u;
-    var high = params.plan.num_sequences;
-    while high - low > 1u {
-        let middle = low + (high - low) / 2u;
-        if start_of(middle, rows) <= x {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    let s = sequence_of(params.plan, low);
+    let entry = owner_of(x, rows);
+    let s = sequence_of(params.plan, entry);
     let all = s.q_len * params.group;
-    let first = (x - start_of(low, rows)) * rows;
+    let first = (x - start_of(entry, rows)) * rows;
     if first >= all {
         return;
     }
@@ -126,7 +114,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         if params.v.transforms != 0u {
             rotate_row(dim, local);
         }
-        let written = head_begin(params.out, low, s.q_start, query, head);
+        let written = head_begin(params.out, entry, s.q_start, query, head);
         for (var d = 2u * local; d < dim; d += 2u * THREADS) {
             var a = row_values[d];
             var b = row_values[d + 1u];
@@ -138,7 +126,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         }
         //! if LSE
         if local == 0u {
-            let at = head_begin(params.lse, low, s.q_start, query, head);
+            let at = head_begin(params.lse, entry, s.q_start, query, head);
             let bits = select(bitcast<u32>(total + log(total_sum)), 0xff800000u, total_sum == 0.0);
             lse_put_word(at, bits);
         }

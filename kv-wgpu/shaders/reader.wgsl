@@ -10,14 +10,6 @@ fn $name_half(at: u32) -> u32 {
 fn $name_byte(at: u32) -> u32 {
     return $name[at >> 2u] >> ((at & 3u) * 8u) & 0xffu;
 }
-// A word at an even byte.
-fn $name_even(at: u32) -> u32 {
-    let word = $name[at >> 2u];
-    if (at & 2u) == 0u {
-        return word;
-    }
-    return word >> 16u | $name[(at >> 2u) + 1u] << 16u;
-}
 // Bits of element `i` of a row of plain numbers, as an f32.
 fn $name_bits(dtype: u32, row: u32, i: u32) -> u32 {
     if dtype == F32 {

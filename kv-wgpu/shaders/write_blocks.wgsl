@@ -3,16 +3,7 @@
 // there was, which stage_tail.wgsl has laid aside.
 //! include params.wgsl
 //! include numbers.wgsl
-
-struct Params {
-    plan: Plan,
-    rows: Tensor,
-    plane: Plane,
-    has_constants: u32,
-    num_pieces: u32,
-    pad0: u32,
-    pad1: u32,
-}
+//! include write_params.wgsl
 
 const THREADS: u32 = 64u;
 

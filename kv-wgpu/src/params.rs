@@ -196,8 +196,8 @@ params! {
         /// Whether there are sink logits.
         sinks: u32,
         v_constants: u32,
-        has_lse: u32,
         pad0: u32,
         pad1: u32,
+        pad2: u32,
     }
 }

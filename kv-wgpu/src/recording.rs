@@ -102,13 +102,14 @@ impl Recorder {
         (is_written, operation): (bool, &'static str),
     ) -> Result<(Slot, u32), DeviceError> {
         let begin = buffer.on(&self.shared, range, operation)?;
+        let whole = buffer.buffer().size();
+        // A range of nothing at the very end of a buffer has a word to bind all the same.
+        let inside = begin.min(whole.saturating_sub(4));
         let step = self.shared.alignment();
-        let skip = begin.checked_rem(step).unwrap_or(0);
-        let offset = begin.saturating_sub(skip);
-        // A range at the very end of a buffer has a word to bind all the same.
-        let offset = offset.min(buffer.buffer().size().saturating_sub(4));
+        let offset = inside.saturating_sub(inside.checked_rem(step).unwrap_or(0));
+        let skip = begin.saturating_sub(offset);
         let size = skip.saturating_add(range.1).max(4).next_multiple_of(4);
-        let size = size.min(buffer.buffer().size().saturating_sub(offset));
+        let size = size.min(whole.saturating_sub(offset));
         let most = self.shared.limits.max_storage_buffer_binding_size;
         if size > most {
             let why = format!("{size} bytes, a shader sees {most} at once");
@@ -228,9 +229,7 @@ impl Recorder {
         if rows > most {
             return Err(unsupported(self.operation, format!("{units} workgroups")));
         }
-        let columns = units.checked_div(rows.max(1)).unwrap_or(0);
-        let columns =
-            if columns.saturating_mul(rows) < units { columns.saturating_add(1) } else { columns };
+        let columns = units.div_ceil(rows.max(1));
         Ok([narrow(columns), narrow(rows), 1])
     }
 }

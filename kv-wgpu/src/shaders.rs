@@ -41,6 +41,9 @@ const FILES: &[(&str, &str)] = &[
     ("attend.wgsl", include_str!("../shaders/attend.wgsl")),
     ("attend_merge.wgsl", include_str!("../shaders/attend_merge.wgsl")),
     ("visible.wgsl", include_str!("../shaders/visible.wgsl")),
+    ("stage.wgsl", include_str!("../shaders/stage.wgsl")),
+    ("tiles.wgsl", include_str!("../shaders/tiles.wgsl")),
+    ("write_params.wgsl", include_str!("../shaders/write_params.wgsl")),
 ];
 
 /// Includes of includes, at most.

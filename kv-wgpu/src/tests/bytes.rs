@@ -42,3 +42,17 @@ fn many_bytes_go_in_parts() {
     assert!(got[3..sent.len()].iter().all(|byte| *byte == 0));
     assert_eq!(got[sent.len()..][..1], sent[sent.len() - 1..]);
 }
+
+#[test]
+fn nothing_at_the_end_of_a_buffer_can_be_bound() {
+    let Some(backend) = open() else { return };
+    let queue = backend.queue().unwrap();
+    let step = queue.recorder.shared.alignment();
+    for size in [4, step, 3 * step, 3 * step + 8] {
+        let buffer = backend.alloc(size).unwrap();
+        let (slot, skip) = queue.recorder.slot(&buffer, (size, 0), (false, "test")).unwrap();
+        assert!(slot.offset.is_multiple_of(step) && slot.size > 0, "{slot:?}");
+        assert_eq!(slot.offset + u64::from(skip), size);
+        assert!(slot.offset + slot.size <= size, "{slot:?}");
+    }
+}
