@@ -10,24 +10,39 @@ use crate::device::Shared;
 use crate::queue::WgpuQueue;
 
 /// How a device is opened.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct WgpuOptions {
     /// Which adapter.
     pub adapter: AdapterName,
+    /// Whether shaders may use subgroups where the adapter has them. Results are the same; without
+    /// is for comparing, and for a driver that gets them wrong.
+    pub subgroups: bool,
 }
 
 impl WgpuOptions {
     /// The adapter of this name, and nothing unusual.
     pub fn new(adapter: AdapterName) -> Self {
-        Self { adapter }
+        Self { adapter, subgroups: true }
+    }
+    /// Whether shaders may use subgroups.
+    #[must_use]
+    pub fn with_subgroups(mut self, subgroups: bool) -> Self {
+        self.subgroups = subgroups;
+        self
+    }
+}
+
+impl Default for WgpuOptions {
+    fn default() -> Self {
+        Self::new(AdapterName::default())
     }
 }
 
 /// A WebGPU device. A clone is the same device.
 #[derive(Debug, Clone)]
 pub struct WgpuBackend {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     capabilities: Capabilities,
     facts: Option<AdapterFacts>,
 }
@@ -55,7 +70,7 @@ impl WgpuBackend {
         let opened = pollster::block_on(adapter.request_device(&descriptor));
         let (device, queue) = opened
             .map_err(|error| DeviceError::new(DeviceErrorKind::Driver, OPEN).with_source(error))?;
-        Ok(Self { facts: Some(facts), ..Self::on(device, queue) })
+        Ok(Self { facts: Some(facts), ..Self::new(device, queue, options.subgroups) })
     }
 
     /// A device of the caller's own, with its queue. Submissions of the caller's and of the
@@ -63,7 +78,11 @@ impl WgpuBackend {
     ///
     /// The backend takes the device's lost callback, which wgpu has one of.
     pub fn on(device: wgpu::Device, queue: wgpu::Queue) -> Self {
-        let shared = Shared::new(device, queue);
+        Self::new(device, queue, true)
+    }
+
+    fn new(device: wgpu::Device, queue: wgpu::Queue, subgroups: bool) -> Self {
+        let shared = Shared::new(device, queue, subgroups);
         let limits = &shared.limits;
         let capabilities = Capabilities::minimal()
             .with_buffer_bytes_max(limits.max_buffer_size)

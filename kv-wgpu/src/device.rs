@@ -18,6 +18,9 @@ pub(crate) struct Shared {
     pub(crate) limits: wgpu::Limits,
     pub(crate) pipelines: Pipelines,
     pub(crate) waiter: Waiter,
+    /// Whether subgroups may be used, and whether neighbours were found in them.
+    pub(crate) may_use_subgroups: bool,
+    pub(crate) neighbours: OnceLock<bool>,
     fate: Arc<Fate>,
 }
 
@@ -41,7 +44,7 @@ impl fmt::Debug for Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue) -> Self {
+    pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue, may_use_subgroups: bool) -> Self {
         let fate = Arc::new(Fate::default());
         let noticed = Arc::clone(&fate);
         device.set_device_lost_callback(move |reason, words| {
@@ -49,7 +52,16 @@ impl Shared {
         });
         let waiter = Waiter::new(&device);
         let limits = device.limits();
-        Self { device, queue, limits, pipelines: Pipelines::default(), waiter, fate }
+        Self {
+            device,
+            queue,
+            limits,
+            pipelines: Pipelines::default(),
+            waiter,
+            may_use_subgroups,
+            neighbours: OnceLock::new(),
+            fate,
+        }
     }
 
     /// Does work of which wgpu tells the errors afterwards.

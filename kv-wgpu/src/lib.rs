@@ -11,6 +11,7 @@
 //!
 //! Outputs lie in device memory; inputs may lie in host memory, and go along with the submission.
 //! Neither 16-bit floats nor subgroups are needed: rows of 16 and 8 bits are packed into words.
+//! Where there are subgroups, sums among neighbours go through them.
 #![forbid(unsafe_code)]
 
 mod adapter;
@@ -29,6 +30,7 @@ mod scratch;
 mod shaders;
 mod signal;
 mod steps;
+mod subgroups;
 mod tensors;
 #[cfg(test)]
 mod tests;

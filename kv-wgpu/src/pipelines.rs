@@ -5,7 +5,7 @@ use hashbrown::HashMap;
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::device::Shared;
-use crate::shaders;
+use crate::{shaders, subgroups};
 
 /// A shader and what it is specialised for.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -65,7 +65,11 @@ impl Shared {
 
     fn compile(&self, kernel: &Kernel) -> Result<Pipeline, DeviceError> {
         const COMPILE: &str = "compile a shader";
-        let source = shaders::source(kernel.shader, kernel.flags)
+        let mut flags = kernel.flags.to_vec();
+        if self.has_neighbours()? {
+            flags.push(subgroups::FLAG);
+        }
+        let source = shaders::source(kernel.shader, &flags)
             .map_err(|why| DeviceError::new(DeviceErrorKind::Driver, COMPILE).with_detail(why))?;
         let constants: Vec<_> =
             kernel.constants.iter().map(|(name, value)| (*name, f64::from(*value))).collect();

@@ -20,6 +20,7 @@ const FILES: &[(&str, &str)] = &[
     ("convert.wgsl", include_str!("../shaders/convert.wgsl")),
     ("entries.wgsl", include_str!("../shaders/entries.wgsl")),
     ("numbers.wgsl", include_str!("../shaders/numbers.wgsl")),
+    ("neighbours.wgsl", include_str!("../shaders/neighbours.wgsl")),
     ("pad.wgsl", include_str!("../shaders/pad.wgsl")),
     ("params.wgsl", include_str!("../shaders/params.wgsl")),
     ("reader.wgsl", include_str!("../shaders/reader.wgsl")),

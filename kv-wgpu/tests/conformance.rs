@@ -1,5 +1,5 @@
 //! The WebGPU backend keeps the whole contract, on the first adapter or on the one that
-//! `KV_WGPU_ADAPTER` names.
+//! `KV_WGPU_ADAPTER` names; with `KV_WGPU_SUBGROUPS=0` without subgroups.
 use std::process::ExitCode;
 
 use kv_wgpu::{WgpuBackend, WgpuOptions};
@@ -13,6 +13,7 @@ fn main() -> ExitCode {
                 Ok(adapter) => adapter,
             },
         };
-        WgpuBackend::open(&WgpuOptions::new(adapter))
+        let is_without = std::env::var("KV_WGPU_SUBGROUPS").is_ok_and(|value| value == "0");
+        WgpuBackend::open(&WgpuOptions::new(adapter).with_subgroups(!is_without))
     })
 }

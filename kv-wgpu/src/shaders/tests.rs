@@ -1,14 +1,23 @@
 //! Sources put together from files, parsed and validated as drivers would get them.
-use naga::valid::{Capabilities, ValidationFlags, Validator};
+use naga::valid::{Capabilities, ShaderStages, SubgroupOperationSet, ValidationFlags, Validator};
 
 use super::*;
 use crate::op::kernels;
+use crate::pipelines::Kernel;
+use crate::subgroups;
 
-/// Parses and validates WGSL, specialised by these constants.
-fn validate(source: &str, constants: &[(&'static str, u32)]) -> Result<(), String> {
+/// Parses and validates WGSL, specialised by these constants, for a device with these features.
+fn validate(
+    source: &str,
+    constants: &[(&'static str, u32)],
+    features: Capabilities,
+) -> Result<(), String> {
     let module =
         naga::front::wgsl::parse_str(source).map_err(|error| error.emit_to_string(source))?;
-    let mut validator = Validator::new(ValidationFlags::all(), Capabilities::empty());
+    let mut validator = Validator::new(ValidationFlags::all(), features);
+    validator
+        .subgroup_stages(ShaderStages::COMPUTE)
+        .subgroup_operations(SubgroupOperationSet::all());
     let info = validator.validate(&module).map_err(|error| error.emit_to_string(source))?;
     let given: naga::back::PipelineConstants =
         constants.iter().map(|(name, value)| ((*name).to_owned(), f64::from(*value))).collect();
@@ -20,28 +29,44 @@ fn validate(source: &str, constants: &[(&'static str, u32)]) -> Result<(), Strin
     Ok(())
 }
 
+/// The flags of a kernel on a device with or without subgroups.
+fn flags(kernel: &Kernel, has_subgroups: bool) -> Vec<&'static str> {
+    let more = has_subgroups.then_some(subgroups::FLAG);
+    kernel.flags.iter().copied().chain(more).collect()
+}
+
 #[test]
 fn every_specialisation_is_valid() {
     let mut count = 0_u32;
     for kernel in kernels() {
-        let source = source(kernel.shader, kernel.flags).unwrap();
-        let checked = validate(&source, &kernel.constants);
-        assert!(checked.is_ok(), "{kernel:?}: {}", checked.unwrap_err());
-        count = count.saturating_add(1);
+        let variants = [(false, Capabilities::empty()), (true, Capabilities::SUBGROUP)];
+        for (has_subgroups, features) in variants {
+            let source = source(kernel.shader, &flags(&kernel, has_subgroups)).unwrap();
+            let checked = validate(&source, &kernel.constants, features);
+            assert!(checked.is_ok(), "{kernel:?}: {}", checked.unwrap_err());
+            count = count.saturating_add(1);
+        }
     }
+    let probe = source(subgroups::PROBE, &[]).unwrap();
+    assert!(validate(&probe, &[], Capabilities::SUBGROUP).is_ok());
+    assert!(validate(&probe, &[], Capabilities::empty()).is_err(), "the feature is needed");
     assert!(count > 0);
 }
 
 #[test]
 fn mistakes_are_named() {
     assert!(source("nowhere.wgsl", &[]).unwrap_err().contains("nowhere.wgsl"));
-    assert!(validate("fn f() -> u32 { return 1.5; }", &[]).is_err());
+    let wrong = "fn f() -> u32 { return 1.5; }";
+    assert!(validate(wrong, &[], Capabilities::empty()).is_err());
 }
 
 #[test]
 fn every_file_is_used() {
-    let all: String =
-        kernels().into_iter().map(|kernel| source(kernel.shader, kernel.flags).unwrap()).collect();
+    let both = |kernel: Kernel| {
+        [false, true].map(|has| source(kernel.shader, &flags(&kernel, has)).unwrap()).concat()
+    };
+    let all = kernels().into_iter().map(both).chain([source(subgroups::PROBE, &[]).unwrap()]);
+    let all: String = all.collect();
     for (name, text) in FILES {
         let line = text.lines().find(|line| line.starts_with("fn ") && !line.contains('$'));
         if let Some(line) = line {

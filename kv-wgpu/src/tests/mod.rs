@@ -11,6 +11,7 @@ mod foreign;
 mod lost;
 mod params;
 mod segments;
+mod subgroups;
 mod tasks;
 
 use kv_core::backend::{Backend, Queue, Readback};
@@ -41,7 +42,8 @@ fn find() -> Option<wgpu::Adapter> {
 /// An opened adapter; says why there is none.
 fn open() -> Option<WgpuBackend> {
     find()?;
-    Some(WgpuBackend::open(&WgpuOptions::new(name())).unwrap())
+    let is_without = std::env::var("KV_WGPU_SUBGROUPS").is_ok_and(|value| value == "0");
+    Some(WgpuBackend::open(&WgpuOptions::new(name()).with_subgroups(!is_without)).unwrap())
 }
 
 /// A device of the caller's own, with WebGPU's smallest limits but for what is changed here.
