@@ -1,5 +1,6 @@
 //! The command line: every name and number is parsed into its type here, once.
 mod accuracy;
+mod bench;
 mod replay;
 
 use std::path::PathBuf;
@@ -9,12 +10,13 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use kv::Device;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
+pub(crate) use self::bench::BenchArgs;
 pub(crate) use self::replay::ReplayArgs;
 use crate::memory::Bytes;
 use crate::stored::Stored;
 
-/// Generate text with a KV cache, plan its memory, measure what its formats cost and what reuse
-/// saves.
+/// Generate text with a KV cache, plan its memory, measure what its formats cost, what reuse saves
+/// and how fast a device is.
 #[derive(Debug, Parser)]
 #[command(name = "kv", version, arg_required_else_help = true, max_term_width = 100)]
 pub(crate) struct Cli {
@@ -29,6 +31,7 @@ pub(crate) enum Command {
     Replay(ReplayArgs),
     Eval(EvalArgs),
     Calibrate(CalibrateArgs),
+    Bench(BenchArgs),
     Devices(DevicesArgs),
 }
 
@@ -231,10 +234,17 @@ fn at_least_1(text: &str) -> Result<u32, String> {
 }
 
 impl Cli {
-    /// Refuses options that exclude each other by their values.
+    /// Refuses options that exclude each other, or do not fit each other, by their values.
     pub(crate) fn checked(self) -> Result<Self, clap::Error> {
-        let Command::Generate(args) = &self.command else {
-            return Ok(self);
+        let args = match &self.command {
+            Command::Generate(args) => args,
+            Command::Bench(args) => {
+                return match args.check() {
+                    Ok(()) => Ok(self),
+                    Err(uneven) => Err(Self::command().error(ErrorKind::ValueValidation, uneven)),
+                };
+            }
+            _ => return Ok(self),
         };
         let (has_beams, has_drafts) = (args.beams > 1, args.draft_tokens > 0);
         let conflict = [

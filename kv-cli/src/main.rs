@@ -1,11 +1,12 @@
-//! The program `kv`: generate text with a KV cache, plan its memory, measure what its formats cost
-//! and what reuse saves, list devices.
+//! The program `kv`: generate text with a KV cache, plan its memory, measure what its formats cost,
+//! what reuse saves and how fast a device is, list devices.
 //!
 //! Results go to standard output, one line for an error to standard error. Exit codes: 0 done, 1
 //! failed, 2 wrong usage.
 #![forbid(unsafe_code)]
 
 mod args;
+mod bench;
 mod bundled;
 mod calibrate;
 mod compare;
@@ -55,7 +56,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
-    if !matches!(cli.command, Command::Plan(_) | Command::Replay(_) | Command::Devices(_)) {
+    if has_model(&cli.command) {
         threads::settle();
     }
     // Inside the pool that candle and the CPU backend work on: a step of a small model has a
@@ -71,6 +72,14 @@ fn main() -> ExitCode {
     }
 }
 
+/// Whether a command computes with candle.
+fn has_model(command: &Command) -> bool {
+    match command {
+        Command::Generate(_) | Command::Eval(_) | Command::Calibrate(_) => true,
+        Command::Plan(_) | Command::Replay(_) | Command::Bench(_) | Command::Devices(_) => false,
+    }
+}
+
 fn run(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
         Command::Generate(args) => generate::run(args),
@@ -78,6 +87,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Replay(args) => replay::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Calibrate(args) => calibrate::run(args),
+        Command::Bench(args) => bench::run(args),
         Command::Devices(args) => devices::run(args),
     }
 }

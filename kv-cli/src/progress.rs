@@ -13,6 +13,11 @@ pub(crate) fn requests(total: u64) -> ProgressBar {
     bar(total, "{bar:40} {pos}/{len} requests, {per_sec}, {eta} {msg}")
 }
 
+/// A bar over `total` rounds of measuring; without a terminal one that is never seen.
+pub(crate) fn rounds(total: u64) -> ProgressBar {
+    bar(total, "{bar:40} {pos}/{len} rounds, {eta} {msg}")
+}
+
 fn bar(total: u64, template: &str) -> ProgressBar {
     let target = if std::io::stderr().is_terminal() {
         ProgressDrawTarget::stderr()

@@ -6,6 +6,7 @@
     clippy::panic,
     reason = "helpers of tests fail as tests do"
 )]
+mod bench;
 mod devices;
 mod eval;
 mod golden;

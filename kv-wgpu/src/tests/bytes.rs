@@ -27,6 +27,41 @@ fn bytes_go_to_every_place() {
 }
 
 #[test]
+fn a_copy_takes_whole_words_of_another_buffer() {
+    use kv_core::DeviceErrorKind::{ForeignHandle, OutOfRange, Unsupported};
+
+    let Some(backend) = open() else { return };
+    let mut queue = backend.queue().unwrap();
+    let [from, to] = [32, 24].map(|len| backend.alloc(len).unwrap());
+    let sent: Vec<u8> = (1..=32).collect();
+    queue.upload(&from, 0, &sent).unwrap();
+    queue.copy((&from, 8), (&to, 4), 12).unwrap();
+    queue.copy((&from, 32), (&to, 24), 0).unwrap();
+    let mut expected = vec![0; 24];
+    expected[4..16].copy_from_slice(&sent[8..20]);
+    assert_eq!(read(&mut queue, &to).unwrap(), expected);
+    // A view begins inside its buffer, here at no word.
+    let odd = from.view(2, 16).unwrap();
+    queue.copy((&odd, 2), (&to, 0), 4).unwrap();
+    expected[..4].copy_from_slice(&sent[4..8]);
+    assert_eq!(read(&mut queue, &to).unwrap(), expected);
+    let other = open().unwrap().alloc(32).unwrap();
+    let mut refused = |from: (&WgpuBuffer, u64), to: (&WgpuBuffer, u64), len: u64, kind| {
+        let error = queue.copy(from, to, len).unwrap_err();
+        assert_eq!(error.kind(), kind, "{error}");
+    };
+    refused((&from, 0), (&to, 0), 28, OutOfRange);
+    refused((&from, 24), (&to, 0), 12, OutOfRange);
+    refused((&from, 0), (&to, 2), 4, Unsupported);
+    refused((&from, 0), (&to, 0), 6, Unsupported);
+    refused((&odd, 0), (&to, 0), 4, Unsupported);
+    refused((&from, 0), (&from, 16), 8, Unsupported);
+    refused((&other, 0), (&to, 0), 4, ForeignHandle);
+    refused((&from, 0), (&other, 0), 4, ForeignHandle);
+    assert_eq!(read(&mut queue, &to).unwrap(), expected, "a refusal has changed nothing");
+}
+
+#[test]
 fn many_bytes_go_in_parts() {
     let Some(backend) = open() else { return };
     let mut queue = backend.queue().unwrap();

@@ -1,0 +1,248 @@
+//! What `kv bench` says, for programs and for people.
+use serde::Serialize;
+
+use super::clock::gb_per_s;
+use super::work::{Operation, Work};
+use crate::args::BenchArgs;
+use crate::memory::Bytes;
+use crate::output;
+use crate::stored::Stored;
+
+/// The part of the plain copy's rate that decoding is to reach on a card.
+const GOAL: f64 = 0.5;
+
+/// What a device says of itself.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Facts {
+    pub(super) device: String,
+    /// Discrete, integrated, or whatever it is.
+    pub(super) kind: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) driver: Option<String>,
+    /// Whether a CPU stands for a card.
+    pub(super) is_software_adapter: bool,
+}
+
+/// Everything there is to say.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    backend: String,
+    #[serde(flatten)]
+    facts: Facts,
+    /// What the figures are worth, where that is not plain.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    note: Option<&'static str>,
+    batch: u32,
+    context: u32,
+    layers: u16,
+    q_heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    block_size: u32,
+    rounds: u32,
+    lines: Vec<Line>,
+}
+
+const SOFTWARE: &str = "A CPU runs the shaders of this adapter: what follows is the speed of a \
+                        driver in software, and says nothing of a card.";
+
+/// One operation in one stored format. Times are medians of one run.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Line {
+    operation: &'static str,
+    format: String,
+    bytes_read: u64,
+    bytes_written: u64,
+    us: f64,
+    gb_per_s: f64,
+    /// Bytes that the plain copy takes from one buffer to another; it reads and writes as many.
+    copy_bytes: u64,
+    copy_us: f64,
+    copy_gb_per_s: f64,
+    /// The one rate as a part of the other.
+    of_copy: f64,
+}
+
+impl Line {
+    /// `seconds`: of the operation, and of the plain copy beside it.
+    pub(super) fn new(
+        operation: Operation,
+        stored: &Stored,
+        work: Work,
+        [seconds, copy_seconds]: [f64; 2],
+    ) -> Self {
+        let rate = gb_per_s(work.read.saturating_add(work.written), seconds);
+        let copy_rate = gb_per_s(work.copied().saturating_mul(2), copy_seconds);
+        Self {
+            operation: operation.name(),
+            format: stored.formats(),
+            bytes_read: work.read,
+            bytes_written: work.written,
+            us: seconds * 1e6,
+            gb_per_s: rate,
+            copy_bytes: work.copied(),
+            copy_us: copy_seconds * 1e6,
+            copy_gb_per_s: copy_rate,
+            of_copy: if copy_rate > 0.0 { rate / copy_rate } else { 0.0 },
+        }
+    }
+}
+
+impl Report {
+    pub(super) fn new(args: &BenchArgs, facts: Facts, mut lines: Vec<Line>) -> Self {
+        // Formats of one operation beside each other.
+        let place =
+            |line: &Line| Operation::ALL.iter().position(|one| one.name() == line.operation);
+        lines.sort_by_key(place);
+        Self {
+            backend: args.backend.to_string(),
+            note: facts.is_software_adapter.then_some(SOFTWARE),
+            facts,
+            batch: args.batch,
+            context: args.context,
+            layers: args.layers,
+            q_heads: args.q_heads,
+            kv_heads: args.kv_heads,
+            head_dim: args.head_dim,
+            block_size: args.block_size,
+            rounds: args.rounds,
+            lines,
+        }
+    }
+
+    pub(super) fn show(&self) -> String {
+        let Self { backend, facts, batch, context, layers, .. } = self;
+        let Self { q_heads, kv_heads, head_dim, block_size, rounds, .. } = self;
+        let Facts { device, kind, driver, .. } = facts;
+        let driver = driver.as_ref().map(|driver| format!(", driver {driver}"));
+        let driver = driver.unwrap_or_default();
+        let note = self.note.map(|note| format!("{note}\n")).unwrap_or_default();
+        format!(
+            "{backend}: {device}; {kind}{driver}\n\
+             {note}\
+             {batch} sequences of {context} tokens, {layers} layers, {q_heads} query heads on \
+             {kv_heads} kv heads of {head_dim}, blocks of {block_size}; medians of {rounds} rounds\n\
+             \n{}\n\
+             decode   attention of one token a sequence, all layers: reads K and V of all contexts\n\
+             append   K and V of one token a sequence: reads bf16 rows, writes stored ones\n\
+             prefill  the same for one prompt of {context} tokens\n\
+             copy     the blocks of one sequence to those of another: reads and writes stored rows\n\
+             plain copy, one buffer to another, takes as many bytes as the operation reads, in the \
+             same rounds.\n\
+             GB/s counts 10^9 bytes, read and written ones alike; of copy is the one rate by the \
+             other.\n{}",
+            output::table(&self.table()),
+            self.verdict().unwrap_or_default()
+        )
+    }
+
+    fn table(&self) -> Vec<Vec<String>> {
+        let heading = [
+            "operation",
+            "format",
+            "reads",
+            "writes",
+            "us",
+            "GB/s",
+            "copy us",
+            "copy GB/s",
+            "of copy",
+        ];
+        let mut rows = vec![heading.map(str::to_owned).to_vec()];
+        rows.extend(self.lines.iter().map(|line| {
+            vec![
+                line.operation.to_owned(),
+                line.format.clone(),
+                Bytes(line.bytes_read).to_string(),
+                Bytes(line.bytes_written).to_string(),
+                format!("{:.1}", line.us),
+                format!("{:.3}", line.gb_per_s),
+                format!("{:.1}", line.copy_us),
+                format!("{:.3}", line.copy_gb_per_s),
+                format!("{:.3}", line.of_copy),
+            ]
+        }));
+        rows
+    }
+
+    /// Whether decoding is as fast as it is to be, on real hardware.
+    fn verdict(&self) -> Option<String> {
+        if self.facts.is_software_adapter {
+            return None;
+        }
+        let decodes = self.lines.iter().filter(|line| line.operation == Operation::Decode.name());
+        let slow: Vec<_> = decodes
+            .filter(|line| line.of_copy < GOAL)
+            .map(|line| format!("{} ({:.3})", line.format, line.of_copy))
+            .collect();
+        Some(if slow.is_empty() {
+            format!("Decode reaches {GOAL} of the plain copy's rate in every format.\n")
+        } else {
+            format!("Decode stays below {GOAL} of the plain copy's rate in {}.\n", slow.join(", "))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+
+    fn report(is_software_adapter: bool, formats: &[(&str, f64)]) -> Report {
+        let cli = Cli::try_parse_from(["kv", "bench"]).expect("arguments");
+        let Command::Bench(args) = cli.command else { panic!("another command") };
+        let facts = Facts {
+            device: "a card".to_owned(),
+            kind: "Vulkan".to_owned(),
+            driver: Some("1.2".to_owned()),
+            is_software_adapter,
+        };
+        let lines = formats.iter().flat_map(|(format, seconds)| {
+            let stored: Stored = format.parse().expect("a format");
+            Operation::ALL.map(|operation| {
+                let work = Work { read: 2_000_000_000, written: 0 };
+                Line::new(operation, &stored, work, [*seconds, 2.0])
+            })
+        });
+        let lines = lines.collect();
+        Report::new(&args, facts, lines)
+    }
+
+    #[test]
+    fn a_rate_counts_what_is_read_and_written() {
+        let stored: Stored = "l4".parse().expect("a format");
+        let work = Work { read: 3_000_000_002, written: 1_000_000_000 };
+        let line = Line::new(Operation::Append, &stored, work, [2.0, 4.0]);
+        assert_eq!((line.bytes_read, line.bytes_written), (3_000_000_002, 1_000_000_000));
+        assert_eq!(line.copy_bytes, 3_000_000_004, "whole words");
+        assert!((line.gb_per_s - 2.000_000_001).abs() < 1e-12);
+        assert!((line.copy_gb_per_s - 1.500_000_002).abs() < 1e-12);
+        assert!((line.of_copy - line.gb_per_s / line.copy_gb_per_s).abs() < 1e-12);
+        assert!((line.us - 2e6).abs() < 1e-6 && (line.copy_us - 4e6).abs() < 1e-6);
+        let none = Line::new(Operation::Append, &stored, work, [0.0, 0.0]);
+        assert_eq!([none.gb_per_s, none.copy_gb_per_s, none.of_copy], [0.0; 3]);
+    }
+
+    #[test]
+    fn formats_of_one_operation_stand_together() {
+        let report = report(false, &[("bf16", 1.0), ("l4", 1.0)]);
+        let order: Vec<_> =
+            report.lines.iter().map(|line| (line.operation, line.format.as_str())).collect();
+        assert_eq!(order[..3], [("decode", "bf16"), ("decode", "l4"), ("append", "bf16")]);
+    }
+
+    #[test]
+    fn a_card_is_judged_and_a_driver_in_software_is_named() {
+        // The copy moves 2 GB/s.
+        let shown = report(false, &[("bf16", 1.0), ("int8", 2.0)]).show();
+        assert!(shown.contains("a card; Vulkan, driver 1.2\n4 sequences"), "{shown}");
+        assert!(shown.ends_with("Decode reaches 0.5 of the plain copy's rate in every format.\n"));
+        let shown = report(false, &[("bf16", 1.0), ("l4", 4.0)]).show();
+        assert!(
+            shown.ends_with("Decode stays below 0.5 of the plain copy's rate in l4 (0.250).\n")
+        );
+        let shown = report(true, &[("bf16", 1.0)]).show();
+        assert!(shown.contains(SOFTWARE) && !shown.contains("Decode "), "{shown}");
+    }
+}

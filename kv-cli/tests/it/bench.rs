@@ -1,0 +1,178 @@
+//! `kv bench`, in sizes that tell nothing of speed: every line is there, and its numbers fit
+//! together.
+use serde_json::Value;
+
+use crate::support::{fails, json, kv, number};
+
+const SHAPE: [&str; 16] = [
+    "--batch",
+    "3",
+    "--context",
+    "40",
+    "--layers",
+    "2",
+    "--q-heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--head-dim",
+    "64",
+    "--rounds",
+    "2",
+    "--formats",
+    "bf16,fp8-e4m3,int8,l4,int8/l4",
+];
+
+/// Bytes of one slot of a layer and of the slots of 40 tokens, by format: K and V of two heads of
+/// 64. A sink of 128 bytes takes two slots of int8 and four of l4.
+const STORED: [(&str, u64, u64); 5] = [
+    ("bf16", 512, 40),
+    ("fp8-e4m3", 256, 40),
+    ("int8", 264, 44),
+    ("l4", 136, 52),
+    ("int8/l4", 200, 52),
+];
+
+/// Runs on a device of this machine, `None` where it has none of this kind.
+#[expect(clippy::print_stdout, reason = "whoever reads a test's output learns what it left out")]
+fn device(backend: &str) -> Option<String> {
+    let report = json(&["devices"]);
+    let is_its = |value: &&Value| value["backend"] == backend && value["refusal"].is_null();
+    let found = report["devices"].as_array().expect("a list").iter().find(is_its);
+    if found.is_none() {
+        println!("skipped: no device for {backend}");
+    }
+    found.map(|device| device["name"].as_str().expect("text").to_owned())
+}
+
+fn whole(value: &Value) -> u64 {
+    value.as_u64().unwrap_or_else(|| panic!("{value} is no whole number"))
+}
+
+/// What is read and written by a step of two layers.
+fn moved(operation: &str, (_, slot, slots): (&str, u64, u64)) -> (u64, u64) {
+    let (layers, batch, context, token) = (2, 3, 40, 2 * 2 * 64 * 2);
+    let stored = layers * slots * slot;
+    match operation {
+        "decode" => (batch * stored, 0),
+        "append" => (layers * batch * token, layers * batch * slot),
+        "prefill" => (layers * context * token, stored),
+        "copy" => (stored, stored),
+        _ => panic!("{operation} is new"),
+    }
+}
+
+fn every_line_is_there(backend: &str) {
+    let report = json(&[&["bench", "--backend", backend][..], &SHAPE].concat());
+    assert_eq!(report["backend"], backend);
+    assert_eq!((whole(&report["rounds"]), whole(&report["q_heads"])), (2, 4));
+    let lines = report["lines"].as_array().expect("lines");
+    let operations = ["decode", "append", "prefill", "copy"];
+    let expected = operations.iter().flat_map(|name| STORED.map(|stored| (*name, stored)));
+    assert_eq!(lines.len(), operations.len() * STORED.len());
+    for (line, (operation, stored)) in lines.iter().zip(expected) {
+        assert_eq!((&line["operation"], &line["format"]), (&operation.into(), &stored.0.into()));
+        let bytes = (whole(&line["bytes_read"]), whole(&line["bytes_written"]));
+        assert_eq!(bytes, moved(operation, stored), "{line}");
+        assert_eq!(whole(&line["copy_bytes"]), bytes.0, "{line}");
+        let [us, rate, copy_us, copy_rate, of_copy] =
+            ["us", "gb_per_s", "copy_us", "copy_gb_per_s", "of_copy"].map(|name| {
+                let figure = number(line, name);
+                assert!(figure.is_finite() && figure > 0.0, "{name}: {line}");
+                figure
+            });
+        let is_near = |a: f64, b: f64| (a - b).abs() <= 1e-9 * b;
+        let giga = |bytes: u64| f64::from(u32::try_from(bytes).expect("small")) / 1e9;
+        assert!(is_near(rate, giga(bytes.0 + bytes.1) / us * 1e6), "{line}");
+        assert!(is_near(copy_rate, giga(2 * bytes.0) / copy_us * 1e6), "{line}");
+        assert!(is_near(of_copy, rate / copy_rate), "{line}");
+    }
+}
+
+#[test]
+fn the_cpu_is_measured() {
+    every_line_is_there("cpu");
+}
+
+#[test]
+fn an_adapter_is_measured() {
+    if let Some(name) = device("wgpu") {
+        every_line_is_there(&name);
+    }
+}
+
+#[test]
+fn a_card_is_measured() {
+    if let Some(name) = device("cuda") {
+        every_line_is_there(&name);
+    }
+}
+
+#[test]
+fn the_table_says_what_was_measured() {
+    let tiny = ["--batch", "1", "--context", "5", "--layers", "1", "--head-dim", "8"];
+    let args = ["bench", "--formats", "bf16,l4", "--rounds", "1"];
+    let output = kv(&[&args[..], &tiny].concat());
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""));
+    let text = output.stdout;
+    for words in [
+        "cpu: ",
+        " threads; CPU\n",
+        "1 sequences of 5 tokens, 1 layers, 32 query heads on 8 kv heads of 8, blocks of 16",
+        "of the plain copy's rate in ",
+    ] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    assert!(!text.contains("software"), "{text}");
+    for operation in ["decode", "append", "prefill", "copy"] {
+        let is_line = |line: &&str| {
+            let mut words = line.split_whitespace();
+            words.next() == Some(operation) && matches!(words.next(), Some("bf16" | "l4"))
+        };
+        assert_eq!(text.lines().filter(is_line).count(), 2, "{operation}: {text}");
+    }
+}
+
+#[test]
+fn an_adapter_that_a_cpu_stands_for_is_called_so() {
+    let Some(name) = device("wgpu") else { return };
+    let devices = json(&["devices"]);
+    let is_it = |device: &&Value| device["name"] == name.as_str();
+    let adapter = devices["devices"].as_array().expect("a list").iter().find(is_it);
+    let adapter = adapter.expect("it was there").clone();
+    let tiny = ["--batch", "1", "--context", "5", "--layers", "1", "--head-dim", "8"];
+    let args = ["bench", "--backend", &name, "--formats", "bf16", "--rounds", "1"];
+    let text = kv(&[&args[..], &tiny].concat()).stdout;
+    let word = |field: &str| adapter[field].as_str().expect("text");
+    let first = format!("{name}: {}; {}, {}", word("adapter"), word("api"), word("kind"));
+    assert!(text.starts_with(&first), "{first}: {text}");
+    assert!(text.contains(&format!("driver {}\n", word("driver"))), "{text}");
+    let is_software = word("kind") == "Cpu";
+    assert_eq!(text.contains("A CPU runs the shaders of this adapter"), is_software, "{text}");
+    assert_eq!(text.contains("says nothing of a card"), is_software, "{text}");
+    assert_eq!(text.contains("of the plain copy's rate in "), !is_software, "{text}");
+}
+
+#[test]
+fn wrong_input_is_refused() {
+    let fails_with = |args: &[&str], code, words| fails(&[&["bench"], args].concat(), code, words);
+    fails_with(&["--backend", "abacus"], 2, "unknown backend \"abacus\"");
+    fails_with(&["--backend", "cpu:1"], 2, "expected NAME or NAME:INDEX");
+    fails_with(&["--formats", "bf16,int3"], 2, "unknown stored format \"int3\"");
+    fails_with(&["--formats", "l4,sinks=0"], 2, "unknown stored format \"sinks=0\"");
+    fails_with(&["--formats", ""], 2, "unknown stored format \"\"");
+    for name in ["--batch", "--context", "--q-heads", "--kv-heads", "--head-dim", "--block-size"] {
+        fails_with(&[name, "0"], 2, "at least 1");
+        fails_with(&[name, "-1"], 2, name);
+        fails_with(&[name, "x"], 2, name);
+    }
+    fails_with(&["--rounds", "0"], 2, "at least 1");
+    fails_with(&["--layers", "0"], 2, "--layers");
+    fails_with(&["--layers", "65536"], 2, "--layers");
+    fails_with(&["--kv-heads", "5"], 2, "--q-heads 32 is no multiple of --kv-heads 5");
+    fails_with(&["--block-size", "2", "--formats", "l4"], 1, "l4: sinks");
+    fails_with(&["--batch", "4294967295", "--formats", "bf16"], 1, "too many sequences");
+    let many = ["--batch", "4294967294", "--context", "4294967295", "--formats", "bf16"];
+    fails_with(&many, 1, "more than 2^32 blocks");
+    fails_with(&["--backend", "wgpu:no such card"], 1, "no adapter");
+}
