@@ -41,9 +41,10 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = at_least_1)]
     pub(crate) batch: u32,
 
-    /// Tokens of each sequence, the new one included, and of the prompt
-    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = at_least_1)]
-    pub(crate) context: u32,
+    /// Tokens of each sequence, the new one included, and of the prompt; 2048 unless given, 256
+    /// where a CPU runs the shaders of an adapter
+    #[arg(long, value_name = "N", value_parser = at_least_1)]
+    pub(crate) context: Option<u32>,
 
     /// Layers of one step; all of them together should be larger than the device's caches
     #[arg(
@@ -70,9 +71,9 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_1)]
     pub(crate) block_size: u32,
 
-    /// Rounds that count
-    #[arg(long, value_name = "N", default_value_t = 7, value_parser = at_least_1)]
-    pub(crate) rounds: u32,
+    /// Rounds that count; 7 unless given, 3 where a CPU runs the shaders of an adapter
+    #[arg(long, value_name = "N", value_parser = at_least_1)]
+    pub(crate) rounds: Option<u32>,
 
     /// Print one JSON object instead of a table
     #[arg(long)]

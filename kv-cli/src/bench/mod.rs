@@ -18,12 +18,13 @@ use kv::{Adapter, Device};
 
 use crate::args::BenchArgs;
 use crate::num::to_u64;
+use crate::stored::Stored;
 use crate::{output, progress};
 use clock::Samples;
 use plain::PlainCopy;
 use report::{Line, Report};
 use rig::Rig;
-use work::Operation;
+use work::{Operation, Shape};
 
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let report = match &args.backend {
@@ -46,32 +47,45 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
 
 /// Measures every format on an opened device.
 fn measure<B: PlainCopy>(args: &BenchArgs, backend: B) -> anyhow::Result<Report> {
+    let facts = backend.describe();
     let backend = Arc::new(backend);
+    let shape = Shape::new(args, facts.is_software_adapter);
     let turns = to_u64(args.formats.len().saturating_mul(Operation::ALL.len()));
-    let bar = progress::rounds(turns.saturating_mul(u64::from(args.rounds).saturating_add(1)));
+    let bar = progress::rounds(turns.saturating_mul(u64::from(shape.rounds).saturating_add(1)));
     let mut lines = Vec::new();
     for stored in &args.formats {
-        let mut measure = || {
-            let mut rig = Rig::new(args, stored, &backend)?;
-            let mut timed =
-                Operation::ALL.map(|operation| (operation, Samples::default(), Samples::default()));
-            for _ in 0..=args.rounds {
-                for (operation, samples, copies) in &mut timed {
-                    let copied = rig.work(*operation).copied();
-                    samples.take(|runs| rig.run(*operation, runs))?;
-                    copies.take(|runs| rig.plain_copy(copied, runs))?;
-                    bar.inc(1);
-                }
-            }
-            let line = |(operation, samples, copies): &(Operation, Samples, Samples)| {
-                let seconds = [samples.median(), copies.median()];
-                Line::new(*operation, stored, rig.work(*operation), seconds)
-            };
-            lines.extend(timed.iter().map(line));
-            anyhow::Ok(())
-        };
-        measure().with_context(|| stored.formats())?;
+        let measured = measure_format(&shape, stored, &backend, || bar.inc(1));
+        lines.extend(measured.with_context(|| stored.formats())?);
     }
     bar.finish_and_clear();
-    Ok(Report::new(args, backend.describe(), lines))
+    Ok(Report::new(args.backend.to_string(), facts, shape, lines))
+}
+
+/// An operation, its times, and those of the plain copy beside it.
+type Timed = (Operation, Samples, Samples);
+
+/// Measures one format; calls `turn` after every operation of every round.
+fn measure_format<B: PlainCopy>(
+    shape: &Shape,
+    stored: &Stored,
+    backend: &Arc<B>,
+    turn: impl Fn(),
+) -> anyhow::Result<Vec<Line>> {
+    let mut rig = Rig::new(shape, stored, backend)?;
+    let mut timed: [Timed; 4] =
+        Operation::ALL.map(|operation| (operation, Samples::default(), Samples::default()));
+    // The first round warms up.
+    for _ in 0..=shape.rounds {
+        for (operation, samples, copies) in &mut timed {
+            let copied = rig.work(*operation).copied();
+            samples.take(|runs| rig.run(*operation, runs))?;
+            copies.take(|runs| rig.plain_copy(copied, runs))?;
+            turn();
+        }
+    }
+    let line = |(operation, samples, copies): &Timed| {
+        let seconds = [samples.median(), copies.median()];
+        Line::new(*operation, stored, rig.work(*operation), seconds)
+    };
+    Ok(timed.iter().map(line).collect())
 }

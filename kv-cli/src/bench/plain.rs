@@ -55,6 +55,7 @@ impl PlainCopy for CpuBackend {
             kind: "CPU".to_owned(),
             driver: None,
             is_software_adapter: false,
+            has_goal: false,
         }
     }
 
@@ -99,12 +100,14 @@ impl PlainCopy for WgpuBackend {
 
     fn describe(&self) -> Facts {
         let facts = self.facts();
+        let is_software_adapter = facts.is_some_and(|facts| facts.kind == "Cpu");
         let say = |of: fn(&kv::wgpu::AdapterFacts) -> String| facts.map_or_else(String::new, of);
         Facts {
             device: say(|facts| facts.name.clone()),
             kind: say(|facts| format!("{}, {}", facts.api, facts.kind)),
             driver: facts.map(|facts| facts.driver.clone()),
-            is_software_adapter: facts.is_some_and(|facts| facts.kind == "Cpu"),
+            is_software_adapter,
+            has_goal: !is_software_adapter,
         }
     }
     fn reserve(&self, bytes: u64) -> Result<Self::Memory, DeviceError> {
@@ -131,6 +134,7 @@ impl PlainCopy for CudaBackend {
             kind: format!("CUDA, {processors} multiprocessors"),
             driver: None,
             is_software_adapter: false,
+            has_goal: true,
         }
     }
     fn reserve(&self, bytes: u64) -> Result<Self::Memory, DeviceError> {

@@ -11,8 +11,7 @@ use kv::{
 };
 
 use super::plain::PlainCopy;
-use super::work::{self, Operation, VALUE_BYTES, Work};
-use crate::args::BenchArgs;
+use super::work::{self, Operation, Shape, VALUE_BYTES, Work};
 use crate::num::to_f32;
 use crate::stored::Stored;
 
@@ -23,7 +22,7 @@ const SENT: u64 = 1 << 22;
 
 /// Sequences of the batch, each one token short of its context, and one that is empty.
 pub(super) struct Rig<'a, B: PlainCopy> {
-    args: &'a BenchArgs,
+    shape: &'a Shape,
     backend: Arc<B>,
     cache: KvCache<Arc<B>>,
     /// For what needs no step.
@@ -45,33 +44,29 @@ struct Tensors<Buf> {
 
 impl<'a, B: PlainCopy> Rig<'a, B> {
     /// Reserves all memory, and writes the contexts.
-    pub(super) fn new(
-        args: &'a BenchArgs,
-        stored: &Stored,
-        backend: &Arc<B>,
-    ) -> anyhow::Result<Self> {
-        let spec = work::spec(args, stored)?;
+    pub(super) fn new(shape: &'a Shape, stored: &Stored, backend: &Arc<B>) -> anyhow::Result<Self> {
+        let spec = work::spec(shape, stored)?;
         let mut works = Operation::ALL.map(|one| (one, Work { read: 0, written: 0 }));
         for (operation, bytes) in &mut works {
-            *bytes = work::work(args, &spec, *operation)?;
+            *bytes = work::work(shape, &spec, *operation)?;
         }
         let most = works.iter().map(|(_, work)| work.copied()).max().unwrap_or(0);
         let mut queue = backend.queue()?;
         let product = |rows: u32, heads: u32| {
-            let row = u64::from(args.head_dim).saturating_mul(heads.into());
+            let row = u64::from(shape.head_dim).saturating_mul(heads.into());
             row.saturating_mul(rows.into())
         };
-        let rows = product(args.batch.max(args.context), args.kv_heads);
-        let queries = product(args.batch, args.q_heads);
+        let rows = product(shape.batch.max(shape.context), shape.kv_heads);
+        let queries = product(shape.batch, shape.q_heads);
         let tensors = Tensors {
             k: random(&**backend, &mut queue, 1, rows)?,
             v: random(&**backend, &mut queue, 2, rows)?,
             q: random(&**backend, &mut queue, 3, queries)?,
             out: backend.alloc(queries.saturating_mul(VALUE_BYTES))?,
         };
-        let calibration = work::calibration(args);
+        let calibration = work::calibration(shape);
         let mut rig = Self {
-            args,
+            shape,
             cache: KvCache::with_calibration(Arc::clone(backend), spec, calibration)?,
             backend: Arc::clone(backend),
             queue,
@@ -90,59 +85,59 @@ impl<'a, B: PlainCopy> Rig<'a, B> {
     }
 
     fn fill(&mut self) -> anyhow::Result<()> {
-        let Self { args, cache, tensors, .. } = self;
-        let cached = args.context.saturating_sub(1);
-        for sequence in batch(args) {
+        let Self { shape, cache, tensors, .. } = self;
+        let cached = shape.context.saturating_sub(1);
+        for sequence in batch(shape) {
             cache.start(sequence, &[], StartOptions::default())?;
             if cached > 0 {
                 let mut step = cache.begin_step(&[StepInput::count(sequence, cached)])?;
-                write(&mut step, (args, tensors), cached)?;
+                write(&mut step, (shape, tensors), cached)?;
                 step.commit()?;
                 drain(cache.queue_mut())?;
             }
         }
-        cache.start(prompt(args), &[], StartOptions::default())?;
+        cache.start(prompt(shape), &[], StartOptions::default())?;
         Ok(())
     }
 
     /// Seconds that so many runs of an operation take, from the first call to the end of their
     /// work. Planning is not among them, nor what a step brings to the device once for all layers.
     pub(super) fn run(&mut self, operation: Operation, runs: u32) -> anyhow::Result<f64> {
-        let Self { args, cache, queue, tensors, .. } = self;
+        let Self { shape, cache, queue, tensors, .. } = self;
         let newest = |sequence| StepInput::count(sequence, 1);
-        let whole = StepInput::count(prompt(args), args.context);
+        let whole = StepInput::count(prompt(shape), shape.context);
         let inputs: Vec<_> = match operation {
-            Operation::Decode | Operation::Append => batch(args).map(newest).collect(),
+            Operation::Decode | Operation::Append => batch(shape).map(newest).collect(),
             Operation::Prefill => vec![whole],
-            Operation::Copy => batch(args).take(1).map(newest).chain([whole]).collect(),
+            Operation::Copy => batch(shape).take(1).map(newest).chain([whole]).collect(),
         };
         // Dropped at the end, so that the cache is what it was.
         let mut step = cache.begin_step(&inputs)?;
         match operation {
             Operation::Decode => {
-                write(&mut step, (args, tensors), args.batch)?;
+                write(&mut step, (shape, tensors), shape.batch)?;
                 drain(step.queue_mut())?;
                 let begin = Instant::now();
                 for _ in 0..runs {
-                    attend(&mut step, (args, tensors))?;
+                    attend(&mut step, (shape, tensors))?;
                 }
                 drain(step.queue_mut())?;
                 Ok(begin.elapsed().as_secs_f64())
             }
             Operation::Append | Operation::Prefill => {
                 let is_prompt = operation == Operation::Prefill;
-                let tokens = if is_prompt { args.context } else { args.batch };
+                let tokens = if is_prompt { shape.context } else { shape.batch };
                 drain(step.queue_mut())?;
                 let begin = Instant::now();
                 for _ in 0..runs {
-                    write(&mut step, (args, tensors), tokens)?;
+                    write(&mut step, (shape, tensors), tokens)?;
                 }
                 drain(step.queue_mut())?;
                 Ok(begin.elapsed().as_secs_f64())
             }
             Operation::Copy => {
                 drain(step.queue_mut())?;
-                copy_blocks::<B>(step.cache(), queue, (args, runs))
+                copy_blocks::<B>(step.cache(), queue, (shape, runs))
             }
         }
     }
@@ -160,23 +155,23 @@ impl<'a, B: PlainCopy> Rig<'a, B> {
 }
 
 /// The sequences that decode.
-fn batch(args: &BenchArgs) -> impl Iterator<Item = SequenceId> + use<> {
-    (0..u64::from(args.batch)).map(SequenceId)
+fn batch(shape: &Shape) -> impl Iterator<Item = SequenceId> + use<> {
+    (0..u64::from(shape.batch)).map(SequenceId)
 }
 
 /// The sequence behind them, which is empty outside of a step.
-fn prompt(args: &BenchArgs) -> SequenceId {
-    SequenceId(args.batch.into())
+fn prompt(shape: &Shape) -> SequenceId {
+    SequenceId(shape.batch.into())
 }
 
 /// Writes the rows of a step, `tokens` of them, into every layer.
 fn write<B: Backend>(
     step: &mut Step<'_, B>,
-    (args, tensors): (&BenchArgs, &Tensors<B::Buffer>),
+    (shape, tensors): (&Shape, &Tensors<B::Buffer>),
     tokens: u32,
 ) -> anyhow::Result<()> {
-    let dims = [tokens, args.kv_heads, args.head_dim];
-    for layer in 0..args.layers {
+    let dims = [tokens, shape.kv_heads, shape.head_dim];
+    for layer in 0..shape.layers {
         let [k, v] = [&tensors.k, &tensors.v]
             .map(|buffer| TensorView::device(DType::Bf16, buffer, 0, &dims));
         step.write(layer, k, v, QkvFormat::Thd)?;
@@ -187,11 +182,11 @@ fn write<B: Backend>(
 /// One query a sequence, in every layer.
 fn attend<B: Backend>(
     step: &mut Step<'_, B>,
-    (args, tensors): (&BenchArgs, &Tensors<B::Buffer>),
+    (shape, tensors): (&Shape, &Tensors<B::Buffer>),
 ) -> anyhow::Result<()> {
-    let dims = [args.batch, args.q_heads, args.head_dim];
-    let options = AttentionOptions::causal(to_f32(f64::from(args.head_dim).sqrt().recip()));
-    for layer in 0..args.layers {
+    let dims = [shape.batch, shape.q_heads, shape.head_dim];
+    let options = AttentionOptions::causal(to_f32(f64::from(shape.head_dim).sqrt().recip()));
+    for layer in 0..shape.layers {
         let q = TensorView::device(DType::Bf16, &tensors.q, 0, &dims);
         let out = TensorViewMut::device(DType::Bf16, &tensors.out, 0, &dims);
         step.attend(layer, q, out, &options)?;
@@ -204,16 +199,16 @@ fn attend<B: Backend>(
 fn copy_blocks<B: PlainCopy>(
     cache: &KvCache<Arc<B>>,
     queue: &mut B::Queue,
-    (args, runs): (&BenchArgs, u32),
+    (shape, runs): (&Shape, u32),
 ) -> anyhow::Result<f64> {
     let table = |sequence| cache.block_table(sequence, GROUP).context("a sequence has blocks");
-    let mut left = work::slot_map(cache.spec())?.slots(args.context);
+    let mut left = work::slot_map(cache.spec())?.slots(shape.context);
     let pair = |(from, to): (&BlockId, &BlockId)| {
-        let slots = left.min(args.block_size);
+        let slots = left.min(shape.block_size);
         left = left.saturating_sub(slots);
         BlockCopy { from: *from, to: *to, slots }
     };
-    let pairs = table(SequenceId(0))?.iter().zip(table(prompt(args))?);
+    let pairs = table(SequenceId(0))?.iter().zip(table(prompt(shape))?);
     let copies: Vec<_> = pairs.map(pair).filter(|copy| copy.slots > 0).collect();
     anyhow::ensure!(left == 0, "{left} slots of a context are in no block");
     let storage = cache.storage(GROUP).context("a cache has a group")?;

@@ -2,6 +2,7 @@
 use anyhow::Context;
 use kv::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv::{CacheSpec, SlotMap};
+use serde::Serialize;
 
 use crate::args::BenchArgs;
 use crate::num::to_usize;
@@ -9,6 +10,36 @@ use crate::stored::Stored;
 
 /// Bytes of a value of the tensors that come from the model, which are bf16.
 pub(super) const VALUE_BYTES: u64 = 2;
+
+/// How large everything is.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub(super) struct Shape {
+    pub(super) batch: u32,
+    pub(super) context: u32,
+    pub(super) layers: u16,
+    pub(super) q_heads: u32,
+    pub(super) kv_heads: u32,
+    pub(super) head_dim: u32,
+    pub(super) block_size: u32,
+    pub(super) rounds: u32,
+}
+
+impl Shape {
+    /// What was asked for. What was not is less on a driver in software: it would take hours.
+    pub(super) fn new(args: &BenchArgs, is_software: bool) -> Self {
+        let (context, rounds) = if is_software { (256, 3) } else { (2048, 7) };
+        Self {
+            batch: args.batch,
+            context: args.context.unwrap_or(context),
+            layers: args.layers,
+            q_heads: args.q_heads,
+            kv_heads: args.kv_heads,
+            head_dim: args.head_dim,
+            block_size: args.block_size,
+            rounds: args.rounds.unwrap_or(rounds),
+        }
+    }
+}
 
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,20 +84,20 @@ impl Work {
 
 /// A cache to measure, before it has memory: the batch, and room for a prompt as long as each of
 /// its sequences.
-pub(super) fn spec(args: &BenchArgs, stored: &Stored) -> anyhow::Result<CacheSpec> {
-    let sequences = args.batch.checked_add(1).context("too many sequences")?;
+pub(super) fn spec(shape: &Shape, stored: &Stored) -> anyhow::Result<CacheSpec> {
+    let sequences = shape.batch.checked_add(1).context("too many sequences")?;
     let build = |num_blocks: u32| {
         CacheSpec::builder()
-            .layers(args.layers)
-            .kv_heads(args.kv_heads)
-            .head_dim(args.head_dim)
+            .layers(shape.layers)
+            .kv_heads(shape.kv_heads)
+            .head_dim(shape.head_dim)
             .formats(stored.k, stored.v)
             .sinks(stored.sinks())
             .max_sequences(sequences)
-            .paged(args.block_size, num_blocks)
+            .paged(shape.block_size, num_blocks)
             .build()
     };
-    let blocks = slot_map(&build(1)?)?.blocks(args.context).checked_mul(sequences);
+    let blocks = slot_map(&build(1)?)?.blocks(shape.context).checked_mul(sequences);
     Ok(build(blocks.context("the contexts have more than 2^32 blocks")?)?)
 }
 
@@ -76,26 +107,22 @@ pub(super) fn slot_map(spec: &CacheSpec) -> anyhow::Result<SlotMap> {
 }
 
 /// Constants for values between -1 and 1, for formats that need some.
-pub(super) fn calibration(args: &BenchArgs) -> Calibration {
-    let ones = vec![1.0; to_usize(args.kv_heads)];
+pub(super) fn calibration(shape: &Shape) -> Calibration {
+    let ones = vec![1.0; to_usize(shape.kv_heads)];
     let plane = || PlaneCalibration { amax: ones.clone(), ..PlaneCalibration::default() };
-    Calibration::new(vec![LayerCalibration { k: plane(), v: plane() }; args.layers.into()])
+    Calibration::new(vec![LayerCalibration { k: plane(), v: plane() }; shape.layers.into()])
 }
 
 /// What an operation moves at the least. Queries, outputs and tables are not counted: they are
 /// small beside the rest.
-pub(super) fn work(
-    args: &BenchArgs,
-    spec: &CacheSpec,
-    operation: Operation,
-) -> anyhow::Result<Work> {
+pub(super) fn work(shape: &Shape, spec: &CacheSpec, operation: Operation) -> anyhow::Result<Work> {
     let map = slot_map(spec)?;
     let slots = |count: u32| spec.memory().bytes_per_token.saturating_mul(count.into());
-    let (batch, context) = (u64::from(args.batch), args.context);
+    let (batch, context) = (u64::from(shape.batch), shape.context);
     let stored = slots(map.slots(context));
     let newest = slots(map.slots(context).saturating_sub(map.slots(context.saturating_sub(1))));
     // K and V of one token as they come from the model.
-    let token = [u64::from(args.kv_heads), args.head_dim.into(), args.layers.into(), 2]
+    let token = [u64::from(shape.kv_heads), shape.head_dim.into(), shape.layers.into(), 2]
         .iter()
         .fold(VALUE_BYTES, |product, factor| product.saturating_mul(*factor));
     Ok(match operation {
@@ -117,8 +144,9 @@ mod tests {
     fn works(args: &[&str]) -> Vec<(u64, u64)> {
         let cli = Cli::try_parse_from([&["kv", "bench"], args].concat()).expect("arguments");
         let Command::Bench(args) = cli.command else { panic!("another command") };
-        let spec = spec(&args, &args.formats[0]).expect("a cache");
-        let bytes = |operation| work(&args, &spec, operation).expect("bytes");
+        let shape = Shape::new(&args, false);
+        let spec = spec(&shape, &args.formats[0]).expect("a cache");
+        let bytes = |operation| work(&shape, &spec, operation).expect("bytes");
         Operation::ALL.map(bytes).map(|work| (work.read, work.written)).to_vec()
     }
 
@@ -149,5 +177,16 @@ mod tests {
         let args = ["--batch", "1", "--context", "1", "--formats", "bf16", "--layers", "1"];
         let token = 8 * 128 * 4;
         assert_eq!(works(&args), [(token, 0), (token, token), (token, token), (token, token)]);
+    }
+    #[test]
+    fn a_driver_in_software_gets_less_unless_asked() {
+        let shape = |args: &[&str], is_software| {
+            let cli = Cli::try_parse_from([&["kv", "bench"], args].concat()).expect("arguments");
+            let Command::Bench(args) = cli.command else { panic!("another command") };
+            let shape = Shape::new(&args, is_software);
+            (shape.context, shape.rounds)
+        };
+        assert_eq!((shape(&[], false), shape(&[], true)), ((2048, 7), (256, 3)));
+        assert_eq!(shape(&["--context", "9", "--rounds", "2"], true), (9, 2));
     }
 }
