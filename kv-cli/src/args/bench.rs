@@ -37,11 +37,11 @@ pub(crate) struct BenchArgs {
     )]
     pub(crate) formats: Vec<Stored>,
 
-    /// Sequences that decode at once
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = at_least_1)]
-    pub(crate) batch: u32,
+    /// Sequences that decode at once; 16 on a card and 4 elsewhere unless given
+    #[arg(long, value_name = "N", value_parser = at_least_1)]
+    pub(crate) batch: Option<u32>,
 
-    /// Tokens of each sequence, the new one included, and of the prompt; 2048 unless given, 256
+    /// Tokens of each sequence, the new one included, and of the prompt; 2048 unless given, 128
     /// where a CPU runs the shaders of an adapter
     #[arg(long, value_name = "N", value_parser = at_least_1)]
     pub(crate) context: Option<u32>,

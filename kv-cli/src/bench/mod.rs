@@ -49,7 +49,7 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
 fn measure<B: PlainCopy>(args: &BenchArgs, backend: B) -> anyhow::Result<Report> {
     let facts = backend.describe();
     let backend = Arc::new(backend);
-    let shape = Shape::new(args, facts.is_software_adapter);
+    let shape = Shape::new(args, facts.runs_on);
     let turns = to_u64(args.formats.len().saturating_mul(Operation::ALL.len()));
     let bar = progress::rounds(turns.saturating_mul(u64::from(shape.rounds).saturating_add(1)));
     let mut lines = Vec::new();

@@ -10,7 +10,7 @@ use kv::{DeviceError, DeviceErrorKind};
 use rayon::iter::{IndexedParallelIterator, ParallelIterator};
 use rayon::slice::{ParallelSlice, ParallelSliceMut};
 
-use super::report::Facts;
+use super::report::{Facts, RunsOn};
 
 /// A backend with a copy of memory that knows nothing of a cache.
 pub(super) trait PlainCopy: Backend {
@@ -54,8 +54,7 @@ impl PlainCopy for CpuBackend {
             device: format!("{} kernels, {} threads", self.isa(), self.capabilities().workers),
             kind: "CPU".to_owned(),
             driver: None,
-            is_software_adapter: false,
-            has_goal: false,
+            runs_on: RunsOn::Cpu,
         }
     }
 
@@ -100,14 +99,13 @@ impl PlainCopy for WgpuBackend {
 
     fn describe(&self) -> Facts {
         let facts = self.facts();
-        let is_software_adapter = facts.is_some_and(|facts| facts.kind == "Cpu");
+        let is_software = facts.is_some_and(|facts| facts.kind == "Cpu");
         let say = |of: fn(&kv::wgpu::AdapterFacts) -> String| facts.map_or_else(String::new, of);
         Facts {
             device: say(|facts| facts.name.clone()),
             kind: say(|facts| format!("{}, {}", facts.api, facts.kind)),
             driver: facts.map(|facts| facts.driver.clone()),
-            is_software_adapter,
-            has_goal: !is_software_adapter,
+            runs_on: if is_software { RunsOn::Software } else { RunsOn::Card },
         }
     }
     fn reserve(&self, bytes: u64) -> Result<Self::Memory, DeviceError> {
@@ -133,8 +131,7 @@ impl PlainCopy for CudaBackend {
             device: self.card().to_owned(),
             kind: format!("CUDA, {processors} multiprocessors"),
             driver: None,
-            is_software_adapter: false,
-            has_goal: true,
+            runs_on: RunsOn::Card,
         }
     }
     fn reserve(&self, bytes: u64) -> Result<Self::Memory, DeviceError> {

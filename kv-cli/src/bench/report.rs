@@ -18,11 +18,19 @@ pub(super) struct Facts {
     pub(super) kind: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) driver: Option<String>,
-    /// Whether a CPU stands for a card.
-    pub(super) is_software_adapter: bool,
-    /// Whether decoding is to reach [`GOAL`]: on a card memory is what limits it.
-    #[serde(skip)]
-    pub(super) has_goal: bool,
+    pub(super) runs_on: RunsOn,
+}
+
+/// What does the work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum RunsOn {
+    /// The CPU, with kernels made for it.
+    Cpu,
+    /// A card, where memory is what limits decoding: it is to reach [`GOAL`].
+    Card,
+    /// A CPU that stands for a card.
+    Software,
 }
 
 /// Everything there is to say.
@@ -100,7 +108,13 @@ impl Report {
         let place =
             |line: &Line| Operation::ALL.iter().position(|one| one.name() == line.operation);
         lines.sort_by_key(place);
-        Self { backend, note: facts.is_software_adapter.then_some(SOFTWARE), facts, shape, lines }
+        Self {
+            backend,
+            note: (facts.runs_on == RunsOn::Software).then_some(SOFTWARE),
+            facts,
+            shape,
+            lines,
+        }
     }
 
     pub(super) fn show(&self) -> String {
@@ -146,10 +160,10 @@ impl Report {
                 Bytes(line.bytes_read).to_string(),
                 Bytes(line.bytes_written).to_string(),
                 format!("{:.1}", line.us),
-                format!("{:.3}", line.gb_per_s),
+                figure(line.gb_per_s),
                 format!("{:.1}", line.copy_us),
-                format!("{:.3}", line.copy_gb_per_s),
-                format!("{:.4}", line.of_copy),
+                figure(line.copy_gb_per_s),
+                figure(line.of_copy),
             ]
         }));
         rows
@@ -157,13 +171,13 @@ impl Report {
 
     /// Whether decoding is as fast as it is to be.
     fn verdict(&self) -> Option<String> {
-        if !self.facts.has_goal {
+        if self.facts.runs_on != RunsOn::Card {
             return None;
         }
         let decodes = self.lines.iter().filter(|line| line.operation == Operation::Decode.name());
         let slow: Vec<_> = decodes
             .filter(|line| line.of_copy < GOAL)
-            .map(|line| format!("{} ({:.3})", line.format, line.of_copy))
+            .map(|line| format!("{} ({})", line.format, figure(line.of_copy)))
             .collect();
         Some(if slow.is_empty() {
             format!("Decode reaches {GOAL} of the plain copy's rate in every format.\n")
@@ -171,6 +185,16 @@ impl Report {
             format!("Decode stays below {GOAL} of the plain copy's rate in {}.\n", slow.join(", "))
         })
     }
+}
+
+/// A number of any size in three digits or more.
+fn figure(number: f64) -> String {
+    let decimals = match number {
+        small if small < 0.01 => 6,
+        small if small < 1.0 => 4,
+        _ => 2,
+    };
+    format!("{number:.decimals$}")
 }
 
 /// `1 layer`, `2 layers`.
@@ -184,15 +208,14 @@ mod tests {
     use crate::args::{Cli, Command};
     use clap::Parser;
 
-    fn report(is_software_adapter: bool, formats: &[(&str, f64)]) -> Report {
+    fn report(runs_on: RunsOn, formats: &[(&str, f64)]) -> Report {
         let cli = Cli::try_parse_from(["kv", "bench"]).expect("arguments");
         let Command::Bench(args) = cli.command else { panic!("another command") };
         let facts = Facts {
             device: "a card".to_owned(),
             kind: "Vulkan".to_owned(),
             driver: Some("1.2".to_owned()),
-            is_software_adapter,
-            has_goal: !is_software_adapter,
+            runs_on,
         };
         let lines = formats.iter().flat_map(|(format, seconds)| {
             let stored: Stored = format.parse().expect("a format");
@@ -201,7 +224,7 @@ mod tests {
                 Line::new(operation, &stored, work, [*seconds, 2.0])
             })
         });
-        let shape = Shape::new(&args, false);
+        let shape = Shape::new(&args, runs_on);
         Report::new("wgpu:0".to_owned(), facts, shape, lines.collect())
     }
 
@@ -222,8 +245,14 @@ mod tests {
     }
 
     #[test]
+    fn small_figures_keep_their_digits() {
+        let shown = [0.000_123_4, 0.5, 0.9999, 1.0, 3210.987].map(figure);
+        assert_eq!(shown, ["0.000123", "0.5000", "0.9999", "1.00", "3210.99"]);
+    }
+
+    #[test]
     fn formats_of_one_operation_stand_together() {
-        let report = report(false, &[("bf16", 1.0), ("l4", 1.0)]);
+        let report = report(RunsOn::Card, &[("bf16", 1.0), ("l4", 1.0)]);
         let order: Vec<_> =
             report.lines.iter().map(|line| (line.operation, line.format.as_str())).collect();
         assert_eq!(order[..3], [("decode", "bf16"), ("decode", "l4"), ("append", "bf16")]);
@@ -232,14 +261,16 @@ mod tests {
     #[test]
     fn a_card_is_judged_and_a_driver_in_software_is_named() {
         // The copy moves 2 GB/s.
-        let shown = report(false, &[("bf16", 1.0), ("int8", 2.0)]).show();
-        assert!(shown.contains("a card; Vulkan, driver 1.2\n4 sequences"), "{shown}");
+        let shown = report(RunsOn::Card, &[("bf16", 1.0), ("int8", 2.0)]).show();
+        assert!(shown.contains("a card; Vulkan, driver 1.2\n16 sequences"), "{shown}");
         assert!(shown.ends_with("Decode reaches 0.5 of the plain copy's rate in every format.\n"));
-        let shown = report(false, &[("bf16", 1.0), ("l4", 4.0)]).show();
+        let shown = report(RunsOn::Card, &[("bf16", 1.0), ("l4", 4.0)]).show();
         assert!(
-            shown.ends_with("Decode stays below 0.5 of the plain copy's rate in l4 (0.250).\n")
+            shown.ends_with("Decode stays below 0.5 of the plain copy's rate in l4 (0.2500).\n")
         );
-        let shown = report(true, &[("bf16", 1.0)]).show();
+        let shown = report(RunsOn::Software, &[("bf16", 1.0)]).show();
         assert!(shown.contains(SOFTWARE) && !shown.contains("Decode "), "{shown}");
+        let shown = report(RunsOn::Cpu, &[("bf16", 1.0)]).show();
+        assert!(!shown.contains(SOFTWARE) && !shown.contains("Decode "), "{shown}");
     }
 }

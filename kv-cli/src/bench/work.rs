@@ -4,6 +4,7 @@ use kv::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv::{CacheSpec, SlotMap};
 use serde::Serialize;
 
+use super::report::RunsOn;
 use crate::args::BenchArgs;
 use crate::num::to_usize;
 use crate::stored::Stored;
@@ -25,11 +26,16 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// What was asked for. What was not is less on a driver in software: it would take hours.
-    pub(super) fn new(args: &BenchArgs, is_software: bool) -> Self {
-        let (context, rounds) = if is_software { (256, 3) } else { (2048, 7) };
+    /// What was asked for. What was not is as much as keeps a card busy for longer than it takes to
+    /// ask it, less on a CPU, and little on a driver in software, which would take hours.
+    pub(super) fn new(args: &BenchArgs, runs_on: RunsOn) -> Self {
+        let (batch, context, rounds) = match runs_on {
+            RunsOn::Card => (16, 2048, 7),
+            RunsOn::Cpu => (4, 2048, 7),
+            RunsOn::Software => (4, 128, 3),
+        };
         Self {
-            batch: args.batch,
+            batch: args.batch.unwrap_or(batch),
             context: args.context.unwrap_or(context),
             layers: args.layers,
             q_heads: args.q_heads,
@@ -144,7 +150,7 @@ mod tests {
     fn works(args: &[&str]) -> Vec<(u64, u64)> {
         let cli = Cli::try_parse_from([&["kv", "bench"], args].concat()).expect("arguments");
         let Command::Bench(args) = cli.command else { panic!("another command") };
-        let shape = Shape::new(&args, false);
+        let shape = Shape::new(&args, RunsOn::Cpu);
         let spec = spec(&shape, &args.formats[0]).expect("a cache");
         let bytes = |operation| work(&shape, &spec, operation).expect("bytes");
         Operation::ALL.map(bytes).map(|work| (work.read, work.written)).to_vec()
@@ -179,14 +185,17 @@ mod tests {
         assert_eq!(works(&args), [(token, 0), (token, token), (token, token), (token, token)]);
     }
     #[test]
-    fn a_driver_in_software_gets_less_unless_asked() {
-        let shape = |args: &[&str], is_software| {
+    fn a_device_gets_what_suits_it_unless_asked() {
+        let shape = |args: &[&str], runs_on| {
             let cli = Cli::try_parse_from([&["kv", "bench"], args].concat()).expect("arguments");
             let Command::Bench(args) = cli.command else { panic!("another command") };
-            let shape = Shape::new(&args, is_software);
-            (shape.context, shape.rounds)
+            let shape = Shape::new(&args, runs_on);
+            (shape.batch, shape.context, shape.rounds)
         };
-        assert_eq!((shape(&[], false), shape(&[], true)), ((2048, 7), (256, 3)));
-        assert_eq!(shape(&["--context", "9", "--rounds", "2"], true), (9, 2));
+        assert_eq!(shape(&[], RunsOn::Card), (16, 2048, 7));
+        assert_eq!(shape(&[], RunsOn::Cpu), (4, 2048, 7));
+        assert_eq!(shape(&[], RunsOn::Software), (4, 128, 3));
+        let asked = ["--batch", "3", "--context", "9", "--rounds", "2"];
+        assert_eq!(shape(&asked, RunsOn::Software), (3, 9, 2));
     }
 }

@@ -65,6 +65,9 @@ fn moved(operation: &str, (_, slot, slots): (&str, u64, u64)) -> (u64, u64) {
 fn every_line_is_there(backend: &str) {
     let report = json(&[&["bench", "--backend", backend][..], &SHAPE].concat());
     assert_eq!(report["backend"], backend);
+    let runs_on = report["runs_on"].as_str().expect("text");
+    assert!(["cpu", "card", "software"].contains(&runs_on), "{report}");
+    assert_eq!(report["note"].is_null(), runs_on != "software", "{report}");
     assert_eq!((whole(&report["rounds"]), whole(&report["q_heads"])), (2, 4));
     let lines = report["lines"].as_array().expect("lines");
     let operations = ["decode", "append", "prefill", "copy"];
