@@ -23,8 +23,12 @@ const CHUNK: u32 = 32;
 /// Bytes of partial results, at most: longer prompts take several rounds.
 const PARTS_BYTES: u64 = 32 << 20;
 
-fn kernel(k: (u32, u32), v: (u32, u32)) -> Kernel {
-    Kernel::new("attend.wgsl")
+/// Rows of a workgroup, at most, where few is how many there are.
+const FEW: u32 = 8;
+
+fn kernel(k: (u32, u32), v: (u32, u32), (rows, is_few): (u32, bool)) -> Kernel {
+    Kernel::new(if is_few { "attend_few.wgsl" } else { "attend.wgsl" })
+        .with("ROWS", rows)
         .with("K_FORMAT", k.0)
         .with("V_FORMAT", v.0)
         .with("K_CHUNKS", k.1.div_ceil(CHUNK))
@@ -37,9 +41,11 @@ fn merge(has_lse: bool) -> Kernel {
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
     let formats = KvFormat::all().map(tensors::format);
-    let alike = formats.flat_map(|f| [64, 256].map(|dim| kernel((f, dim), (f, dim))));
-    let mixed = [kernel((0, 192), (1, 128)), kernel((14, 4), (2, 36))];
-    alike.chain(mixed).chain([merge(false), merge(true)]).collect()
+    let rows = [(4, true), (8, true), (8, false), (16, false)];
+    let cases = formats.flat_map(|f| [((f, 64), (f, 64)), ((f, 256), (f, 256))]);
+    let cases = cases.chain([((0, 192), (1, 128)), ((14, 4), (2, 36))]);
+    let all = cases.flat_map(|(k, v)| rows.map(|rows| kernel(k, v, rows)));
+    all.chain([merge(false), merge(true)]).collect()
 }
 
 /// What is alike in all dispatches of a call.
@@ -77,7 +83,8 @@ pub(crate) fn attend(
     let inputs = [q_slot, call.constants(&k_view)?, call.constants(&v_view)?];
     let sinks = call.recorder.push(options.sink_logits().unwrap_or(&[0.0; 4]))?.into();
     let group = group(&q, &k, &v)?;
-    let rows = rows_of(&k, &v);
+    let most = plan.sequences().iter().map(|s| s.q_len).max().unwrap_or(0).saturating_mul(group);
+    let (rows, is_few) = rows_of(&k, &v, most);
     let units = u64::from(plan.total_q()).saturating_mul(group.into());
     let units = units.checked_div(rows.into()).unwrap_or(0);
     let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0).max(1);
@@ -116,7 +123,7 @@ pub(crate) fn attend(
     };
     let lse_slot = lse.as_ref().map(|(_, slot)| slot.clone());
     let work = Work {
-        kernel: kernel((k.format, k.head_dim), (v.format, v.head_dim)),
+        kernel: kernel((k.format, k.head_dim), (v.format, v.head_dim), (rows, is_few)),
         merge: merge(lse.is_some()),
         params,
         merged,
@@ -151,9 +158,15 @@ fn sight(options: &AttentionOptions<'_>) -> Sight {
     }
 }
 
-/// Query rows of a workgroup: fewer where they are long.
-fn rows_of(k: &Plane, v: &Plane) -> u32 {
-    if k.head_dim.max(v.head_dim) > 4 * CHUNK { 8 } else { 16 }
+/// Query rows of a workgroup, and whether that is all any sequence has; fewer where they are long.
+fn rows_of(k: &Plane, v: &Plane, most: u32) -> (u32, bool) {
+    let is_long = k.head_dim.max(v.head_dim) > 4 * CHUNK;
+    let many = if is_long { FEW } else { 16 };
+    match most {
+        0..=4 => (4, true),
+        5..=FEW => (FEW, true),
+        _ => (many, false),
+    }
 }
 
 fn run(
