@@ -34,12 +34,21 @@ struct Params {
     pad1: u32,
 }
 
-// Formats of K and V, `head_dim`s, and rows of a workgroup.
+// What the loops are compiled for: formats of K and V, `head_dim`s, and rows of a workgroup.
 override K_FORMAT: u32 = 0u;
 override V_FORMAT: u32 = 0u;
 override K_CHUNKS: u32 = 4u;  // of 32 values, the last perhaps in part
 override V_CHUNKS: u32 = 4u;
 override ROWS: u32 = 8u;
+override Q_DTYPE: u32 = 0u;
+// Whether every row of the plane begins at a whole word.
+override K_ALIGNED: bool = false;
+override V_ALIGNED: bool = false;
+// Rows in 16 bits among codes.
+override HAS_WIDE: bool = true;
+override HAS_TRANSFORMS: bool = true;
+override HAS_MEANS: bool = true;
+override HAS_CAP: bool = true;
 
 const THREADS: u32 = 128u;
 const TILE: u32 = 32u;
@@ -56,9 +65,9 @@ const NO_TILE: u32 = 0xffffffffu;
 @group(0) @binding(5) var<storage, read> constants: array<u32>;
 @group(0) @binding(6) var<storage, read> constants_v: array<u32>;
 @group(0) @binding(7) var<storage, read_write> parts: array<f32>;
-//! include reader.wgsl name=queries
-//! include reader.wgsl name=k
-//! include reader.wgsl name=v
+//! include reader.wgsl name=queries aligned=false
+//! include reader.wgsl name=k aligned=K_ALIGNED
+//! include reader.wgsl name=v aligned=V_ALIGNED
 //! include rows.wgsl
 //! include codes.wgsl
 //! include format.wgsl name=k
@@ -196,7 +205,7 @@ fn load_queries(u: Unit, local: u32) {
             let query = (u.first + row) / params.group;
             let head = u.head * params.group + (u.first + row) % params.group;
             let at = head_begin(params.q, u.entry, u.s.q_start, query, head);
-            x = queries_four(params.q.dtype, at + d * dtype_bytes(params.q.dtype));
+            x = queries_four(Q_DTYPE, at + d * dtype_bytes(Q_DTYPE));
         }
         q_rows[i] = x;
     }
@@ -209,7 +218,7 @@ fn load_queries(u: Unit, local: u32) {
         }
     }
     workgroupBarrier();
-    if params.k.transforms == 0u {
+    if !HAS_TRANSFORMS {
         return;
     }
     let head = head_of(params.k, u.head, params.k_constants != 0u);
@@ -255,20 +264,21 @@ fn find(u: Unit, w: Walk, tile: u32, turn: u32, local: u32) {
             let k_block = block_begin(params.k, block);
             k_at[t] = k_block + row_begin(params.k, place, u.head);
             v_at[t] = block_begin(params.v, block) + row_begin(params.v, place, u.head);
-            how[t] = select(STORED, WIDE, place.wide);
-            let has_mean = params.k.block_means != 0u && !place.wide;
-            // One more than it is, as 0 is none.
-            let mean = k_block + params.k.mean_begin + u.head * params.k.head_dim * 2u + 1u;
-            mean_at[t] = select(0u, mean, has_mean);
+            how[t] = select(STORED, WIDE, HAS_WIDE && place.wide);
+            if HAS_MEANS {
+                // One more than it is, as 0 is none.
+                let mean = k_block + params.k.mean_begin + u.head * params.k.head_dim * 2u + 1u;
+                mean_at[t] = select(0u, mean, params.k.block_means != 0u && !place.wide);
+            }
         }
     }
 }
 
-//! include token.wgsl name=k format=K_FORMAT mean=mean_at[t]
-//! include token.wgsl name=v format=V_FORMAT mean=0u
+//! include token.wgsl name=k format=K_FORMAT has_means=HAS_MEANS mean=mean_at[t]
+//! include token.wgsl name=v format=V_FORMAT has_means=false mean=0u
 
 fn capped(x: f32) -> f32 {
-    if params.soft_cap == 0.0 {
+    if !HAS_CAP {
         return x;
     }
     let y = x / params.soft_cap;

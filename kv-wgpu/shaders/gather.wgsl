@@ -25,7 +25,7 @@ const RANGE_WORDS: u32 = 5u;
 @group(0) @binding(2) var<storage, read> plane: array<u32>;
 @group(0) @binding(3) var<storage, read> constants: array<u32>;
 @group(0) @binding(4) var<storage, read_write> out: array<atomic<u32>>;
-//! include reader.wgsl name=plane
+//! include reader.wgsl name=plane aligned=false
 //! include writer.wgsl name=out
 //! include entries.wgsl
 //! include rows.wgsl

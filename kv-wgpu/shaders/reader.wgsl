@@ -1,4 +1,5 @@
-// Reading the binding `$name`, an array of words, by bytes.
+// Reading the binding `$name`, an array of words, by bytes. `$aligned` says that whatever is read by
+// four begins at a whole word.
 
 fn $name_word(at: u32) -> u32 {
     return $name[at >> 2u];
@@ -14,6 +15,9 @@ fn $name_byte(at: u32) -> u32 {
 fn $name_bytes(at: u32) -> u32 {
     let word = at >> 2u;
     let shift = (at & 3u) * 8u;
+    if $aligned {
+        return $name[word];
+    }
     var bits = $name[word] >> shift;
     if shift != 0u {
         bits |= $name[word + 1u] << (32u - shift);
@@ -25,7 +29,7 @@ fn $name_halves(at: u32) -> vec4<u32> {
     let word = at >> 2u;
     var low = $name[word];
     var high = $name[word + 1u];
-    if (at & 2u) != 0u {
+    if !$aligned && (at & 2u) != 0u {
         low = low >> 16u | high << 16u;
         high = high >> 16u | $name[word + 2u] << 16u;
     }
