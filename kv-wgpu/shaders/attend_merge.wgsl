@@ -15,12 +15,16 @@ struct Params {
     segments: u32,
     stats: u32,
     rows: u32,      // of a workgroup of attend.wgsl
-    sinks: u32,     // whether there are sink logits
     v_constants: u32,
     pad0: u32,
     pad1: u32,
     pad2: u32,
+    pad3: u32,
 }
+
+override DTYPE: u32 = 0u;  // of the output
+override HAS_TRANSFORMS: bool = true;
+override HAS_SINKS: bool = true;
 
 const THREADS: u32 = 64u;
 const EMPTY: f32 = -3.0e38;
@@ -86,7 +90,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         let is_empty = sum == 0.0;
         var total = most;
         var total_sum = sum;
-        if params.sinks != 0u {
+        if HAS_SINKS {
             let sink = sink_logits[head];
             if sink > EMPTY {
                 total = max(most, sink);
@@ -111,18 +115,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             row_values[d] = select(value * rescaled(most, total) / total_sum, 0.0, is_empty);
         }
         workgroupBarrier();
-        if params.v.transforms != 0u {
+        if HAS_TRANSFORMS {
             rotate_row(dim, local);
         }
         let written = head_begin(params.out, entry, s.q_start, query, head);
         for (var d = 2u * local; d < dim; d += 2u * THREADS) {
             var a = row_values[d];
             var b = row_values[d + 1u];
-            if params.v.transforms != 0u {
+            if HAS_TRANSFORMS {
                 a *= bitcast<f32>(constants[constant.back + d]);
                 b *= bitcast<f32>(constants[constant.back + d + 1u]);
             }
-            out_store_pair(params.out.dtype, written, d, a, b);
+            out_store_pair(DTYPE, written, d, a, b);
         }
         //! if LSE
         if local == 0u {

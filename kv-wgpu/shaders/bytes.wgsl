@@ -16,7 +16,7 @@ struct Params {
 @group(0) @binding(1) var<storage, read_write> dst: array<atomic<u32>>;
 //! if COPY
 @group(0) @binding(2) var<storage, read> src: array<u32>;
-//! include reader.wgsl name=src
+//! include reader.wgsl name=src aligned=false
 //! end
 //! include writer.wgsl name=dst
 

@@ -37,6 +37,23 @@ fn e4m3_decode(code: u32) -> f32 {
     return bitcast<f32>(sign | ((fields << 20u) + (120u << 23u)));
 }
 
+// The bytes of a word.
+fn bytes_of(word: u32) -> vec4<u32> {
+    return vec4<u32>(word) >> vec4<u32>(0u, 8u, 16u, 24u) & vec4<u32>(0xffu);
+}
+
+// The same of the four bytes of a word, without branches.
+fn e4m3_decode_four(word: u32) -> vec4<f32> {
+    let codes = bytes_of(word);
+    let fields = codes & vec4<u32>(0x7fu);
+    let sign = (codes & vec4<u32>(0x80u)) << vec4<u32>(24u);
+    // An exponent of 0 means a leading 0: as if it were a leading 1, less that.
+    let small = bitcast<vec4<f32>>((fields << vec4<u32>(20u)) + vec4<u32>(121u << 23u)) - power_of_two(-6);
+    let usual = (fields << vec4<u32>(20u)) + vec4<u32>(120u << 23u);
+    let bits = select(usual, bitcast<vec4<u32>>(small), fields < vec4<u32>(8u));
+    return bitcast<vec4<f32>>(sign | select(bits, vec4<u32>(NAN), fields == vec4<u32>(0x7fu)));
+}
+
 // The low 4 bits.
 fn e2m1_decode(code: u32) -> f32 {
     let fields = code & 7u;
@@ -47,8 +64,14 @@ fn e2m1_decode(code: u32) -> f32 {
     return bitcast<f32>(sign | ((fields << 22u) + (126u << 23u)));
 }
 
-fn int8_decode(code: u32) -> f32 {
-    return f32(i32(code << 24u) >> 24u);
+// The same of four.
+fn e2m1_decode_four(codes: vec4<u32>) -> vec4<f32> {
+    return vec4<f32>(e2m1_decode(codes.x), e2m1_decode(codes.y), e2m1_decode(codes.z), e2m1_decode(codes.w));
+}
+
+// The four bytes of a word.
+fn int8_decode_four(word: u32) -> vec4<f32> {
+    return vec4<f32>(vec4<i32>(bytes_of(word) << vec4<u32>(24u)) >> vec4<u32>(24u));
 }
 
 // Bytes of a whole group of 32 codes.
@@ -79,9 +102,10 @@ fn book_begin(bits: u32) -> u32 {
     return select(select(12u, 4u, bits == 4u), 0u, bits == 3u);
 }
 
-// The level of a code, its sign on top.
-fn lloyd_level(bits: u32, code: u32) -> f32 {
-    let index = code & ((1u << (bits - 1u)) - 1u);
-    let sign = (code >> (bits - 1u) & 1u) << 31u;
-    return bitcast<f32>(bitcast<u32>(books[book_begin(bits) + index]) | sign);
+// The levels of four codes, whose signs are on top.
+fn lloyd_levels(bits: u32, codes: vec4<u32>) -> vec4<f32> {
+    let at = (codes & vec4<u32>((1u << (bits - 1u)) - 1u)) + vec4<u32>(book_begin(bits));
+    let sign = (codes >> vec4<u32>(bits - 1u) & vec4<u32>(1u)) << vec4<u32>(31u);
+    let magnitudes = vec4<f32>(books[at.x], books[at.y], books[at.z], books[at.w]);
+    return bitcast<vec4<f32>>(bitcast<vec4<u32>>(magnitudes) | sign);
 }

@@ -16,7 +16,7 @@ struct Params {
 @group(0) @binding(1) var<storage, read> lists: array<u32>;
 @group(0) @binding(2) var<storage, read> src: array<u32>;
 @group(0) @binding(3) var<storage, read_write> dst: array<atomic<u32>>;
-//! include reader.wgsl name=src
+//! include reader.wgsl name=src aligned=false
 //! include writer.wgsl name=dst
 //! include entries.wgsl
 

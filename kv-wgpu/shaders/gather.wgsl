@@ -25,7 +25,7 @@ const RANGE_WORDS: u32 = 5u;
 @group(0) @binding(2) var<storage, read> plane: array<u32>;
 @group(0) @binding(3) var<storage, read> constants: array<u32>;
 @group(0) @binding(4) var<storage, read_write> out: array<atomic<u32>>;
-//! include reader.wgsl name=plane
+//! include reader.wgsl name=plane aligned=false
 //! include writer.wgsl name=out
 //! include entries.wgsl
 //! include rows.wgsl
@@ -56,18 +56,20 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let block_at = block_begin(p, block);
     let read = block_at + row_begin(p, place, head);
     let constant = head_of(p, head, params.has_constants != 0u);
-    let is_plain = p.format <= FMT_BF16;
-    let format = select(p.format, FMT_F16, place.wide && !is_plain);
+    let is_wide = place.wide && p.format > FMT_BF16;
+    let format = select(p.format, FMT_F16, is_wide);
     var factor = 1.0;
-    if !place.wide && !is_plain {
+    if !is_wide {
         factor = plane_factor(format, read, p.scales_begin, constant.scale);
     }
-    for (var i = local; i < dim; i += THREADS) {
-        var x = plane_level(format, read, p.scales_begin, dim, constant.scale, i) * factor;
+    for (var i = 4u * local; i < dim; i += 4u * THREADS) {
+        var x = plane_levels(format, read, p.scales_begin, dim, constant.scale, i) * factor;
         if p.block_means != 0u && !place.wide {
-            x += f16_decode(plane_half(block_at + p.mean_begin + (head * dim + i) * 2u));
+            x += plane_four_f16(block_at + p.mean_begin + (head * dim + i) * 2u);
         }
-        row_values[i] = x;
+        for (var j = 0u; j < 4u; j++) {
+            row_values[i + j] = x[j];
+        }
     }
     workgroupBarrier();
     if p.transforms != 0u {

@@ -1,4 +1,5 @@
-// Reading the binding `$name`, an array of words, by bytes.
+// Reading the binding `$name`, an array of words, by bytes. `$aligned` says that whatever is read by
+// four begins at a whole word.
 
 fn $name_word(at: u32) -> u32 {
     return $name[at >> 2u];
@@ -9,6 +10,48 @@ fn $name_half(at: u32) -> u32 {
 }
 fn $name_byte(at: u32) -> u32 {
     return $name[at >> 2u] >> ((at & 3u) * 8u) & 0xffu;
+}
+// Four bytes at any byte.
+fn $name_bytes(at: u32) -> u32 {
+    let word = at >> 2u;
+    let shift = (at & 3u) * 8u;
+    if $aligned {
+        return $name[word];
+    }
+    var bits = $name[word] >> shift;
+    if shift != 0u {
+        bits |= $name[word + 1u] << (32u - shift);
+    }
+    return bits;
+}
+// Four times 16 bits at an even byte.
+fn $name_halves(at: u32) -> vec4<u32> {
+    let word = at >> 2u;
+    var low = $name[word];
+    var high = $name[word + 1u];
+    if !$aligned && (at & 2u) != 0u {
+        low = low >> 16u | high << 16u;
+        high = high >> 16u | $name[word + 2u] << 16u;
+    }
+    return vec4<u32>(low & 0xffffu, low >> 16u, high & 0xffffu, high >> 16u);
+}
+fn $name_four_f32(at: u32) -> vec4<f32> {
+    let word = at >> 2u;
+    return bitcast<vec4<f32>>(vec4<u32>($name[word], $name[word + 1u], $name[word + 2u], $name[word + 3u]));
+}
+fn $name_four_f16(at: u32) -> vec4<f32> {
+    return f16_decode_four($name_halves(at));
+}
+fn $name_four_bf16(at: u32) -> vec4<f32> {
+    return bitcast<vec4<f32>>($name_halves(at) << vec4<u32>(16u));
+}
+// Four plain numbers, f32 at whole words.
+fn $name_four(dtype: u32, at: u32) -> vec4<f32> {
+    switch dtype {
+        case F32: { return $name_four_f32(at); }
+        case F16: { return $name_four_f16(at); }
+        default: { return $name_four_bf16(at); }
+    }
 }
 // Bits of element `i` of a row of plain numbers, as an f32.
 fn $name_bits(dtype: u32, row: u32, i: u32) -> u32 {

@@ -11,7 +11,7 @@ const THREADS: u32 = 64u;
 @group(0) @binding(2) var<storage, read> plane: array<u32>;
 @group(0) @binding(3) var<storage, read> pieces: array<u32>;
 @group(0) @binding(4) var<storage, read_write> staged: array<u32>;
-//! include reader.wgsl name=plane
+//! include reader.wgsl name=plane aligned=false
 //! include rows.wgsl
 //! include pieces.wgsl
 

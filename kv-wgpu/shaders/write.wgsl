@@ -12,7 +12,7 @@ const THREADS: u32 = 64u;
 @group(0) @binding(2) var<storage, read> rows: array<u32>;
 @group(0) @binding(3) var<storage, read> constants: array<u32>;
 @group(0) @binding(4) var<storage, read_write> plane: array<atomic<u32>>;
-//! include reader.wgsl name=rows
+//! include reader.wgsl name=rows aligned=false
 //! include writer.wgsl name=plane
 //! include entries.wgsl
 //! include rows.wgsl

@@ -14,7 +14,7 @@ const THREADS: u32 = 64u;
 @group(0) @binding(4) var<storage, read_write> plane: array<atomic<u32>>;
 @group(0) @binding(5) var<storage, read> pieces: array<u32>;
 @group(0) @binding(6) var<storage, read> staged: array<u32>;
-//! include reader.wgsl name=rows
+//! include reader.wgsl name=rows aligned=false
 //! include writer.wgsl name=plane
 //! include rows.wgsl
 //! include transform.wgsl

@@ -193,11 +193,10 @@ params! {
         segments: u32,
         stats: u32,
         rows: u32,
-        /// Whether there are sink logits.
-        sinks: u32,
         v_constants: u32,
         pad0: u32,
         pad1: u32,
         pad2: u32,
+        pad3: u32,
     }
 }

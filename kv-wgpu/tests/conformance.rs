@@ -1,19 +1,30 @@
 //! The WebGPU backend keeps the whole contract, on the first adapter or on the one that
 //! `KV_WGPU_ADAPTER` names; with `KV_WGPU_SUBGROUPS=0` without subgroups.
+use std::cell::OnceCell;
 use std::process::ExitCode;
 
-use kv_wgpu::{WgpuBackend, WgpuOptions};
+use kv_wgpu::{AdapterName, WgpuBackend, WgpuOptions};
 
 fn main() -> ExitCode {
+    // One device for all cases: drivers compile shaders for seconds, and for every device again.
+    let opened = OnceCell::new();
     kv_testkit::run("wgpu", || {
-        let name = std::env::var("KV_WGPU_ADAPTER").unwrap_or_default();
-        let adapter = match name.as_str() {
-            "" => kv_wgpu::AdapterName::default(),
-            name => match name.parse() {
-                Ok(adapter) => adapter,
-            },
-        };
-        let is_without = std::env::var("KV_WGPU_SUBGROUPS").is_ok_and(|value| value == "0");
-        WgpuBackend::open(&WgpuOptions::new(adapter).with_subgroups(!is_without))
+        if let Some(backend) = opened.get() {
+            return Ok(WgpuBackend::clone(backend));
+        }
+        let backend = WgpuBackend::open(&options())?;
+        Ok(opened.get_or_init(|| backend).clone())
     })
+}
+
+fn options() -> WgpuOptions {
+    let name = std::env::var("KV_WGPU_ADAPTER").unwrap_or_default();
+    let adapter = match name.as_str() {
+        "" => AdapterName::default(),
+        name => match name.parse() {
+            Ok(adapter) => adapter,
+        },
+    };
+    let is_without = std::env::var("KV_WGPU_SUBGROUPS").is_ok_and(|value| value == "0");
+    WgpuOptions::new(adapter).with_subgroups(!is_without)
 }

@@ -27,26 +27,6 @@ const BACKENDS: [&str; 3] = ["cpu", "wgpu", "cuda"];
 /// The CUDA backend on the emulator: a test target of kv-cuda, run where it is asked for.
 pub(crate) const EMULATED: &str = "emulated";
 
-/// Cases of a brief run on WebGPU, whose shaders a CPU runs where there is no card: parts of names.
-/// Rows of codes take many minutes there, and what erasure does is the same on every backend.
-const BRIEF: (&str, &[&str]) = (
-    "wgpu",
-    &[
-        "wgpu::attend/",
-        "wgpu::buffer/",
-        "wgpu::cache/",
-        "wgpu::convert/",
-        "wgpu::copy/",
-        "wgpu::failure/",
-        "wgpu::front/",
-        "wgpu::gather/",
-        "wgpu::quant/head_dim_64",
-        "wgpu::queue/",
-        "wgpu::segments/",
-        "wgpu::write/",
-    ],
-);
-
 /// Whether a test target is a runner, which a stage of its own runs.
 pub(crate) fn is_runner(target: &str) -> bool {
     [TEST_TARGET, EMULATED].contains(&target)
@@ -63,10 +43,6 @@ pub(crate) struct Options {
     pub(crate) args: Vec<OsString>,
     /// What watches the kernels of [`EMULATED`].
     pub(crate) sanitizer: Sanitizer,
-    /// Runs some cases only where a CPU runs the shaders.
-    pub(crate) brief: bool,
-    /// Kernels of the CPU backend to use instead of the best of this machine.
-    pub(crate) isa: Option<&'static str>,
     /// Further variables of the runner.
     pub(crate) env: Vec<(&'static str, OsString)>,
 }
@@ -122,7 +98,6 @@ pub(crate) fn run(options: &Options) -> Result<Counts> {
     let mut lines = Vec::new();
     for (backend, asked) in chosen(&options.backends)? {
         let (line, counts) = match why_not(&workspace, backend) {
-            None if options.brief && backend == BRIEF.0 => run_parts(&workspace, options)?,
             None => run_backend(&workspace, backend, asked, options)?,
             Some(why) if asked => (why, Counts { failed: 1, ..Counts::default() }),
             Some(why) => (why, Counts::default()),
@@ -134,31 +109,15 @@ pub(crate) fn run(options: &Options) -> Result<Counts> {
     Ok(total)
 }
 
-/// Runs the cases of [`BRIEF`]; a runner takes one part of a name.
-fn run_parts(workspace: &Workspace, options: &Options) -> Result<(String, Counts)> {
-    let (backend, parts) = BRIEF;
-    let (mut lines, mut total) = (Vec::new(), Counts::default());
-    for part in parts {
-        let options =
-            Options { args: vec![part.into()], env: options.env.clone(), ..Options::default() };
-        let (line, counts) = run_backend(workspace, backend, false, &options)?;
-        lines.push(line);
-        total.add(counts);
-    }
-    lines.dedup();
-    Ok((format!("{total}, of the cases of a brief run ({})", lines.join("; ")), total))
-}
-
-/// Runs the suite on one set of kernels of the CPU backend; a machine that lacks it skips.
-pub(crate) fn run_cpu_kernels(isa: &'static str) -> Result<Counts> {
+/// Runs the suite of one backend in some variation; a machine that lacks it skips.
+pub(crate) fn run_variation(backend: &str, what: &str, options: &Options) -> Result<Counts> {
     let workspace = Workspace::load()?;
-    if let Some(why) = why_not(&workspace, "cpu") {
-        println!("cpu: {why}");
+    if let Some(why) = why_not(&workspace, backend) {
+        println!("{backend}: {why}");
         return Ok(Counts::default());
     }
-    let options = Options { isa: Some(isa), ..Options::default() };
-    let (line, counts) = run_backend(&workspace, "cpu", false, &options)?;
-    println!("cpu with {isa} kernels: {line}");
+    let (line, counts) = run_backend(&workspace, backend, false, options)?;
+    println!("{backend} {what}: {line}");
     Ok(counts)
 }
 
@@ -238,9 +197,6 @@ fn run_backend(
     command.args(&options.args).env(REPORT, &report);
     quiet_drivers(&mut command, workspace)?;
     command.envs(options.env.iter().map(|(name, value)| (*name, value)));
-    if let Some(isa) = options.isa {
-        command.env("KV_CPU_ISA", isa);
-    }
     let ended = shell::run(&mut command);
     if options.args.iter().any(|arg| arg == "--list") {
         ended?;

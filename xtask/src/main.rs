@@ -15,6 +15,7 @@ mod setup;
 mod shell;
 mod suite;
 mod tidy;
+mod webgpu;
 mod workspace;
 
 use std::ffi::OsString;

@@ -4,9 +4,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::conformance::Options;
 use crate::emulator::Sanitizer;
 use crate::workspace::Workspace;
-use crate::{conformance, emulator, kernels, readme, setup, shell, tidy};
+use crate::{conformance, emulator, kernels, readme, setup, shell, tidy, webgpu};
 
 /// The crate with the heavy dependencies: built once, in release, for its tests and for README
 /// alike. All other crates are always chosen together, because cargo builds a dependency again for
@@ -43,6 +44,7 @@ const STAGES: &[Stage] = &[
     ("doc tests", doc_tests),
     ("conformance", conform),
     ("conformance of all CPU kernels", conform_kernels),
+    ("conformance of shaders", |_| webgpu::run().map(passed)),
     ("conformance of CUDA kernels on the emulator", conform_emulated),
     ("CUDA kernels under sanitizers", |_| emulator::test_kernels().map(passed)),
     ("kv-cli in release", heavy_tests),
@@ -177,23 +179,23 @@ fn doc_tests(_: &Workspace) -> Result<Outcome> {
 }
 
 fn conform(_: &Workspace) -> Result<Outcome> {
-    // Shaders on a CPU are slow.
-    let options = conformance::Options { brief: true, ..conformance::Options::default() };
-    let total = conformance::run(&options)?;
-    if !total.is_clean() {
-        bail!("{total}");
-    }
-    Ok(Outcome::Passed)
+    clean("cpu", &conformance::run_variation("cpu", "with its best kernels", &Options::default())?)
 }
 
 /// The stage before has used the best kernels of this machine; a run takes seconds once it is
 /// built.
 fn conform_kernels(_: &Workspace) -> Result<Outcome> {
     for isa in ["scalar", "avx2", "neon"] {
-        let total = conformance::run_cpu_kernels(isa)?;
-        if !total.is_clean() {
-            bail!("{isa}: {total}");
-        }
+        let options = Options { env: vec![("KV_CPU_ISA", isa.into())], ..Options::default() };
+        let what = format!("with {isa} kernels");
+        clean(isa, &conformance::run_variation("cpu", &what, &options)?)?;
+    }
+    Ok(Outcome::Passed)
+}
+
+fn clean(what: &str, total: &conformance::Counts) -> Result<Outcome> {
+    if !total.is_clean() {
+        bail!("{what}: {total}");
     }
     Ok(Outcome::Passed)
 }
@@ -201,16 +203,12 @@ fn conform_kernels(_: &Workspace) -> Result<Outcome> {
 /// Threads of the emulator are slow, so the suite runs once here and not erased as well; what
 /// erasure does is the same on every backend.
 fn conform_emulated(_: &Workspace) -> Result<Outcome> {
-    let options = conformance::Options {
+    let options = Options {
         backends: vec![conformance::EMULATED.to_owned()],
         args: vec![format!("{}::", conformance::EMULATED).into()],
-        ..conformance::Options::default()
+        ..Options::default()
     };
-    let total = conformance::run(&options)?;
-    if !total.is_clean() {
-        bail!("{total}");
-    }
-    Ok(Outcome::Passed)
+    clean(conformance::EMULATED, &conformance::run(&options)?)
 }
 
 fn heavy_tests(workspace: &Workspace) -> Result<Outcome> {

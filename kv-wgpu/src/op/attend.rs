@@ -1,7 +1,7 @@
 //! Attention over cached rows: partial results of parts of contexts, and their merge.
+mod form;
+
 use kv_core::DeviceError;
-#[cfg(test)]
-use kv_core::KvFormat;
 use kv_core::plan::{AttendArgs, AttentionOptions, AttentionPlan, Mask};
 
 use super::pad::{self, Owned};
@@ -13,38 +13,18 @@ use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
 use crate::recording::Slot;
 use crate::steps::Step;
-#[cfg(test)]
-use crate::tensors;
 use crate::tensors::Room;
+#[cfg(test)]
+pub(crate) use form::kernels;
+use form::{Form, Rows, Side};
 
 const OPERATION: &str = "attend";
-/// Values that are staged side by side.
-const CHUNK: u32 = 32;
 /// Bytes of partial results, at most: longer prompts take several rounds.
 const PARTS_BYTES: u64 = 32 << 20;
 
-fn kernel(k: (u32, u32), v: (u32, u32)) -> Kernel {
-    Kernel::new("attend.wgsl")
-        .with("K_FORMAT", k.0)
-        .with("V_FORMAT", v.0)
-        .with("K_CHUNKS", k.1.div_ceil(CHUNK))
-        .with("V_CHUNKS", v.1.div_ceil(CHUNK))
-}
-fn merge(has_lse: bool) -> Kernel {
-    Kernel::new("attend_merge.wgsl").flags(if has_lse { &["LSE"] } else { &[] })
-}
-
-#[cfg(test)]
-pub(crate) fn kernels() -> Vec<Kernel> {
-    let formats = KvFormat::all().map(tensors::format);
-    let alike = formats.flat_map(|f| [64, 256].map(|dim| kernel((f, dim), (f, dim))));
-    let mixed = [kernel((0, 192), (1, 128)), kernel((14, 4), (2, 36))];
-    alike.chain(mixed).chain([merge(false), merge(true)]).collect()
-}
-
 /// What is alike in all dispatches of a call.
 struct Work {
-    kernel: Kernel,
+    form: Form,
     merge: Kernel,
     params: AttendParams,
     merged: MergeParams,
@@ -77,9 +57,10 @@ pub(crate) fn attend(
     let inputs = [q_slot, call.constants(&k_view)?, call.constants(&v_view)?];
     let sinks = call.recorder.push(options.sink_logits().unwrap_or(&[0.0; 4]))?.into();
     let group = group(&q, &k, &v)?;
-    let rows = rows_of(&k, &v);
+    let most = plan.sequences().iter().map(|s| s.q_len).max().unwrap_or(0).saturating_mul(group);
+    let rows = Rows::of(&k, &v, most);
     let units = u64::from(plan.total_q()).saturating_mul(group.into());
-    let units = units.checked_div(rows.into()).unwrap_or(0);
+    let units = units.checked_div(rows.count.into()).unwrap_or(0);
     let splits = plan.sequences().iter().map(|s| s.num_splits).max().unwrap_or(0).max(1);
     let segments = k_view.layout().num_segments().max(1);
     let slices = splits.saturating_mul(segments);
@@ -109,15 +90,16 @@ pub(crate) fn attend(
         splits,
         slices,
         segments,
-        rows,
-        sinks: options.sink_logits().is_some().into(),
+        rows: rows.count,
         v_constants,
         ..MergeParams::default()
     };
+    let kinds = (v.transforms != 0, options.sink_logits().is_some());
+    let merge = form::merge(lse.is_some(), out.dtype, kinds);
     let lse_slot = lse.as_ref().map(|(_, slot)| slot.clone());
     let work = Work {
-        kernel: kernel((k.format, k.head_dim), (v.format, v.head_dim)),
-        merge: merge(lse.is_some()),
+        form: Form::of(&k, &v, (q.dtype, rows, options.cap().is_some())),
+        merge,
         params,
         merged,
         inputs,
@@ -149,11 +131,6 @@ fn sight(options: &AttentionOptions<'_>) -> Sight {
         sink_tokens: options.num_sink_tokens(),
         pad: 0,
     }
-}
-
-/// Query rows of a workgroup: fewer where they are long.
-fn rows_of(k: &Plane, v: &Plane) -> u32 {
-    if k.head_dim.max(v.head_dim) > 4 * CHUNK { 8 } else { 16 }
 }
 
 fn run(
@@ -192,7 +169,8 @@ fn run(
             let [q, k_constants, v_constants] = work.inputs.clone();
             let slots = [step.lists.clone(), q, k_slot, v_slot, k_constants, v_constants, parts];
             let groups = [tiles, work.kv_heads, params.splits];
-            call.recorder.dispatch(&work.kernel, &params, &slots, groups)?;
+            let form = Form { k: Side::of(&k), v: Side::of(&v), ..work.form };
+            call.recorder.dispatch(&form.kernel(), &params, &slots, groups)?;
         }
         let recorder = &mut queue.recorder;
         let (parts, _) = recorder.slot(&memory, (0, bytes), (false, OPERATION))?;

@@ -11,8 +11,11 @@ use crate::shaders;
 const SHADERS: &[(&str, &str)] = &[("MergeParams", "attend_merge.wgsl")];
 
 /// Shaders that take what another one does.
-const SHARED: &[(&str, &str)] =
-    &[("stage_tail.wgsl", "WriteParams"), ("write_blocks.wgsl", "WriteParams")];
+const SHARED: &[(&str, &str)] = &[
+    ("attend_few.wgsl", "AttendParams"),
+    ("stage_tail.wgsl", "WriteParams"),
+    ("write_blocks.wgsl", "WriteParams"),
+];
 
 /// Name, offset and type of each field.
 type Field = (String, u32, String);

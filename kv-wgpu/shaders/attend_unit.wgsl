@@ -1,0 +1,311 @@
+// What attend.wgsl and attend_few.wgsl have in common: query rows, where keys lie, weights of scores.
+//
+// A row is one head of one query. Rows of a sequence are numbered query by query, the heads of the
+// group within each, so that K and V are read once for all heads. A workgroup has ROWS of them, one kv
+// head and one split, and walks its tokens in tiles of 32 at multiples of 32, so that the order of a
+// sum depends on positions alone. A token's rows in another segment of the planes are not seen here;
+// another dispatch has them.
+//
+// workgroups: x: tiles of rows, from tile `first_tile` on, floor(q_start * group / ROWS) + entry being
+//             a sequence's first; y: kv heads; z: splits of a sequence, as many as any has
+// parts: f32 [unit][ROWS][dim_v], and behind them pairs [unit][ROWS] (maximum, sum), where unit =
+//        ((x * kv heads + y) * slices + slice), slice = segment * splits + z
+// What a query does not see never reaches its row, be it NaN and seen by another query of the tile.
+//! include params.wgsl
+//! include numbers.wgsl
+
+struct Params {
+    plan: Plan,
+    q: Tensor,
+    k: Plane,
+    v: Plane,
+    sight: Sight,
+    scale: f32,
+    soft_cap: f32,  // 0 without
+    group: u32,
+    first_tile: u32,
+    splits: u32,    // of a sequence, at most
+    slices: u32,    // partial results of a row
+    segment: u32,
+    stats: u32,     // word of `parts` at which they begin
+    k_constants: u32,
+    v_constants: u32,
+    pad0: u32,
+    pad1: u32,
+}
+
+// What the loops are compiled for: formats of K and V, `head_dim`s, and rows of a workgroup.
+override K_FORMAT: u32 = 0u;
+override V_FORMAT: u32 = 0u;
+override K_CHUNKS: u32 = 4u;  // of 32 values, the last perhaps in part
+override V_CHUNKS: u32 = 4u;
+override ROWS: u32 = 8u;
+override Q_DTYPE: u32 = 0u;
+// Whether every row of the plane begins at a whole word.
+override K_ALIGNED: bool = false;
+override V_ALIGNED: bool = false;
+// Rows in 16 bits among codes.
+override HAS_WIDE: bool = true;
+override HAS_TRANSFORMS: bool = true;
+override HAS_MEANS: bool = true;
+override HAS_CAP: bool = true;
+
+const THREADS: u32 = 128u;
+const TILE: u32 = 32u;
+const EMPTY: f32 = -3.0e38;   // a maximum of nothing
+const UNSEEN: f32 = -3.4028234663852886e38;  // the score of a key that is not seen
+const NO_WEIGHT: f32 = -1.0;  // its weight
+const NO_TILE: u32 = 0xffffffffu;
+
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> lists: array<u32>;
+@group(0) @binding(2) var<storage, read> queries: array<u32>;
+@group(0) @binding(3) var<storage, read> k: array<u32>;
+@group(0) @binding(4) var<storage, read> v: array<u32>;
+@group(0) @binding(5) var<storage, read> constants: array<u32>;
+@group(0) @binding(6) var<storage, read> constants_v: array<u32>;
+@group(0) @binding(7) var<storage, read_write> parts: array<f32>;
+//! include reader.wgsl name=queries aligned=false
+//! include reader.wgsl name=k aligned=K_ALIGNED
+//! include reader.wgsl name=v aligned=V_ALIGNED
+//! include rows.wgsl
+//! include codes.wgsl
+//! include format.wgsl name=k
+//! include format.wgsl name=v
+//! include transform.wgsl
+//! include visible.wgsl
+//! include tiles.wgsl
+
+var<workgroup> q_rows: array<vec4<f32>, 512>;  // [row][K_CHUNKS * 8]: ROWS * K_CHUNKS is 64 at most
+var<workgroup> biases: array<f32, 16>;
+var<workgroup> factors: array<f32, 16>;
+var<workgroup> seen: array<Visible, 16>;
+// Where the rows of the tokens of two tiles lie, by turns.
+var<workgroup> k_at: array<u32, 64>;
+var<workgroup> v_at: array<u32, 64>;
+var<workgroup> mean_at: array<u32, 64>;
+// And how: ABSENT where they are not here, or not seen.
+var<workgroup> how: array<u32, 64>;
+var<workgroup> bias_parts: array<f32, 64>;
+
+const ABSENT: u32 = 0u;
+const STORED: u32 = 1u;
+const WIDE: u32 = 2u;  // in 16 bits among codes
+
+struct Unit {
+    s: Sequence,
+    entry: u32,
+    head: u32,   // kv head
+    first: u32,  // row
+    rows: u32,
+    split: u32,
+    begin: u32,
+    end: u32,
+    exists: bool,
+}
+
+// What a workgroup has to do; the same for all its invocations.
+fn unit_of(group: vec3<u32>) -> Unit {
+    var u: Unit;
+    let x = params.first_tile + group.x;
+    if params.plan.num_sequences == 0u {
+        return u;
+    }
+    u.entry = owner_of(x, ROWS);
+    u.s = sequence_of(params.plan, u.entry);
+    u.head = group.y;
+    u.split = group.z;
+    let all = u.s.q_len * params.group;
+    u.first = (x - start_of(u.entry, ROWS)) * ROWS;
+    if u.first >= all || u.split >= max(u.s.num_splits, 1u) {
+        return u;
+    }
+    u.exists = true;
+    u.rows = min(all - u.first, ROWS);
+    if u.s.num_splits > 0u {
+        let at = params.plan.splits + (u.s.split_start + u.split) * 4u;
+        u.begin = lists[at + 1u];
+        u.end = lists[at + 2u];
+    }
+    return u;
+}
+
+// Tokens that the rows see: sinks, then from `begin` on.
+struct Walk {
+    sinks_end: u32,
+    begin: u32,
+    end: u32,
+}
+fn walk_of(u: Unit, lowest: Visible, highest: Visible) -> Walk {
+    // Bounds never fall, and windows of neighbours touch: the first and the last tell the union.
+    let sinks = max(lowest.sinks, min(highest.sinks, lowest.begin));
+    return Walk(min(sinks, u.end), max(lowest.begin, u.begin), min(highest.end, u.end));
+}
+// The first tile from `tile` on in which something is seen.
+fn tile_from(w: Walk, tile: u32) -> u32 {
+    var next = tile;
+    if next * TILE >= w.sinks_end && next * TILE + TILE <= w.begin {
+        next = w.begin / TILE;
+    }
+    let is_end = next * TILE >= max(w.end, w.sinks_end) || (next * TILE >= w.sinks_end && w.begin >= w.end);
+    return select(next, NO_TILE, is_end);
+}
+
+fn constants_four(at: u32) -> vec4<f32> {
+    return bitcast<vec4<f32>>(vec4<u32>(constants[at], constants[at + 1u], constants[at + 2u],
+                                        constants[at + 3u]));
+}
+
+// The Walsh-Hadamard transform of transform.wgsl, of all query rows at once.
+fn rotate_queries(dim: u32, local: u32) {
+    let width = K_CHUNKS * 8u;
+    var begin = 0u;
+    for (var bit = 8u; bit >= 2u; bit--) {
+        let block = 1u << bit;
+        if (dim & block) == 0u {
+            continue;
+        }
+        let halved = power_of_two(-i32(bit / 2u));
+        let norm = select(halved, halved * 0.70710678118654752440, bit % 2u == 1u);
+        let fours = block / 4u;
+        for (var i = local; i < ROWS * fours; i += THREADS) {
+            let at = i / fours * width + begin + i % fours;
+            let x = q_rows[at];
+            let y = vec4<f32>(x.x + x.y, x.x - x.y, x.z + x.w, x.z - x.w);
+            q_rows[at] = vec4<f32>(y.x + y.z, y.y + y.w, y.x - y.z, y.y - y.w) * norm;
+        }
+        workgroupBarrier();
+        for (var s = 0u; s + 2u < bit; s++) {
+            let pairs = fours / 2u;
+            for (var i = local; i < ROWS * pairs; i += THREADS) {
+                let pair = i % pairs;
+                let inside = pair >> s << (s + 1u) | (pair & ((1u << s) - 1u));
+                let at = i / pairs * width + begin + inside;
+                let a = q_rows[at];
+                let b = q_rows[at + (1u << s)];
+                q_rows[at] = a + b;
+                q_rows[at + (1u << s)] = a - b;
+            }
+            workgroupBarrier();
+        }
+        begin += fours;
+    }
+}
+
+// Query rows of a unit, transformed where rows of K are, and what each sees. The mean that transformed
+// keys lack becomes a bias of their scores.
+fn load_queries(u: Unit, local: u32) {
+    let dim = params.q.dim;
+    let width = K_CHUNKS * 8u;
+    for (var i = local; i < ROWS * width; i += THREADS) {
+        let row = i / width;
+        let d = i % width * 4u;
+        var x = vec4<f32>(0.0);
+        if row < u.rows && d < dim {
+            let query = (u.first + row) / params.group;
+            let head = u.head * params.group + (u.first + row) % params.group;
+            let at = head_begin(params.q, u.entry, u.s.q_start, query, head);
+            x = queries_four(Q_DTYPE, at + d * dtype_bytes(Q_DTYPE));
+        }
+        q_rows[i] = x;
+    }
+    if local < ROWS {
+        biases[local] = 0.0;
+        if local < u.rows {
+            seen[local] = visible(params.sight, u.s, (u.first + local) / params.group);
+        } else {
+            seen[local] = Visible(0u, 0u, 0u);
+        }
+    }
+    workgroupBarrier();
+    if !HAS_TRANSFORMS {
+        return;
+    }
+    let head = head_of(params.k, u.head, params.k_constants != 0u);
+    if local / 4u < ROWS {
+        var sum = 0.0;
+        for (var d = local % 4u; d < dim / 4u; d += 4u) {
+            sum += dot(q_rows[local / 4u * width + d], constants_four(head.mean + 4u * d));
+        }
+        bias_parts[local] = sum;
+    }
+    workgroupBarrier();
+    if local < ROWS {
+        var sum = 0.0;
+        for (var i = 0u; i < 4u; i++) {
+            sum += bias_parts[local * 4u + i];
+        }
+        biases[local] = sum;
+    }
+    for (var i = local; i < ROWS * width; i += THREADS) {
+        let d = i % width;
+        if d < dim / 4u {
+            q_rows[i] *= constants_four(head.back + 4u * d);
+        }
+    }
+    workgroupBarrier();
+    rotate_queries(dim, local);
+}
+
+// Looks up the tokens of a tile, if there is one, into half `turn` of `how` and what is beside it. No
+// barrier.
+fn find(u: Unit, w: Walk, tile: u32, turn: u32, local: u32) {
+    if local >= TILE || tile == NO_TILE {
+        return;
+    }
+    let position = tile * TILE + local;
+    let t = turn * TILE + local;
+    let is_seen = position < w.sinks_end || (position >= w.begin && position < w.end);
+    how[t] = ABSENT;
+    if is_seen && position >= u.begin && position < u.end {
+        let place = place_in(params.k, position, u.s.coded);
+        let block = lists[params.plan.tables + u.s.table + place.index];
+        if is_here(params.k, block) {
+            let k_block = block_begin(params.k, block);
+            k_at[t] = k_block + row_begin(params.k, place, u.head);
+            v_at[t] = block_begin(params.v, block) + row_begin(params.v, place, u.head);
+            how[t] = select(STORED, WIDE, HAS_WIDE && place.wide);
+            if HAS_MEANS {
+                // One more than it is, as 0 is none.
+                let mean = k_block + params.k.mean_begin + u.head * params.k.head_dim * 2u + 1u;
+                mean_at[t] = select(0u, mean, params.k.block_means != 0u && !place.wide);
+            }
+        }
+    }
+}
+
+//! include token.wgsl name=k format=K_FORMAT has_means=HAS_MEANS mean=mean_at[t]
+//! include token.wgsl name=v format=V_FORMAT has_means=false mean=0u
+
+fn capped(x: f32) -> f32 {
+    if !HAS_CAP {
+        return x;
+    }
+    let y = x / params.soft_cap;
+    let m = abs(y);
+    var t = 1.0 - 2.0 / (exp(2.0 * min(m, 20.0)) + 1.0);
+    if m < 0.25 {
+        // Where the difference would lose what it is of: the series of tanh.
+        let z = m * m;
+        t = m * (1.0 + z * (-0.33333334 + z * (0.13333334 + z * (-0.053968254 + z * (0.021869488 - z * 0.0088632355)))));
+    }
+    return params.soft_cap * select(t, -t, y < 0.0);
+}
+
+// The score of a key for a row, out of their product.
+fn score_of(row: u32, tile: u32, turn: u32, token: u32, product: f32) -> f32 {
+    if how[turn * TILE + token] == ABSENT || !sees(seen[row], tile * TILE + token) {
+        return UNSEEN;
+    }
+    return capped((product + biases[row]) * params.scale);
+}
+
+// What a key weighs beside the largest score so far.
+fn weight_of(score: f32, most: f32) -> f32 {
+    return select(exp(score - most), NO_WEIGHT, score == UNSEEN);
+}
+
+// What sums relative to the maximum `before` are multiplied with to be relative to `after`.
+fn rescaled(before: f32, after: f32) -> f32 {
+    return select(exp(before - after), 1.0, before == after);
+}

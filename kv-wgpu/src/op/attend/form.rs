@@ -1,0 +1,136 @@
+//! What attention's shaders are compiled for. Compilers of drivers take seconds, so it is only what
+//! pays inside the loops: what a call does not need is left out of them.
+use kv_core::KvFormat;
+
+use crate::params::Plane;
+use crate::pipelines::Kernel;
+use crate::tensors;
+
+/// Values that are staged side by side.
+const CHUNK: u32 = 32;
+/// Rows of a workgroup, at most, where few is how many there are.
+const FEW: u32 = 8;
+
+/// One of the two planes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Side {
+    pub(super) format: u32,
+    pub(super) head_dim: u32,
+    /// Whether whatever is read by four values begins at a whole word.
+    pub(super) is_aligned: bool,
+}
+
+impl Side {
+    pub(super) fn of(plane: &Plane) -> Self {
+        // In blocks of 34 and 18 bytes nothing ever does.
+        let ggml = [KvFormat::Q8_0, KvFormat::Q4_0].map(tensors::format);
+        let Plane { data, block_bytes, token_stride, head_stride, .. } = *plane;
+        let places = [data, block_bytes, token_stride, head_stride];
+        let others = [plane.wide_head_stride, plane.mean_begin];
+        let is_aligned = !ggml.contains(&plane.format)
+            && places.into_iter().chain(others).all(|place| place.is_multiple_of(4));
+        Self { format: plane.format, head_dim: plane.head_dim, is_aligned }
+    }
+}
+
+/// What the rows of both planes have.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Extras {
+    /// Some are kept in 16 bits among codes.
+    pub(super) wide: bool,
+    pub(super) transforms: bool,
+    pub(super) means: bool,
+}
+
+/// Query rows of a workgroup.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rows {
+    pub(super) count: u32,
+    /// Whether that is all any sequence has.
+    pub(super) is_few: bool,
+}
+
+impl Rows {
+    /// For sequences of up to `most` query rows; fewer in a workgroup where they are long.
+    pub(super) fn of(k: &Plane, v: &Plane, most: u32) -> Self {
+        let is_long = k.head_dim.max(v.head_dim) > 4 * CHUNK;
+        let many = if is_long { FEW } else { 16 };
+        match most {
+            0..=4 => Self { count: 4, is_few: true },
+            5..=FEW => Self { count: FEW, is_few: true },
+            _ => Self { count: many, is_few: false },
+        }
+    }
+}
+
+/// A specialisation of attention over parts of contexts.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Form {
+    pub(super) k: Side,
+    pub(super) v: Side,
+    pub(super) q_dtype: u32,
+    pub(super) rows: Rows,
+    pub(super) extras: Extras,
+    pub(super) has_cap: bool,
+}
+
+impl Form {
+    pub(super) fn of(k: &Plane, v: &Plane, (q_dtype, rows, has_cap): (u32, Rows, bool)) -> Self {
+        // Planes of a layer have sinks and tails alike; queries go with K.
+        let extras = Extras {
+            wide: k.sinks > 0 || k.has_tail != 0,
+            transforms: k.transforms != 0,
+            means: k.block_means != 0,
+        };
+        Self { k: Side::of(k), v: Side::of(v), q_dtype, rows, extras, has_cap }
+    }
+
+    pub(super) fn kernel(self) -> Kernel {
+        let Self { k, v, extras, .. } = self;
+        Kernel::new(if self.rows.is_few { "attend_few.wgsl" } else { "attend.wgsl" })
+            .with("ROWS", self.rows.count)
+            .with("K_FORMAT", k.format)
+            .with("V_FORMAT", v.format)
+            .with("K_CHUNKS", k.head_dim.div_ceil(CHUNK))
+            .with("V_CHUNKS", v.head_dim.div_ceil(CHUNK))
+            .with("Q_DTYPE", self.q_dtype)
+            .with("K_ALIGNED", k.is_aligned.into())
+            .with("V_ALIGNED", v.is_aligned.into())
+            .with("HAS_WIDE", extras.wide.into())
+            .with("HAS_TRANSFORMS", extras.transforms.into())
+            .with("HAS_MEANS", extras.means.into())
+            .with("HAS_CAP", self.has_cap.into())
+    }
+}
+
+/// The kernel that joins the parts.
+pub(super) fn merge(has_lse: bool, dtype: u32, (transforms, sinks): (bool, bool)) -> Kernel {
+    Kernel::new("attend_merge.wgsl")
+        .flags(if has_lse { &["LSE"] } else { &[] })
+        .with("DTYPE", dtype)
+        .with("HAS_TRANSFORMS", transforms.into())
+        .with("HAS_SINKS", sinks.into())
+}
+
+/// Every format, short and long, with and without what makes rows special, in every shape.
+#[cfg(test)]
+pub(crate) fn kernels() -> Vec<Kernel> {
+    let plain = |format, head_dim, is_aligned| {
+        let side = Side { format, head_dim, is_aligned };
+        let extras = Extras { wide: false, transforms: false, means: false };
+        let rows = Rows { count: 4, is_few: true };
+        Form { k: side, v: side, q_dtype: format % 3, rows, extras, has_cap: !is_aligned }
+    };
+    let formats = KvFormat::all().map(tensors::format);
+    let of_format = |format| {
+        let extras = Extras { wide: true, transforms: true, means: true };
+        [Form { extras, ..plain(format, 64, true) }, plain(format, 256, false)]
+    };
+    let mixed =
+        Form { v: Side { format: 1, head_dim: 128, is_aligned: true }, ..plain(0, 192, true) };
+    let shapes = [(4, true), (8, true), (8, false), (16, false)];
+    let shapes = shapes.map(|(count, is_few)| Rows { count, is_few });
+    let all = formats.flat_map(of_format).chain([mixed]);
+    let all = all.flat_map(|form| shapes.map(|rows| Form { rows, ..form }.kernel()));
+    all.chain([merge(false, 0, (false, true)), merge(true, 2, (true, false))]).collect()
+}
