@@ -20,18 +20,14 @@ const SHAPE: [&str; 16] = [
     "--rounds",
     "2",
     "--formats",
-    "bf16,fp8-e4m3,int8,l4,int8/l4",
+    "bf16,fp8-e4m3,int8/l4",
 ];
 
 /// Bytes of one slot of a layer and of the slots of 40 tokens, by format: K and V of two heads of
-/// 64. A sink of 128 bytes takes two slots of int8 and four of l4.
-const STORED: [(&str, u64, u64); 5] = [
-    ("bf16", 512, 40),
-    ("fp8-e4m3", 256, 40),
-    ("int8", 264, 44),
-    ("l4", 136, 52),
-    ("int8/l4", 200, 52),
-];
+/// 64. A sink of 128 bytes takes four slots, because l4 has rows of 34. Few formats: a driver in
+/// software compiles a shader for seconds.
+const STORED: [(&str, u64, u64); 3] =
+    [("bf16", 512, 40), ("fp8-e4m3", 256, 40), ("int8/l4", 200, 52)];
 
 /// Runs on a device of this machine, `None` where it has none of this kind.
 #[expect(clippy::print_stdout, reason = "whoever reads a test's output learns what it left out")]
@@ -143,9 +139,9 @@ fn an_adapter_that_a_cpu_stands_for_is_called_so() {
     let is_it = |device: &&Value| device["name"] == name.as_str();
     let adapter = devices["devices"].as_array().expect("a list").iter().find(is_it);
     let adapter = adapter.expect("it was there").clone();
-    let tiny = ["--batch", "1", "--context", "5", "--layers", "1", "--head-dim", "8"];
-    let args = ["bench", "--backend", &name, "--formats", "bf16", "--rounds", "1"];
-    let text = kv(&[&args[..], &tiny].concat()).stdout;
+    let (shape, _) = SHAPE.split_at(SHAPE.len() - 2);
+    let args = ["bench", "--backend", &name, "--formats", "bf16"];
+    let text = kv(&[&args[..], shape].concat()).stdout;
     let word = |field: &str| adapter[field].as_str().expect("text");
     let first = format!("{name}: {}; {}, {}", word("adapter"), word("api"), word("kind"));
     assert!(text.starts_with(&first), "{first}: {text}");
