@@ -4,6 +4,8 @@
 // 32 values of the keys of a tile are staged at a time, multiplied with all rows, then the same of V.
 //! include attend_unit.wgsl
 
+override V_CHUNKS: u32 = 4u;  // of 32 values of V, or more
+
 var<workgroup> stage: array<vec4<f32>, 256>;  // [token][8], places mixed up: see `staged`
 var<workgroup> scores: array<f32, 512>;       // [row][token], then weights
 
@@ -36,6 +38,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let first = local / TILE * 4u;
     let row = local / 8u;
     let column = local % 8u;
+    let k_chunks = chunks_of(params.k.head_dim);
     var most = vec4<f32>(EMPTY);
     var sum = vec4<f32>(0.0);
     var acc: array<vec4<f32>, 8>;
@@ -50,14 +53,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     while tile != NO_TILE {
         let next = tile_from(w, tile + 1u);
         var dots = vec4<f32>(0.0);
-        for (var chunk = 0u; chunk < K_CHUNKS; chunk++) {
+        for (var chunk = 0u; chunk < k_chunks; chunk++) {
             stage_k(turn, chunk * 32u, local, k_scale);
             workgroupBarrier();
             if first < ROWS {
                 for (var at = 0u; at < 8u; at++) {
                     let key = stage[staged(token, at)];
                     for (var j = 0u; j < 4u; j++) {
-                        dots[j] += dot(q_rows[((first + j) * K_CHUNKS + chunk) * 8u + at], key);
+                        dots[j] += dot(q_rows[((first + j) * k_chunks + chunk) * 8u + at], key);
                     }
                 }
             }
@@ -88,7 +91,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
         }
         workgroupBarrier();
+        // As many as there may be: `acc` is in registers where the compiler knows the numbers.
         for (var chunk = 0u; chunk < V_CHUNKS; chunk++) {
+            if chunk * 32u >= params.v.head_dim {
+                break;
+            }
             stage_v(turn, chunk * 32u, local, v_scale);
             workgroupBarrier();
             if row < ROWS {

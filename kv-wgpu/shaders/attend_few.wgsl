@@ -23,13 +23,14 @@ fn score(tile: u32, turn: u32, local: u32, scale: f32) {
     }
     if how[t] != ABSENT {
         let factor = k_factor_of(t, scale);
-        for (var chunk = 0u; chunk < K_CHUNKS; chunk++) {
+        let width = q_width();
+        for (var chunk = 0u; chunk < width / 8u; chunk++) {
             for (var half = 0u; half < 2u; half++) {
                 let d = chunk * 32u + part * 8u + half * 4u;
                 if d < dim {
                     let key = k_values(t, d, factor, scale);
                     for (var row = 0u; row < ROWS; row++) {
-                        dots[row] += dot(q_rows[row * K_CHUNKS * 8u + d / 4u], key);
+                        dots[row] += dot(q_rows[row * width + d / 4u], key);
                     }
                 }
             }
@@ -92,7 +93,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     var most = vec2<f32>(EMPTY);
     var sum = vec2<f32>(0.0);
     // Values of the output: eight, of every `parts_of_v`th token.
-    let pieces = V_CHUNKS * 4u;
+    let pieces = chunks_of(params.v.head_dim) * 4u;
     let parts_of_v = THREADS / pieces;
     let piece = local % pieces;
     let part = local / pieces;

@@ -15,16 +15,15 @@ struct Params {
     segments: u32,
     stats: u32,
     rows: u32,      // of a workgroup of attend.wgsl
+    sinks: u32,     // whether there are sink logits
     v_constants: u32,
     pad0: u32,
     pad1: u32,
     pad2: u32,
-    pad3: u32,
 }
 
 override DTYPE: u32 = 0u;  // of the output
 override HAS_TRANSFORMS: bool = true;
-override HAS_SINKS: bool = true;
 
 const THREADS: u32 = 64u;
 const EMPTY: f32 = -3.0e38;
@@ -90,7 +89,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         let is_empty = sum == 0.0;
         var total = most;
         var total_sum = sum;
-        if HAS_SINKS {
+        if params.sinks != 0u {
             let sink = sink_logits[head];
             if sink > EMPTY {
                 total = max(most, sink);

@@ -34,21 +34,15 @@ struct Params {
     pad1: u32,
 }
 
-// What the loops are compiled for: formats of K and V, `head_dim`s, and rows of a workgroup.
+// What the loops are compiled for: formats of K and V, and rows of a workgroup.
 override K_FORMAT: u32 = 0u;
 override V_FORMAT: u32 = 0u;
-override K_CHUNKS: u32 = 4u;  // of 32 values, the last perhaps in part
-override V_CHUNKS: u32 = 4u;
 override ROWS: u32 = 8u;
-override Q_DTYPE: u32 = 0u;
 // Whether every row of the plane begins at a whole word.
 override K_ALIGNED: bool = false;
 override V_ALIGNED: bool = false;
-// Rows in 16 bits among codes.
-override HAS_WIDE: bool = true;
-override HAS_TRANSFORMS: bool = true;
-override HAS_MEANS: bool = true;
-override HAS_CAP: bool = true;
+// Transforms, means of blocks, or rows in 16 bits among codes.
+override HAS_EXTRAS: bool = true;
 
 const THREADS: u32 = 128u;
 const TILE: u32 = 32u;
@@ -76,7 +70,7 @@ const NO_TILE: u32 = 0xffffffffu;
 //! include visible.wgsl
 //! include tiles.wgsl
 
-var<workgroup> q_rows: array<vec4<f32>, 512>;  // [row][K_CHUNKS * 8]: ROWS * K_CHUNKS is 64 at most
+var<workgroup> q_rows: array<vec4<f32>, 512>;  // [row][q_width()], 512 at most
 var<workgroup> biases: array<f32, 16>;
 var<workgroup> factors: array<f32, 16>;
 var<workgroup> seen: array<Visible, 16>;
@@ -151,6 +145,15 @@ fn tile_from(w: Walk, tile: u32) -> u32 {
     return select(next, NO_TILE, is_end);
 }
 
+// Chunks of 32 values of a row, the last perhaps in part.
+fn chunks_of(dim: u32) -> u32 {
+    return (dim + 31u) / 32u;
+}
+// Fours of values of a query row.
+fn q_width() -> u32 {
+    return chunks_of(params.k.head_dim) * 8u;
+}
+
 fn constants_four(at: u32) -> vec4<f32> {
     return bitcast<vec4<f32>>(vec4<u32>(constants[at], constants[at + 1u], constants[at + 2u],
                                         constants[at + 3u]));
@@ -158,7 +161,7 @@ fn constants_four(at: u32) -> vec4<f32> {
 
 // The Walsh-Hadamard transform of transform.wgsl, of all query rows at once.
 fn rotate_queries(dim: u32, local: u32) {
-    let width = K_CHUNKS * 8u;
+    let width = q_width();
     var begin = 0u;
     for (var bit = 8u; bit >= 2u; bit--) {
         let block = 1u << bit;
@@ -196,7 +199,7 @@ fn rotate_queries(dim: u32, local: u32) {
 // keys lack becomes a bias of their scores.
 fn load_queries(u: Unit, local: u32) {
     let dim = params.q.dim;
-    let width = K_CHUNKS * 8u;
+    let width = q_width();
     for (var i = local; i < ROWS * width; i += THREADS) {
         let row = i / width;
         let d = i % width * 4u;
@@ -205,7 +208,7 @@ fn load_queries(u: Unit, local: u32) {
             let query = (u.first + row) / params.group;
             let head = u.head * params.group + (u.first + row) % params.group;
             let at = head_begin(params.q, u.entry, u.s.q_start, query, head);
-            x = queries_four(Q_DTYPE, at + d * dtype_bytes(Q_DTYPE));
+            x = queries_four(params.q.dtype, at + d * dtype_bytes(params.q.dtype));
         }
         q_rows[i] = x;
     }
@@ -218,7 +221,7 @@ fn load_queries(u: Unit, local: u32) {
         }
     }
     workgroupBarrier();
-    if !HAS_TRANSFORMS {
+    if !HAS_EXTRAS || params.k.transforms == 0u {
         return;
     }
     let head = head_of(params.k, u.head, params.k_constants != 0u);
@@ -264,8 +267,8 @@ fn find(u: Unit, w: Walk, tile: u32, turn: u32, local: u32) {
             let k_block = block_begin(params.k, block);
             k_at[t] = k_block + row_begin(params.k, place, u.head);
             v_at[t] = block_begin(params.v, block) + row_begin(params.v, place, u.head);
-            how[t] = select(STORED, WIDE, HAS_WIDE && place.wide);
-            if HAS_MEANS {
+            how[t] = select(STORED, WIDE, place.wide);
+            if HAS_EXTRAS {
                 // One more than it is, as 0 is none.
                 let mean = k_block + params.k.mean_begin + u.head * params.k.head_dim * 2u + 1u;
                 mean_at[t] = select(0u, mean, params.k.block_means != 0u && !place.wide);
@@ -274,11 +277,11 @@ fn find(u: Unit, w: Walk, tile: u32, turn: u32, local: u32) {
     }
 }
 
-//! include token.wgsl name=k format=K_FORMAT has_means=HAS_MEANS mean=mean_at[t]
+//! include token.wgsl name=k format=K_FORMAT has_means=HAS_EXTRAS mean=mean_at[t]
 //! include token.wgsl name=v format=V_FORMAT has_means=false mean=0u
 
 fn capped(x: f32) -> f32 {
-    if !HAS_CAP {
+    if params.soft_cap == 0.0 {
         return x;
     }
     let y = x / params.soft_cap;

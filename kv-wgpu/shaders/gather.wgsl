@@ -16,6 +16,10 @@ struct Params {
     pad2: u32,
 }
 
+// What it is compiled for: see attend_unit.wgsl.
+override FORMAT: u32 = 0u;
+override HAS_EXTRAS: bool = true;
+
 const THREADS: u32 = 64u;
 // Words of a range in `lists`: first row, rows, first token, coded tokens, table.
 const RANGE_WORDS: u32 = 5u;
@@ -56,15 +60,16 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let block_at = block_begin(p, block);
     let read = block_at + row_begin(p, place, head);
     let constant = head_of(p, head, params.has_constants != 0u);
-    let is_wide = place.wide && p.format > FMT_BF16;
-    let format = select(p.format, FMT_F16, is_wide);
-    var factor = 1.0;
-    if !is_wide {
-        factor = plane_factor(format, read, p.scales_begin, constant.scale);
-    }
+    let is_wide = HAS_EXTRAS && place.wide && FORMAT > FMT_BF16;
+    let factor = select(plane_factor(FORMAT, read, p.scales_begin, constant.scale), 1.0, is_wide);
     for (var i = 4u * local; i < dim; i += 4u * THREADS) {
-        var x = plane_levels(format, read, p.scales_begin, dim, constant.scale, i) * factor;
-        if p.block_means != 0u && !place.wide {
+        var x: vec4<f32>;
+        if is_wide {
+            x = plane_four_f16(read + 2u * i);
+        } else {
+            x = plane_levels(FORMAT, read, p.scales_begin, dim, constant.scale, i) * factor;
+        }
+        if HAS_EXTRAS && p.block_means != 0u && !place.wide {
             x += plane_four_f16(block_at + p.mean_begin + (head * dim + i) * 2u);
         }
         for (var j = 0u; j < 4u; j++) {
@@ -72,7 +77,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         }
     }
     workgroupBarrier();
-    if p.transforms != 0u {
+    if HAS_EXTRAS && p.transforms != 0u {
         rotate_row(dim, local);
     }
     let written = head_begin(params.out, entry, lists[range], token, head);
@@ -80,7 +85,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     for (var i = 2u * local; i < dim; i += 2u * THREADS) {
         var low = row_values[i];
         var high = row_values[i + 1u];
-        if p.transforms != 0u {
+        if HAS_EXTRAS && p.transforms != 0u {
             low = low * bitcast<f32>(constants[constant.back + i]) + bitcast<f32>(constants[constant.mean + i]);
             high = high * bitcast<f32>(constants[constant.back + i + 1u])
                 + bitcast<f32>(constants[constant.mean + i + 1u]);

@@ -3,7 +3,7 @@
 
 // What levels of token `t` are multiplied with.
 fn $name_factor_of(t: u32, scale: f32) -> f32 {
-    if $format <= FMT_BF16 || (HAS_WIDE && how[t] == WIDE) {
+    if $format <= FMT_BF16 || (HAS_EXTRAS && how[t] == WIDE) {
         return 1.0;
     }
     return $name_factor($format, $name_at[t], params.$name.scales_begin, scale);
@@ -12,7 +12,7 @@ fn $name_factor_of(t: u32, scale: f32) -> f32 {
 // Four values of token `t`, from the `i`th on.
 fn $name_values(t: u32, i: u32, factor: f32, scale: f32) -> vec4<f32> {
     let row = $name_at[t];
-    if HAS_WIDE && $format > FMT_BF16 && how[t] == WIDE {
+    if HAS_EXTRAS && $format > FMT_BF16 && how[t] == WIDE {
         return $name_four_f16(row + 2u * i);
     }
     var x = $name_levels($format, row, params.$name.scales_begin, params.$name.head_dim, scale, i) * factor;

@@ -193,10 +193,18 @@ params! {
         segments: u32,
         stats: u32,
         rows: u32,
+        /// Whether there are sink logits.
+        sinks: u32,
         v_constants: u32,
         pad0: u32,
         pad1: u32,
         pad2: u32,
-        pad3: u32,
+    }
+}
+
+impl Plane {
+    /// Whether its rows have more than a format: shaders for others leave that out.
+    pub(crate) fn has_extras(&self) -> bool {
+        self.sinks > 0 || self.has_tail != 0 || self.transforms != 0 || self.block_means != 0
     }
 }

@@ -91,14 +91,14 @@ pub(crate) fn attend(
         slices,
         segments,
         rows: rows.count,
+        sinks: options.sink_logits().is_some().into(),
         v_constants,
         ..MergeParams::default()
     };
-    let kinds = (v.transforms != 0, options.sink_logits().is_some());
-    let merge = form::merge(lse.is_some(), out.dtype, kinds);
+    let merge = form::merge(lse.is_some(), out.dtype, v.transforms != 0);
     let lse_slot = lse.as_ref().map(|(_, slot)| slot.clone());
     let work = Work {
-        form: Form::of(&k, &v, (q.dtype, rows, options.cap().is_some())),
+        form: Form::of(&k, &v, rows),
         merge,
         params,
         merged,

@@ -5,7 +5,7 @@ use kv_core::plan::{GatherArgs, GatherPlan};
 use super::pad::{self, Owned};
 use crate::buffer::WgpuBuffer;
 use crate::num::to_u32;
-use crate::params::GatherParams;
+use crate::params::{GatherParams, Plane};
 use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
 use crate::recording::Slot;
@@ -13,13 +13,17 @@ use crate::tensors::Room;
 
 const OPERATION: &str = "gather";
 
-fn kernel() -> Kernel {
+fn kernel(plane: &Plane) -> Kernel {
     Kernel::new("gather.wgsl")
+        .with("FORMAT", plane.format)
+        .with("HAS_EXTRAS", plane.has_extras().into())
 }
 
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
-    vec![kernel()]
+    let plane = |(format, sinks)| Plane { format, sinks, ..Plane::default() };
+    let formats = kv_core::KvFormat::all().map(crate::tensors::format);
+    formats.flat_map(|format| [(format, 0), (format, 1)]).map(|of| kernel(&plane(of))).collect()
 }
 
 pub(crate) fn gather(
@@ -50,7 +54,7 @@ pub(crate) fn gather(
         };
         let slots = [sent.clone(), read, constants.clone(), written.clone()];
         let groups = call.recorder.groups(units)?;
-        call.recorder.dispatch(&kernel(), &params, &slots, groups)?;
+        call.recorder.dispatch(&kernel(&plane), &params, &slots, groups)?;
     }
     let count = to_u32(plan.ranges().len());
     let owned = Owned { lists: sent, entries: 0, count, total: plan.total() };

@@ -33,15 +33,6 @@ impl Side {
     }
 }
 
-/// What the rows of both planes have.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Extras {
-    /// Some are kept in 16 bits among codes.
-    pub(super) wide: bool,
-    pub(super) transforms: bool,
-    pub(super) means: bool,
-}
-
 /// Query rows of a workgroup.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rows {
@@ -68,69 +59,57 @@ impl Rows {
 pub(super) struct Form {
     pub(super) k: Side,
     pub(super) v: Side,
-    pub(super) q_dtype: u32,
     pub(super) rows: Rows,
-    pub(super) extras: Extras,
-    pub(super) has_cap: bool,
+    pub(super) has_extras: bool,
 }
 
 impl Form {
-    pub(super) fn of(k: &Plane, v: &Plane, (q_dtype, rows, has_cap): (u32, Rows, bool)) -> Self {
-        // Planes of a layer have sinks and tails alike; queries go with K.
-        let extras = Extras {
-            wide: k.sinks > 0 || k.has_tail != 0,
-            transforms: k.transforms != 0,
-            means: k.block_means != 0,
-        };
-        Self { k: Side::of(k), v: Side::of(v), q_dtype, rows, extras, has_cap }
+    pub(super) fn of(k: &Plane, v: &Plane, rows: Rows) -> Self {
+        let has_extras = k.has_extras() || v.has_extras();
+        Self { k: Side::of(k), v: Side::of(v), rows, has_extras }
     }
 
     pub(super) fn kernel(self) -> Kernel {
-        let Self { k, v, extras, .. } = self;
-        Kernel::new(if self.rows.is_few { "attend_few.wgsl" } else { "attend.wgsl" })
-            .with("ROWS", self.rows.count)
+        let Self { k, v, rows, .. } = self;
+        let kernel = if rows.is_few {
+            Kernel::new("attend_few.wgsl")
+        } else {
+            let chunks = v.head_dim.div_ceil(CHUNK).max(2).next_power_of_two();
+            Kernel::new("attend.wgsl").with("V_CHUNKS", chunks)
+        };
+        kernel
+            .with("ROWS", rows.count)
             .with("K_FORMAT", k.format)
             .with("V_FORMAT", v.format)
-            .with("K_CHUNKS", k.head_dim.div_ceil(CHUNK))
-            .with("V_CHUNKS", v.head_dim.div_ceil(CHUNK))
-            .with("Q_DTYPE", self.q_dtype)
             .with("K_ALIGNED", k.is_aligned.into())
             .with("V_ALIGNED", v.is_aligned.into())
-            .with("HAS_WIDE", extras.wide.into())
-            .with("HAS_TRANSFORMS", extras.transforms.into())
-            .with("HAS_MEANS", extras.means.into())
-            .with("HAS_CAP", self.has_cap.into())
+            .with("HAS_EXTRAS", self.has_extras.into())
     }
 }
 
 /// The kernel that joins the parts.
-pub(super) fn merge(has_lse: bool, dtype: u32, (transforms, sinks): (bool, bool)) -> Kernel {
+pub(super) fn merge(has_lse: bool, dtype: u32, has_transforms: bool) -> Kernel {
     Kernel::new("attend_merge.wgsl")
         .flags(if has_lse { &["LSE"] } else { &[] })
         .with("DTYPE", dtype)
-        .with("HAS_TRANSFORMS", transforms.into())
-        .with("HAS_SINKS", sinks.into())
+        .with("HAS_TRANSFORMS", has_transforms.into())
 }
 
 /// Every format, short and long, with and without what makes rows special, in every shape.
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
-    let plain = |format, head_dim, is_aligned| {
+    let form = |format, head_dim, is_aligned| {
         let side = Side { format, head_dim, is_aligned };
-        let extras = Extras { wide: false, transforms: false, means: false };
         let rows = Rows { count: 4, is_few: true };
-        Form { k: side, v: side, q_dtype: format % 3, rows, extras, has_cap: !is_aligned }
+        Form { k: side, v: side, rows, has_extras: is_aligned }
     };
     let formats = KvFormat::all().map(tensors::format);
-    let of_format = |format| {
-        let extras = Extras { wide: true, transforms: true, means: true };
-        [Form { extras, ..plain(format, 64, true) }, plain(format, 256, false)]
-    };
+    let cases = formats.flat_map(|format| [form(format, 64, true), form(format, 256, false)]);
     let mixed =
-        Form { v: Side { format: 1, head_dim: 128, is_aligned: true }, ..plain(0, 192, true) };
+        Form { v: Side { format: 1, head_dim: 128, is_aligned: true }, ..form(0, 192, true) };
     let shapes = [(4, true), (8, true), (8, false), (16, false)];
     let shapes = shapes.map(|(count, is_few)| Rows { count, is_few });
-    let all = formats.flat_map(of_format).chain([mixed]);
+    let all = cases.chain([mixed]);
     let all = all.flat_map(|form| shapes.map(|rows| Form { rows, ..form }.kernel()));
-    all.chain([merge(false, 0, (false, true)), merge(true, 2, (true, false))]).collect()
+    all.chain([merge(false, 0, false), merge(true, 2, true)]).collect()
 }
