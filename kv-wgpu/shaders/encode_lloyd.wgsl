@@ -6,51 +6,11 @@ const LLOYD_LIMIT: u32 = 0x53800000u;
 // Neighbours of the likely scale of a group that are tried, itself included.
 const TRIED: u32 = 5u;
 
-// What invocations exchange.
-var<workgroup> sum_parts: array<vec2<f32>, 64>;
-var<workgroup> max_parts: array<vec2<u32>, 64>;
-var<workgroup> group_sums: array<vec2<f32>, 8>;
-// Code of the likely scale of a group, and its energy: 0 where there is nothing to scale.
-var<workgroup> group_near: array<u32, 8>;
-var<workgroup> group_energy: array<f32, 8>;
-// Squared error and projection of every scale tried.
-var<workgroup> group_tried: array<vec2<f32>, 40>;
 // Where the magnitudes in `books` part: halfway between neighbours.
 var<workgroup> bounds: array<f32, 43>;
 
-// Of floats without sign the order of the bits is that of the values, NaN behind infinity.
-fn magnitude_bits(x: f32) -> u32 {
-    return bitcast<u32>(x) & 0x7fffffffu;
-}
 fn limited(x: f32) -> f32 {
     return bitcast<f32>(min(magnitude_bits(x), LLOYD_LIMIT));
-}
-
-// The first of the four values of an invocation, which are 8 apart.
-fn own_first(local: u32) -> u32 {
-    return local / 8u * 32u + local % 8u;
-}
-
-// The largest among `width` neighbours. What was written before is seen behind it.
-fn max_of(local: u32, width: u32, bits: vec2<u32>) -> vec2<u32> {
-    workgroupBarrier();
-    max_parts[local] = bits;
-    workgroupBarrier();
-    var most = vec2<u32>(0u);
-    for (var i = 0u; i < width; i++) {
-        most = max(most, max_parts[local / width * width + i]);
-    }
-    return most;
-}
-
-// The end of sums.rs: eight sums side by side become one.
-fn sum_of_8(local: u32, sums: vec2<f32>) -> vec2<f32> {
-    workgroupBarrier();
-    sum_parts[local] = sums;
-    workgroupBarrier();
-    let at = local / 8u * 8u;
-    return ((sum_parts[at] + sum_parts[at + 4u]) + (sum_parts[at + 2u] + sum_parts[at + 6u]))
-        + ((sum_parts[at + 1u] + sum_parts[at + 5u]) + (sum_parts[at + 3u] + sum_parts[at + 7u]));
 }
 
 fn is_lloyd(format: u32) -> bool {
@@ -120,53 +80,36 @@ fn tried_factor(bits: u32, i: u32) -> f32 {
     }
 }
 
-// The four values of an invocation, limited, and how many there are.
-struct Own {
-    values: vec4<f32>,
-    count: u32,
-    amax: u32,
-}
-fn own_values(dim: u32, local: u32) -> Own {
-    var own = Own(vec4<f32>(0.0), 0u, 0u);
-    for (var j = 0u; j < 4u; j++) {
-        let i = own_first(local) + 8u * j;
-        if i < dim {
-            own.values[j] = limited(row_values[i]);
-            own.amax = max(own.amax, magnitude_bits(row_values[i]));
-            own.count++;
+// Own values' projection on the levels they take at a scale, and the levels' energy: of all the row.
+fn row_sums(bits: u32, dim: u32, inverse: f32, local: u32) -> vec2<f32> {
+    let own = row_at(local) + local % 8u;
+    let groups = filled(dim) / 32u;
+    for (var group = 0u; group < groups; group++) {
+        var sums = vec2<f32>(0.0);
+        for (var j = 0u; j < 4u; j++) {
+            let i = group * 32u + 8u * j;
+            let x = limited(row_value(own + i));
+            let level = lloyd_nearest(bits, x * inverse);
+            sums += select(vec2<f32>(0.0), vec2<f32>(x * level, level * level), i + local % 8u < dim);
         }
+        give_sums(local, group, sums);
     }
-    return own;
-}
-
-// Projection of a row on the levels it takes, and their energy; groups are added in their order.
-fn row_sums(bits: u32, dim: u32, own: Own, inverse: f32, local: u32) -> vec2<f32> {
-    var sums = vec2<f32>(0.0);
-    for (var j = 0u; j < own.count; j++) {
-        let level = lloyd_nearest(bits, own.values[j] * inverse);
-        sums += vec2<f32>(own.values[j] * level, level * level);
-    }
-    sums = sum_of_8(local, sums);
-    if local % 8u == 0u {
-        group_sums[local / 8u] = sums;
-    }
-    workgroupBarrier();
-    sums = vec2<f32>(0.0);
-    for (var s = 0u; s * 32u < dim; s++) {
-        sums += group_sums[s];
-    }
-    return sums;
+    return total_sums(local, groups);
 }
 
 // A row with one f16 scale. Barriers are met whatever the values are.
 fn encode_lloyd(bits: u32, dim: u32, local: u32) {
-    let own = own_values(dim, local);
-    let amax = max_of(local, THREADS, vec2<u32>(own.amax, 0u)).x;
+    let own = row_at(local) + local % 8u;
     var part = 0.0;
-    for (var i = local % 8u; i < dim; i += 8u) {
-        part += limited(row_values[i]) * limited(row_values[i]);
+    var peak = 0u;
+    for (var i = 0u; i < filled(dim); i += 8u) {
+        let x = row_value(own + i);
+        peak = max(peak, magnitude_bits(x));
+        part += limited(x) * limited(x);
     }
-    let energy = sum_of_8(local, vec2<f32>(part, 0.0)).x;
+    let all = of_8(PEAK_AND_SUM, local, vec2<u32>(peak, bitcast<u32>(part)));
+    let amax = all.x;
+    let energy = bitcast<f32>(all.y);
     let rms = sqrt(energy / f32(dim));
     let near = near_scale(bits, rms, limited(bitcast<f32>(amax)));
     var inverse = 0.0;
@@ -176,7 +119,7 @@ fn encode_lloyd(bits: u32, dim: u32, local: u32) {
     for (var i = 0u; i <= last; i++) {
         // The last is the one that fits the best codes.
         let tried = 1.0 / select(near * tried_factor(bits, i), best.x / best.y, i == last);
-        let sums = row_sums(bits, dim, own, tried, local);
+        let sums = row_sums(bits, dim, tried, local);
         let score = sums.x * (sums.x / sums.y);
         if i == 0u || score > best_score {
             inverse = tried;
@@ -193,11 +136,12 @@ fn encode_lloyd(bits: u32, dim: u32, local: u32) {
     }
     let has_codes = amax <= INFINITY && energy > 0.0 && stored > 0u;
     stored = select(0u, stored, has_codes);
-    if local == 0u {
-        row_scales[0] = select(stored, 0x7e00u, amax > INFINITY);
+    if local % 8u == 0u {
+        keep_scale(local, 0u, select(stored, 0x7e00u, amax > INFINITY));
     }
-    for (var i = local; i < dim; i += THREADS) {
-        row_codes[i] = select(0u, lloyd_code(bits, row_values[i], inverse), has_codes);
+    for (var i = local % 8u; i < dim; i += 8u) {
+        let code = lloyd_code(bits, row_value(row_at(local) + i), inverse);
+        keep_code(local, i, select(0u, code, has_codes));
     }
 }
 
@@ -207,22 +151,43 @@ fn tried_code(near: u32, i: u32) -> u32 {
     return select(0u, code - 2u, code >= 3u && code <= 0x80u);
 }
 
+// Tries the `t`th scale around the likely one of every group; what that of a neighbour's comes to.
+fn try_scales(bits: u32, t: u32, dim: u32, local: u32) -> vec2<f32> {
+    let own = row_at(local) + local % 8u;
+    for (var group = 0u; group * 32u < dim; group++) {
+        let scale = e4m3_decode(max(tried_code(shared_by(local, group).x, t), 1u));
+        let inverse = 1.0 / scale;
+        var sums = vec2<f32>(0.0);
+        for (var j = 0u; j < 4u; j++) {
+            let i = group * 32u + 8u * j;
+            let x = limited(row_value(own + i));
+            let decoded = lloyd_nearest(bits, x * inverse) * scale;
+            let error = x - decoded;
+            let terms = vec2<f32>(error * error, x * decoded);
+            sums += select(vec2<f32>(0.0), terms, i + local % 8u < dim);
+        }
+        give(SUMS, local, group, bitcast<vec2<u32>>(sums));
+    }
+    return bitcast<vec2<f32>>(take(SUMS, local));
+}
+
 // Code of a group's scale, and what inner products owe behind it.
 struct Chosen {
     code: u32,
     owed: f32,
 }
-// By squared error and what inner products owed before.
-fn choose_scale(bits: u32, group: u32, owed: f32) -> Chosen {
+// By squared error and what inner products owed before. `at` is where the group's neighbour has left what
+// scales come to: first energy and code of the likely one.
+fn choose_scale(bits: u32, at: u32, owed: f32) -> Chosen {
     let weight = select(4.0, 24.0, bits == 3u);
-    let energy = group_energy[group];
+    let energy = bitcast<f32>(parts[at].x);
     let most = energy * 0.0625;
     let carried = min(max(owed, -most), most);
     var chosen = Chosen(0u, carried - energy);
     var best_cost = bitcast<f32>(LARGEST_F32);
     for (var i = 0u; i < TRIED; i++) {
-        let code = tried_code(group_near[group], i);
-        let tried = group_tried[group * TRIED + i];
+        let code = tried_code(parts[at].y, i);
+        let tried = bitcast<vec2<f32>>(parts[at + 1u + i]);
         let owing = carried + tried.y - energy;
         let cost = tried.x + weight * owing * (owing / energy);
         if code > 0u && tried.x <= energy && cost <= best_cost {
@@ -236,52 +201,55 @@ fn choose_scale(bits: u32, group: u32, owed: f32) -> Chosen {
 // A row with an E4M3 scale for every 32 values. What a scale costs does not depend on other groups,
 // only which is taken: that follows one by one.
 fn encode_groups(bits: u32, dim: u32, local: u32) {
-    let own = own_values(dim, local);
-    let group = local / 8u;
-    let n = min(max(dim, group * 32u) - group * 32u, 32u);
-    let amax = max_of(local, 8u, vec2<u32>(own.amax, 0u)).x;
-    var part = 0.0;
-    for (var j = 0u; j < own.count; j++) {
-        part += own.values[j] * own.values[j];
+    let own = row_at(local) + local % 8u;
+    for (var group = 0u; group * 32u < dim; group++) {
+        var part = 0.0;
+        var peak = 0u;
+        for (var j = 0u; j < 4u; j++) {
+            let x = row_value(own + group * 32u + 8u * j);
+            peak = max(peak, magnitude_bits(x));
+            part += limited(x) * limited(x);
+        }
+        give(PEAK_AND_SUM, local, group, vec2<u32>(peak, bitcast<u32>(part)));
     }
-    let energy = sum_of_8(local, vec2<f32>(part, 0.0)).x;
-    let rms = sqrt(energy / f32(max(n, 1u)));
-    let near = e4m3_encode(near_group_scale(bits, rms, limited(bitcast<f32>(amax))));
-    if local % 8u == 0u {
-        group_near[group] = near;
-        group_energy[group] = select(0.0, energy, amax <= INFINITY);
-    }
+    let all = take(PEAK_AND_SUM, local);
+    let group_begin = local % 8u * 32u;
+    let n = min(max(dim, group_begin) - group_begin, 32u);
+    let is_broken = all.x > INFINITY;
+    let rms = sqrt(bitcast<f32>(all.y) / f32(max(n, 1u)));
+    let near = e4m3_encode(near_group_scale(bits, rms, limited(bitcast<f32>(all.x))));
+    share(local, vec2<u32>(near, 0u));
+    var tried = array<vec2<f32>, TRIED>();
     for (var t = 0u; t < TRIED; t++) {
-        let code = tried_code(near, t);
-        let scale = e4m3_decode(max(code, 1u));
-        let inverse = 1.0 / scale;
-        var sums = vec2<f32>(0.0);
-        for (var j = 0u; j < own.count; j++) {
-            let decoded = lloyd_nearest(bits, own.values[j] * inverse) * scale;
-            let error = own.values[j] - decoded;
-            sums += vec2<f32>(error * error, own.values[j] * decoded);
-        }
-        sums = sum_of_8(local, sums);
-        if local % 8u == 0u {
-            group_tried[group * TRIED + t] = sums;
-        }
+        tried[t] = try_scales(bits, t, dim, local);
+    }
+    // Nothing is to be scaled where there is no energy.
+    let mine = parts_at(local) + 8u * (local % 8u);
+    parts[mine] = vec2<u32>(select(all.y, 0u, is_broken), near);
+    for (var t = 0u; t < TRIED; t++) {
+        parts[mine + 1u + t] = bitcast<vec2<u32>>(tried[t]);
     }
     workgroupBarrier();
     var owed = 0.0;
-    var code = 0u;
-    for (var g = 0u; g * 32u < dim; g++) {
-        if group_energy[g] > 0.0 {
-            let chosen = choose_scale(bits, g, owed);
+    for (var group = 0u; group * 32u < dim; group++) {
+        let at = parts_at(local) + 8u * group;
+        var code = 0u;
+        if bitcast<f32>(parts[at].x) > 0.0 {
+            let chosen = choose_scale(bits, at, owed);
             owed = chosen.owed;
-            code = select(code, chosen.code, g == group);
+            code = chosen.code;
+        }
+        let inverse = 1.0 / e4m3_decode(max(code, 1u));
+        for (var j = 0u; j < 4u; j++) {
+            let i = group * 32u + 8u * j;
+            let found = lloyd_code(bits, row_value(own + i), inverse);
+            keep_code(local, i + local % 8u, select(0u, found, code > 0u));
+        }
+        if local % 8u == group {
+            keep_scale(local, group, select(code, E4M3_NAN, is_broken));
         }
     }
-    let inverse = 1.0 / e4m3_decode(max(code, 1u));
-    for (var j = 0u; j < own.count; j++) {
-        let i = own_first(local) + 8u * j;
-        row_codes[i] = select(0u, lloyd_code(bits, row_values[i], inverse), code > 0u);
-    }
-    if local % 8u == 0u && n > 0u {
-        row_scales[group] = select(code, E4M3_NAN, amax > INFINITY);
+    if n == 0u {
+        keep_scale(local, local % 8u, 0u);
     }
 }

@@ -1,21 +1,115 @@
-// A row of the step's input in `row_values`, through the plane's transform and with zeros behind its
-// end: by all invocations of a workgroup, which have a barrier behind them.
-fn load_new_row(read: u32, constant: Head, local: u32) {
-    let p = params.plane;
-    let dim = p.head_dim;
-    for (var i = local; i < 256u; i += THREADS) {
-        var x = 0.0;
-        if i < dim {
-            x = rows_load(params.rows.dtype, read, i);
-            if p.transforms != 0u {
-                let mean = bitcast<f32>(constants[constant.mean + i]);
-                x = (x - mean) * bitcast<f32>(constants[constant.into + i]);
+// Rows on their way into a plane: a workgroup has eight side by side, each of eight neighbours, which
+// have every eighth value of it. Values that an invocation does not have are seen behind a barrier.
+
+const ROWS: u32 = 8u;
+// Neighbouring rows begin in different banks of memory.
+const ROW_WORDS: u32 = 264u;
+
+// Bits of f32.
+var<workgroup> row_bits: array<u32, 2112>;
+
+fn row_at(local: u32) -> u32 {
+    return local / 8u * ROW_WORDS;
+}
+// Values with the zeros behind them, which fill a group of 32.
+fn filled(dim: u32) -> u32 {
+    return (dim + 31u) / 32u * 32u;
+}
+fn row_value(at: u32) -> f32 {
+    return bitcast<f32>(row_bits[at]);
+}
+
+// Of floats without sign the order of the bits is that of the values, NaN behind infinity.
+fn magnitude_bits(x: f32) -> u32 {
+    return bitcast<u32>(x) & 0x7fffffffu;
+}
+
+// The nearest f16, no larger than 65504; NaN stays.
+fn f16_saturated(x: f32) -> u32 {
+    let bits = f16_bits(x);
+    return select(bits, bits - 1u, (bits & 0x7fffu) == 0x7c00u);
+}
+
+fn new_value(read: u32, constant: Head, i: u32) -> f32 {
+    if i >= params.plane.head_dim {
+        return 0.0;
+    }
+    let x = rows_load(params.rows.dtype, read, i);
+    if params.plane.transforms == 0u {
+        return x;
+    }
+    return (x - bitcast<f32>(constants[constant.mean + i])) * bitcast<f32>(constants[constant.into + i]);
+}
+
+// Strides 1, 2 and 4 of eight values, which are not an invocation's own.
+fn rotate_new(read: u32, constant: Head, i: u32, at: u32) {
+    var low = vec4<f32>(new_value(read, constant, i), new_value(read, constant, i + 1u),
+                        new_value(read, constant, i + 2u), new_value(read, constant, i + 3u));
+    var high = vec4<f32>(new_value(read, constant, i + 4u), new_value(read, constant, i + 5u),
+                         new_value(read, constant, i + 6u), new_value(read, constant, i + 7u));
+    low = vec4<f32>(low.x + low.y, low.x - low.y, low.z + low.w, low.z - low.w);
+    high = vec4<f32>(high.x + high.y, high.x - high.y, high.z + high.w, high.z - high.w);
+    low = vec4<f32>(low.xy + low.zw, low.xy - low.zw);
+    high = vec4<f32>(high.xy + high.zw, high.xy - high.zw);
+    if i + 8u <= params.plane.head_dim {  // or else a block of 4
+        let sums = low + high;
+        high = low - high;
+        low = sums;
+    }
+    let lows = bitcast<vec4<u32>>(low);
+    let highs = bitcast<vec4<u32>>(high);
+    for (var j = 0u; j < 4u; j++) {
+        row_bits[at + i + j] = lows[j];
+        row_bits[at + i + 4u + j] = highs[j];
+    }
+}
+
+// The strides behind those, and the norm: pairs are one invocation's.
+fn rotate_own(dim: u32, local: u32) {
+    var begin = row_at(local) + local % 8u;
+    for (var bit = 8u; bit >= 2u; bit--) {
+        let block = 1u << bit;
+        if (dim & block) == 0u {
+            continue;
+        }
+        for (var s = 3u; s < bit; s++) {
+            for (var pair = 0u; pair < block / 16u; pair++) {
+                let i = begin + 8u * (pair >> (s - 3u) << (s - 2u) | (pair & ((1u << (s - 3u)) - 1u)));
+                let j = i + (1u << s);
+                let a = row_value(i);
+                let b = row_value(j);
+                row_bits[i] = bitcast<u32>(a + b);
+                row_bits[j] = bitcast<u32>(a - b);
             }
         }
-        row_values[i] = x;
+        let norm = rotation_norm(bit);
+        for (var i = begin; i < begin - local % 8u + block; i += 8u) {
+            row_bits[i] = bitcast<u32>(row_value(i) * norm);
+        }
+        begin += block;
+    }
+}
+
+// A row of the step's input through the plane's transform, with zeros behind its end. Rows that are not
+// `read_here` stay as they are.
+fn load_new_row(read: u32, constant: Head, read_here: bool, local: u32) {
+    let dim = params.plane.head_dim;
+    let at = row_at(local);
+    if params.plane.transforms == 0u {
+        if read_here {
+            for (var i = local % 8u; i < filled(dim); i += 8u) {
+                row_bits[at + i] = bitcast<u32>(new_value(read, constant, i));
+            }
+        }
+        return;
+    }
+    if read_here {
+        for (var i = 8u * (local % 8u); i < filled(dim); i += 64u) {
+            rotate_new(read, constant, i, at);
+        }
     }
     workgroupBarrier();
-    if p.transforms != 0u {
-        rotate_row(dim, local);
+    if read_here {
+        rotate_own(dim, local);
     }
 }

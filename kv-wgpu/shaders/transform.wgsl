@@ -4,25 +4,7 @@
 
 var<workgroup> row_values: array<f32, 256>;
 
-// Constants of one head: kv-core's PlaneConstants.
-struct Head {
-    scale: f32,
-    inv_scale: f32,
-    mean: u32,
-    into: u32,
-    back: u32,
-}
-
-fn head_of(p: Plane, head: u32, has_constants: bool) -> Head {
-    if !has_constants {
-        return Head(1.0, 1.0, 0u, 0u, 0u);
-    }
-    let heads = p.num_kv_heads;
-    let rows = 2u * heads + head * p.head_dim;
-    let channels = heads * p.head_dim;
-    return Head(bitcast<f32>(constants[head]), bitcast<f32>(constants[heads + head]), rows, rows + channels,
-                rows + 2u * channels);
-}
+//! include head.wgsl
 
 // The orthonormal Walsh-Hadamard transform of the blocks of powers of two that sum to `dim`, largest
 // first.
@@ -33,8 +15,7 @@ fn rotate_row(dim: u32, local: u32) {
         if (dim & block) == 0u {
             continue;
         }
-        let halved = power_of_two(-i32(bit / 2u));
-        let norm = select(halved, halved * 0.70710678118654752440, bit % 2u == 1u);
+        let norm = rotation_norm(bit);
         for (var s = 0u; s < bit; s++) {
             for (var pair = local; pair < block / 2u; pair += THREADS) {
                 let i = begin + (pair >> s << (s + 1u) | (pair & ((1u << s) - 1u)));

@@ -33,6 +33,8 @@ const FILES: &[(&str, &str)] = &[
     ("copy.wgsl", include_str!("../shaders/copy.wgsl")),
     ("encode.wgsl", include_str!("../shaders/encode.wgsl")),
     ("encode_lloyd.wgsl", include_str!("../shaders/encode_lloyd.wgsl")),
+    ("exchange.wgsl", include_str!("../shaders/exchange.wgsl")),
+    ("head.wgsl", include_str!("../shaders/head.wgsl")),
     ("new_row.wgsl", include_str!("../shaders/new_row.wgsl")),
     ("pack.wgsl", include_str!("../shaders/pack.wgsl")),
     ("pieces.wgsl", include_str!("../shaders/pieces.wgsl")),
