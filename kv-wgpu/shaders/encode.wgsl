@@ -3,8 +3,7 @@
 // are taken in kv-quant's order.
 //
 // A workgroup of 64 encodes the eight rows of new_row.wgsl: codes take the place of values, and scales are
-// in `row_scales`; `put_row` makes bytes of them. Where values have groups of 32, neighbour `i` sees to
-// the scale of group `i`.
+// in `row_scales`; `put_coded` makes bytes of them.
 //! include encode_lloyd.wgsl
 // The encoding: of those that differ in where their scale is from, the first.
 override FORMAT: u32;
@@ -18,10 +17,9 @@ var<workgroup> row_scales: array<u32, 128>;
 // Whether the row stays in 16 bits.
 var<private> is_wide: bool;
 
-// The code of value `i`; it and what is behind the row's end is written by who has it.
-fn keep_code(local: u32, i: u32, code: u32) {
-    let at = row_at(local) + i;
-    row_bits[at] = select(code, f16_saturated(row_value(at)), is_wide);
+// The code of value `i`, which is `x`.
+fn keep_code(local: u32, i: u32, x: f32, code: u32) {
+    row_bits[row_at(local) + i] = select(code, f16_saturated(x), is_wide);
 }
 fn keep_scale(local: u32, i: u32, bits: u32) {
     row_scales[local / 8u * 16u + i] = bits;
@@ -87,7 +85,7 @@ fn byte_encode(x: f32) -> u32 {
 fn encode_given(inv_scale: f32, dim: u32, local: u32) {
     for (var i = local % 8u; i < dim; i += 8u) {
         let x = row_value(row_at(local) + i);
-        keep_code(local, i, byte_encode(select(finite(x) * inv_scale, x, is_nan(x))));
+        keep_code(local, i, x, byte_encode(select(finite(x) * inv_scale, x, is_nan(x))));
     }
 }
 
@@ -113,8 +111,8 @@ fn encode_own(dim: u32, local: u32) {
     let scale = f16_decode(stored);
     let has_codes = amax <= INFINITY && stored > 0u;
     for (var i = local % 8u; i < dim; i += 8u) {
-        let code = byte_encode(finite(row_value(row_at(local) + i)) / scale);
-        keep_code(local, i, select(0u, code, has_codes));
+        let x = row_value(row_at(local) + i);
+        keep_code(local, i, x, select(0u, byte_encode(finite(x) / scale), has_codes));
     }
     if local % 8u == 0u {
         keep_scale(local, 0u, stored);
@@ -127,108 +125,90 @@ fn q4_0_code(x: f32, inverse: f32) -> u32 {
 
 // llama.cpp's blocks of 32: kv-quant's ggml.rs, which says where we differ.
 fn encode_ggml(dim: u32, local: u32) {
-    let own = row_at(local) + local % 8u;
-    let groups = filled(dim) / 32u;
-    // The first value of the largest magnitude, with its sign, becomes -8: values behind it, and the sign.
-    for (var group = 0u; group < groups; group++) {
+    let nibbles = FORMAT == FMT_Q4_0;
+    for (var group = 0u; group * 32u < dim; group++) {
+        let x = own_4(local, group);
+        // The first value of the largest magnitude, with its sign, becomes -8: values behind it, and the
+        // sign.
         var first = vec2<u32>(0u);
         for (var j = 0u; j < 4u; j++) {
-            let x = row_bits[own + group * 32u + 8u * j];
             let behind = 31u - (8u * j + local % 8u);
-            first = combine(FIRST_PEAK, first, vec2<u32>(x & 0x7fffffffu, behind << 1u | x >> 31u));
+            let bits = bitcast<u32>(x[j]);
+            first = combine(FIRST_PEAK, first, vec2<u32>(bits & 0x7fffffffu, behind << 1u | bits >> 31u));
         }
-        give(FIRST_PEAK, local, group, first);
-    }
-    let first = take(FIRST_PEAK, local);
-    let amax = finite(bitcast<f32>(first.x));
-    let nibbles = FORMAT == FMT_Q4_0;
-    let extreme = select(0.0, select(amax, -amax, (first.y & 1u) == 1u), first.x > 0u);
-    let scale = select(amax / 127.0, extreme / -8.0, nibbles);
-    let stored = f16_saturated(scale);
-    // ggml takes what values are multiplied with from the scale before it is rounded.
-    let saturates = f16_bits(scale) != stored;
-    let inverse_of = select(scale, f16_decode(stored), saturates);
-    let has_inverse = magnitude_bits(inverse_of) >= SMALLEST_NORMAL;
-    let is_broken = first.x > INFINITY;
-    keep_scale(local, local % 8u, select(stored, F16_NAN, is_broken));
-    share(local, vec2<u32>(bitcast<u32>(select(0.0, 1.0 / inverse_of, has_inverse)), u32(is_broken)));
-    for (var group = 0u; group < groups; group++) {
-        let shared_here = shared_by(local, group);
-        let inverse = bitcast<f32>(shared_here.x);
+        first = of_8(FIRST_PEAK, local, first);
+        let amax = finite(bitcast<f32>(first.x));
+        let extreme = select(0.0, select(amax, -amax, (first.y & 1u) == 1u), first.x > 0u);
+        let scale = select(amax / 127.0, extreme / -8.0, nibbles);
+        let stored = f16_saturated(scale);
+        // ggml takes what values are multiplied with from the scale before it is rounded.
+        let saturates = (f16_bits(scale) & 0x7fffu) == 0x7c00u;
+        let inverse_of = select(scale, f16_decode(stored), saturates);
+        let inverse = select(0.0, 1.0 / inverse_of, magnitude_bits(inverse_of) >= SMALLEST_NORMAL);
+        let is_broken = first.x > INFINITY;
         for (var j = 0u; j < 4u; j++) {
-            let x = row_value(own + group * 32u + 8u * j);
-            let code = select(int8_round(finite(x) * inverse, true), q4_0_code(x, inverse), nibbles);
-            keep_code(local, group * 32u + 8u * j + local % 8u, select(code, 0u, shared_here.y != 0u));
+            let code = select(int8_round(finite(x[j]) * inverse, true), q4_0_code(x[j], inverse), nibbles);
+            let i = group * 32u + 8u * j + local % 8u;
+            keep_code(local, i, x[j], select(code, 0u, is_broken));
+        }
+        if local % 8u == 0u {
+            keep_scale(local, group, select(stored, F16_NAN, is_broken));
         }
     }
 }
 
-// Squared errors of the two blocks of a neighbour's group at two scales, relative to the largest of each.
-// Of each pair of codes that a neighbour shares the error is that of the pair in byte `which`.
-fn nvfp4_errors(which: u32, inv_scale: f32, dim: u32, local: u32) -> vec2<f32> {
-    let own = row_at(local) + local % 8u;
-    for (var group = 0u; group * 32u < dim; group++) {
-        let units = bitcast<vec2<f32>>(shared_by(local, group));
-        var sums = vec2<f32>(0.0);
-        for (var j = 0u; j < 4u; j++) {
-            let code = row_scales[local / 8u * 16u + 2u * group + j / 2u] >> (8u * which) & 0xffu;
-            let scale = e4m3_decode(code);
-            let x = finite(row_value(own + group * 32u + 8u * j)) * inv_scale;
-            let decoded = select(0.0, e2m1_decode(e2m1_encode(x / scale)) * scale, code > 0u);
-            let error = (x - decoded) * units[j / 2u];
-            sums[j / 2u] += error * error;
-        }
-        give(SUMS, local, group, bitcast<vec2<u32>>(sums));
+// Squared errors of two blocks at two scales, relative to the largest of each.
+fn nvfp4_error(codes: vec2<u32>, values: vec4<f32>, unit: vec2<f32>, local: u32) -> vec2<f32> {
+    let scales = vec4<f32>(vec2<f32>(e4m3_decode(codes.x)), vec2<f32>(e4m3_decode(codes.y)));
+    var decoded = vec4<f32>(0.0);
+    for (var j = 0u; j < 4u; j++) {
+        decoded[j] = e2m1_decode(e2m1_encode(values[j] / scales[j])) * scales[j];
     }
-    return bitcast<vec2<f32>>(take(SUMS, local));
+    let has_scale = vec4<bool>(vec2<bool>(codes.x > 0u), vec2<bool>(codes.y > 0u));
+    let errors = (values - select(vec4<f32>(0.0), decoded, has_scale)) * unit.xxyy;
+    let squares = errors * errors;
+    return sums_of_8(local, squares.xz + squares.yw);
 }
 
-// Blocks of 16: kv-quant's nvfp4.rs. A group has two.
+// Blocks of 16: kv-quant's nvfp4.rs. An invocation has two values of each of two blocks.
 fn encode_nvfp4(inv_scale: f32, dim: u32, local: u32) {
-    let own = row_at(local) + local % 8u;
     for (var group = 0u; group * 32u < dim; group++) {
-        var bits = vec2<u32>(0u);
-        for (var j = 0u; j < 4u; j++) {
-            bits[j / 2u] = max(bits[j / 2u], magnitude_bits(row_value(own + group * 32u + 8u * j)));
+        let x = own_4(local, group);
+        let bits = bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu);
+        let amax = of_8(PEAKS, local, max(bits.xz, bits.yw));
+        let values = vec4<f32>(finite(x.x), finite(x.y), finite(x.z), finite(x.w)) * inv_scale;
+        // Scales that are tried: over 6, over 4, the smallest, and zeros.
+        var tried = array<vec2<u32>, 4>(vec2<u32>(0u), vec2<u32>(0u), vec2<u32>(1u), vec2<u32>(0u));
+        var unit = vec2<f32>(0.0);
+        for (var b = 0u; b < 2u; b++) {
+            let largest = finite(bitcast<f32>(amax[b]));
+            tried[0][b] = e4m3_encode(largest / 6.0 * inv_scale);
+            tried[1][b] = e4m3_encode(largest / 4.0 * inv_scale);
+            let scaled = largest * inv_scale;
+            // Without a unit no error is smaller than another: then over 6.
+            if magnitude_bits(scaled) >= SMALLEST_NORMAL && magnitude_bits(scaled) < INFINITY {
+                unit[b] = 1.0 / scaled;
+            }
         }
-        give(PEAKS, local, group, bits);
-    }
-    let amax = take(PEAKS, local);
-    var over_6 = vec2<u32>(0u);
-    var over_4 = vec2<u32>(0u);
-    var unit = vec2<f32>(0.0);
-    for (var b = 0u; b < 2u; b++) {
-        let largest = finite(bitcast<f32>(amax[b]));
-        over_6[b] = e4m3_encode(largest / 6.0 * inv_scale);
-        over_4[b] = e4m3_encode(largest / 4.0 * inv_scale);
-        let scaled = largest * inv_scale;
-        // Without a unit no error is smaller than another: then over 6.
-        if magnitude_bits(scaled) >= SMALLEST_NORMAL && magnitude_bits(scaled) < INFINITY {
-            unit[b] = 1.0 / scaled;
+        var errors = array<vec2<f32>, 4>();
+        for (var i = 0u; i < 4u; i++) {
+            errors[i] = nvfp4_error(tried[i], values, unit, local);
         }
-        // Codes that are tried: over 6, over 4, 1 and 0.
-        keep_scale(local, local % 8u * 2u + b, over_6[b] | over_4[b] << 8u | 1u << 16u);
-    }
-    share(local, bitcast<vec2<u32>>(unit));
-    let error_6 = nvfp4_errors(0u, inv_scale, dim, local);
-    let error_4 = nvfp4_errors(1u, inv_scale, dim, local);
-    let error_1 = nvfp4_errors(2u, inv_scale, dim, local);
-    let error_0 = nvfp4_errors(3u, inv_scale, dim, local);
-    workgroupBarrier();
-    for (var b = 0u; b < 2u; b++) {
-        var code = select(over_6[b], over_4[b], error_4[b] < error_6[b] && amax[b] < INFINITY);
+        let over_4 = errors[1] < errors[0] & amax < vec2<u32>(INFINITY);
+        var code = select(tried[0], tried[1], over_4);
         // The smallest scale, where that is nearer than zeros.
-        code = select(code, 1u, code == 0u && error_1[b] < error_0[b]);
-        code = select(code, E4M3_NAN, amax[b] > INFINITY);
-        let block = local % 8u * 2u + b;
-        keep_scale(local, block, select(0u, code, block * 16u < dim));
-    }
-    workgroupBarrier();
-    for (var i = local % 8u; i < dim; i += 8u) {
-        let code = row_scales[local / 8u * 16u + i / 16u];
-        let x = finite(row_value(row_at(local) + i)) * inv_scale;
-        let nibble = e2m1_encode(x / e4m3_decode(code));
-        keep_code(local, i, select(0u, nibble, code > 0u && code < E4M3_NAN));
+        code = select(code, vec2<u32>(1u), code == vec2<u32>(0u) & errors[2] < errors[3]);
+        code = select(code, vec2<u32>(E4M3_NAN), amax > vec2<u32>(INFINITY));
+        for (var j = 0u; j < 4u; j++) {
+            let own = code[j / 2u];
+            let nibble = e2m1_encode(values[j] / e4m3_decode(own));
+            let i = group * 32u + 8u * j + local % 8u;
+            keep_code(local, i, x[j], select(0u, nibble, own > 0u && own < E4M3_NAN));
+        }
+        if local % 8u < 2u {
+            let block = 2u * group + local % 8u;
+            keep_scale(local, block, select(0u, select(code.x, code.y, local % 8u == 1u), block * 16u < dim));
+        }
     }
 }
 
@@ -236,7 +216,7 @@ fn encode_nvfp4(inv_scale: f32, dim: u32, local: u32) {
 fn keep_wide(dim: u32, local: u32) {
     is_wide = true;
     for (var i = local % 8u; i < dim; i += 8u) {
-        keep_code(local, i, 0u);
+        keep_code(local, i, row_value(row_at(local) + i), 0u);
     }
 }
 

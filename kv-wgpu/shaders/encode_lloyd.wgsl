@@ -1,13 +1,11 @@
 // Lloyd-Max rows: kv-quant's lloyd_max.rs, planes.rs and sums.rs. See encode.wgsl.
+//! include nearest.wgsl
 
 const E4M3_NAN: u32 = 0x7fu;
 // Larger magnitudes count as 2^40.
 const LLOYD_LIMIT: u32 = 0x53800000u;
 // Neighbours of the likely scale of a group that are tried, itself included.
 const TRIED: u32 = 5u;
-
-// Where the magnitudes in `books` part: halfway between neighbours.
-var<workgroup> bounds: array<f32, 43>;
 
 fn limited(x: f32) -> f32 {
     return bitcast<f32>(min(magnitude_bits(x), LLOYD_LIMIT));
@@ -23,31 +21,41 @@ fn lloyd_bits(format: u32) -> u32 {
     return select(6u, 4u, format >= FMT_L4);
 }
 
-// Fills `books` and `bounds`.
-fn fill_bounds(local: u32) {
-    fill_books(local);
-    for (var i = local; i < 43u; i += THREADS) {
-        bounds[i] = (books[i] + books[i + 1u]) * 0.5;
+// The four values of an invocation in a group of 32, and the zeros that are behind the row's end.
+fn own_4(local: u32, group: u32) -> vec4<f32> {
+    let at = row_at(local) + local % 8u + 32u * group;
+    return vec4<f32>(row_value(at), row_value(at + 8u), row_value(at + 16u), row_value(at + 24u));
+}
+// Which of them are in the row.
+fn in_row(local: u32, group: u32, dim: u32) -> vec4<bool> {
+    return vec4<u32>(0u, 8u, 16u, 24u) + (32u * group + local % 8u) < vec4<u32>(dim);
+}
+// Largest magnitude, as bits, and sum of squares.
+fn own_peak_and_sum(x: vec4<f32>, before: vec2<u32>) -> vec2<u32> {
+    var peak = before.x;
+    var sum = bitcast<f32>(before.y);
+    for (var j = 0u; j < 4u; j++) {
+        peak = max(peak, magnitude_bits(x[j]));
+        sum += limited(x[j]) * limited(x[j]);
     }
-    workgroupBarrier();
+    return vec2<u32>(peak, bitcast<u32>(sum));
 }
-
-// Index of the magnitude nearest to `x`, which is not negative; halfway the smaller.
-fn lloyd_index(bits: u32, x: f32) -> u32 {
-    let begin = book_begin(bits);
-    var below = 0u;
-    for (var step = 1u << (bits - 2u); step > 0u; step >>= 1u) {
-        if x > bounds[begin + below + step - 1u] {
-            below += step;
-        }
+fn limited_4(x: vec4<f32>) -> vec4<f32> {
+    return bitcast<vec4<f32>>(min(bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu), vec4<u32>(LLOYD_LIMIT)));
+}
+// Sums of one term and another, in the order of values.
+fn add_4(first: vec4<f32>, second: vec4<f32>, are_in: vec4<bool>) -> vec2<f32> {
+    let a = select(vec4<f32>(0.0), first, are_in);
+    let b = select(vec4<f32>(0.0), second, are_in);
+    return vec2<f32>(a.x + a.y + a.z + a.w, b.x + b.y + b.z + b.w);
+}
+// Codes of an invocation's values in a group, by a scale's reciprocal.
+fn keep_lloyd(bits: u32, x: vec4<f32>, inverse: f32, has_codes: bool, local: u32, group: u32) {
+    let found = lloyd_nearest(bits, limited_4(x) * inverse);
+    for (var j = 0u; j < 4u; j++) {
+        let code = found.indices[j] | bitcast<u32>(x[j]) >> 31u << (bits - 1u);
+        keep_code(local, group * 32u + 8u * j + local % 8u, x[j], select(0u, code, has_codes));
     }
-    return below;
-}
-fn lloyd_nearest(bits: u32, x: f32) -> f32 {
-    return books[book_begin(bits) + lloyd_index(bits, x)];
-}
-fn lloyd_code(bits: u32, x: f32, inverse: f32) -> u32 {
-    return lloyd_index(bits, limited(x) * inverse) | bitcast<u32>(x) >> 31u << (bits - 1u);
 }
 
 // The scale that is likely the best is a combination of rms and largest magnitude: lloyd.rs.
@@ -80,68 +88,79 @@ fn tried_factor(bits: u32, i: u32) -> f32 {
     }
 }
 
-// Own values' projection on the levels they take at a scale, and the levels' energy: of all the row.
-fn row_sums(bits: u32, dim: u32, inverse: f32, local: u32) -> vec2<f32> {
-    let own = row_at(local) + local % 8u;
-    let groups = filled(dim) / 32u;
-    for (var group = 0u; group < groups; group++) {
-        var sums = vec2<f32>(0.0);
-        for (var j = 0u; j < 4u; j++) {
-            let i = group * 32u + 8u * j;
-            let x = limited(row_value(own + i));
-            let level = lloyd_nearest(bits, x * inverse);
-            sums += select(vec2<f32>(0.0), vec2<f32>(x * level, level * level), i + local % 8u < dim);
-        }
-        give_sums(local, group, sums);
+// Projection of a group on the levels it takes at a scale, and the levels' energy.
+fn group_sums(bits: u32, x: vec4<f32>, are_in: vec4<bool>, inverse: f32, local: u32) -> vec2<f32> {
+    let levels = lloyd_nearest(bits, x * inverse).levels;
+    return sums_of_8(local, add_4(x * levels, levels * levels, are_in));
+}
+
+// The reciprocal of a row's scale, and what codes come to at it.
+struct Search {
+    inverse: f32,
+    sums: vec2<f32>,
+    score: f32,
+}
+fn better(best: Search, inverse: f32, sums: vec2<f32>, is_first: bool) -> Search {
+    let score = sums.x * (sums.x / sums.y);
+    if is_first || score > best.score {
+        return Search(inverse, sums, score);
     }
-    return total_sums(local, groups);
+    return best;
+}
+
+// The scale whose codes have the largest cosine with the row. Neighbour `i` sums up those of the `i`th.
+fn search_scale(bits: u32, near: f32, dim: u32, local: u32) -> Search {
+    let tries = select(5u, 3u, bits == 6u);
+    var mine = vec2<f32>(0.0);
+    for (var group = 0u; group * 32u < dim; group++) {
+        let x = limited_4(own_4(local, group));
+        let are_in = in_row(local, group, dim);
+        for (var i = 0u; i < tries; i++) {
+            let sums = group_sums(bits, x, are_in, 1.0 / (near * tried_factor(bits, i)), local);
+            mine += select(vec2<f32>(0.0), sums, local % 8u == i);
+        }
+    }
+    share(local, bitcast<vec2<u32>>(mine));
+    var best = Search(0.0, vec2<f32>(0.0), 0.0);
+    for (var i = 0u; i < tries; i++) {
+        let sums = bitcast<vec2<f32>>(shared_by(local, i));
+        best = better(best, 1.0 / (near * tried_factor(bits, i)), sums, i == 0u);
+    }
+    // The last is the one that fits the best codes.
+    let last = 1.0 / (best.sums.x / best.sums.y);
+    mine = vec2<f32>(0.0);
+    for (var group = 0u; group * 32u < dim; group++) {
+        let x = limited_4(own_4(local, group));
+        mine += group_sums(bits, x, in_row(local, group, dim), last, local);
+    }
+    return better(best, last, mine, false);
 }
 
 // A row with one f16 scale. Barriers are met whatever the values are.
 fn encode_lloyd(bits: u32, dim: u32, local: u32) {
-    let own = row_at(local) + local % 8u;
-    var part = 0.0;
-    var peak = 0u;
-    for (var i = 0u; i < filled(dim); i += 8u) {
-        let x = row_value(own + i);
-        peak = max(peak, magnitude_bits(x));
-        part += limited(x) * limited(x);
+    var all = vec2<u32>(0u);
+    for (var group = 0u; group * 32u < dim; group++) {
+        all = own_peak_and_sum(own_4(local, group), all);
     }
-    let all = of_8(PEAK_AND_SUM, local, vec2<u32>(peak, bitcast<u32>(part)));
-    let amax = all.x;
+    all = of_8(PEAK_AND_SUM, local, all);
     let energy = bitcast<f32>(all.y);
-    let rms = sqrt(energy / f32(dim));
-    let near = near_scale(bits, rms, limited(bitcast<f32>(amax)));
-    var inverse = 0.0;
-    var best = vec2<f32>(0.0);
-    var best_score = 0.0;
-    let last = select(5u, 3u, bits == 6u);
-    for (var i = 0u; i <= last; i++) {
-        // The last is the one that fits the best codes.
-        let tried = 1.0 / select(near * tried_factor(bits, i), best.x / best.y, i == last);
-        let sums = row_sums(bits, dim, tried, local);
-        let score = sums.x * (sums.x / sums.y);
-        if i == 0u || score > best_score {
-            inverse = tried;
-            best = sums;
-            best_score = score;
-        }
-    }
-    let unbiased = energy / best.x;
+    let near = near_scale(bits, sqrt(energy / f32(dim)), limited(bitcast<f32>(all.x)));
+    let best = search_scale(bits, near, dim, local);
+    var inverse = best.inverse;
+    let unbiased = energy / best.sums.x;
     var stored = f16_saturated(unbiased);
     let scale = f16_decode(stored);
     // Where f16 could not hold the scale, other codes are nearer.
     if !(abs(scale - unbiased) <= unbiased * 0.001) {
         inverse = 1.0 / scale;
     }
-    let has_codes = amax <= INFINITY && energy > 0.0 && stored > 0u;
+    let has_codes = all.x <= INFINITY && energy > 0.0 && stored > 0u;
     stored = select(0u, stored, has_codes);
     if local % 8u == 0u {
-        keep_scale(local, 0u, select(stored, 0x7e00u, amax > INFINITY));
+        keep_scale(local, 0u, select(stored, 0x7e00u, all.x > INFINITY));
     }
-    for (var i = local % 8u; i < dim; i += 8u) {
-        let code = lloyd_code(bits, row_value(row_at(local) + i), inverse);
-        keep_code(local, i, select(0u, code, has_codes));
+    for (var group = 0u; group * 32u < dim; group++) {
+        keep_lloyd(bits, own_4(local, group), inverse, has_codes, local, group);
     }
 }
 
@@ -151,43 +170,26 @@ fn tried_code(near: u32, i: u32) -> u32 {
     return select(0u, code - 2u, code >= 3u && code <= 0x80u);
 }
 
-// Tries the `t`th scale around the likely one of every group; what that of a neighbour's comes to.
-fn try_scales(bits: u32, t: u32, dim: u32, local: u32) -> vec2<f32> {
-    let own = row_at(local) + local % 8u;
-    for (var group = 0u; group * 32u < dim; group++) {
-        let scale = e4m3_decode(max(tried_code(shared_by(local, group).x, t), 1u));
-        let inverse = 1.0 / scale;
-        var sums = vec2<f32>(0.0);
-        for (var j = 0u; j < 4u; j++) {
-            let i = group * 32u + 8u * j;
-            let x = limited(row_value(own + i));
-            let decoded = lloyd_nearest(bits, x * inverse) * scale;
-            let error = x - decoded;
-            let terms = vec2<f32>(error * error, x * decoded);
-            sums += select(vec2<f32>(0.0), terms, i + local % 8u < dim);
-        }
-        give(SUMS, local, group, bitcast<vec2<u32>>(sums));
-    }
-    return bitcast<vec2<f32>>(take(SUMS, local));
-}
-
 // Code of a group's scale, and what inner products owe behind it.
 struct Chosen {
     code: u32,
     owed: f32,
 }
-// By squared error and what inner products owed before. `at` is where the group's neighbour has left what
-// scales come to: first energy and code of the likely one.
-fn choose_scale(bits: u32, at: u32, owed: f32) -> Chosen {
+// By squared error and what inner products owed before. All of it is done where there is nothing to scale
+// too, so that control flow is the same.
+fn choose_scale(bits: u32, x: vec4<f32>, are_in: vec4<bool>, near: u32, energy: f32, owed: f32,
+                local: u32) -> Chosen {
     let weight = select(4.0, 24.0, bits == 3u);
-    let energy = bitcast<f32>(parts[at].x);
     let most = energy * 0.0625;
     let carried = min(max(owed, -most), most);
     var chosen = Chosen(0u, carried - energy);
     var best_cost = bitcast<f32>(LARGEST_F32);
     for (var i = 0u; i < TRIED; i++) {
-        let code = tried_code(parts[at].y, i);
-        let tried = bitcast<vec2<f32>>(parts[at + 1u + i]);
+        let code = tried_code(near, i);
+        let scale = e4m3_decode(max(code, 1u));
+        let decoded = lloyd_nearest(bits, x * (1.0 / scale)).levels * scale;
+        let errors = x - decoded;
+        let tried = sums_of_8(local, add_4(errors * errors, x * decoded, are_in));
         let owing = carried + tried.y - energy;
         let cost = tried.x + weight * owing * (owing / energy);
         if code > 0u && tried.x <= energy && cost <= best_cost {
@@ -198,58 +200,24 @@ fn choose_scale(bits: u32, at: u32, owed: f32) -> Chosen {
     return chosen;
 }
 
-// A row with an E4M3 scale for every 32 values. What a scale costs does not depend on other groups,
-// only which is taken: that follows one by one.
+// A row with an E4M3 scale for every 32 values, chosen one after the other.
 fn encode_groups(bits: u32, dim: u32, local: u32) {
-    let own = row_at(local) + local % 8u;
-    for (var group = 0u; group * 32u < dim; group++) {
-        var part = 0.0;
-        var peak = 0u;
-        for (var j = 0u; j < 4u; j++) {
-            let x = row_value(own + group * 32u + 8u * j);
-            peak = max(peak, magnitude_bits(x));
-            part += limited(x) * limited(x);
-        }
-        give(PEAK_AND_SUM, local, group, vec2<u32>(peak, bitcast<u32>(part)));
-    }
-    let all = take(PEAK_AND_SUM, local);
-    let group_begin = local % 8u * 32u;
-    let n = min(max(dim, group_begin) - group_begin, 32u);
-    let is_broken = all.x > INFINITY;
-    let rms = sqrt(bitcast<f32>(all.y) / f32(max(n, 1u)));
-    let near = e4m3_encode(near_group_scale(bits, rms, limited(bitcast<f32>(all.x))));
-    share(local, vec2<u32>(near, 0u));
-    var tried = array<vec2<f32>, TRIED>();
-    for (var t = 0u; t < TRIED; t++) {
-        tried[t] = try_scales(bits, t, dim, local);
-    }
-    // Nothing is to be scaled where there is no energy.
-    let mine = parts_at(local) + 8u * (local % 8u);
-    parts[mine] = vec2<u32>(select(all.y, 0u, is_broken), near);
-    for (var t = 0u; t < TRIED; t++) {
-        parts[mine + 1u + t] = bitcast<vec2<u32>>(tried[t]);
-    }
-    workgroupBarrier();
     var owed = 0.0;
     for (var group = 0u; group * 32u < dim; group++) {
-        let at = parts_at(local) + 8u * group;
-        var code = 0u;
-        if bitcast<f32>(parts[at].x) > 0.0 {
-            let chosen = choose_scale(bits, at, owed);
-            owed = chosen.owed;
-            code = chosen.code;
+        let x = own_4(local, group);
+        let all = of_8(PEAK_AND_SUM, local, own_peak_and_sum(x, vec2<u32>(0u)));
+        let energy = bitcast<f32>(all.y);
+        let rms = sqrt(energy / f32(min(dim - group * 32u, 32u)));
+        let near = e4m3_encode(near_group_scale(bits, rms, limited(bitcast<f32>(all.x))));
+        let are_in = in_row(local, group, dim);
+        let chosen = choose_scale(bits, limited_4(x), are_in, near, energy, owed, local);
+        // Where there is nothing to scale, nothing is owed.
+        let is_live = all.x <= INFINITY && energy > 0.0;
+        let code = select(0u, chosen.code, is_live);
+        owed = select(owed, chosen.owed, is_live);
+        keep_lloyd(bits, x, 1.0 / e4m3_decode(max(code, 1u)), code > 0u, local, group);
+        if local % 8u == 0u {
+            keep_scale(local, group, select(code, E4M3_NAN, all.x > INFINITY));
         }
-        let inverse = 1.0 / e4m3_decode(max(code, 1u));
-        for (var j = 0u; j < 4u; j++) {
-            let i = group * 32u + 8u * j;
-            let found = lloyd_code(bits, row_value(own + i), inverse);
-            keep_code(local, i + local % 8u, select(0u, found, code > 0u));
-        }
-        if local % 8u == group {
-            keep_scale(local, group, select(code, E4M3_NAN, is_broken));
-        }
-    }
-    if n == 0u {
-        keep_scale(local, local % 8u, 0u);
     }
 }

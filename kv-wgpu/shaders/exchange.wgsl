@@ -9,12 +9,11 @@ const PEAKS: u32 = 1u;         // two largest numbers
 const PEAK_AND_SUM: u32 = 2u;  // one of each
 const FIRST_PEAK: u32 = 3u;    // the pair with the larger `x`, of two equal the one with the larger `y`
 
-// Words of a row that exchanges; neighbouring rows begin in different banks of memory.
-const PARTS: u32 = 72u;
-// The first of eight that `share` uses, behind eight of each neighbour.
-const SHARED: u32 = 64u;
+// Words of a row that exchanges: two times eight that take turns, and eight that `share` uses.
+const PARTS: u32 = 24u;
+const SHARED: u32 = 16u;
 
-var<workgroup> parts: array<vec2<u32>, 576>;
+var<workgroup> parts: array<vec2<u32>, 192>;
 
 fn parts_at(local: u32) -> u32 {
     return local / 8u * PARTS;
@@ -43,74 +42,27 @@ fn shared_by(local: u32, neighbour: u32) -> vec2<u32> {
 }
 
 //! if SUBGROUPS
-var<private> taken: vec2<u32>;
-var<private> total: vec2<u32>;
-
 // Eight neighbours' as one, which all of them have.
 fn of_8(how: u32, local: u32, mine: vec2<u32>) -> vec2<u32> {
     let four = combine(how, mine, subgroupShuffleXor(mine, 4u));
     let two = combine(how, four, subgroupShuffleXor(four, 2u));
     return combine(how, two, subgroupShuffleXor(two, 1u));
 }
-
-// The same of up to eight groups: they are given one by one, and neighbour `i` takes that of group `i`.
-fn give(how: u32, local: u32, group: u32, mine: vec2<u32>) {
-    let all = of_8(how, local, mine);
-    if local % 8u == group {
-        taken = all;
-    }
-}
-fn take(how: u32, local: u32) -> vec2<u32> {
-    return taken;
-}
-
-// The same, and the sums of all groups, added one by one.
-fn give_sums(local: u32, group: u32, mine: vec2<f32>) {
-    let all = of_8(SUMS, local, bitcast<vec2<u32>>(mine));
-    total = select(add_pairs(total, all), all, group == 0u);
-}
-fn total_sums(local: u32, groups: u32) -> vec2<f32> {
-    return bitcast<vec2<f32>>(total);
-}
 //! else
-// What eight neighbours have written.
-fn combine_8(how: u32, at: u32) -> vec2<u32> {
+// Which of the eights is next: while one is written, neighbours may still read the other.
+var<private> turn: u32;
+
+// Eight neighbours' as one, which all of them have.
+fn of_8(how: u32, local: u32, mine: vec2<u32>) -> vec2<u32> {
+    let at = parts_at(local) + turn;
+    turn = 8u - turn;
+    parts[at + local % 8u] = mine;
+    workgroupBarrier();
     let even = combine(how, combine(how, parts[at], parts[at + 4u]), combine(how, parts[at + 2u], parts[at + 6u]));
     let odd = combine(how, combine(how, parts[at + 1u], parts[at + 5u]), combine(how, parts[at + 3u], parts[at + 7u]));
     return combine(how, even, odd);
 }
-
-// Eight neighbours' as one, which all of them have.
-fn of_8(how: u32, local: u32, mine: vec2<u32>) -> vec2<u32> {
-    parts[parts_at(local) + local % 8u] = mine;
-    workgroupBarrier();
-    let all = combine_8(how, parts_at(local));
-    workgroupBarrier();
-    return all;
-}
-
-// The same of up to eight groups: they are given one by one, and neighbour `i` takes that of group `i`.
-fn give(how: u32, local: u32, group: u32, mine: vec2<u32>) {
-    parts[parts_at(local) + 8u * group + local % 8u] = mine;
-}
-fn take(how: u32, local: u32) -> vec2<u32> {
-    workgroupBarrier();
-    let all = combine_8(how, parts_at(local) + 8u * (local % 8u));
-    workgroupBarrier();
-    return all;
-}
-
-// The same, and the sums of all groups, added one by one.
-fn give_sums(local: u32, group: u32, mine: vec2<f32>) {
-    give(SUMS, local, group, bitcast<vec2<u32>>(mine));
-}
-fn total_sums(local: u32, groups: u32) -> vec2<f32> {
-    workgroupBarrier();
-    share(local, combine_8(SUMS, parts_at(local) + 8u * (local % 8u)));
-    var total = vec2<f32>(0.0);
-    for (var group = 0u; group < groups; group++) {
-        total += bitcast<vec2<f32>>(shared_by(local, group));
-    }
-    return total;
-}
 //! end
+fn sums_of_8(local: u32, mine: vec2<f32>) -> vec2<f32> {
+    return bitcast<vec2<f32>>(of_8(SUMS, local, bitcast<vec2<u32>>(mine)));
+}

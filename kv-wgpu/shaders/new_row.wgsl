@@ -41,26 +41,22 @@ fn new_value(read: u32, constant: Head, i: u32) -> f32 {
     return (x - bitcast<f32>(constants[constant.mean + i])) * bitcast<f32>(constants[constant.into + i]);
 }
 
-// Strides 1, 2 and 4 of eight values, which are not an invocation's own.
-fn rotate_new(read: u32, constant: Head, i: u32, at: u32) {
-    var low = vec4<f32>(new_value(read, constant, i), new_value(read, constant, i + 1u),
-                        new_value(read, constant, i + 2u), new_value(read, constant, i + 3u));
-    var high = vec4<f32>(new_value(read, constant, i + 4u), new_value(read, constant, i + 5u),
-                         new_value(read, constant, i + 6u), new_value(read, constant, i + 7u));
+// Strides 1, 2 and 4 of eight neighbouring values, which are not an invocation's own.
+fn rotate_8(at: u32, has_8: bool) {
+    var low = vec4<f32>(row_value(at), row_value(at + 1u), row_value(at + 2u), row_value(at + 3u));
+    var high = vec4<f32>(row_value(at + 4u), row_value(at + 5u), row_value(at + 6u), row_value(at + 7u));
     low = vec4<f32>(low.x + low.y, low.x - low.y, low.z + low.w, low.z - low.w);
     high = vec4<f32>(high.x + high.y, high.x - high.y, high.z + high.w, high.z - high.w);
     low = vec4<f32>(low.xy + low.zw, low.xy - low.zw);
     high = vec4<f32>(high.xy + high.zw, high.xy - high.zw);
-    if i + 8u <= params.plane.head_dim {  // or else a block of 4
+    if has_8 {  // or else a block of 4
         let sums = low + high;
         high = low - high;
         low = sums;
     }
-    let lows = bitcast<vec4<u32>>(low);
-    let highs = bitcast<vec4<u32>>(high);
     for (var j = 0u; j < 4u; j++) {
-        row_bits[at + i + j] = lows[j];
-        row_bits[at + i + 4u + j] = highs[j];
+        row_bits[at + j] = bitcast<u32>(low[j]);
+        row_bits[at + 4u + j] = bitcast<u32>(high[j]);
     }
 }
 
@@ -95,17 +91,18 @@ fn rotate_own(dim: u32, local: u32) {
 fn load_new_row(read: u32, constant: Head, read_here: bool, local: u32) {
     let dim = params.plane.head_dim;
     let at = row_at(local);
-    if params.plane.transforms == 0u {
-        if read_here {
-            for (var i = local % 8u; i < filled(dim); i += 8u) {
-                row_bits[at + i] = bitcast<u32>(new_value(read, constant, i));
-            }
+    if read_here {
+        for (var i = local % 8u; i < filled(dim); i += 8u) {
+            row_bits[at + i] = bitcast<u32>(new_value(read, constant, i));
         }
+    }
+    if params.plane.transforms == 0u {
         return;
     }
+    workgroupBarrier();
     if read_here {
-        for (var i = 8u * (local % 8u); i < filled(dim); i += 64u) {
-            rotate_new(read, constant, i, at);
+        for (var i = 8u * (local % 8u); i < dim; i += 64u) {
+            rotate_8(at + i, i + 8u <= dim);
         }
     }
     workgroupBarrier();

@@ -63,7 +63,9 @@ fn row_byte(p: Plane, codes: u32, scales: u32, at: u32) -> u32 {
         // A byte for each scale, or the two of one.
         let is_grouped = FORMAT == FMT_L6_G32 || FORMAT == FMT_L4_G32 || FORMAT == FMT_L3_G32;
         if is_grouped || FORMAT == FMT_NVFP4 {
-            return row_scales[scales + min(i, 15u)];
+            // The row's last byte may be behind the scales.
+            let count = select((p.head_dim + 31u) / 32u, (p.head_dim + 15u) / 16u, FORMAT == FMT_NVFP4);
+            return select(0u, row_scales[scales + min(i, 15u)], i < count);
         }
         return row_scales[scales] >> (8u * i) & 0xffu;
     }

@@ -85,9 +85,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let written = block_begin(p, t.block) + row_begin(p, t.place, head);
     let constant = head_of(p, head, params.has_constants != 0u);
 //! if CODES
-    if is_lloyd(FORMAT) {
-        fill_bounds(local);
-    }
     load_new_row(read, constant, is_mine, local);
     if p.has_tail != 0u {
         keep_wide(p.head_dim, local);

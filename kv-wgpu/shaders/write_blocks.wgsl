@@ -116,11 +116,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     let constant = head_of(p, head, params.has_constants != 0u);
     let block_at = block_begin(p, block);
-//! if CODES
-    if is_lloyd(FORMAT) {
-        fill_bounds(local);
-    }
-//! end
     // An invocation has the same channels of the mean all the time.
     let mean_at = block_at + p.mean_begin + head * dim * 2u;
     if p.block_means != 0u {

@@ -35,6 +35,7 @@ const FILES: &[(&str, &str)] = &[
     ("encode_lloyd.wgsl", include_str!("../shaders/encode_lloyd.wgsl")),
     ("exchange.wgsl", include_str!("../shaders/exchange.wgsl")),
     ("head.wgsl", include_str!("../shaders/head.wgsl")),
+    ("nearest.wgsl", include_str!("../shaders/nearest.wgsl")),
     ("new_row.wgsl", include_str!("../shaders/new_row.wgsl")),
     ("pack.wgsl", include_str!("../shaders/pack.wgsl")),
     ("pieces.wgsl", include_str!("../shaders/pieces.wgsl")),
