@@ -18,9 +18,3 @@ fn head_of(p: Plane, head: u32, has_constants: bool) -> Head {
     return Head(bitcast<f32>(constants[head]), bitcast<f32>(constants[heads + head]), rows, rows + channels,
                 rows + 2u * channels);
 }
-
-// What the rotation of a block of `1 << bit` values multiplies with: one over its root.
-fn rotation_norm(bit: u32) -> f32 {
-    let halved = power_of_two(-i32(bit / 2u));
-    return select(halved, halved * 0.70710678118654752440, bit % 2u == 1u);
-}

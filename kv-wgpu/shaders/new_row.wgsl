@@ -41,48 +41,50 @@ fn new_value(read: u32, constant: Head, i: u32) -> f32 {
     return (x - bitcast<f32>(constants[constant.mean + i])) * bitcast<f32>(constants[constant.into + i]);
 }
 
-// Strides 1, 2 and 4 of eight neighbouring values, which are not an invocation's own.
-fn rotate_8(at: u32, has_8: bool) {
-    var low = vec4<f32>(row_value(at), row_value(at + 1u), row_value(at + 2u), row_value(at + 3u));
-    var high = vec4<f32>(row_value(at + 4u), row_value(at + 5u), row_value(at + 6u), row_value(at + 7u));
-    low = vec4<f32>(low.x + low.y, low.x - low.y, low.z + low.w, low.z - low.w);
-    high = vec4<f32>(high.x + high.y, high.x - high.y, high.z + high.w, high.z - high.w);
-    low = vec4<f32>(low.xy + low.zw, low.xy - low.zw);
-    high = vec4<f32>(high.xy + high.zw, high.xy - high.zw);
-    if has_8 {  // or else a block of 4
-        let sums = low + high;
-        high = low - high;
-        low = sums;
-    }
+// Some strides of eight values that are `step` apart.
+fn rotate_8(at: u32, step: u32, strides: u32, factor: f32) {
+    var values = Eight(
+        vec4<f32>(row_value(at), row_value(at + step), row_value(at + 2u * step), row_value(at + 3u * step)),
+        vec4<f32>(row_value(at + 4u * step), row_value(at + 5u * step), row_value(at + 6u * step),
+                  row_value(at + 7u * step)));
+    values = butterflies(values, strides, factor);
     for (var j = 0u; j < 4u; j++) {
-        row_bits[at + j] = bitcast<u32>(low[j]);
-        row_bits[at + 4u + j] = bitcast<u32>(high[j]);
+        row_bits[at + j * step] = bitcast<u32>(values.low[j]);
+        row_bits[at + (4u + j) * step] = bitcast<u32>(values.high[j]);
     }
 }
 
-// The strides behind those, and the norm: pairs are one invocation's.
-fn rotate_own(dim: u32, local: u32) {
-    var begin = row_at(local) + local % 8u;
-    for (var bit = 8u; bit >= 2u; bit--) {
-        let block = 1u << bit;
-        if (dim & block) == 0u {
-            continue;
+// Strides of 8 and more, and the norm, of a block that begins at an invocation's own value: it has all
+// that become pairs.
+fn rotate_own(begin: u32, bit: u32) {
+    let block = 1u << bit;
+    let norm = rotation_norm(bit);
+    if bit >= 6u {
+        let bits = bit - 3u;
+        var done = 0u;
+        while done < bits {
+            let first = min(done, bits - 3u);
+            let factor = select(1.0, norm, first + 3u == bits);
+            for (var n = 0u; n < block / 64u; n++) {
+                rotate_8(begin + 8u * eight_begin(n, first), 8u << first, 7u << (done - first), factor);
+            }
+            done = first + 3u;
         }
-        for (var s = 3u; s < bit; s++) {
-            for (var pair = 0u; pair < block / 16u; pair++) {
-                let i = begin + 8u * (pair >> (s - 3u) << (s - 2u) | (pair & ((1u << (s - 3u)) - 1u)));
-                let j = i + (1u << s);
-                let a = row_value(i);
-                let b = row_value(j);
-                row_bits[i] = bitcast<u32>(a + b);
-                row_bits[j] = bitcast<u32>(a - b);
+        return;
+    }
+    // One, two or four values.
+    for (var s = 8u; s < block; s *= 2u) {
+        for (var i = 0u; i < block; i += 8u) {
+            if (i & s) == 0u {
+                let a = row_value(begin + i);
+                let b = row_value(begin + i + s);
+                row_bits[begin + i] = bitcast<u32>(a + b);
+                row_bits[begin + i + s] = bitcast<u32>(a - b);
             }
         }
-        let norm = rotation_norm(bit);
-        for (var i = begin; i < begin - local % 8u + block; i += 8u) {
-            row_bits[i] = bitcast<u32>(row_value(i) * norm);
-        }
-        begin += block;
+    }
+    for (var i = 0u; i < block; i += 8u) {
+        row_bits[begin + i] = bitcast<u32>(row_value(begin + i) * norm);
     }
 }
 
@@ -102,11 +104,17 @@ fn load_new_row(read: u32, constant: Head, read_here: bool, local: u32) {
     workgroupBarrier();
     if read_here {
         for (var i = 8u * (local % 8u); i < dim; i += 64u) {
-            rotate_8(at + i, i + 8u <= dim);
+            rotate_8(at + i, 1u, select(3u, 7u, i + 8u <= dim), 1.0);  // or a block of 4
         }
     }
     workgroupBarrier();
     if read_here {
-        rotate_own(dim, local);
+        var begin = local % 8u;
+        for (var bit = 8u; bit >= 2u; bit--) {
+            if (dim & (1u << bit)) != 0u && begin < dim {
+                rotate_own(at + begin, bit);
+                begin += 1u << bit;
+            }
+        }
     }
 }

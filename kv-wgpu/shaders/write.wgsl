@@ -18,6 +18,7 @@ const THREADS: u32 = 64u;
 //! include entries.wgsl
 //! include rows.wgsl
 //! include head.wgsl
+//! include butterflies.wgsl
 //! include new_row.wgsl
 //! if CODES
 //! include codes.wgsl

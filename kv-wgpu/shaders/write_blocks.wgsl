@@ -18,6 +18,7 @@ const THREADS: u32 = 64u;
 //! include writer.wgsl name=plane
 //! include rows.wgsl
 //! include head.wgsl
+//! include butterflies.wgsl
 //! include new_row.wgsl
 //! include codes.wgsl
 //! include exchange.wgsl

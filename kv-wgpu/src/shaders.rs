@@ -33,6 +33,7 @@ const FILES: &[(&str, &str)] = &[
     ("copy.wgsl", include_str!("../shaders/copy.wgsl")),
     ("encode.wgsl", include_str!("../shaders/encode.wgsl")),
     ("encode_lloyd.wgsl", include_str!("../shaders/encode_lloyd.wgsl")),
+    ("butterflies.wgsl", include_str!("../shaders/butterflies.wgsl")),
     ("exchange.wgsl", include_str!("../shaders/exchange.wgsl")),
     ("head.wgsl", include_str!("../shaders/head.wgsl")),
     ("nearest.wgsl", include_str!("../shaders/nearest.wgsl")),
