@@ -58,8 +58,10 @@ fn of_8(how: u32, local: u32, mine: vec2<u32>) -> vec2<u32> {
     turn = 8u - turn;
     parts[at + local % 8u] = mine;
     workgroupBarrier();
-    let even = combine(how, combine(how, parts[at], parts[at + 4u]), combine(how, parts[at + 2u], parts[at + 6u]));
-    let odd = combine(how, combine(how, parts[at + 1u], parts[at + 5u]), combine(how, parts[at + 3u], parts[at + 7u]));
+    let even = combine(how, combine(how, parts[at], parts[at + 4u]),
+        combine(how, parts[at + 2u], parts[at + 6u]));
+    let odd = combine(how, combine(how, parts[at + 1u], parts[at + 5u]),
+        combine(how, parts[at + 3u], parts[at + 7u]));
     return combine(how, even, odd);
 }
 //! end

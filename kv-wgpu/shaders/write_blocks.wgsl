@@ -1,6 +1,6 @@
 // Blocks that a step fills become codes: kv-cpu's write/tail.rs. A workgroup writes one head of a piece:
-// rows of one block that get codes in this step, eight at a time. They come from the step's input, or from the tail
-// there was, which stage_tail.wgsl has laid aside.
+// rows of one block that get codes in this step, eight at a time. They come from the step's input, or from
+// the tail there was, which stage_tail.wgsl has laid aside.
 //! include params.wgsl
 //! include numbers.wgsl
 //! include write_params.wgsl
