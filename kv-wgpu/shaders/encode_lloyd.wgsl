@@ -1,4 +1,5 @@
 // Lloyd-Max rows: kv-quant's lloyd_max.rs, planes.rs and sums.rs. See encode.wgsl.
+//! include nearest.wgsl
 
 const E4M3_NAN: u32 = 0x7fu;
 // Larger magnitudes count as 2^40.
@@ -6,51 +7,8 @@ const LLOYD_LIMIT: u32 = 0x53800000u;
 // Neighbours of the likely scale of a group that are tried, itself included.
 const TRIED: u32 = 5u;
 
-// What invocations exchange.
-var<workgroup> sum_parts: array<vec2<f32>, 64>;
-var<workgroup> max_parts: array<vec2<u32>, 64>;
-var<workgroup> group_sums: array<vec2<f32>, 8>;
-// Code of the likely scale of a group, and its energy: 0 where there is nothing to scale.
-var<workgroup> group_near: array<u32, 8>;
-var<workgroup> group_energy: array<f32, 8>;
-// Squared error and projection of every scale tried.
-var<workgroup> group_tried: array<vec2<f32>, 40>;
-// Where the magnitudes in `books` part: halfway between neighbours.
-var<workgroup> bounds: array<f32, 43>;
-
-// Of floats without sign the order of the bits is that of the values, NaN behind infinity.
-fn magnitude_bits(x: f32) -> u32 {
-    return bitcast<u32>(x) & 0x7fffffffu;
-}
 fn limited(x: f32) -> f32 {
     return bitcast<f32>(min(magnitude_bits(x), LLOYD_LIMIT));
-}
-
-// The first of the four values of an invocation, which are 8 apart.
-fn own_first(local: u32) -> u32 {
-    return local / 8u * 32u + local % 8u;
-}
-
-// The largest among `width` neighbours. What was written before is seen behind it.
-fn max_of(local: u32, width: u32, bits: vec2<u32>) -> vec2<u32> {
-    workgroupBarrier();
-    max_parts[local] = bits;
-    workgroupBarrier();
-    var most = vec2<u32>(0u);
-    for (var i = 0u; i < width; i++) {
-        most = max(most, max_parts[local / width * width + i]);
-    }
-    return most;
-}
-
-// The end of sums.rs: eight sums side by side become one.
-fn sum_of_8(local: u32, sums: vec2<f32>) -> vec2<f32> {
-    workgroupBarrier();
-    sum_parts[local] = sums;
-    workgroupBarrier();
-    let at = local / 8u * 8u;
-    return ((sum_parts[at] + sum_parts[at + 4u]) + (sum_parts[at + 2u] + sum_parts[at + 6u]))
-        + ((sum_parts[at + 1u] + sum_parts[at + 5u]) + (sum_parts[at + 3u] + sum_parts[at + 7u]));
 }
 
 fn is_lloyd(format: u32) -> bool {
@@ -63,31 +21,41 @@ fn lloyd_bits(format: u32) -> u32 {
     return select(6u, 4u, format >= FMT_L4);
 }
 
-// Fills `books` and `bounds`.
-fn fill_bounds(local: u32) {
-    fill_books(local);
-    for (var i = local; i < 43u; i += THREADS) {
-        bounds[i] = (books[i] + books[i + 1u]) * 0.5;
+// The four values of an invocation in a group of 32, and the zeros that are behind the row's end.
+fn own_4(local: u32, group: u32) -> vec4<f32> {
+    let at = row_at(local) + local % 8u + 32u * group;
+    return vec4<f32>(row_value(at), row_value(at + 8u), row_value(at + 16u), row_value(at + 24u));
+}
+// Which of them are in the row.
+fn in_row(local: u32, group: u32, dim: u32) -> vec4<bool> {
+    return vec4<u32>(0u, 8u, 16u, 24u) + (32u * group + local % 8u) < vec4<u32>(dim);
+}
+// Largest magnitude, as bits, and sum of squares.
+fn own_peak_and_sum(x: vec4<f32>, before: vec2<u32>) -> vec2<u32> {
+    var peak = before.x;
+    var sum = bitcast<f32>(before.y);
+    for (var j = 0u; j < 4u; j++) {
+        peak = max(peak, magnitude_bits(x[j]));
+        sum += limited(x[j]) * limited(x[j]);
     }
-    workgroupBarrier();
+    return vec2<u32>(peak, bitcast<u32>(sum));
 }
-
-// Index of the magnitude nearest to `x`, which is not negative; halfway the smaller.
-fn lloyd_index(bits: u32, x: f32) -> u32 {
-    let begin = book_begin(bits);
-    var below = 0u;
-    for (var step = 1u << (bits - 2u); step > 0u; step >>= 1u) {
-        if x > bounds[begin + below + step - 1u] {
-            below += step;
-        }
+fn limited_4(x: vec4<f32>) -> vec4<f32> {
+    return bitcast<vec4<f32>>(min(bitcast<vec4<u32>>(x) & vec4<u32>(0x7fffffffu), vec4<u32>(LLOYD_LIMIT)));
+}
+// Sums of one term and another, in the order of values.
+fn add_4(first: vec4<f32>, second: vec4<f32>, are_in: vec4<bool>) -> vec2<f32> {
+    let a = select(vec4<f32>(0.0), first, are_in);
+    let b = select(vec4<f32>(0.0), second, are_in);
+    return vec2<f32>(a.x + a.y + a.z + a.w, b.x + b.y + b.z + b.w);
+}
+// Codes of an invocation's values in a group, by a scale's reciprocal.
+fn keep_lloyd(bits: u32, x: vec4<f32>, inverse: f32, has_codes: bool, local: u32, group: u32) {
+    let found = lloyd_nearest(bits, limited_4(x) * inverse);
+    for (var j = 0u; j < 4u; j++) {
+        let code = found.indices[j] | bitcast<u32>(x[j]) >> 31u << (bits - 1u);
+        keep_code(local, group * 32u + 8u * j + local % 8u, x[j], select(0u, code, has_codes));
     }
-    return below;
-}
-fn lloyd_nearest(bits: u32, x: f32) -> f32 {
-    return books[book_begin(bits) + lloyd_index(bits, x)];
-}
-fn lloyd_code(bits: u32, x: f32, inverse: f32) -> u32 {
-    return lloyd_index(bits, limited(x) * inverse) | bitcast<u32>(x) >> 31u << (bits - 1u);
 }
 
 // The scale that is likely the best is a combination of rms and largest magnitude: lloyd.rs.
@@ -120,84 +88,79 @@ fn tried_factor(bits: u32, i: u32) -> f32 {
     }
 }
 
-// The four values of an invocation, limited, and how many there are.
-struct Own {
-    values: vec4<f32>,
-    count: u32,
-    amax: u32,
-}
-fn own_values(dim: u32, local: u32) -> Own {
-    var own = Own(vec4<f32>(0.0), 0u, 0u);
-    for (var j = 0u; j < 4u; j++) {
-        let i = own_first(local) + 8u * j;
-        if i < dim {
-            own.values[j] = limited(row_values[i]);
-            own.amax = max(own.amax, magnitude_bits(row_values[i]));
-            own.count++;
-        }
-    }
-    return own;
+// Projection of a group on the levels it takes at a scale, and the levels' energy.
+fn group_sums(bits: u32, x: vec4<f32>, are_in: vec4<bool>, inverse: f32, local: u32) -> vec2<f32> {
+    let levels = lloyd_nearest(bits, x * inverse).levels;
+    return sums_of_8(local, add_4(x * levels, levels * levels, are_in));
 }
 
-// Projection of a row on the levels it takes, and their energy; groups are added in their order.
-fn row_sums(bits: u32, dim: u32, own: Own, inverse: f32, local: u32) -> vec2<f32> {
-    var sums = vec2<f32>(0.0);
-    for (var j = 0u; j < own.count; j++) {
-        let level = lloyd_nearest(bits, own.values[j] * inverse);
-        sums += vec2<f32>(own.values[j] * level, level * level);
+// The reciprocal of a row's scale, and what codes come to at it.
+struct Search {
+    inverse: f32,
+    sums: vec2<f32>,
+    score: f32,
+}
+fn better(best: Search, inverse: f32, sums: vec2<f32>, is_first: bool) -> Search {
+    let score = sums.x * (sums.x / sums.y);
+    if is_first || score > best.score {
+        return Search(inverse, sums, score);
     }
-    sums = sum_of_8(local, sums);
-    if local % 8u == 0u {
-        group_sums[local / 8u] = sums;
+    return best;
+}
+
+// The scale whose codes have the largest cosine with the row. Neighbour `i` sums up those of the `i`th.
+fn search_scale(bits: u32, near: f32, dim: u32, local: u32) -> Search {
+    let tries = select(5u, 3u, bits == 6u);
+    var mine = vec2<f32>(0.0);
+    for (var group = 0u; group * 32u < dim; group++) {
+        let x = limited_4(own_4(local, group));
+        let are_in = in_row(local, group, dim);
+        for (var i = 0u; i < tries; i++) {
+            let sums = group_sums(bits, x, are_in, 1.0 / (near * tried_factor(bits, i)), local);
+            mine += select(vec2<f32>(0.0), sums, local % 8u == i);
+        }
     }
-    workgroupBarrier();
-    sums = vec2<f32>(0.0);
-    for (var s = 0u; s * 32u < dim; s++) {
-        sums += group_sums[s];
+    share(local, bitcast<vec2<u32>>(mine));
+    var best = Search(0.0, vec2<f32>(0.0), 0.0);
+    for (var i = 0u; i < tries; i++) {
+        let sums = bitcast<vec2<f32>>(shared_by(local, i));
+        best = better(best, 1.0 / (near * tried_factor(bits, i)), sums, i == 0u);
     }
-    return sums;
+    // The last is the one that fits the best codes.
+    let last = 1.0 / (best.sums.x / best.sums.y);
+    mine = vec2<f32>(0.0);
+    for (var group = 0u; group * 32u < dim; group++) {
+        let x = limited_4(own_4(local, group));
+        mine += group_sums(bits, x, in_row(local, group, dim), last, local);
+    }
+    return better(best, last, mine, false);
 }
 
 // A row with one f16 scale. Barriers are met whatever the values are.
 fn encode_lloyd(bits: u32, dim: u32, local: u32) {
-    let own = own_values(dim, local);
-    let amax = max_of(local, THREADS, vec2<u32>(own.amax, 0u)).x;
-    var part = 0.0;
-    for (var i = local % 8u; i < dim; i += 8u) {
-        part += limited(row_values[i]) * limited(row_values[i]);
+    var all = vec2<u32>(0u);
+    for (var group = 0u; group * 32u < dim; group++) {
+        all = own_peak_and_sum(own_4(local, group), all);
     }
-    let energy = sum_of_8(local, vec2<f32>(part, 0.0)).x;
-    let rms = sqrt(energy / f32(dim));
-    let near = near_scale(bits, rms, limited(bitcast<f32>(amax)));
-    var inverse = 0.0;
-    var best = vec2<f32>(0.0);
-    var best_score = 0.0;
-    let last = select(5u, 3u, bits == 6u);
-    for (var i = 0u; i <= last; i++) {
-        // The last is the one that fits the best codes.
-        let tried = 1.0 / select(near * tried_factor(bits, i), best.x / best.y, i == last);
-        let sums = row_sums(bits, dim, own, tried, local);
-        let score = sums.x * (sums.x / sums.y);
-        if i == 0u || score > best_score {
-            inverse = tried;
-            best = sums;
-            best_score = score;
-        }
-    }
-    let unbiased = energy / best.x;
+    all = of_8(PEAK_AND_SUM, local, all);
+    let energy = bitcast<f32>(all.y);
+    let near = near_scale(bits, sqrt(energy / f32(dim)), limited(bitcast<f32>(all.x)));
+    let best = search_scale(bits, near, dim, local);
+    var inverse = best.inverse;
+    let unbiased = energy / best.sums.x;
     var stored = f16_saturated(unbiased);
     let scale = f16_decode(stored);
     // Where f16 could not hold the scale, other codes are nearer.
     if !(abs(scale - unbiased) <= unbiased * 0.001) {
         inverse = 1.0 / scale;
     }
-    let has_codes = amax <= INFINITY && energy > 0.0 && stored > 0u;
+    let has_codes = all.x <= INFINITY && energy > 0.0 && stored > 0u;
     stored = select(0u, stored, has_codes);
-    if local == 0u {
-        row_scales[0] = select(stored, 0x7e00u, amax > INFINITY);
+    if local % 8u == 0u {
+        keep_scale(local, 0u, select(stored, 0x7e00u, all.x > INFINITY));
     }
-    for (var i = local; i < dim; i += THREADS) {
-        row_codes[i] = select(0u, lloyd_code(bits, row_values[i], inverse), has_codes);
+    for (var group = 0u; group * 32u < dim; group++) {
+        keep_lloyd(bits, own_4(local, group), inverse, has_codes, local, group);
     }
 }
 
@@ -212,17 +175,21 @@ struct Chosen {
     code: u32,
     owed: f32,
 }
-// By squared error and what inner products owed before.
-fn choose_scale(bits: u32, group: u32, owed: f32) -> Chosen {
+// By squared error and what inner products owed before. All of it is done where there is nothing to scale
+// too, so that control flow is the same.
+fn choose_scale(bits: u32, x: vec4<f32>, are_in: vec4<bool>, near: u32, energy: f32, owed: f32,
+                local: u32) -> Chosen {
     let weight = select(4.0, 24.0, bits == 3u);
-    let energy = group_energy[group];
     let most = energy * 0.0625;
     let carried = min(max(owed, -most), most);
     var chosen = Chosen(0u, carried - energy);
     var best_cost = bitcast<f32>(LARGEST_F32);
     for (var i = 0u; i < TRIED; i++) {
-        let code = tried_code(group_near[group], i);
-        let tried = group_tried[group * TRIED + i];
+        let code = tried_code(near, i);
+        let scale = e4m3_decode(max(code, 1u));
+        let decoded = lloyd_nearest(bits, x * (1.0 / scale)).levels * scale;
+        let errors = x - decoded;
+        let tried = sums_of_8(local, add_4(errors * errors, x * decoded, are_in));
         let owing = carried + tried.y - energy;
         let cost = tried.x + weight * owing * (owing / energy);
         if code > 0u && tried.x <= energy && cost <= best_cost {
@@ -233,55 +200,24 @@ fn choose_scale(bits: u32, group: u32, owed: f32) -> Chosen {
     return chosen;
 }
 
-// A row with an E4M3 scale for every 32 values. What a scale costs does not depend on other groups,
-// only which is taken: that follows one by one.
+// A row with an E4M3 scale for every 32 values, chosen one after the other.
 fn encode_groups(bits: u32, dim: u32, local: u32) {
-    let own = own_values(dim, local);
-    let group = local / 8u;
-    let n = min(max(dim, group * 32u) - group * 32u, 32u);
-    let amax = max_of(local, 8u, vec2<u32>(own.amax, 0u)).x;
-    var part = 0.0;
-    for (var j = 0u; j < own.count; j++) {
-        part += own.values[j] * own.values[j];
-    }
-    let energy = sum_of_8(local, vec2<f32>(part, 0.0)).x;
-    let rms = sqrt(energy / f32(max(n, 1u)));
-    let near = e4m3_encode(near_group_scale(bits, rms, limited(bitcast<f32>(amax))));
-    if local % 8u == 0u {
-        group_near[group] = near;
-        group_energy[group] = select(0.0, energy, amax <= INFINITY);
-    }
-    for (var t = 0u; t < TRIED; t++) {
-        let code = tried_code(near, t);
-        let scale = e4m3_decode(max(code, 1u));
-        let inverse = 1.0 / scale;
-        var sums = vec2<f32>(0.0);
-        for (var j = 0u; j < own.count; j++) {
-            let decoded = lloyd_nearest(bits, own.values[j] * inverse) * scale;
-            let error = own.values[j] - decoded;
-            sums += vec2<f32>(error * error, own.values[j] * decoded);
-        }
-        sums = sum_of_8(local, sums);
-        if local % 8u == 0u {
-            group_tried[group * TRIED + t] = sums;
-        }
-    }
-    workgroupBarrier();
     var owed = 0.0;
-    var code = 0u;
-    for (var g = 0u; g * 32u < dim; g++) {
-        if group_energy[g] > 0.0 {
-            let chosen = choose_scale(bits, g, owed);
-            owed = chosen.owed;
-            code = select(code, chosen.code, g == group);
+    for (var group = 0u; group * 32u < dim; group++) {
+        let x = own_4(local, group);
+        let all = of_8(PEAK_AND_SUM, local, own_peak_and_sum(x, vec2<u32>(0u)));
+        let energy = bitcast<f32>(all.y);
+        let rms = sqrt(energy / f32(min(dim - group * 32u, 32u)));
+        let near = e4m3_encode(near_group_scale(bits, rms, limited(bitcast<f32>(all.x))));
+        let are_in = in_row(local, group, dim);
+        let chosen = choose_scale(bits, limited_4(x), are_in, near, energy, owed, local);
+        // Where there is nothing to scale, nothing is owed.
+        let is_live = all.x <= INFINITY && energy > 0.0;
+        let code = select(0u, chosen.code, is_live);
+        owed = select(owed, chosen.owed, is_live);
+        keep_lloyd(bits, x, 1.0 / e4m3_decode(max(code, 1u)), code > 0u, local, group);
+        if local % 8u == 0u {
+            keep_scale(local, group, select(code, E4M3_NAN, all.x > INFINITY));
         }
-    }
-    let inverse = 1.0 / e4m3_decode(max(code, 1u));
-    for (var j = 0u; j < own.count; j++) {
-        let i = own_first(local) + 8u * j;
-        row_codes[i] = select(0u, lloyd_code(bits, row_values[i], inverse), code > 0u);
-    }
-    if local % 8u == 0u && n > 0u {
-        row_scales[group] = select(code, E4M3_NAN, amax > INFINITY);
     }
 }

@@ -1,21 +1,120 @@
-// A row of the step's input in `row_values`, through the plane's transform and with zeros behind its
-// end: by all invocations of a workgroup, which have a barrier behind them.
-fn load_new_row(read: u32, constant: Head, local: u32) {
-    let p = params.plane;
-    let dim = p.head_dim;
-    for (var i = local; i < 256u; i += THREADS) {
-        var x = 0.0;
-        if i < dim {
-            x = rows_load(params.rows.dtype, read, i);
-            if p.transforms != 0u {
-                let mean = bitcast<f32>(constants[constant.mean + i]);
-                x = (x - mean) * bitcast<f32>(constants[constant.into + i]);
+// Rows on their way into a plane: a workgroup has eight side by side, each of eight neighbours, which
+// have every eighth value of it. Values that an invocation does not have are seen behind a barrier.
+
+const ROWS: u32 = 8u;
+// Neighbouring rows begin in different banks of memory.
+const ROW_WORDS: u32 = 264u;
+
+// Bits of f32.
+var<workgroup> row_bits: array<u32, 2112>;
+
+fn row_at(local: u32) -> u32 {
+    return local / 8u * ROW_WORDS;
+}
+// Values with the zeros behind them, which fill a group of 32.
+fn filled(dim: u32) -> u32 {
+    return (dim + 31u) / 32u * 32u;
+}
+fn row_value(at: u32) -> f32 {
+    return bitcast<f32>(row_bits[at]);
+}
+
+// Of floats without sign the order of the bits is that of the values, NaN behind infinity.
+fn magnitude_bits(x: f32) -> u32 {
+    return bitcast<u32>(x) & 0x7fffffffu;
+}
+
+// The nearest f16, no larger than 65504; NaN stays.
+fn f16_saturated(x: f32) -> u32 {
+    let bits = f16_bits(x);
+    return select(bits, bits - 1u, (bits & 0x7fffu) == 0x7c00u);
+}
+
+fn new_value(read: u32, constant: Head, i: u32) -> f32 {
+    if i >= params.plane.head_dim {
+        return 0.0;
+    }
+    let x = rows_load(params.rows.dtype, read, i);
+    if params.plane.transforms == 0u {
+        return x;
+    }
+    return (x - bitcast<f32>(constants[constant.mean + i])) * bitcast<f32>(constants[constant.into + i]);
+}
+
+// Some strides of eight values that are `step` apart.
+fn rotate_8(at: u32, step: u32, strides: u32, factor: f32) {
+    var values = Eight(
+        vec4<f32>(row_value(at), row_value(at + step), row_value(at + 2u * step), row_value(at + 3u * step)),
+        vec4<f32>(row_value(at + 4u * step), row_value(at + 5u * step), row_value(at + 6u * step),
+                  row_value(at + 7u * step)));
+    values = butterflies(values, strides, factor);
+    for (var j = 0u; j < 4u; j++) {
+        row_bits[at + j * step] = bitcast<u32>(values.low[j]);
+        row_bits[at + (4u + j) * step] = bitcast<u32>(values.high[j]);
+    }
+}
+
+// Strides of 8 and more, and the norm, of a block that begins at an invocation's own value: it has all
+// that become pairs.
+fn rotate_own(begin: u32, bit: u32) {
+    let block = 1u << bit;
+    let norm = rotation_norm(bit);
+    if bit >= 6u {
+        let bits = bit - 3u;
+        var done = 0u;
+        while done < bits {
+            let first = min(done, bits - 3u);
+            let factor = select(1.0, norm, first + 3u == bits);
+            for (var n = 0u; n < block / 64u; n++) {
+                rotate_8(begin + 8u * eight_begin(n, first), 8u << first, 7u << (done - first), factor);
+            }
+            done = first + 3u;
+        }
+        return;
+    }
+    // One, two or four values.
+    for (var s = 8u; s < block; s *= 2u) {
+        for (var i = 0u; i < block; i += 8u) {
+            if (i & s) == 0u {
+                let a = row_value(begin + i);
+                let b = row_value(begin + i + s);
+                row_bits[begin + i] = bitcast<u32>(a + b);
+                row_bits[begin + i + s] = bitcast<u32>(a - b);
             }
         }
-        row_values[i] = x;
+    }
+    for (var i = 0u; i < block; i += 8u) {
+        row_bits[begin + i] = bitcast<u32>(row_value(begin + i) * norm);
+    }
+}
+
+// A row of the step's input through the plane's transform, with zeros behind its end. Rows that are not
+// `read_here` stay as they are.
+fn load_new_row(read: u32, constant: Head, read_here: bool, local: u32) {
+    let dim = params.plane.head_dim;
+    let at = row_at(local);
+    if read_here {
+        for (var i = local % 8u; i < filled(dim); i += 8u) {
+            row_bits[at + i] = bitcast<u32>(new_value(read, constant, i));
+        }
+    }
+    if params.plane.transforms == 0u {
+        return;
     }
     workgroupBarrier();
-    if p.transforms != 0u {
-        rotate_row(dim, local);
+    if read_here {
+        for (var i = 8u * (local % 8u); i < dim; i += 64u) {
+            rotate_8(at + i, 1u, select(3u, 7u, i + 8u <= dim), 1.0);  // or a block of 4
+        }
+    }
+    workgroupBarrier();
+    if read_here {
+        var begin = local % 8u;
+        for (var bit = 8u; bit >= 2u; bit--) {
+            if (dim & (1u << bit)) != 0u && begin < dim {
+                rotate_own(at + begin, bit);
+                begin += 1u << bit;
+            }
+        }
     }
 }

@@ -4,49 +4,62 @@
 
 var<workgroup> row_values: array<f32, 256>;
 
-// Constants of one head: kv-core's PlaneConstants.
-struct Head {
-    scale: f32,
-    inv_scale: f32,
-    mean: u32,
-    into: u32,
-    back: u32,
-}
+//! include head.wgsl
+//! include butterflies.wgsl
 
-fn head_of(p: Plane, head: u32, has_constants: bool) -> Head {
-    if !has_constants {
-        return Head(1.0, 1.0, 0u, 0u, 0u);
-    }
-    let heads = p.num_kv_heads;
-    let rows = 2u * heads + head * p.head_dim;
-    let channels = heads * p.head_dim;
-    return Head(bitcast<f32>(constants[head]), bitcast<f32>(constants[heads + head]), rows, rows + channels,
-                rows + 2u * channels);
-}
-
-// The orthonormal Walsh-Hadamard transform of the blocks of powers of two that sum to `dim`, largest
-// first.
-fn rotate_row(dim: u32, local: u32) {
+// Where the block begins that value `i` is in, and the bit that is its size; blocks are the powers of two
+// that sum to `dim`, largest first.
+fn block_of(dim: u32, i: u32) -> vec2<u32> {
     var begin = 0u;
-    for (var bit = 8u; bit >= 1u; bit--) {  // a block of one value stays
-        let block = 1u << bit;
-        if (dim & block) == 0u {
-            continue;
-        }
-        let halved = power_of_two(-i32(bit / 2u));
-        let norm = select(halved, halved * 0.70710678118654752440, bit % 2u == 1u);
-        for (var s = 0u; s < bit; s++) {
-            for (var pair = local; pair < block / 2u; pair += THREADS) {
-                let i = begin + (pair >> s << (s + 1u) | (pair & ((1u << s) - 1u)));
-                let j = i + (1u << s);
-                let a = row_values[i];
-                let b = row_values[j];
-                let last = s + 1u == bit;
-                row_values[i] = select(a + b, (a + b) * norm, last);
-                row_values[j] = select(a - b, (a - b) * norm, last);
-            }
-            workgroupBarrier();
+    for (var bit = 8u; bit > 0u; bit--) {
+        let block = dim & (1u << bit);
+        if block > 0u && i < begin + block {
+            return vec2<u32>(begin, bit);
         }
         begin += block;
+    }
+    return vec2<u32>(begin, 0u);
+}
+
+// Up to three strides of set `n` of eight values, from bit `done` on.
+fn rotate_set(dim: u32, n: u32, done: u32) {
+    let block = block_of(dim, 8u * n);
+    let bit = block.y;
+    if done > 0u && done >= bit {
+        return;
+    }
+    let first = min(done, max(bit, 3u) - 3u);
+    let step = 1u << first;
+    let at = block.x + eight_begin(n - block.x / 8u, first);
+    // A block of fewer than eight values, the last, leaves what is behind it alone.
+    let count = min(8u, 1u << bit);
+    var values = Eight(vec4<f32>(0.0), vec4<f32>(0.0));
+    for (var j = 0u; j < 4u; j++) {
+        if j < count {
+            values.low[j] = row_values[at + j * step];
+        }
+        if j + 4u < count {
+            values.high[j] = row_values[at + (j + 4u) * step];
+        }
+    }
+    let strides = (7u << (done - first)) & ((1u << min(bit, 3u)) - 1u);
+    values = butterflies(values, strides, select(1.0, rotation_norm(bit), done + 3u >= bit));
+    for (var j = 0u; j < 4u; j++) {
+        if j < count {
+            row_values[at + j * step] = values.low[j];
+        }
+        if j + 4u < count {
+            row_values[at + (j + 4u) * step] = values.high[j];
+        }
+    }
+}
+
+// The orthonormal Walsh-Hadamard transform of every block.
+fn rotate_row(dim: u32, local: u32) {
+    for (var done = 0u; (2u << done) <= dim; done += 3u) {
+        for (var n = local; n < (dim + 7u) / 8u; n += THREADS) {
+            rotate_set(dim, n, done);
+        }
+        workgroupBarrier();
     }
 }

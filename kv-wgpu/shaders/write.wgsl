@@ -1,4 +1,5 @@
-// New rows of K or of V go to their slots: kv-cpu's write.rs. A workgroup writes one row of one head.
+// New rows of K or of V go to their slots: kv-cpu's write.rs. A workgroup writes eight rows, of
+// one head each.
 // Rows that a tail keeps for later are here; those that become codes with their block are
 // write_blocks.wgsl's.
 //! include params.wgsl
@@ -16,50 +17,102 @@ const THREADS: u32 = 64u;
 //! include writer.wgsl name=plane
 //! include entries.wgsl
 //! include rows.wgsl
-//! include transform.wgsl
+//! include head.wgsl
+//! include butterflies.wgsl
 //! include new_row.wgsl
 //! if CODES
 //! include codes.wgsl
+//! include exchange.wgsl
 //! include encode.wgsl
 //! include pack.wgsl name=plane
 //! end
 
-@compute @workgroup_size(64)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
-        @builtin(local_invocation_index) local: u32) {
+// A token of the step.
+struct Token {
+    entry: u32,
+    new_start: u32,
+    token: u32,  // among the new ones of its sequence
+    block: u32,
+    place: Place,
+    // Whether its rows are written here.
+    is_mine: bool,
+}
+
+fn token_of(row: u32) -> Token {
     let p = params.plane;
-    let unit = group.x + group.y * groups.x;
-    let row = unit / p.num_kv_heads;
-    let head = unit % p.num_kv_heads;
-    if row >= params.plan.total_new {
-        return;
-    }
     // The plan's slots say where; the map says how wide the row is.
     let slot = lists[params.plan.slots + row];
     let block = slot / p.block_size;
-    if !is_here(p, block) {
-        return;
-    }
     let entry = entry_of(params.plan.sequences + 3u, SEQUENCE_WORDS, params.plan.num_sequences, row);
     let s = sequence_of(params.plan, entry);
     let token = row - s.new_start;
     let position = s.kv_len - s.new_len + token;
     let wide = position < p.sinks || position >= tail_begin(p, s.kv_len, s.coded);
-    if p.has_tail != 0u && !wide {
+    let is_mine = is_here(p, block) && (p.has_tail == 0u || wide);
+    return Token(entry, s.new_start, token, block, Place(0u, slot % p.block_size, wide), is_mine);
+}
+
+// Whether a row from `first` to `last` is written here: the same for all of a workgroup.
+fn has_any(first: u32, last: u32) -> bool {
+    for (var row = first; row <= last; row++) {
+        if token_of(row).is_mine {
+            return true;
+        }
+    }
+    return false;
+}
+
+@compute @workgroup_size(64)
+fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
+        @builtin(local_invocation_index) local: u32) {
+    let p = params.plane;
+    let units = params.plan.total_new * p.num_kv_heads;
+    let first = (group.x + group.y * groups.x) * ROWS;
+    if first >= units {
         return;
     }
-    let read = head_begin(params.rows, entry, s.new_start, token, head);
-    let written = block_begin(p, block) + row_begin(p, Place(0u, slot % p.block_size, wide), head);
-    let constant = head_of(p, head, params.has_constants != 0u);
-    load_new_row(read, constant, local);
+    let last = min(first + ROWS, units) - 1u;
 //! if CODES
-    if is_lloyd(p.format) {
-        fill_bounds(local);
+    if !has_any(first / p.num_kv_heads, last / p.num_kv_heads) {
+        return;
     }
-    plane_put_row(p, written, wide, constant.inv_scale, local);
+//! end
+    // All invocations meet all barriers: those behind the last row read that one too.
+    let unit = min(first + local / 8u, last);
+    let head = unit % p.num_kv_heads;
+    let t = token_of(unit / p.num_kv_heads);
+    let is_mine = t.is_mine && first + local / 8u == unit;
+    let read = head_begin(params.rows, t.entry, t.new_start, t.token, head);
+    let written = block_begin(p, t.block) + row_begin(p, t.place, head);
+    let constant = head_of(p, head, params.has_constants != 0u);
+//! if CODES
+    load_new_row(read, constant, is_mine, local);
+    if p.has_tail != 0u {
+        keep_wide(p.head_dim, local);
+    } else {
+        encode_codes(t.place.wide, constant.inv_scale, p.head_dim, local);
+    }
+    workgroupBarrier();
+    if is_mine {
+        plane_put_coded(p, written, t.place.wide, local);
+    }
 //! else
-    for (var i = 2u * local; i < p.head_dim; i += 2u * THREADS) {
-        plane_store_pair(p.format, written, i, row_values[i], row_values[i + 1u]);
+    if p.transforms == 0u {
+        if is_mine {
+            for (var i = 2u * (local % 8u); i < p.head_dim; i += 16u) {
+                let low = rows_load(params.rows.dtype, read, i);
+                plane_store_pair(p.format, written, i, low, rows_load(params.rows.dtype, read, i + 1u));
+            }
+        }
+        return;
+    }
+    load_new_row(read, constant, is_mine, local);
+    workgroupBarrier();
+    if is_mine {
+        for (var i = 2u * (local % 8u); i < p.head_dim; i += 16u) {
+            let at = row_at(local) + i;
+            plane_store_pair(p.format, written, i, row_value(at), row_value(at + 1u));
+        }
     }
 //! end
 }

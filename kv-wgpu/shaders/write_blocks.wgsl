@@ -1,6 +1,6 @@
 // Blocks that a step fills become codes: kv-cpu's write/tail.rs. A workgroup writes one head of a piece:
-// rows of one block that get codes in this step. They come from the step's input, or from the tail
-// there was, which stage_tail.wgsl has laid aside.
+// rows of one block that get codes in this step, eight at a time. They come from the step's input, or from
+// the tail there was, which stage_tail.wgsl has laid aside.
 //! include params.wgsl
 //! include numbers.wgsl
 //! include write_params.wgsl
@@ -17,39 +17,47 @@ const THREADS: u32 = 64u;
 //! include reader.wgsl name=rows aligned=false
 //! include writer.wgsl name=plane
 //! include rows.wgsl
-//! include transform.wgsl
+//! include head.wgsl
+//! include butterflies.wgsl
 //! include new_row.wgsl
 //! include codes.wgsl
+//! include exchange.wgsl
+//! include pieces.wgsl
+//! if CODES
 //! include encode.wgsl
 //! include pack.wgsl name=plane
-//! include pieces.wgsl
+//! end
 
 var<workgroup> row_mean: array<f32, 256>;
+// Whether a row counts for the mean.
+var<workgroup> is_sound: array<u32, 8>;
 
-// A row as it is stored, before it is encoded. Barriers are before and behind.
+// An invocation's row as it is stored, before it is encoded. What all had of rows before was read.
 fn read_row(piece: Piece, s: Sequence, position: u32, head: u32, constant: Head, local: u32) {
     let p = params.plane;
+    let dim = p.head_dim;
     let cached = s.kv_len - s.new_len;
-    workgroupBarrier();  // the row before was read
-    if position < cached {
+    let is_new = position >= cached;
+    if !is_new {
         let read = staged_begin(p, piece, position, head);
-        for (var i = local; i < 256u; i += THREADS) {
-            var x = 0.0;
-            if i < p.head_dim {
-                x = bitcast<f32>(staged[read + i]);
+        for (var i = local % 8u; i < filled(dim); i += 8u) {
+            var bits = 0u;
+            if i < dim {
+                bits = staged[read + i];
             }
-            row_values[i] = x;
+            row_bits[row_at(local) + i] = bits;
         }
-        workgroupBarrier();
-        return;
     }
-    load_new_row(head_begin(params.rows, piece.entry, s.new_start, position - cached, head), constant, local);
-    if p.format > FMT_BF16 {
-        for (var i = local; i < p.head_dim; i += THREADS) {
-            row_values[i] = round_wide(row_values[i]);
+    let read = head_begin(params.rows, piece.entry, s.new_start, position - cached, head);
+    load_new_row(read, constant, is_new, local);
+//! if CODES
+    if is_new {
+        for (var i = local % 8u; i < dim; i += 8u) {
+            let at = row_at(local) + i;
+            row_bits[at] = f16_widen(f16_saturated(row_value(at)));
         }
-        workgroupBarrier();
     }
+//! end
 }
 
 // The mean of rows that are all there will be in their block. One with a value that is not finite, or
@@ -60,23 +68,30 @@ fn take_mean(piece: Piece, s: Sequence, head: u32, constant: Head, local: u32) {
         row_mean[i] = 0.0;
     }
     var counted = 0u;
-    for (var position = piece.begin; position < piece.end; position++) {
-        read_row(piece, s, position, head, constant, local);
+    for (var first = piece.begin; first < piece.end; first += ROWS) {
+        workgroupBarrier();  // the rows before were read
+        read_row(piece, s, min(first + local / 8u, piece.end - 1u), head, constant, local);
         var bits = 0u;
-        for (var i = local; i < dim; i += THREADS) {
-            bits = max(bits, magnitude_bits(row_values[i]));
+        for (var i = local % 8u; i < dim; i += 8u) {
+            bits = max(bits, magnitude_bits(row_value(row_at(local) + i)));
         }
-        let amax = max_of(local, THREADS, vec2<u32>(bits, 0u)).x;
-        if amax < bitcast<u32>(65504.0) && counted < 65535u {
-            counted++;
-            for (var i = local; i < dim; i += THREADS) {
-                row_mean[i] += row_values[i];
+        let amax = of_8(PEAKS, local, vec2<u32>(bits, 0u)).x;
+        if local % 8u == 0u {
+            is_sound[local / 8u] = u32(amax < bitcast<u32>(65504.0));
+        }
+        workgroupBarrier();
+        for (var row = 0u; row < min(piece.end - first, ROWS); row++) {
+            if is_sound[row] != 0u && counted < 65535u {
+                counted++;
+                for (var i = local; i < dim; i += THREADS) {
+                    row_mean[i] += row_value(row * ROW_WORDS + i);
+                }
             }
         }
     }
     let factor = 1.0 / f32(max(counted, 1u));
     for (var i = local; i < dim; i += THREADS) {
-        row_mean[i] = round_wide(row_mean[i] * factor);
+        row_mean[i] = f16_decode(f16_saturated(row_mean[i] * factor));
     }
 }
 
@@ -102,9 +117,6 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     let constant = head_of(p, head, params.has_constants != 0u);
     let block_at = block_begin(p, block);
-    if is_lloyd(p.format) {
-        fill_bounds(local);
-    }
     // An invocation has the same channels of the mean all the time.
     let mean_at = block_at + p.mean_begin + head * dim * 2u;
     if p.block_means != 0u {
@@ -119,15 +131,32 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
         }
     }
-    for (var position = piece.begin; position < piece.end; position++) {
+    for (var first = piece.begin; first < piece.end; first += ROWS) {
+        workgroupBarrier();  // the mean is there, and the rows before were read
+        let position = min(first + local / 8u, piece.end - 1u);
         read_row(piece, s, position, head, constant, local);
         if p.block_means != 0u {
-            for (var i = local; i < dim; i += THREADS) {
-                row_values[i] -= row_mean[i];
+            for (var i = local % 8u; i < dim; i += 8u) {
+                let at = row_at(local) + i;
+                row_bits[at] = bitcast<u32>(row_value(at) - row_mean[i]);
             }
-            workgroupBarrier();
         }
         let written = block_at + row_begin(p, place_of(p, position), head);
-        plane_put_row(p, written, false, constant.inv_scale, local);
+        let is_mine = first + local / 8u == position;
+//! if CODES
+        encode_codes(false, constant.inv_scale, dim, local);
+        workgroupBarrier();
+        if is_mine {
+            plane_put_coded(p, written, false, local);
+        }
+//! else
+        workgroupBarrier();
+        if is_mine {
+            for (var i = 2u * (local % 8u); i < dim; i += 16u) {
+                let at = row_at(local) + i;
+                plane_store_pair(p.format, written, i, row_value(at), row_value(at + 1u));
+            }
+        }
+//! end
     }
 }

@@ -2,10 +2,10 @@
 //!
 //! Rows that waited may lie in another segment than the codes, and a dispatch sees one segment; so
 //! they are laid aside first.
-use kv_core::DeviceError;
 use kv_core::plan::WritePlan;
+use kv_core::{DeviceError, KvFormat};
 
-use super::write::{OPERATION, Put};
+use super::write::{OPERATION, Put, specialised};
 use crate::device::unsupported;
 use crate::num::to_u32;
 use crate::params::{Plane, WriteParams};
@@ -16,13 +16,16 @@ use crate::recording::{Recorder, Slot};
 fn stage_kernel() -> Kernel {
     Kernel::new("stage_tail.wgsl")
 }
-fn encode_kernel() -> Kernel {
-    Kernel::new("write_blocks.wgsl")
+fn encode_kernel(format: KvFormat) -> Kernel {
+    specialised(Kernel::new("write_blocks.wgsl"), format)
 }
 
 #[cfg(test)]
-pub(super) fn kernels() -> [Kernel; 2] {
-    [stage_kernel(), encode_kernel()]
+pub(super) fn kernels() -> Vec<Kernel> {
+    let mut all = vec![stage_kernel()];
+    all.extend(KvFormat::all().map(encode_kernel));
+    all.dedup();
+    all
 }
 
 /// Rows of a block that get codes in a step, for every such block of the batch: `pieces.wgsl`.
@@ -63,6 +66,7 @@ impl Pieces {
 
 /// Pieces of one plane, with the rows that waited laid aside.
 pub(super) struct Tail {
+    format: KvFormat,
     count: u32,
     pieces: Slot,
     staged: Slot,
@@ -76,9 +80,15 @@ impl Tail {
         pieces: &Pieces,
     ) -> Result<Option<Self>, DeviceError> {
         let Some(list) = &pieces.list else { return Ok(None) };
+        let format = put.view.layout().format();
         if pieces.staged == 0 {
             let nothing = queue.recorder.push(&[0_u32; 4])?.into();
-            return Ok(Some(Self { count: pieces.count, pieces: list.clone(), staged: nothing }));
+            return Ok(Some(Self {
+                format,
+                count: pieces.count,
+                pieces: list.clone(),
+                staged: nothing,
+            }));
         }
         let shared = &std::sync::Arc::clone(&queue.recorder.shared);
         let bytes = staged_bytes(&put.plane, pieces.staged);
@@ -97,7 +107,7 @@ impl Tail {
             call.recorder.dispatch(&stage_kernel(), &params, &slots, groups)?;
         }
         let (staged, _) = call.recorder.slot(&memory, (0, bytes), (false, OPERATION))?;
-        Ok(Some(Self { count: pieces.count, pieces: list.clone(), staged }))
+        Ok(Some(Self { format, count: pieces.count, pieces: list.clone(), staged }))
     }
 
     /// Encodes the pieces whose blocks are in one segment, the last of `slots`.
@@ -111,7 +121,7 @@ impl Tail {
         let groups = recorder.groups(units)?;
         let [lists, rows, constants, plane] = slots;
         let slots = [lists, rows, constants, plane, self.pieces.clone(), self.staged.clone()];
-        recorder.dispatch(&encode_kernel(), params, &slots, groups)
+        recorder.dispatch(&encode_kernel(self.format), params, &slots, groups)
     }
 }
 

@@ -1,6 +1,6 @@
 //! The scatter of new K and V rows into their slots.
 use kv_core::plan::{WriteArgs, WritePlan};
-use kv_core::{DeviceError, PlaneView, TokenTensor};
+use kv_core::{DeviceError, KvFormat, PlaneView, TokenTensor};
 
 use super::tail::{Pieces, Tail};
 use crate::buffer::WgpuBuffer;
@@ -9,17 +9,39 @@ use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
 use crate::recording::Slot;
 use crate::steps::Step;
-use crate::tensors::Room;
+use crate::tensors::{self, Room};
 
 pub(super) const OPERATION: &str = "write_kv";
 
-fn kernel(has_codes: bool) -> Kernel {
-    Kernel::new("write.wgsl").flags(if has_codes { &["CODES"] } else { &[] })
+/// Rows of one head that a workgroup writes: `new_row.wgsl`.
+const ROWS: u64 = 8;
+
+fn kernel(format: KvFormat) -> Kernel {
+    specialised(Kernel::new("write.wgsl"), format)
+}
+
+/// A kernel for planes of a format: formats whose codes are found alike share one, and so do all
+/// without codes.
+pub(super) fn specialised(kernel: Kernel, format: KvFormat) -> Kernel {
+    use kv_core::Scaling::{Row, Tensor};
+    let of_row = |scaling| if scaling == Row { Row } else { Tensor };
+    let alike = match format {
+        KvFormat::Fp8E4m3(scaling) => KvFormat::Fp8E4m3(of_row(scaling)),
+        KvFormat::Fp8E5m2(scaling) => KvFormat::Fp8E5m2(of_row(scaling)),
+        KvFormat::Int8(scaling) => KvFormat::Int8(of_row(scaling)),
+        other => other,
+    };
+    if !alike.is_quantised() {
+        return kernel;
+    }
+    kernel.flags(&["CODES"]).with("FORMAT", tensors::format(alike))
 }
 
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
-    [kernel(false), kernel(true)].into_iter().chain(super::tail::kernels()).collect()
+    let mut all: Vec<_> = KvFormat::all().map(kernel).collect();
+    all.dedup();
+    all.into_iter().chain(super::tail::kernels()).collect()
 }
 
 pub(crate) fn write_kv(
@@ -71,13 +93,13 @@ fn put(
     // The tail there was is read before anything is written.
     let tail = Tail::stage(queue, &put, pieces)?;
     let units = u64::from(plan.total_new()).saturating_mul(plane.num_kv_heads.into());
-    let kernel = kernel(view.layout().format().is_quantised());
+    let kernel = kernel(view.layout().format());
     let call = queue.call(OPERATION);
     for index in 0..view.layout().num_segments() {
         let (plane, written) = call.segment((view, &plane), index, true)?;
         let params = WriteParams { plane, ..params };
         let slots = [put.lists.clone(), put.rows.clone(), put.constants.clone(), written.clone()];
-        let groups = call.recorder.groups(units)?;
+        let groups = call.recorder.groups(units.div_ceil(ROWS))?;
         call.recorder.dispatch(&kernel, &params, &slots, groups)?;
         if let Some(tail) = &tail {
             tail.encode(call.recorder, &params, slots)?;
