@@ -66,7 +66,7 @@ const NO_TILE: u32 = 0xffffffffu;
 //! include codes.wgsl
 //! include format.wgsl name=k
 //! include format.wgsl name=v
-//! include transform.wgsl
+//! include head.wgsl
 //! include visible.wgsl
 //! include tiles.wgsl
 
@@ -159,7 +159,7 @@ fn constants_four(at: u32) -> vec4<f32> {
                                         constants[at + 3u]));
 }
 
-// The Walsh-Hadamard transform of transform.wgsl, of all query rows at once.
+// What rotate_row of transform.wgsl does, to all query rows at once.
 fn rotate_queries(dim: u32, local: u32) {
     let width = q_width();
     var begin = 0u;

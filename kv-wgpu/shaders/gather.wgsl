@@ -61,13 +61,17 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     let read = block_at + row_begin(p, place, head);
     let constant = head_of(p, head, params.has_constants != 0u);
     let is_wide = HAS_EXTRAS && place.wide && FORMAT > FMT_BF16;
-    let factor = select(plane_factor(FORMAT, read, p.scales_begin, constant.scale), 1.0, is_wide);
+    let factor = plane_factor(FORMAT, read, p.scales_begin, constant.scale);
     for (var i = 4u * local; i < dim; i += 4u * THREADS) {
         var x: vec4<f32>;
         if is_wide {
             x = plane_four_f16(read + 2u * i);
         } else {
-            x = plane_levels(FORMAT, read, p.scales_begin, dim, constant.scale, i) * factor;
+            x = plane_levels(FORMAT, read, p.scales_begin, dim, constant.scale, i);
+            // Plain numbers stay what they are where products lose the smallest.
+            if FORMAT > FMT_BF16 {
+                x *= factor;
+            }
         }
         if HAS_EXTRAS && p.block_means != 0u && !place.wide {
             x += plane_four_f16(block_at + p.mean_begin + (head * dim + i) * 2u);
