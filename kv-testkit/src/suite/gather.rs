@@ -3,7 +3,7 @@ use kv_core::{CacheError, DType, KvFormat, PlanError, Plane, QkvFormat, Sequence
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, refused};
-use crate::device::{Device, Place, Staged};
+use crate::device::{Device, Place, Staged, dim};
 use crate::lab::{DTYPES, FORMATS, Lab, agree, seq};
 use crate::tokens::{Room, TokenLayout};
 
@@ -58,7 +58,8 @@ pub(super) fn check<B: Device>(
 fn forms<B: Device>(backend: &B) -> CaseResult {
     for order in ORDERS {
         for stored in KvFormat::PLAIN {
-            let spec = small().head_dims(8, 6).block_order(order).format(*stored).build()?;
+            let spec =
+                small().head_dims(8, dim(backend, 6)).block_order(order).format(*stored).build()?;
             let mut lab = Lab::new(backend, spec, 1)?;
             lab.fill(1, 9)?;
             lab.fill(2, 1)?;
