@@ -19,15 +19,15 @@ type Range = (SequenceId, u32, u32);
 
 /// Where and as what rows are read.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Form {
-    pub(super) format: QkvFormat,
-    pub(super) dtype: DType,
-    pub(super) room: Room,
-    pub(super) place: Place,
+pub(crate) struct Form {
+    pub(crate) format: QkvFormat,
+    pub(crate) dtype: DType,
+    pub(crate) room: Room,
+    pub(crate) place: Place,
 }
 
 /// Reads ranges of K and V of a layer and compares them with the model.
-pub(super) fn check<B: Device>(
+pub(crate) fn check<B: Device>(
     lab: &mut Lab<B>,
     layer: usize,
     ranges: &[Range],

@@ -139,7 +139,7 @@ impl<'t, B: Device> Replay<'t, B> {
 
     /// Recorded shapes of K and V with the cache's own `head_dim`s.
     fn fitted(&self, shapes: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
-        let dims = [&self.recorded, &self.config].map(Config::heads_dims);
+        let dims = [self.recorded, &self.config].map(Config::heads_dims);
         let mut shapes = shapes;
         for (shape, plane) in shapes.iter_mut().zip(0..) {
             let [recorded, own] = dims.map(|dims: [[usize; 2]; 2]| dims[plane][1] as u32);
