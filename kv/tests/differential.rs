@@ -4,6 +4,12 @@
 //! `KV_CONFORMANCE_SEED` and `KV_CONFORMANCE_LIVES` choose other lives than those of every run.
 #![cfg(feature = "cpu")]
 #![forbid(unsafe_code)]
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::arithmetic_side_effects,
+    reason = "a test, and its helpers outside the test functions"
+)]
 
 use kv::cpu::{CpuBackend, CpuOptions, Isa};
 use kv_testkit::pair::{LIVES_VARIABLE, Paired, SEED_VARIABLE, live_all};
@@ -20,15 +26,15 @@ fn live(other: &impl Device, lives: u64) {
     if std::env::var_os(SEED_VARIABLE).or(std::env::var_os(LIVES_VARIABLE)).is_some() {
         return;
     }
-    let least = [steps / 2, reused, shared, gathers, conversions].into_iter().min().unwrap();
-    assert!(least >= lives, "{lives} lives saw too little: {seen:?}");
+    let least = [steps / 4, reused, shared, gathers, conversions].into_iter().min().unwrap();
+    assert!(2 * least >= lives, "{lives} lives saw too little: {seen:?}");
     // A code on the other side of a threshold is rare.
     assert!(rows_alike > 20 * lives && rows_apart * 100 < rows_alike, "{seen:?}");
 }
 
 #[test]
 fn cpu_scalar() {
-    live(&cpu(Isa::Scalar), 60);
+    live(&cpu(Isa::Scalar), 200);
 }
 
 /// The adapter that `KV_WGPU_ADAPTER` names, or the first; without one, the test says so.
@@ -39,7 +45,7 @@ fn cpu_and_wgpu() {
     let name = std::env::var("KV_WGPU_ADAPTER").unwrap_or_default();
     let adapter = if name.is_empty() { AdapterName::default() } else { name.parse().unwrap() };
     match WgpuBackend::open(&WgpuOptions::new(adapter)) {
-        Ok(backend) => live(&Shared::new(backend), 10),
+        Ok(backend) => live(&Shared::new(backend), 24),
         Err(error) if name.is_empty() => skipped(&error),
         Err(error) => panic!("{error}"),
     }

@@ -38,8 +38,8 @@ pub(crate) fn write_kv(
     unsafe { queue.launch(&launch, &params) }
 }
 
-/// Largest `head_dim` that `write_tails` has the shared memory for: four warps, a value of a row takes
-/// 4 bytes there in each of three places.
+/// Largest `head_dim` that `write_tails` has the shared memory for: four warps, a value of a row
+/// takes 4 bytes there in each of three places.
 pub(super) fn head_dim_max(shared_bytes_max: u32) -> u32 {
     (shared_bytes_max.saturating_sub(1024) / 48) & !15
 }

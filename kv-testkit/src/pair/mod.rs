@@ -3,26 +3,28 @@
 //! Each device has a [`Lab`] of its own, which holds it to the definition of the formats and to the
 //! oracle of attention. What only a pair can show is compared between both:
 //!
-//! - what the cache answers, its block tables and its counts, which no device may have a say in;
+//! - what the cache answers, who shares blocks, and its counts, which no device may have a say in;
 //! - the bytes of every cached row: equal wherever rows are not transformed, but for a code or a
 //!   scale on which one device rounds to the other side, which its lab has allowed;
 //! - rows that are converted.
 mod bytes;
+mod choose;
+mod compare;
 mod geometry;
 
 use std::fmt;
 
-use kv_core::{CacheError, DType, GroupId, Plane, SequenceId, StartOptions};
+use kv_core::{CacheError, DType, GroupId, StartOptions};
 
-use crate::case::{At, CaseError, ensure, same};
-use crate::device::{Device, Place, dim};
-use crate::lab::{Brings, DTYPES, FORMATS, Finish, How, Lab, LayerShape, liken, seq};
+use crate::case::{At, CaseError, ensure};
+use crate::device::{Device, dim};
+use crate::lab::{Brings, Finish, How, Lab, LayerShape, liken, seq};
 use crate::model::Rows;
 use crate::named;
 use crate::rng::Rng;
-use crate::suite::{End, Form, Likeness, check_gather, constants, convert};
-use crate::tokens::Room;
-use geometry::{Geometry, LEN_MAX, SEQUENCES};
+use crate::suite::{End, Likeness, check_gather, constants, convert};
+use choose::Operation;
+use geometry::Geometry;
 
 /// Replaces the seed of the first life.
 pub const SEED_VARIABLE: &str = "KV_CONFORMANCE_SEED";
@@ -131,20 +133,6 @@ struct Pair<A: Device, B: Device> {
     seen: Paired,
 }
 
-/// One operation; numbers are of [`Pair::sequences`].
-#[derive(Debug, Clone)]
-enum Operation {
-    Start { prompt: Vec<u32> },
-    Step { entries: Vec<(usize, Brings)>, how: Box<How> },
-    Fork(usize),
-    Truncate(usize, u32),
-    Release(usize),
-    Gather { layer: usize, ranges: Vec<(usize, u32, u32)>, form: Form },
-    Convert { lens: Vec<usize>, heads_dim: [usize; 2], ends: [End; 2] },
-    Recalibrate(u64),
-    Nothing,
-}
-
 /// What both devices answered, which must be the same.
 fn agreed<T: PartialEq + fmt::Debug>(
     what: &str,
@@ -157,64 +145,6 @@ fn agreed<T: PartialEq + fmt::Debug>(
 }
 
 impl<A: Device, B: Device> Pair<A, B> {
-    fn choose(&mut self) -> Operation {
-        let rng = &mut self.rng;
-        let live = self.sequences.len();
-        let room = live < SEQUENCES as usize;
-        let kind = if live == 0 { 0 } else { rng.below(24) };
-        let which = rng.below(live.max(1) as u32) as usize;
-        match kind {
-            0..=3 if room => Operation::Start { prompt: prompt(rng) },
-            4..=12 => self.choose_step(),
-            13 | 14 if room => Operation::Fork(which),
-            15 | 16 => {
-                let len = self.sequences[which].tokens.len() as u32;
-                Operation::Truncate(which, rng.below(len + 1))
-            }
-            17 => Operation::Release(which),
-            18..=20 => self.choose_gather(),
-            21 | 22 => choose_convert(rng),
-            23 if self.geometry.recalibrates => Operation::Recalibrate(rng.bits()),
-            _ => Operation::Nothing,
-        }
-    }
-
-    fn choose_step(&mut self) -> Operation {
-        let rng = &mut self.rng;
-        let mut entries: Vec<(usize, Brings)> = Vec::new();
-        for _ in 0..=rng.below(3) {
-            let which = rng.below(self.sequences.len() as u32) as usize;
-            let room = LEN_MAX - self.sequences[which].tokens.len() as u32;
-            let brings = match rng.below(8) {
-                0 => Brings::Idle,
-                1 => Brings::Query(rng.within(1, 3)),
-                2..=4 => Brings::Tokens(1),
-                _ => Brings::Tokens(rng.within(1, 11)),
-            };
-            let fits = !matches!(brings, Brings::Tokens(n) if n > room);
-            if fits && entries.iter().all(|(known, _)| *known != which) {
-                entries.push((which, brings));
-            }
-        }
-        let finish = if rng.one_in(6) { Finish::Drop } else { Finish::Commit };
-        let how = How { finish, kv_dtype: self.geometry.dtype, ..How::random(rng) };
-        Operation::Step { entries, how: Box::new(how) }
-    }
-
-    fn choose_gather(&mut self) -> Operation {
-        let rng = &mut self.rng;
-        let mut ranges = Vec::new();
-        for _ in 0..=rng.below(3) {
-            let which = rng.below(self.sequences.len() as u32) as usize;
-            let len = self.sequences[which].tokens.len() as u32;
-            let begin = rng.below(len + 1);
-            ranges.push((which, begin, rng.below(len - begin + 1)));
-        }
-        let layer = rng.below(self.shapes.len() as u32) as usize;
-        let End { format, dtype, room, place } = end(rng);
-        Operation::Gather { layer, ranges, form: Form { format, dtype, room, place } }
-    }
-
     fn operate(&mut self, operation: &Operation) -> Result<(), CaseError> {
         match operation {
             Operation::Start { prompt } => self.start(prompt),
@@ -365,58 +295,6 @@ impl<A: Device, B: Device> Pair<A, B> {
         self.seen.conversions += 1;
         Ok(())
     }
-
-    /// Holds the devices to each other, and each to its model.
-    fn compare(&mut self) -> Result<(), CaseError> {
-        same("what is in use on the second device", self.two.state(), self.one.state())?;
-        for known in &self.sequences {
-            let table = |table: Option<&[kv_core::BlockId]>| table.map(<[_]>::to_vec);
-            let one = table(self.one.cache.block_table(seq(known.id), GroupId(0)));
-            let two = table(self.two.cache.block_table(seq(known.id), GroupId(0)));
-            same(format!("block table of sequence {} on the second device", known.id), two, one)?;
-        }
-        self.one.check().at("the first device")?;
-        self.two.check().at("the second device")?;
-        let ids: Vec<_> = self.sequences.iter().map(|known| seq(known.id)).collect();
-        for layer in 0..self.shapes.len() {
-            for (plane, index) in [Plane::Key, Plane::Value].into_iter().zip(0..) {
-                if self.shapes[layer].stored[index].turned().is_none() {
-                    self.compare_bytes(layer, (plane, index), &ids)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn compare_bytes(
-        &mut self,
-        layer: usize,
-        (plane, index): (Plane, usize),
-        ids: &[SequenceId],
-    ) -> Result<(), CaseError> {
-        let one = bytes::stored(&mut self.one, layer, plane, ids)?;
-        let two = bytes::stored(&mut self.two, layer, plane, ids)?;
-        let width = self.shapes[layer].width(index);
-        for ((id, one), two) in ids.iter().zip(one).zip(two) {
-            let kept = [&self.one.model, &self.two.model].map(|model| model.layer(*id, layer));
-            let [kept_one, kept_two] = kept.each_ref().map(|kept| kept[index].chunks(width));
-            let rows = one.iter().zip(&two).zip(kept_one.zip(kept_two));
-            for (((one, two), (kept_one, kept_two)), position) in rows.zip(0..) {
-                if kept_one != kept_two {
-                    self.seen.rows_apart += 1;
-                    continue;
-                }
-                ensure(one == two, || {
-                    format!(
-                        "{plane:?} of layer {layer}, sequence {id}, position {position}: the \
-                         first device stores {one:02x?}, the second one {two:02x?}"
-                    )
-                })?;
-                self.seen.rows_alike += 1;
-            }
-        }
-        Ok(())
-    }
 }
 
 /// K and V of tokens from the `first` on, which follow from all tokens up to each.
@@ -433,30 +311,6 @@ fn rows(shapes: &[LayerShape], dtype: DType, tokens: &[u32], first: usize) -> Ro
         })
     };
     shapes.iter().zip(0..).map(plane).collect()
-}
-
-/// A prompt: the beginning of one of a few texts, and a token or none of its own.
-fn prompt(rng: &mut Rng) -> Vec<u32> {
-    let text = rng.below(2) * 1000;
-    let mut prompt: Vec<_> = (text..text + rng.within(1, LEN_MAX - 6)).collect();
-    if rng.one_in(3) {
-        prompt.push(rng.below(1 << 20));
-    }
-    prompt
-}
-
-/// Any form of a tensor.
-fn end(rng: &mut Rng) -> End {
-    let room = Room { batch: rng.below(3) as usize, tokens: rng.below(3) as usize, gap: 0 };
-    let room = Room { gap: rng.pick(&[0, 0, 2, 6]), ..room };
-    let place = rng.pick(&[Place::Host, Place::Device]);
-    End { format: rng.pick(&FORMATS), dtype: rng.pick(&DTYPES), room, place }
-}
-
-fn choose_convert(rng: &mut Rng) -> Operation {
-    let lens = (0..=rng.below(3)).map(|_| rng.below(7) as usize).collect();
-    let heads_dim = [rng.within(1, 3) as usize, rng.within(1, 40) as usize];
-    Operation::Convert { lens, heads_dim, ends: [end(rng), end(rng)] }
 }
 
 #[cfg(test)]

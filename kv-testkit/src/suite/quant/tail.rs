@@ -108,7 +108,7 @@ fn truncated<B: Device>(backend: &B) -> CaseResult {
         for key_mean in MEANS {
             for sinks in [0, 3] {
                 let spec = spec(backend, format, key_mean, BlockOrder::Hnd).sinks(sinks);
-                let mut lab = lab(backend, spec, LARGE_MEANS, 3)?;
+                let mut lab = lab(backend, spec, LARGE_MEANS, 33)?;
                 for len in 0..24 {
                     lab.fill(1, 23)?;
                     lab.truncate(1, len)?;
