@@ -3,7 +3,7 @@ mod view;
 
 use std::fmt;
 
-use crate::backend::{Backend, Queue};
+use crate::backend::{Backend, Capabilities, Queue};
 use crate::calibration::PlaneConstants;
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::geometry::PlaneLayout;
@@ -54,16 +54,36 @@ impl<Buf> PlaneBuffers<Buf> {
     }
 }
 
+/// What is taken is said too: a caller may have another format or padding to choose.
+fn check_head_dims(
+    capabilities: &Capabilities,
+    layouts: &[PlaneLayout; 2],
+) -> Result<(), DeviceError> {
+    for (layout, plane) in layouts.iter().zip([Plane::Key, Plane::Value]) {
+        let dim = layout.head_dim();
+        if !capabilities.takes_head_dim(dim) {
+            let (multiple, max) = (capabilities.head_dim_multiple, capabilities.head_dim_max);
+            let problem =
+                format!("head_dim {dim} of {plane}, multiples of {multiple} up to {max} are taken");
+            return Err(DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes")
+                .with_detail(problem));
+        }
+    }
+    Ok(())
+}
+
 impl<Buf> KvStorage<Buf> {
     /// Cuts the planes for a device; no layer has memory yet.
     ///
     /// # Errors
-    /// [`DeviceErrorKind::Unsupported`] when a single block exceeds what the device can bind.
+    /// [`DeviceErrorKind::Unsupported`] for a `head_dim` that the device does not take, and when a
+    /// single block exceeds what it can bind.
     pub fn new<B: Backend<Buffer = Buf>>(
         backend: &B,
         layouts: [PlaneLayout; 2],
     ) -> Result<Self, DeviceError> {
         let capabilities = backend.capabilities();
+        check_head_dims(capabilities, &layouts)?;
         let max = capabilities.buffer_bytes_max.min(capabilities.binding_bytes_max);
         // K and V are cut alike, so that one block lies in the same segment of both.
         let block = layouts.iter().map(PlaneLayout::block_bytes).max().unwrap_or(1);

@@ -10,6 +10,7 @@ use crate::driver::{CudaGpu, CudaOptions};
 #[cfg(feature = "emulated")]
 use crate::emulated::{Emulator, EmulatorOptions, Idle};
 use crate::gpu::Gpu;
+use crate::op;
 use crate::queue::CudaQueue;
 use crate::waiter::Waiter;
 
@@ -55,7 +56,8 @@ impl CudaBackend {
             .with_buffer_bytes_max(facts.memory)
             .with_binding_bytes_max(u64::MAX)
             .with_blocking_wait()
-            .with_workers(facts.multiprocessors);
+            .with_workers(facts.multiprocessors)
+            .with_head_dims(1, op::head_dim_max(facts.shared_bytes_max));
         Self { gpu, capabilities, waiter: Arc::new(Waiter::default()) }
     }
 

@@ -59,6 +59,12 @@ pub fn limited<B: Device>(
     Shared { inner: Arc::new(backend.clone()), capabilities }
 }
 
+/// A `head_dim` that the device takes: the one that a case is about, or the next larger one. What a
+/// case writes follows it.
+pub(crate) fn dim<B: Backend>(backend: &B, wanted: u32) -> u32 {
+    wanted.next_multiple_of(backend.capabilities().head_dim_multiple)
+}
+
 /// The same device, erased once: one that is erased already stays as it is.
 pub(crate) fn erased<B: Device>(backend: &B) -> AnyBackend {
     let any: &dyn Any = backend;

@@ -38,6 +38,7 @@ pub mod lives;
 pub mod model;
 mod named;
 pub mod oracle;
+pub mod pair;
 pub mod rng;
 mod suite;
 pub mod tokens;

@@ -8,6 +8,7 @@ use crate::adapter::{self, AdapterFacts, AdapterName};
 use crate::buffer::WgpuBuffer;
 use crate::device::Shared;
 use crate::queue::WgpuQueue;
+use crate::tensors::{DIM_MAX, DIM_STEP};
 
 /// How a device is opened.
 #[derive(Debug, Clone)]
@@ -88,7 +89,8 @@ impl WgpuBackend {
             .with_buffer_bytes_max(limits.max_buffer_size)
             .with_binding_bytes_max(limits.max_storage_buffer_binding_size)
             .with_blocking_wait()
-            .with_workers(WORKERS);
+            .with_workers(WORKERS)
+            .with_head_dims(DIM_STEP, DIM_MAX);
         Self { shared: Arc::new(shared), capabilities, facts: None }
     }
 

@@ -15,7 +15,7 @@ use crate::params::{Plane, Tensor};
 use crate::recording::{Recorder, Slot};
 
 /// `head_dim`s are multiples of this, and at most [`DIM_MAX`].
-const DIM_STEP: u32 = 4;
+pub(crate) const DIM_STEP: u32 = 4;
 pub(crate) const DIM_MAX: u32 = 256;
 
 /// What a plan demands of the rows of a tensor.
@@ -128,6 +128,7 @@ impl Call<'_> {
             let why = "the plan was checked against another geometry than the plane's";
             return Err(unsupported(self.operation, why));
         }
+        // A cache has none such, but a plane of the caller's own buffers may be.
         let dim = layout.head_dim();
         if dim > DIM_MAX || !dim.is_multiple_of(DIM_STEP) {
             let why = format!("head_dim {dim}: multiples of {DIM_STEP} up to {DIM_MAX} are taken");

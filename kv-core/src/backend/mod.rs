@@ -11,7 +11,9 @@
 //! 7. anything may be dropped at any time (`queue/drop_anytime`);
 //! 8. the same input twice gives the same bits (`attend/repeatable`);
 //! 9. attention reads no block in which none of its queries sees a key, not even to mask it
-//!    afterwards (`attend/unseen_slots_are_never_read`).
+//!    afterwards (`attend/unseen_slots_are_never_read`);
+//! 10. storage whose `head_dim` the device does not take is refused before anything of a cache is
+//!     allocated (`cache/head_dims_not_taken`); all others are taken by every operation.
 mod any;
 mod null;
 
@@ -44,10 +46,15 @@ pub struct Capabilities {
     pub workers: u32,
     /// Whether outputs may lie in host memory.
     pub host_outputs: bool,
+    /// `head_dim`s of K and V are multiples of this; 1 where every one is taken.
+    pub head_dim_multiple: u32,
+    /// Largest `head_dim` of K and of V; `u32::MAX` without a limit.
+    pub head_dim_max: u32,
 }
 
 impl Capabilities {
-    /// Starts from the smallest promise; a backend raises fields it can keep.
+    /// Starts from the smallest promise, but for `head_dim`s, all of which are taken; a backend
+    /// raises fields it can keep.
     pub fn minimal() -> Self {
         Self {
             buffer_bytes_max: 0,
@@ -55,6 +62,8 @@ impl Capabilities {
             blocking_wait: false,
             workers: 1,
             host_outputs: false,
+            head_dim_multiple: 1,
+            head_dim_max: u32::MAX,
         }
     }
     /// Sets the largest buffer, in bytes.
@@ -86,6 +95,16 @@ impl Capabilities {
     pub fn with_host_outputs(mut self) -> Self {
         self.host_outputs = true;
         self
+    }
+    /// Takes only `head_dim`s that are multiples of `multiple`, at most `max`.
+    #[must_use]
+    pub fn with_head_dims(mut self, multiple: u32, max: u32) -> Self {
+        (self.head_dim_multiple, self.head_dim_max) = (multiple.max(1), max);
+        self
+    }
+    /// Whether rows of so many values can be stored and read.
+    pub fn takes_head_dim(&self, head_dim: u32) -> bool {
+        head_dim <= self.head_dim_max && head_dim.is_multiple_of(self.head_dim_multiple.max(1))
     }
 }
 

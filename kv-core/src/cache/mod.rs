@@ -37,7 +37,7 @@ use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
 use crate::num::to_u64;
 use crate::plan::PlanBuffers;
 use crate::slot_map::SlotMap;
-use crate::spec::{CacheSpec, Window, table_width};
+use crate::spec::{CacheSpec, GroupSpec, Window, table_width};
 use crate::storage::KvStorage;
 pub use admission::{Admission, BlockDemand};
 pub use keep::{Pin, PinId};
@@ -115,7 +115,8 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`CacheError::Calibration`] when a format needs a given scale; [`CacheError::Device`]:
-    /// `OutOfMemory`, or `Unsupported` when one block exceeds what the device can bind.
+    /// `OutOfMemory`, or `Unsupported` when the device does not take a `head_dim` of the spec or
+    /// one block exceeds what it can bind, which is found before anything is allocated.
     pub fn new(backend: B, spec: CacheSpec) -> Result<Self, CacheError> {
         Self::build(backend, spec, None)
     }
@@ -138,12 +139,14 @@ impl<B: Backend> KvCache<B> {
         calibration: Option<Calibration>,
     ) -> Result<Self, CacheError> {
         let constants = constants::Constants::new(&spec, calibration)?;
+        // Every group is checked before the first one takes memory.
+        let cut = |group: &GroupSpec| KvStorage::new(&backend, *group.layouts());
+        let storages = spec.groups().iter().map(cut).collect::<Result<Vec<_>, _>>()?;
         let mut queue = backend.queue()?;
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
         let mut groups = Vec::with_capacity(spec.groups().len());
         let mut chains = Vec::new();
-        for group in spec.groups() {
-            let mut storage = KvStorage::new(&backend, *group.layouts())?;
+        for (group, mut storage) in spec.groups().iter().zip(storages) {
             for (layer, index) in group.layers().iter().zip(0..) {
                 let constants = constants.layer(*layer, group.layouts())?;
                 let constants = constants.each_ref().map(Option::as_ref);

@@ -33,6 +33,35 @@ fn two_groups(wipe: bool) -> KvCache<NullBackend> {
     KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
 }
 
+#[test]
+fn head_dims_that_a_device_does_not_take_are_refused_before_anything_is_allocated() {
+    let device = |multiple, max| {
+        let capabilities = NullBackend::new().capabilities().clone();
+        NullBackend::new().with_capabilities(capabilities.with_head_dims(multiple, max))
+    };
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dims(8, 64).paged(4, 8);
+    // The second group is the one that does not fit.
+    for (dims, words) in [
+        ((6, 8), "head_dim 6 of K, multiples of 4 up to 64 are taken"),
+        ((8, 30), "head_dim 30 of V, multiples of 4 up to 64 are taken"),
+        ((68, 8), "head_dim 68 of K, multiples of 4 up to 64 are taken"),
+    ] {
+        let spec = spec.clone().group([1], |group| group.head_dims(dims.0, dims.1));
+        let backend = device(4, 64);
+        let control = backend.control();
+        let refused = KvCache::new(backend, spec.clone().build().unwrap()).expect_err(words);
+        let CacheError::Device(refused) = refused else { panic!("{refused}") };
+        assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
+        assert!(refused.to_string().contains(words), "{refused}");
+        assert_eq!(control.recorded(), 0, "{dims:?}");
+        KvCache::new(device(1, 68), spec.clone().build().unwrap()).unwrap();
+        let erased = AnyBackend::new(device(4, 64));
+        let layouts = *spec.build().unwrap().groups()[1].layouts();
+        assert!(KvStorage::new(&erased, layouts).is_err());
+    }
+    KvCache::new(device(4, 64), spec.build().unwrap()).unwrap();
+}
+
 fn start(cache: &mut KvCache<NullBackend>, sequence: SequenceId) {
     cache.start(sequence, &[], StartOptions::default()).unwrap();
 }

@@ -11,6 +11,12 @@ fn round16(bytes: u32) -> u32 {
     bytes.checked_next_multiple_of(16).unwrap_or(u32::MAX)
 }
 
+/// Largest `head_dim` of K and of V whose rows fit the shared memory of a thread block in the
+/// kernels that take any; beyond it their launch would fail.
+pub(crate) fn head_dim_max(shared_bytes_max: u32) -> u32 {
+    attend::head_dim_max(shared_bytes_max).min(write::head_dim_max(shared_bytes_max))
+}
+
 /// Blocks along y and z that every device takes; kernels that may want more go on with the next.
 const MAX_YZ: u32 = 65_535;
 

@@ -38,6 +38,12 @@ pub(crate) fn write_kv(
     unsafe { queue.launch(&launch, &params) }
 }
 
+/// Largest `head_dim` that `write_tails` has the shared memory for: four warps, a value of a row
+/// takes 4 bytes there in each of three places.
+pub(super) fn head_dim_max(shared_bytes_max: u32) -> u32 {
+    (shared_bytes_max.saturating_sub(1024) / 48) & !15
+}
+
 /// The kernel for these planes, and how it is cut; the numbers are explained in `write.cu`.
 fn launch(params: &WriteParams, extent: &Extent) -> Launch {
     let planes = [&params.k_plane, &params.v_plane];
@@ -59,4 +65,25 @@ fn launch(params: &WriteParams, extent: &Extent) -> Launch {
     };
     let shared_bytes = shared.saturating_mul(4);
     Launch { kernel, grid: [x, y, 1], threads: 128, shared_bytes }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::params::Plane;
+
+    #[test]
+    fn the_largest_head_dim_fits_and_the_next_does_not() {
+        for max in [101_376, 166_912, 232_448] {
+            let bytes = |head_dim| {
+                let plane =
+                    Plane { head_dim, row_bytes: 4 * head_dim, has_tail: 1, ..Plane::default() };
+                let params =
+                    WriteParams { k_plane: plane, v_plane: plane, ..WriteParams::default() };
+                launch(&params, &Extent::default()).shared_bytes
+            };
+            let dim = head_dim_max(max);
+            assert!(dim > 1024 && bytes(dim) <= max && bytes(dim + 16) > max, "{dim}");
+        }
+    }
 }

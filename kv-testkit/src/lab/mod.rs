@@ -4,8 +4,11 @@
 //! reaches a result.
 pub(crate) mod agree;
 mod how;
+mod prompt;
 mod step;
 mod unseen;
+
+use std::collections::BTreeMap;
 
 use kv_core::{
     CacheError, CacheSpec, Calibration, DType, KvCache, KvFormat, LayerId, Plane, QkvFormat,
@@ -21,7 +24,7 @@ use crate::tokens::{Room, TokenLayout};
 pub(crate) use how::{DTYPES, FORMATS, options};
 pub use how::{Finish, How};
 pub use step::{Brings, Outputs};
-pub(crate) use step::{calibrate, dense, join, judge_layer, judge_values};
+pub(crate) use step::{calibrate, dense, join, judge_layer, judge_values, liken};
 pub(crate) use unseen::Spoiled;
 
 /// What one layer stores.
@@ -59,6 +62,8 @@ pub struct Lab<B: Device> {
     /// Where inputs come from.
     pub rng: Rng,
     layers: Vec<LayerShape>,
+    /// Tokens of the next step, where they are told.
+    told: BTreeMap<SequenceId, Vec<u32>>,
 }
 
 /// A sequence id.
@@ -129,6 +134,7 @@ impl<B: Device> Lab<B> {
             model: Model::new(widths).with_tails(maps),
             rng: Rng::new(seed),
             layers,
+            told: BTreeMap::new(),
         };
         lab.poison().at("filling the pool with NaN")?;
         Ok(lab)

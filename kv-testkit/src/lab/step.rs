@@ -31,11 +31,13 @@ impl Brings {
             Self::Idle => (0, 0),
         }
     }
-    fn input(self, sequence: SequenceId) -> StepInput<'static> {
-        match self {
-            Self::Tokens(n) => StepInput::count(sequence, n),
-            Self::Query(n) => StepInput::query(sequence, n),
-            Self::Idle => StepInput::idle(sequence),
+    /// The same for a cache; `told`: the ids of new tokens, where they are known.
+    pub(crate) fn input(self, sequence: SequenceId, told: Option<&Vec<u32>>) -> StepInput<'_> {
+        match (self, told) {
+            (Self::Tokens(_), Some(tokens)) => StepInput::tokens(sequence, tokens),
+            (Self::Tokens(n), None) => StepInput::count(sequence, n),
+            (Self::Query(n), _) => StepInput::query(sequence, n),
+            (Self::Idle, _) => StepInput::idle(sequence),
         }
     }
 }
@@ -76,16 +78,8 @@ impl<B: Device> Lab<B> {
     pub fn random_rows(&mut self, lens: &[usize], how: &How) -> Vec<Rows> {
         let layers = self.layers().to_vec();
         let mut values = |len: usize, stored: &Stored| -> Vec<f32> {
-            let mut rows = self.rng.normals(len * stored.width());
-            // Rows are such as the constants were made from.
-            for (row, index) in rows.chunks_mut(stored.dim()).zip(0..) {
-                if let Some(head) = stored.head(index) {
-                    for ((x, back), mean) in row.iter_mut().zip(head.back).zip(head.mean) {
-                        *x = *x * back.abs() + mean;
-                    }
-                }
-            }
-            rows.into_iter().map(|x| round_f32(how.kv_dtype, x)).collect()
+            let rows = self.rng.normals(len * stored.width());
+            liken(stored, rows, how.kv_dtype)
         };
         let mut entry = |len: usize| -> Rows {
             layers.iter().map(|l| l.stored.each_ref().map(|stored| values(len, stored))).collect()
@@ -108,7 +102,9 @@ impl<B: Device> Lab<B> {
         for layer in 0..self.layers().len() {
             work.push(self.stage(layer, inputs, rows, how)?);
         }
-        let list: Vec<_> = inputs.iter().map(|(id, brings)| brings.input(seq(*id))).collect();
+        let told = std::mem::take(&mut self.told);
+        let input = |(id, brings): &(u64, Brings)| brings.input(seq(*id), told.get(&seq(*id)));
+        let list: Vec<_> = inputs.iter().map(input).collect();
         let mut after = self.model.clone();
         let new = self.append(&mut after, inputs.iter().map(|(id, _)| *id), rows);
         let mut step = self.cache.begin_step(&list)?;
@@ -147,7 +143,7 @@ impl<B: Device> Lab<B> {
 
     /// Appends to a model what its planes keep of new rows; says where they begin and how many they
     /// are.
-    fn append(
+    pub(super) fn append(
         &self,
         model: &mut Model,
         ids: impl Iterator<Item = u64>,
@@ -242,6 +238,18 @@ impl<B: Device> Lab<B> {
         }
         Ok(outputs)
     }
+}
+
+/// Normal rows as ones that the constants of a plane were made from.
+pub(crate) fn liken(stored: &Stored, mut rows: Vec<f32>, dtype: DType) -> Vec<f32> {
+    for (row, index) in rows.chunks_mut(stored.dim()).zip(0..) {
+        if let Some(head) = stored.head(index) {
+            for ((x, back), mean) in row.iter_mut().zip(head.back).zip(head.mean) {
+                *x = *x * back.abs() + mean;
+            }
+        }
+    }
+    rows.into_iter().map(|x| round_f32(dtype, x)).collect()
 }
 
 /// Where queries stand: the last ones of each sequence, at 0 while there are more queries than

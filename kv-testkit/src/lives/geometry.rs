@@ -8,6 +8,7 @@ use kv_core::{
 use super::choose::Bytes;
 use super::happened::{Happened, Lived};
 use crate::case::CaseError;
+use crate::device::{Device, dim};
 
 /// How rows are stored.
 #[derive(Debug, Clone, Copy)]
@@ -44,28 +45,31 @@ impl Stored {
     }
 
     /// Values of a row: two of f32 tell prefixes apart, or 32 signs.
-    fn head_dim(self) -> u32 {
-        if self.format == KvFormat::F32 { 2 } else { 32 }
+    fn head_dim(self, few: u32) -> u32 {
+        if self.format == KvFormat::F32 { few } else { 32 }
     }
 
     /// A block must hold a row of 16 bits.
-    fn block_size(self, at_least: u32) -> u32 {
+    fn block_size(self, at_least: u32, few: u32) -> u32 {
         let has_wide = self.format.is_quantised() && (self.tail || self.sinks > 0);
-        let wide = if has_wide { self.format.wide_slots(self.head_dim()) } else { 1 };
+        let wide = if has_wide { self.format.wide_slots(self.head_dim(few)) } else { 1 };
         at_least.max(wide)
     }
 
-    fn of(self, spec: CacheSpecBuilder) -> CacheSpecBuilder {
-        let spec = spec.head_dim(self.head_dim()).format(self.format).transform(self.transform);
+    fn of(self, spec: CacheSpecBuilder, few: u32) -> CacheSpecBuilder {
+        let spec = spec.head_dim(self.head_dim(few)).format(self.format).transform(self.transform);
         spec.key_mean(self.key_mean).sinks(self.sinks).tail(self.tail)
     }
 }
 
-/// Reads a geometry; `None` where the blocks are too few for a tail.
-pub(super) fn choose(
+/// Reads a geometry that the device takes; `None` where the blocks are too few for a tail.
+pub(super) fn choose<B: Device>(
+    backend: &B,
     bytes: &mut Bytes<'_>,
     num_blocks: Option<u32>,
 ) -> Result<Option<CacheSpec>, CaseError> {
+    // Enough values for rows of f32.
+    let few = dim(backend, 2);
     let least = 1 + bytes.below(4);
     let blocks = 1 + bytes.below(14);
     let reuse = bytes.pick(&[
@@ -81,12 +85,12 @@ pub(super) fn choose(
     let rest = bytes.next();
     let eviction = bytes.pick(&Eviction::ALL);
     let stored = Stored::choose(bytes);
-    let block_size = stored.block_size(least);
+    let block_size = stored.block_size(least, few);
     // What a tail holds besides is there too, so that such lives are not all refusals.
     let further = if stored.tail { bytes.below(20) } else { 0 };
     let blocks = num_blocks.unwrap_or(blocks + further);
     let layers = if kind < 3 { 1 } else { 2 };
-    let spec = stored.of(CacheSpec::builder().layers(layers).kv_heads(1));
+    let spec = stored.of(CacheSpec::builder().layers(layers).kv_heads(1), few);
     let spec = spec.paged(block_size, blocks);
     let spec = match kind {
         0 | 1 => spec,
@@ -101,7 +105,7 @@ pub(super) fn choose(
         }),
         // Formats by layer: the second has rows of f32 and no tail.
         _ => spec.group([1], |group| {
-            group.head_dim(2).format(KvFormat::F32).tail(false).key_mean(KeyMean::Calibrated)
+            group.head_dim(few).format(KvFormat::F32).tail(false).key_mean(KeyMean::Calibrated)
         }),
     };
     let spec = spec

@@ -106,7 +106,7 @@ fn live_told<B: Device>(
     is_told: bool,
 ) -> Result<Lived, CaseError> {
     let mut bytes = Bytes::new(bytes);
-    let Some(spec) = geometry::choose(&mut bytes, num_blocks)? else {
+    let Some(spec) = geometry::choose(backend, &mut bytes, num_blocks)? else {
         return Ok(Lived::default());
     };
     let mut life = Life::new(backend, spec, is_told)?;

@@ -3,7 +3,7 @@ use kv_core::{Determinism, KvFormat};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, Place, limited};
+use crate::device::{Device, Place, dim, limited};
 use crate::lab::{Brings, DTYPES, FORMATS, How, Lab};
 use crate::rng::Rng;
 use crate::tokens::Room;
@@ -76,6 +76,7 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
     let dims =
         [(1, 1), (8, 4), (16, 16), (33, 31), (40, 40), (64, 8), (80, 96), (128, 128), (256, 192)];
     for (k, v) in dims {
+        let (k, v) = (dim(backend, k), dim(backend, v));
         for format in KvFormat::PLAIN {
             let spec = small().layers(1).kv_heads(1).head_dims(k, v).format(*format).build()?;
             let how = How { outputs: Place::Host, ..How::default() };

@@ -1,11 +1,12 @@
 //! The life of sequences and steps, and what is refused.
 use kv_core::{
-    AttentionOptions, CacheError, DType, LayerId, PlanError, QkvFormat, StartOptions, StepInput,
+    AttentionOptions, CacheError, DType, DeviceErrorKind, LayerId, PlanError, QkvFormat,
+    StartOptions, StepInput,
 };
 
 use super::{case, small};
-use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused, same};
-use crate::device::{Device, Place, Staged};
+use crate::case::{At, Case, CaseError, CaseResult, Outcome, device_error, ensure, refused, same};
+use crate::device::{Device, Place, Staged, limited};
 use crate::lab::{Brings, Finish, How, Lab, dense, seq, unchanged};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
@@ -20,6 +21,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("cache/reset_forgets_all", reset),
         case("cache/exhaustion_changes_nothing", exhaustion),
         case("cache/refusals_change_nothing", refusals),
+        case("cache/head_dims_not_taken", head_dims),
     ]
 }
 
@@ -262,5 +264,37 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
     refused("one fork too many", lab.cache.fork(seq(1), seq(4)), plan)?;
     lab.step(&[tokens(1, 14), tokens(3, 1)], &How::default()).at("exactly the longest")?;
     lab.check()?;
+    Ok(Outcome::Holds)
+}
+
+/// A device that takes some `head_dim`s refuses all others at once, and takes all of those.
+fn head_dims<B: Device>(backend: &B) -> CaseResult {
+    let own = backend.capabilities();
+    let (step, most) = (own.head_dim_multiple.max(1), own.head_dim_max);
+    let unsupported = device_error(DeviceErrorKind::Unsupported);
+    let mut wrong = vec![(most.saturating_add(1), most < u32::MAX), (step / 2, step > 1)];
+    wrong.push((2 * step + 1, step > 1));
+    for dim in wrong.into_iter().filter_map(|(dim, is_wrong)| is_wrong.then_some(dim)) {
+        for dims in [(dim, step), (step, dim)] {
+            let spec = small().layers(1).head_dims(dims.0, dims.1).paged(1, 1).build()?;
+            let made = kv_core::KvCache::new(backend.clone(), spec);
+            refused(format!("head_dims {dims:?}"), made, unsupported)?;
+        }
+    }
+    // A smaller promise is kept too, whatever the device itself takes.
+    let limited = limited(backend, |c| c.with_head_dims(4 * step, 16 * step));
+    for (dims, is_taken) in [([4, 16], true), ([6, 8], false), ([8, 20], false), ([12, 4], true)] {
+        let [k, v] = dims.map(|dim| dim * step);
+        // The second group decides.
+        let spec = small().head_dim(8 * step).group([1], |group| group.head_dims(k, v)).build()?;
+        if is_taken {
+            let mut lab = Lab::new(&limited, spec, 11)?;
+            lab.start(1)?;
+            lab.step(&[tokens(1, 3)], &How::default()).at(format!("head_dims {k} and {v}"))?;
+        } else {
+            let made = kv_core::KvCache::new(limited.clone(), spec);
+            refused(format!("head_dims {k} and {v}"), made, unsupported)?;
+        }
+    }
     Ok(Outcome::Holds)
 }

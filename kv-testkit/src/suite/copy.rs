@@ -3,7 +3,7 @@ use kv_core::KvFormat;
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome};
-use crate::device::Device;
+use crate::device::{Device, dim};
 use crate::lab::{Brings, Finish, How, Lab};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
@@ -70,7 +70,7 @@ fn forms<B: Device>(backend: &B) -> CaseResult {
         for format in KvFormat::PLAIN {
             for (block_size, num_blocks) in [(1, 40), (3, 16), (16, 6), (64, 4)] {
                 let spec = small()
-                    .head_dims(6, 10)
+                    .head_dims(dim(backend, 6), dim(backend, 10))
                     .block_order(order)
                     .formats(*format, KvFormat::F16)
                     .paged(block_size, num_blocks);

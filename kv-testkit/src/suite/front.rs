@@ -27,8 +27,8 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-fn config(pages: Option<[u32; 2]>, dtype: &str) -> Config {
-    Config {
+fn config<B: Device>(backend: &B, pages: Option<[u32; 2]>, dtype: &str) -> Config {
+    let config = Config {
         max_batch_size: 5,
         max_sequence_length: 24,
         num_heads_kv: Some(2),
@@ -41,7 +41,8 @@ fn config(pages: Option<[u32; 2]>, dtype: &str) -> Config {
         is_paged: pages.is_some(),
         page_size: pages.map(|pages| pages[0]),
         total_num_pages: pages.map(|pages| pages[1]),
-    }
+    };
+    config.fitted(backend)
 }
 
 /// Arrivals, departures, chunks, drafts and pauses in any order, against lengths and contents that
@@ -50,7 +51,7 @@ fn random_lives<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(31);
     let geometries = [None, Some([1, 60]), Some([3, 24]), Some([8, 15]), Some([24, 5])];
     for (pages, dtype) in geometries.into_iter().zip(["f32", "f16", "bf16", "f32", "f16"]) {
-        let config = config(pages, dtype);
+        let config = config(backend, pages, dtype);
         for life in 0..6 {
             let mut params = config.open(backend)?;
             let mut lens = BTreeMap::new();
@@ -121,7 +122,7 @@ fn one_step<B: Device>(
 fn attends<B: Device>(backend: &B) -> CaseResult {
     for pages in [None, Some([4, 30])] {
         for format in FORMATS {
-            let config = config(pages, "f32");
+            let config = config(backend, pages, "f32");
             let mut params = config.open(backend)?;
             let mut rng = Rng::new(5);
             let steps: [&[Entry]; 3] = [
@@ -151,13 +152,14 @@ fn attend<B: Device>(
     format: QkvFormat,
     rng: &mut Rng,
 ) -> Result<(), CaseError> {
-    let oracle = Attention::causal(4, 2, 4, 6);
+    let [dk, dv] = [params.config().head_dim_k, params.config().head_dim_v].map(|n| n as usize);
+    let oracle = Attention::causal(4, 2, dk, dv);
     let lens: Vec<_> = entries.iter().map(|entry| entry.2 as usize).collect();
-    let q_rows: Vec<_> = lens.iter().map(|n| rng.normals(n * 4 * 4)).collect();
-    let layout = dense(format, &lens, [4, 4]);
+    let q_rows: Vec<_> = lens.iter().map(|n| rng.normals(n * 4 * dk)).collect();
+    let layout = dense(format, &lens, [4, dk]);
     let made = (layout, layout.pack(DType::F32, &q_rows, f32::NAN));
     let q = Staged::new(backend, params.queue_mut(), made, Place::Host)?;
-    let layout = dense(format, &lens, [4, 6]);
+    let layout = dense(format, &lens, [4, dv]);
     let mut out = Staged::output(backend, params.queue_mut(), (layout, DType::F32), Place::Device)?;
     let chosen = options(&oracle, format);
     params.attend(usize::from(layer), q.view(), out.view_mut(), &chosen)?;
@@ -169,7 +171,7 @@ fn attend<B: Device>(
             let rows = |kv, dim| {
                 crate::vectors::te::rows(*id, 0..before + n, [kv, u32::from(layer)], [2, dim])
             };
-            [rows(0, 4), rows(1, 6)]
+            [rows(0, dk), rows(1, dv)]
         })
         .collect();
     Ok(judge_layer(&oracle, &q_rows, &cached, (&got, None), DType::F32)?)
@@ -177,7 +179,7 @@ fn attend<B: Device>(
 
 /// The arrays of a step keep their addresses, and the device has the same numbers.
 fn arrays<B: Device>(backend: &B) -> CaseResult {
-    let config = config(Some([4, 30]), "f32");
+    let config = config(backend, Some([4, 30]), "f32");
     let mut params = config.open(backend)?;
     let addresses = |params: &InferenceParams<B>| {
         [
@@ -219,7 +221,7 @@ fn arrays<B: Device>(backend: &B) -> CaseResult {
 
 /// Fewer pages than the worst case: a step too many is refused whole, and departures make room.
 fn exhaustion<B: Device>(backend: &B) -> CaseResult {
-    let config = config(Some([4, 6]), "f32");
+    let config = config(backend, Some([4, 6]), "f32");
     let mut params = config.open(backend)?;
     let mut lens = BTreeMap::new();
     let form = Form { format: QkvFormat::Thd, padded: None };
@@ -239,7 +241,7 @@ fn exhaustion<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn roll_back<B: Device>(backend: &B) -> CaseResult {
-    let config = config(Some([4, 30]), "f32");
+    let config = config(backend, Some([4, 30]), "f32");
     let mut params = config.open(backend)?;
     let mut lens = BTreeMap::new();
     let form = Form { format: QkvFormat::Bshd, padded: None };

@@ -3,7 +3,7 @@ use kv_core::{CacheError, DType, KvFormat, PlanError, Plane, QkvFormat, Sequence
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, refused};
-use crate::device::{Device, Place, Staged};
+use crate::device::{Device, Place, Staged, dim};
 use crate::lab::{DTYPES, FORMATS, Lab, agree, seq};
 use crate::tokens::{Room, TokenLayout};
 
@@ -19,15 +19,15 @@ type Range = (SequenceId, u32, u32);
 
 /// Where and as what rows are read.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Form {
-    pub(super) format: QkvFormat,
-    pub(super) dtype: DType,
-    pub(super) room: Room,
-    pub(super) place: Place,
+pub(crate) struct Form {
+    pub(crate) format: QkvFormat,
+    pub(crate) dtype: DType,
+    pub(crate) room: Room,
+    pub(crate) place: Place,
 }
 
 /// Reads ranges of K and V of a layer and compares them with the model.
-pub(super) fn check<B: Device>(
+pub(crate) fn check<B: Device>(
     lab: &mut Lab<B>,
     layer: usize,
     ranges: &[Range],
@@ -58,7 +58,8 @@ pub(super) fn check<B: Device>(
 fn forms<B: Device>(backend: &B) -> CaseResult {
     for order in ORDERS {
         for stored in KvFormat::PLAIN {
-            let spec = small().head_dims(8, 6).block_order(order).format(*stored).build()?;
+            let spec =
+                small().head_dims(8, dim(backend, 6)).block_order(order).format(*stored).build()?;
             let mut lab = Lab::new(backend, spec, 1)?;
             lab.fill(1, 9)?;
             lab.fill(2, 1)?;

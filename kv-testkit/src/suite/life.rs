@@ -5,7 +5,7 @@ use kv_core::{
 
 use super::{case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused, same};
-use crate::device::{Device, fetch};
+use crate::device::{Device, dim, fetch};
 use crate::lab::{Brings, How, Lab, seq};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
@@ -224,7 +224,7 @@ fn one_block<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn long_tables<B: Device>(backend: &B) -> CaseResult {
-    let spec = small().layers(1).kv_heads(1).head_dim(2).paged(1, 3000).build()?;
+    let spec = small().layers(1).kv_heads(1).head_dim(dim(backend, 2)).paged(1, 3000).build()?;
     let mut lab = Lab::new(backend, spec, 8)?;
     lab.fill(1, 900)?;
     lab.fill(2, 10)?;

@@ -23,7 +23,10 @@ use kv_core::{BlockOrder, CacheSpec, CacheSpecBuilder, KvFormat};
 
 use crate::case::{Case, CaseResult};
 use crate::device::Device;
+pub(crate) use convert::{End, convert};
+pub(crate) use gather::{Form, check as check_gather};
 pub(crate) use life::bytes;
+pub(crate) use quant::{Likeness, constants};
 
 /// A named case.
 fn case<B: Device>(name: &'static str, run: fn(&B) -> CaseResult) -> Case<B> {
@@ -60,4 +63,4 @@ fn small() -> CacheSpecBuilder {
 }
 
 /// Orders of the axes inside a block.
-const ORDERS: [BlockOrder; 2] = [BlockOrder::Nhd, BlockOrder::Hnd];
+pub(crate) const ORDERS: [BlockOrder; 2] = [BlockOrder::Nhd, BlockOrder::Hnd];

@@ -11,7 +11,7 @@ use proptest::test_runner::{
 use super::quant::{LARGE_MEANS, constants, quantised};
 use super::{case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
-use crate::device::Device;
+use crate::device::{Device, dim};
 use crate::lab::{Brings, Finish, How, Lab, seq, unchanged};
 use crate::rng::Rng;
 
@@ -84,7 +84,8 @@ fn lives<B: Device>(backend: &B, geometry: Geometry<'_>) -> CaseResult {
     for (index, k) in (0_u64..).zip(KvFormat::PLAIN) {
         let v = KvFormat::PLAIN[(index as usize + 1) % KvFormat::PLAIN.len()];
         for formats in [[*k, *k], [*k, v]] {
-            let spec = geometry(small().head_dims(8, 6)).formats(formats[0], formats[1]);
+            let spec =
+                geometry(small().head_dims(8, dim(backend, 6))).formats(formats[0], formats[1]);
             search(backend, &spec.build()?, None, LIVES).at(format!("{formats:?}"))?;
         }
     }
@@ -96,7 +97,7 @@ fn coded<B: Device>(backend: &B, geometry: Geometry<'_>) -> CaseResult {
     let all: Vec<_> = KvFormat::all().collect();
     for (index, k) in quantised().enumerate() {
         let v = all[(5 * index + 1) % all.len()];
-        let spec = geometry(small().head_dims(18, 12)).formats(k, v).build()?;
+        let spec = geometry(small().head_dims(dim(backend, 18), 12)).formats(k, v).build()?;
         let given = constants(&spec, LARGE_MEANS, index as u64);
         search(backend, &spec, Some(&given), LIVES_CODED).at(format!("{k} and {v}"))?;
     }

@@ -12,7 +12,7 @@ use kv_core::{
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, Place, Staged, limited};
+use crate::device::{Device, Place, Staged, dim, limited};
 use crate::lab::{Brings, How, Lab, check_rows, dense, judge_layer, options};
 use crate::oracle::Attention;
 use crate::rng::Rng;
@@ -98,7 +98,8 @@ fn by_hand<B: Device>(backend: &B) -> CaseResult {
     for order in ORDERS {
         for format in KvFormat::PLAIN {
             for per_segment in [1, 2, 3, 7] {
-                let layouts = [layout(order, *format, 8)?, layout(order, *format, 6)?];
+                let layouts =
+                    [layout(order, *format, 8)?, layout(order, *format, dim(backend, 6))?];
                 let layouts = layouts.map(|layout| layout.with_segments_of(per_segment));
                 drive(backend, &layouts)
                     .at(format!("{order:?}, {format}, {per_segment} blocks a segment"))?;
@@ -121,17 +122,18 @@ fn drive<B: Device>(backend: &B, layouts: &[PlaneLayout; 2]) -> Result<(), CaseE
         let values = rng.normals(n).into_iter();
         values.map(|x| crate::oracle::round::round_f32(element, x)).collect()
     };
-    let cached = [11, 6].map(|n| [random(n * 16), random(n * 12)]);
-    let q = [random(2 * 4 * 8), random(6 * 4 * 8)];
+    let [dk, dv] = layouts.each_ref().map(|layout| layout.head_dim() as usize);
+    let cached = [11, 6].map(|n| [random(n * 2 * dk), random(n * 2 * dv)]);
+    let q = [random(2 * 4 * dk), random(6 * 4 * dk)];
     let mut stage = |lens: &[usize], heads_dim, rows: Vec<Vec<f32>>| {
         let layout = dense(QkvFormat::Thd, lens, heads_dim);
         let tensor = layout.pack(DType::F32, &rows, f32::NAN);
         Staged::new(backend, &mut queue, (layout, tensor), Place::Device)
     };
-    let k = stage(&[11, 6], [2, 8], cached.iter().map(|kv| kv[0].clone()).collect())?;
-    let v = stage(&[11, 6], [2, 6], cached.iter().map(|kv| kv[1].clone()).collect())?;
-    let queries = stage(&[2, 6], [4, 8], q.to_vec())?;
-    let out = dense(QkvFormat::Thd, &[2, 6], [4, 6]);
+    let k = stage(&[11, 6], [2, dk], cached.iter().map(|kv| kv[0].clone()).collect())?;
+    let v = stage(&[11, 6], [2, dv], cached.iter().map(|kv| kv[1].clone()).collect())?;
+    let queries = stage(&[2, 6], [4, dk], q.to_vec())?;
+    let out = dense(QkvFormat::Thd, &[2, 6], [4, dv]);
     let mut out = Staged::output(backend, &mut queue, (out, DType::F32), Place::Device)?;
     let entry = |row, new_tokens, queries| BatchEntry { row, cached: 0, new_tokens, queries };
     let batch = [entry(0, 11, 2), entry(2, 6, 6)];
@@ -139,12 +141,12 @@ fn drive<B: Device>(backend: &B, layouts: &[PlaneLayout; 2]) -> Result<(), CaseE
     let (write, attend) = buffers.plan(&layouts[0], &tables, &batch, 4, Determinism::Fast)?;
     let args = WriteArgs::new(&write, k.view(), v.view(), QkvFormat::Thd, planes[0], planes[1])?;
     queue.write_kv(&write, args)?;
-    let oracle = Attention::causal(4, 2, 8, 6);
+    let oracle = Attention::causal(4, 2, dk, dv);
     let chosen = options(&oracle, QkvFormat::Thd);
     let args = AttendArgs::new(&attend, queries.view(), out.view_mut(), None, planes, chosen)?;
     queue.attend(&attend, args)?;
     let tensor = out.read(backend.capabilities(), &mut queue)?;
-    let got = out_rows(tensor, &[2, 6], [4, 6])?;
+    let got = out_rows(tensor, &[2, 6], [4, dv])?;
     judge_layer(&oracle, &q, &cached, (&got, None), DType::F32)?;
     for (index, plane) in planes.into_iter().enumerate() {
         let expected = cached.each_ref().map(|kv| kv[index].as_slice());
@@ -186,7 +188,8 @@ fn read_back<B: Device>(
 /// Several copies at once, whole and partial, over every layer of a group.
 fn copies<B: Device>(backend: &B) -> CaseResult {
     for order in ORDERS {
-        let layouts = [layout(order, KvFormat::F16, 8)?, layout(order, KvFormat::F32, 6)?];
+        let dim_v = dim(backend, 6);
+        let layouts = [layout(order, KvFormat::F16, 8)?, layout(order, KvFormat::F32, dim_v)?];
         let mut storage = KvStorage::new(backend, layouts)?;
         let mut queue = backend.queue()?;
         for layer in [0, 2] {

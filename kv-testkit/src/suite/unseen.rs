@@ -4,7 +4,7 @@ use kv_core::{CacheSpecBuilder, Determinism, KeyMean, KvFormat};
 use super::quant::{LARGE_MEANS, NEUTRAL, lab, quantised};
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, limited};
+use crate::device::{Device, dim, limited};
 use crate::lab::{Brings, How, Lab, Spoiled};
 use crate::rng::Rng;
 
@@ -94,9 +94,14 @@ fn long<B: Device>(backend: &B) -> CaseResult {
 }
 
 /// A geometry for a quantised format and another one for V.
-fn spec(rng: &mut Rng, format: KvFormat, (size, num_blocks): (u32, u32)) -> CacheSpecBuilder {
+fn spec<B: Device>(
+    backend: &B,
+    rng: &mut Rng,
+    format: KvFormat,
+    (size, num_blocks): (u32, u32),
+) -> CacheSpecBuilder {
     let all: Vec<_> = KvFormat::all().collect();
-    let spec = small().layers(1).head_dims(34, 20).formats(format, rng.pick(&all));
+    let spec = small().layers(1).head_dims(dim(backend, 34), 20).formats(format, rng.pick(&all));
     spec.block_order(rng.pick(&ORDERS)).paged(size, num_blocks)
 }
 
@@ -104,7 +109,7 @@ fn coded<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(3);
     for format in quantised() {
         for (size, wide) in [(9, 0), (16, 3), (32, 1)] {
-            let spec = spec(&mut rng, format, (size, 30)).sinks(wide);
+            let spec = spec(backend, &mut rng, format, (size, 30)).sinks(wide);
             let mut lab = lab(backend, spec, LARGE_MEANS, 3)?;
             for how in windows().step_by(3) {
                 let how = How { group: rng.pick(&[1, 3, 8]), sinks: rng.one_in(2), ..how };
@@ -122,7 +127,7 @@ fn beside_tail<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(4);
     for format in quantised() {
         for key_mean in [KeyMean::Calibrated, KeyMean::PerBlock] {
-            let spec = spec(&mut rng, format, (9, 40)).sinks(rng.pick(&[0, 2])).tail(true);
+            let spec = spec(backend, &mut rng, format, (9, 40)).sinks(rng.pick(&[0, 2])).tail(true);
             let mut lab = lab(backend, spec.key_mean(key_mean), NEUTRAL, 4)?;
             for how in windows().step_by(2) {
                 for queries in [1, 2, 8] {

@@ -3,7 +3,7 @@ use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat};
 
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome};
-use crate::device::{Device, Place};
+use crate::device::{Device, Place, dim};
 use crate::lab::{Brings, FORMATS, Finish, How, Lab};
 use crate::rng::Rng;
 use crate::tokens::Room;
@@ -105,6 +105,7 @@ fn contiguous<B: Device>(backend: &B) -> CaseResult {
 fn head_dims<B: Device>(backend: &B) -> CaseResult {
     let shapes = [(8, 4), (4, 8), (1, 1), (2, 16), (12, 10), (64, 32), (192, 128), (40, 7)];
     for (heads, (k, v)) in [1, 2, 3, 1, 2, 1, 1, 3].into_iter().zip(shapes) {
+        let (k, v) = (dim(backend, k), dim(backend, v));
         let spec = small().layers(1).kv_heads(heads).head_dims(k, v).build()?;
         two_steps(backend, spec, &How::default()).at(format!("dims {k} and {v}"))?;
     }

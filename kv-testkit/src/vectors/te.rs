@@ -4,7 +4,7 @@ use kv_core::{BlockId, DType, InferenceParams, QkvFormat, SequenceId};
 use serde::Deserialize;
 
 use crate::case::{CaseError, ensure};
-use crate::device::{Device, Place, Staged};
+use crate::device::{Device, Place, Staged, dim};
 use crate::rng::mix;
 use crate::tokens::TokenLayout;
 
@@ -33,6 +33,12 @@ impl Config {
     /// Layers to allocate.
     pub(crate) fn layers(&self) -> u16 {
         self.layers.unwrap_or(1)
+    }
+    /// The same with `head_dim`s that the device takes.
+    pub(crate) fn fitted<B: Device>(&self, backend: &B) -> Self {
+        let fit = |wanted: Option<u32>| wanted.map(|wanted| dim(backend, wanted));
+        let (head_dim_k, head_dim_v) = (fit(self.head_dim_k), fit(self.head_dim_v));
+        Self { head_dim_k, head_dim_v, ..self.clone() }
     }
     /// K and V of one token: heads and dim.
     pub(crate) fn heads_dims(&self) -> [[usize; 2]; 2] {

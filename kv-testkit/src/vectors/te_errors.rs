@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::te::{Config, Entry, Form, State, check_content, state, write};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, refused, same};
-use crate::device::Device;
+use crate::device::{Device, dim};
 use crate::tokens::Tensor;
 
 /// One constructor call and the calls after it.
@@ -82,6 +82,8 @@ pub(super) fn run<B: Device>(backend: &B, case: &ErrorCase) -> CaseResult {
             return Ok(Outcome::Unsupported(why.to_owned()));
         }
     };
+    let published = config;
+    let config = published.fitted(backend);
     let made = config.check_size().and_then(|()| config.ours());
     let made = made?;
     let opened = InferenceParams::new(backend.clone(), made);
@@ -101,8 +103,8 @@ pub(super) fn run<B: Device>(backend: &B, case: &ErrorCase) -> CaseResult {
         return Ok(Outcome::Holds);
     }
     let mut params = opened?;
-    check_attributes(&params, &case.attrs)?;
-    act(backend, &mut params, &config, case)?;
+    check_attributes(backend, &params, &case.attrs)?;
+    act(backend, &mut params, [&config, &published], case)?;
     if let Some(Value::Object(result)) = &case.result {
         check_result(&params, result)?;
     }
@@ -144,7 +146,7 @@ fn works<B: Device>(
 fn act<B: Device>(
     backend: &B,
     params: &mut InferenceParams<B>,
-    config: &Config,
+    [config, published]: [&Config; 2],
     case: &ErrorCase,
 ) -> Result<(), CaseError> {
     for layer in 1..=usize::from(config.layers()) {
@@ -166,7 +168,7 @@ fn act<B: Device>(
         };
         let done = match action {
             Action::PreStep(step) => params.pre_step(step),
-            Action::Step(step) => call_step(params, config, step)?,
+            Action::Step(step) => call_step(params, [config, published], step)?,
         };
         let empty = matches!(action, Action::PreStep(step) if step.is_empty());
         if last && case.raises.is_some() && !empty {
@@ -206,14 +208,14 @@ fn finish<B: Device>(
 /// `step` with zeros of the case's shape and type.
 fn call_step<B: Device>(
     params: &mut InferenceParams<B>,
-    config: &Config,
+    [config, published]: [&Config; 2],
     step: &StepAction,
 ) -> Result<Result<(), CacheError>, CaseError> {
     let dtype: DType =
         step.dtype.parse().map_err(|error| CaseError::Broken(format!("step: {error}")))?;
     let mut shapes = [step.shape.clone(), step.shape.clone()];
     for (shape, [_, dim]) in shapes.iter_mut().zip(config.heads_dims()) {
-        if let Some(last) = shape.last_mut().filter(|last| Some(**last) == config.head_dim_k) {
+        if let Some(last) = shape.last_mut().filter(|last| Some(**last) == published.head_dim_k) {
             *last = dim as u32;
         }
     }
@@ -231,6 +233,7 @@ fn call_step<B: Device>(
 }
 
 fn check_attributes<B: Device>(
+    backend: &B,
     params: &InferenceParams<B>,
     attrs: &BTreeMap<String, Value>,
 ) -> Result<(), CaseError> {
@@ -239,7 +242,12 @@ fn check_attributes<B: Device>(
             "input_qkv_format" => Value::from(params.input_qkv_format().to_string()),
             "output_qkv_format" => Value::from(params.output_qkv_format().name()),
             "cache_qkv_format" => Value::from(params.cache_qkv_format().to_string()),
-            "head_dim_v" => Value::from(params.config().head_dim_v),
+            "head_dim_v" => {
+                let wanted = expected.as_u64().and_then(|wanted| u32::try_from(wanted).ok());
+                let fitted = wanted.map(|wanted| dim(backend, wanted));
+                same(name, Some(params.config().head_dim_v), fitted)?;
+                continue;
+            }
             _ => continue,
         };
         same(name, &got, expected)?;
@@ -308,6 +316,7 @@ fn custom_manager<B: Device>(backend: &B) -> CaseResult {
         let mut config =
             direct("NonPaged(max_batch_size=3,max_seqlen=8,num_heads=2,head_dim_k=4)")?;
         config.head_dim_v = Some(6);
+        config = config.fitted(backend);
         if paged {
             (config.is_paged, config.page_size, config.total_num_pages) = (true, Some(4), Some(5));
         }
@@ -320,7 +329,11 @@ fn custom_manager<B: Device>(backend: &B) -> CaseResult {
         let seen = seen.ok_or("the factory was not called")?;
         let numbers = [seen.max_batch_size, seen.max_seqlen, seen.num_heads];
         same("max_batch_size, max_seqlen, num_heads", numbers, [3, 8, 2])?;
-        same("head dims", [seen.head_dim_k, seen.head_dim_v], [4, 6])?;
+        same(
+            "head dims",
+            [seen.head_dim_k, seen.head_dim_v],
+            [4, 6].map(|wanted| dim(backend, wanted)),
+        )?;
         same("dtype", seen.dtype, DType::F32)?;
         let pages = seen.pages.map(|pages| (pages.total_num_pages, pages.page_size));
         same("pages", pages, paged.then_some((5, 4)))?;

@@ -7,7 +7,7 @@ use serde::Deserialize;
 
 use super::te::{Config, Entry, Form, check_content, state, write};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, refused, same};
-use crate::device::Device;
+use crate::device::{Device, dim, limited};
 use crate::lab::FORMATS;
 
 /// One input and the lengths it means.
@@ -34,7 +34,7 @@ pub(super) fn run<B: Device>(backend: &B, quirk: &Quirk) -> CaseResult {
     if let Some(sums) = &quirk.exact_cu {
         exact_sums(backend, sums)?;
     }
-    let Some(config) = &quirk.config else {
+    let Some(config) = quirk.config.as_ref().map(|config| config.fitted(backend)) else {
         ensure(quirk.exact_cu.is_some(), || "neither a config nor exact sums".to_owned())?;
         return Ok(Outcome::Holds);
     };
@@ -43,7 +43,7 @@ pub(super) fn run<B: Device>(backend: &B, quirk: &Quirk) -> CaseResult {
         let form = Form { format, padded: None };
         for (index, step) in quirk.te_steps.iter().enumerate() {
             let place = format!("{format}, step {index} {:?} ({})", step.step, quirk.sane);
-            if !one_step(backend, &mut params, config, (step, form)).at(place)? {
+            if !one_step(backend, &mut params, &config, (step, form)).at(place)? {
                 break;
             }
         }
@@ -112,9 +112,12 @@ fn exact_sums<B: Device>(backend: &B, sums: &[u32]) -> Result<(), CaseError> {
     while lens.last() == Some(&0) {
         lens.pop();
     }
-    let config =
-        InferenceConfig::new(batch, longest.max(1)).num_heads_kv(1).head_dim_k(1).dtype(DType::F16);
-    let mut params = InferenceParams::new(backend.clone(), config)?;
+    let config = InferenceConfig::new(batch, longest.max(1)).num_heads_kv(1);
+    let config = config.head_dim_k(dim(backend, 1)).dtype(DType::F16);
+    // No layer is allocated, so no limit of memory counts.
+    let device =
+        limited(backend, |c| c.with_binding_bytes_max(u64::MAX).with_buffer_bytes_max(u64::MAX));
+    let mut params = InferenceParams::new(device, config)?;
     let step: Vec<_> = (0_u64..).zip(lens).collect();
     params.pre_step(&step)?;
     same("cu_q", params.cu_seqlens_q(), sums)?;

@@ -3,7 +3,7 @@ use kv_core::{CacheSpec, KvCache, StartOptions, StepInput};
 use serde::Deserialize;
 
 use crate::case::{CaseError, CaseResult, Outcome, ensure};
-use crate::device::Device;
+use crate::device::{Device, dim};
 use crate::lab::seq;
 use crate::oracle::Rope;
 use crate::rng::mix;
@@ -78,7 +78,7 @@ fn positions<B: Device>(backend: &B, case: &RopeCase) -> Result<Vec<u32>, CaseEr
     let total: u64 = case.start_positions.iter().map(|start| u64::from(start + tokens)).sum();
     ensure(total <= 1 << 24, || "start positions out of bounds".to_owned())?;
     let longest = case.start_positions.iter().max().copied().unwrap_or(0) + tokens;
-    let spec = CacheSpec::builder().layers_on_demand().kv_heads(1).head_dim(1);
+    let spec = CacheSpec::builder().layers_on_demand().kv_heads(1).head_dim(dim(backend, 1));
     let mut cache = KvCache::new(backend.clone(), spec.contiguous(batch, longest).build()?)?;
     let (mut prefix, mut step) = (Vec::new(), Vec::new());
     for (id, start) in (0..).zip(&case.start_positions) {

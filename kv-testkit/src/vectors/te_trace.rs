@@ -71,7 +71,9 @@ fn padding(trace: &Trace) -> Result<[usize; 2], CaseError> {
 }
 
 struct Replay<'t, B: Device> {
-    config: &'t Config,
+    /// As recorded, and with `head_dim`s that the device takes.
+    recorded: &'t Config,
+    config: Config,
     form: Form,
     params: InferenceParams<B>,
     /// Lengths by sequence, and our pages.
@@ -84,10 +86,10 @@ struct Replay<'t, B: Device> {
 
 impl<'t, B: Device> Replay<'t, B> {
     fn new(backend: &B, trace: &'t Trace, form: Form) -> Result<Self, CaseError> {
-        let config = &trace.config;
+        let (recorded, config) = (&trace.config, trace.config.fitted(backend));
         let params = config.open(backend)?;
         let (lens, pages) = (BTreeMap::new(), BTreeMap::new());
-        Ok(Self { config, form, params, lens, pages, table: None, shapes: None })
+        Ok(Self { recorded, config, form, params, lens, pages, table: None, shapes: None })
     }
 
     fn reset(&mut self) -> Result<(), CaseError> {
@@ -104,10 +106,10 @@ impl<'t, B: Device> Replay<'t, B> {
             step.entries.iter().map(|(id, n)| (*id, before(id), *n)).collect();
         self.check_arrays(step)?;
         if let Some(shapes) = step.ret.as_ref().and_then(|ret| ret.get(key)) {
-            self.shapes = Some(*shapes);
+            self.shapes = Some(self.fitted(*shapes));
         }
         for layer in 1..=self.config.layers() {
-            let got = write(backend, &mut self.params, self.config, (layer, &entries), self.form)
+            let got = write(backend, &mut self.params, &self.config, (layer, &entries), self.form)
                 .at(format!("layer {layer}"))?;
             if let Some(expected) = self.shapes {
                 same(format!("ret of layer {layer}"), got, expected)?;
@@ -135,6 +137,25 @@ impl<'t, B: Device> Replay<'t, B> {
         same("cu_kv", self.params.cu_seqlens_kv(), &step.cu_kv)
     }
 
+    /// Recorded shapes of K and V with the cache's own `head_dim`s.
+    fn fitted(&self, shapes: [[u32; 4]; 2]) -> [[u32; 4]; 2] {
+        let dims = [self.recorded, &self.config].map(Config::heads_dims);
+        let mut shapes = shapes;
+        for (shape, plane) in shapes.iter_mut().zip(0..) {
+            let [recorded, own] = dims.map(|dims: [[usize; 2]; 2]| dims[plane][1] as u32);
+            shape[3] = if shape[3] == recorded { own } else { shape[3] };
+        }
+        shapes
+    }
+
+    /// Of rows of a plane, the values that were recorded.
+    fn recorded_part(&self, plane: usize, rows: &[Vec<f32>]) -> Vec<Vec<f32>> {
+        let ([_, own], [_, recorded]) =
+            (self.config.heads_dims()[plane], self.recorded.heads_dims()[plane]);
+        let part = |row: &[f32]| row[..recorded].to_vec();
+        rows.iter().map(|rows| rows.chunks(own).flat_map(part).collect()).collect()
+    }
+
     fn check_hashes(
         &mut self,
         backend: &B,
@@ -143,7 +164,8 @@ impl<'t, B: Device> Replay<'t, B> {
     ) -> Result<(), CaseError> {
         same("rows of h", hashes.len(), step.batch.len())?;
         for layer in 1..=self.config.layers() {
-            let [k, v] = cached(backend, &mut self.params, self.config, layer)?;
+            let [k, v] = cached(backend, &mut self.params, &self.config, layer)?;
+            let [k, v] = [self.recorded_part(0, &k), self.recorded_part(1, &v)];
             for (row, id) in step.batch.iter().enumerate() {
                 let expected = hashes[row].get(usize::from(layer) - 1).cloned().unwrap_or_default();
                 let got = hash(&k[row], &v[row]);

@@ -10,7 +10,7 @@ use kv_core::{
 
 use super::vllm::Config;
 use crate::case::{At, CaseError, ensure, same};
-use crate::device::Device;
+use crate::device::{Device, dim};
 use crate::named::{self, Name};
 
 /// One request, running or waiting.
@@ -80,7 +80,7 @@ impl<B: Device> Engine<B> {
         let windows = config.windows()?;
         let capacity = config.num_blocks.saturating_sub(1);
         let layers = windows.len() as u16;
-        let mut spec = CacheSpec::builder().layers(layers).kv_heads(1).head_dim(2);
+        let mut spec = CacheSpec::builder().layers(layers).kv_heads(1).head_dim(dim(backend, 2));
         spec = spec.format(KvFormat::F32).paged(config.block_size, capacity);
         for (layer, window) in (0..).zip(&windows) {
             if let Some(left) = window {

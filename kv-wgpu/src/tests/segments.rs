@@ -1,5 +1,7 @@
 //! Planes that are larger than a binding.
-use kv_core::DeviceErrorKind;
+use kv_core::plan::{GatherArgs, GatherPlan};
+use kv_core::block::BlockTables;
+use kv_core::{DeviceErrorKind, PlaneLayout, PlaneShape, PlaneView};
 
 use super::*;
 
@@ -19,7 +21,7 @@ fn a_plane_of_many_segments_is_the_same_plane() {
     let segments = |backend: &WgpuBackend| {
         let cache = KvCache::new(backend.clone(), spec(num_blocks)).unwrap();
         let storage = cache.storage(kv_core::GroupId(0)).unwrap();
-        storage.layouts().each_ref().map(kv_core::PlaneLayout::num_segments)
+        storage.layouts().each_ref().map(PlaneLayout::num_segments)
     };
     assert_eq!((segments(&large), segments(&small)), ([1, 1], [3, 3]));
     let limited = kv_testkit::device::limited(&large, |c| c.with_binding_bytes_max(BINDING / 2));
@@ -46,4 +48,33 @@ fn a_block_that_no_binding_holds_is_refused() {
     let kv_core::CacheError::Device(error) = error else { panic!("{error}") };
     assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
     assert!(error.to_string().contains("8192 bytes"), "{error}");
+}
+
+#[test]
+fn planes_of_the_callers_own_have_head_dims_that_shaders_take() {
+    let Some(backend) = open() else { return };
+    let plane = |head_dim| {
+        let order = kv_core::BlockOrder::Hnd;
+        let shape = PlaneShape {
+            num_blocks: 1,
+            block_size: 4,
+            num_kv_heads: 1,
+            head_dim,
+            order,
+            format: KvFormat::F32,
+        };
+        PlaneLayout::new(shape).unwrap()
+    };
+    let mut queue = backend.queue().unwrap();
+    for (dim, is_taken) in [(6, false), (8, true), (256, true), (260, false)] {
+        let buffers = [backend.alloc(4 * u64::from(dim) * 4).unwrap()];
+        let view = PlaneView::new(plane(dim), &buffers).unwrap();
+        let tables = BlockTables::new(1, 1);
+        let plan = GatherPlan::new(view.layout(), &tables, &[]).unwrap();
+        let out = TensorViewMut::device(DType::F32, &buffers[0], 0, &[4, 1, dim]);
+        let args = GatherArgs::new(&plan, view, out, QkvFormat::Thd).unwrap();
+        let gathered = queue.gather(&plan, args).map_err(|error| error.kind());
+        assert_eq!(gathered.is_ok(), is_taken, "{dim}: {gathered:?}");
+        assert!(is_taken || gathered == Err(DeviceErrorKind::Unsupported), "{dim}: {gathered:?}");
+    }
 }

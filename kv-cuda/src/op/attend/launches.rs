@@ -9,6 +9,10 @@ use crate::step::Extent;
 /// `head_dim` of K and V together up to which four rows a warp fit the shared memory that every
 /// card since `sm_80` has.
 const DIMS_MAX: u32 = 768;
+/// Bytes of shared memory of `attend_rows` and `attend_rows_large` besides their rows.
+const ROWS_FIXED: u32 = 43_024;
+/// Values of a row of theirs besides those of K and V.
+const ROWS_MORE: u32 = 72;
 /// `head_dim`s of the kernels for prefill.
 const PREFILL_DIMS: [u32; 6] = [64, 80, 96, 128, 192, 256];
 /// Numbers of `KvDtype`, which are those of the plain formats too.
@@ -27,14 +31,23 @@ pub(super) fn rows(params: &AttendParams, extent: &Extent, splits_max: u32) -> L
         if dims <= DIMS_MAX { ("attend_rows", 4_u32) } else { ("attend_rows_large", 1) };
     let rows_of_block = rows.saturating_mul(4);
     let units = extent.total_q.saturating_mul(params.group).checked_div(rows_of_block);
-    let shared_bytes =
-        dims.saturating_add(72).saturating_mul(16).saturating_mul(rows).saturating_add(43_024);
+    let shared_bytes = dims
+        .saturating_add(ROWS_MORE)
+        .saturating_mul(16)
+        .saturating_mul(rows)
+        .saturating_add(ROWS_FIXED);
     let grid = [
         units.unwrap_or(0).saturating_add(extent.sequences),
         params.k_plane.num_kv_heads,
         splits_max.clamp(1, MAX_YZ),
     ];
     Launch { kernel, grid, threads: 128, shared_bytes }
+}
+
+/// Largest `head_dim` of K and of V that `attend_rows_large` has the shared memory for.
+pub(in crate::op) fn head_dim_max(shared_bytes_max: u32) -> u32 {
+    let dims = (shared_bytes_max.saturating_sub(ROWS_FIXED) / 16).saturating_sub(ROWS_MORE);
+    (dims / 128).saturating_mul(64)
 }
 
 /// `decode.h`.
@@ -238,5 +251,16 @@ mod tests {
         let bytes = |params| Prefill::of(&params, ROOM).map(|taker| taker.shared_bytes);
         assert_eq!(bytes(params(F16, [F16; 2], 128)), Some(54_288));
         assert_eq!(bytes(params(F16, [BF16 + 1; 2], 256)), Some(70_416));
+    }
+
+    #[test]
+    fn the_largest_head_dim_fits_and_the_next_does_not() {
+        let extent = Extent::default();
+        for (max, dim) in [(101_376, 1728), (232_448, 5824)] {
+            assert_eq!(head_dim_max(max), dim);
+            let bytes = |dim| rows(&params(F16, [F16; 2], dim), &extent, 1).shared_bytes;
+            assert!(bytes(dim) <= max && bytes(dim + 1) > max, "{dim}");
+        }
+        assert_eq!(head_dim_max(1024), 0);
     }
 }

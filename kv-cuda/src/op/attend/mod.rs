@@ -9,6 +9,7 @@ use kv_core::DeviceError;
 use kv_core::plan::{AttendArgs, AttentionPlan, Determinism, Mask};
 
 use self::launches::Prefill;
+pub(super) use self::launches::head_dim_max;
 use super::pad::{self, Owned};
 use crate::buffer::CudaBuffer;
 use crate::decode::{self, Shape, Work};

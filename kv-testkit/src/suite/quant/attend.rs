@@ -3,7 +3,7 @@ use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat, Plane, ScaleGroup, Scaling,
 
 use super::{LARGE_MEANS, Likeness, NEUTRAL, lab, quantised, talk};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
-use crate::device::{Device, limited};
+use crate::device::{Device, dim, limited};
 use crate::lab::{Brings, How, seq};
 use crate::rng::Rng;
 use crate::suite::{ORDERS, case};
@@ -49,6 +49,7 @@ fn matrix<B: Device>(backend: &B, dim: u32) -> CaseResult {
 fn odd_dims<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for (k, v) in [(1, 2), (5, 3), (31, 33), (96, 100), (17, 130)] {
+            let (k, v) = (dim(backend, k), dim(backend, v));
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(k, v).format(format);
             // The first formats with few values a row are wider in 16 bits than a block.
             let mut lab = lab(backend, spec.paged(16, 4).sinks(1), NEUTRAL, 2)?;

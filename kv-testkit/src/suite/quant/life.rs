@@ -3,7 +3,7 @@ use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat, ScaleGroup};
 
 use super::{LARGE_MEANS, Likeness, NEUTRAL, constants, lab, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
-use crate::device::Device;
+use crate::device::{Device, dim};
 use crate::lab::{Brings, Finish, How, Lab};
 use crate::suite::{ORDERS, case};
 
@@ -20,8 +20,9 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 }
 
 /// Rows that are no whole number of words, so that a copy that rounds is seen.
-fn small(format: KvFormat) -> CacheSpecBuilder {
-    CacheSpec::builder().layers(2).kv_heads(2).head_dims(18, 10).format(format)
+fn small<B: Device>(backend: &B, format: KvFormat) -> CacheSpecBuilder {
+    let dims = [dim(backend, 18), dim(backend, 10)];
+    CacheSpec::builder().layers(2).kv_heads(2).head_dims(dims[0], dims[1]).format(format)
 }
 
 fn step<B: Device>(lab: &mut Lab<B>, ids: &[(u64, u32)]) -> Result<(), CaseError> {
@@ -47,10 +48,10 @@ fn fork_everywhere<B: Device>(lab: &mut Lab<B>, most: u32) -> Result<(), CaseErr
 fn forks<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for order in ORDERS {
-            let spec = small(format).block_order(order).paged(5, 12);
+            let spec = small(backend, format).block_order(order).paged(5, 12);
             fork_everywhere(&mut lab(backend, spec, NEUTRAL, 1)?, 6).at(format!("{format}"))?;
         }
-        let spec = small(format).contiguous(2, 12);
+        let spec = small(backend, format).contiguous(2, 12);
         fork_everywhere(&mut lab(backend, spec, NEUTRAL, 1)?, 3)
             .at(format!("{format}, contiguous"))?;
     }
@@ -61,10 +62,10 @@ fn forks_in_sinks<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for order in ORDERS {
             // 2 sinks and a token fit the first block of most formats, and the rest the next one.
-            let spec = small(format).block_order(order).sinks(3).paged(9, 16);
+            let spec = small(backend, format).block_order(order).sinks(3).paged(9, 16);
             fork_everywhere(&mut lab(backend, spec, LARGE_MEANS, 2)?, 7).at(format!("{format}"))?;
         }
-        let spec = small(format).sinks(2).contiguous(2, 9);
+        let spec = small(backend, format).sinks(2).contiguous(2, 9);
         fork_everywhere(&mut lab(backend, spec, NEUTRAL, 2)?, 3)
             .at(format!("{format}, contiguous"))?;
     }
@@ -74,7 +75,8 @@ fn forks_in_sinks<B: Device>(backend: &B) -> CaseResult {
 fn rewrite<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for sinks in [0, 2] {
-            let mut lab = lab(backend, small(format).sinks(sinks).paged(8, 8), NEUTRAL, 3)?;
+            let mut lab =
+                lab(backend, small(backend, format).sinks(sinks).paged(8, 8), NEUTRAL, 3)?;
             lab.fill(1, 13)?;
             for len in [12, 8, 7, 2, 1, 0] {
                 lab.truncate(1, len)?;
@@ -91,7 +93,7 @@ fn rewrite<B: Device>(backend: &B) -> CaseResult {
 fn recalibrated<B: Device>(backend: &B) -> CaseResult {
     const MEASURED: Likeness = Likeness { mean: 0.5, balance: 1.0 };
     for format in quantised() {
-        let mut lab = lab(backend, small(format).sinks(2).paged(9, 16), NEUTRAL, 5)?;
+        let mut lab = lab(backend, small(backend, format).sinks(2).paged(9, 16), NEUTRAL, 5)?;
         lab.fill(1, 13)?;
         lab.fork(1, 2)?;
         step(&mut lab, &[(2, 3)]).at(format!("{format}"))?;
@@ -110,7 +112,7 @@ fn recalibrated<B: Device>(backend: &B) -> CaseResult {
 
 fn rolled_back<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
-        let mut lab = lab(backend, small(format).sinks(1).paged(8, 8), NEUTRAL, 4)?;
+        let mut lab = lab(backend, small(backend, format).sinks(1).paged(8, 8), NEUTRAL, 4)?;
         lab.fill(1, 6)?;
         lab.fork(1, 2)?;
         let before = lab.state();
@@ -125,7 +127,7 @@ fn rolled_back<B: Device>(backend: &B) -> CaseResult {
 /// Codes of 0 are not always values of 0, but wiped bytes are.
 fn wiped<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
-        let spec = small(format).sinks(2).paged(8, 6).wipe_on_release(true);
+        let spec = small(backend, format).sinks(2).paged(8, 6).wipe_on_release(true);
         let mut lab = lab(backend, spec, NEUTRAL, 5)?;
         let stale = |lab: &mut Lab<B>| -> Result<usize, CaseError> {
             let all = crate::suite::life::bytes(&mut lab.cache, kv_core::GroupId(0))?;

@@ -26,11 +26,11 @@ pub(super) fn quantised() -> impl Iterator<Item = KvFormat> + Clone {
 
 /// What the constants of a case are like.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Likeness {
+pub(crate) struct Likeness {
     /// Means of K are up to so large.
-    pub(super) mean: f32,
+    pub(crate) mean: f32,
     /// Balances are up to 2 to this power, and down to its reciprocal.
-    pub(super) balance: f32,
+    pub(crate) balance: f32,
 }
 
 /// Neither mean nor balance.
@@ -39,7 +39,7 @@ pub(super) const NEUTRAL: Likeness = Likeness { mean: 0.0, balance: 0.0 };
 pub(super) const LARGE_MEANS: Likeness = Likeness { mean: 20.0, balance: 2.0 };
 
 /// Constants that fit `spec` and the rows that a lab makes for them.
-pub(super) fn constants(spec: &CacheSpec, like: Likeness, seed: u64) -> Calibration {
+pub(crate) fn constants(spec: &CacheSpec, like: Likeness, seed: u64) -> Calibration {
     let mut rng = Rng::new(seed);
     let mut layer = |layer: u16| {
         let group = spec.locate(kv_core::LayerId(layer)).map_or(0, |(group, _)| group.0);

@@ -6,7 +6,7 @@ use kv_core::{
 
 use super::{LARGE_MEANS, NEUTRAL, lab, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, same};
-use crate::device::Device;
+use crate::device::{Device, dim};
 use crate::lab::{Brings, Finish, How, Lab, seq, unchanged};
 use crate::rng::Rng;
 use crate::suite::{ORDERS, case};
@@ -26,8 +26,14 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 const MEANS: [KeyMean; 2] = [KeyMean::Calibrated, KeyMean::PerBlock];
 
 /// Two layers of two heads, a tail, blocks of 9 slots.
-fn spec(format: KvFormat, key_mean: KeyMean, order: BlockOrder) -> CacheSpecBuilder {
-    let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(34, 20).format(format);
+fn spec<B: Device>(
+    backend: &B,
+    format: KvFormat,
+    key_mean: KeyMean,
+    order: BlockOrder,
+) -> CacheSpecBuilder {
+    let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(dim(backend, 34), 20);
+    let spec = spec.format(format);
     spec.block_order(order).tail(true).key_mean(key_mean).paged(9, 40)
 }
 
@@ -42,7 +48,7 @@ fn grows<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for (key_mean, order) in MEANS.into_iter().zip(ORDERS) {
             for sinks in [0, 2] {
-                let spec = spec(format, key_mean, order).sinks(sinks);
+                let spec = spec(backend, format, key_mean, order).sinks(sinks);
                 let mut lab = lab(backend, spec, LARGE_MEANS, 1)?;
                 lab.start(1)?;
                 lab.start(2)?;
@@ -61,7 +67,7 @@ fn alone<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(2);
     for format in quantised() {
         for key_mean in MEANS {
-            let spec = spec(format, key_mean, rng.pick(&ORDERS)).sinks(1);
+            let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).sinks(1);
             let mut lab = lab(backend, spec, NEUTRAL, 2)?;
             let rows = lab.random_rows(&[24], &How::default()).remove(0);
             lab.start(1)?;
@@ -101,8 +107,8 @@ fn truncated<B: Device>(backend: &B) -> CaseResult {
     ] {
         for key_mean in MEANS {
             for sinks in [0, 3] {
-                let spec = spec(format, key_mean, BlockOrder::Hnd).sinks(sinks);
-                let mut lab = lab(backend, spec, LARGE_MEANS, 3)?;
+                let spec = spec(backend, format, key_mean, BlockOrder::Hnd).sinks(sinks);
+                let mut lab = lab(backend, spec, LARGE_MEANS, 33)?;
                 for len in 0..24 {
                     lab.fill(1, 23)?;
                     lab.truncate(1, len)?;
@@ -122,7 +128,8 @@ fn truncated<B: Device>(backend: &B) -> CaseResult {
 fn forked<B: Device>(backend: &B) -> CaseResult {
     for (format, order) in quantised().zip(ORDERS.into_iter().cycle()) {
         for key_mean in MEANS {
-            let mut lab = lab(backend, spec(format, key_mean, order).sinks(1), NEUTRAL, 4)?;
+            let mut lab =
+                lab(backend, spec(backend, format, key_mean, order).sinks(1), NEUTRAL, 4)?;
             for len in [1, 2, 6, 7, 9, 10, 13] {
                 let place = || format!("{format}, {key_mean:?}, forked at {len}");
                 lab.fill(1, len)?;
@@ -146,7 +153,7 @@ fn rolled_back<B: Device>(backend: &B) -> CaseResult {
     let dropped = How { finish: Finish::Drop, ..How::default() };
     for format in quantised() {
         for key_mean in MEANS {
-            let spec = spec(format, key_mean, BlockOrder::Nhd).sinks(1);
+            let spec = spec(backend, format, key_mean, BlockOrder::Nhd).sinks(1);
             let mut lab = lab(backend, spec, NEUTRAL, 5)?;
             lab.fill(1, 8)?;
             lab.fork(1, 2)?;
@@ -168,7 +175,7 @@ fn options<B: Device>(backend: &B) -> CaseResult {
         for transform in [Transform::Off, Transform::On] {
             for key_mean in MEANS {
                 let v = rng.pick(&[format, KvFormat::Bf16, KvFormat::L4(ScaleGroup::Row)]);
-                let spec = spec(format, key_mean, rng.pick(&ORDERS)).formats(format, v);
+                let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).formats(format, v);
                 let spec = spec.transform(transform).sinks(rng.pick(&[0, 1, 4, 7]));
                 let spec = spec.paged(rng.pick(&[8, 11, 16]), 30);
                 let mut lab = lab(backend, spec, LARGE_MEANS, 6)?;
@@ -185,13 +192,15 @@ fn options<B: Device>(backend: &B) -> CaseResult {
 fn poisoned<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for bad in [f32::NAN, f32::INFINITY] {
-            let spec = spec(format, KeyMean::PerBlock, BlockOrder::Hnd).transform(Transform::Off);
+            let spec =
+                spec(backend, format, KeyMean::PerBlock, BlockOrder::Hnd).transform(Transform::Off);
             let mut lab = lab(backend, spec, NEUTRAL, 7)?;
             let mut rows = lab.random_rows(&[12], &How::default()).remove(0);
-            for planes in &mut rows {
-                planes[0][5 * 68 + 3] = bad;
-                planes[0][11 * 68 + 40] = bad;
-                planes[1][2 * 40] = bad;
+            for (planes, shape) in rows.iter_mut().zip(lab.layers()) {
+                let [k, v] = [0, 1].map(|plane| shape.width(plane));
+                planes[0][5 * k + 3] = bad;
+                planes[0][11 * k + 40] = bad;
+                planes[1][2 * v] = bad;
             }
             lab.start(1)?;
             lab.write_only(&[(1, 12)], &[rows], DType::F32)?;

@@ -7,7 +7,7 @@ use kv_core::{
 };
 
 use crate::case::CaseError;
-use crate::device::{Device, Place, Staged, fetch};
+use crate::device::{self, Device, Place, Staged, fetch};
 use crate::lab::{dense, seq};
 
 /// The K of a cache of one layer and one head, given scale 1.
@@ -61,10 +61,12 @@ pub(super) fn decoded<B: Device>(
 impl<B: Device> Keys<B> {
     fn new(backend: &B, format: KvFormat, dim: usize, values: &[f32]) -> Result<Self, CaseError> {
         let tokens = values.len() / dim;
+        // Of V nothing is asked.
+        let dim_v = device::dim(backend, 1);
         let spec = CacheSpec::builder()
             .layers(1)
             .kv_heads(1)
-            .head_dims(dim as u32, 1)
+            .head_dims(dim as u32, dim_v)
             .formats(format, KvFormat::F32)
             .transform(Transform::Off)
             .paged(16, tokens.div_ceil(16).max(1) as u32);
@@ -78,7 +80,8 @@ impl<B: Device> Keys<B> {
             let tensor = layout.pack(DType::F32, &[values.to_vec()], f32::NAN);
             Staged::new(backend, cache.queue_mut(), (layout, tensor), Place::Host)
         };
-        let (k, v) = (stage(values, dim)?, stage(&vec![0.0; tokens], 1)?);
+        let (k, v) =
+            (stage(values, dim)?, stage(&vec![0.0; tokens * dim_v as usize], dim_v as usize)?);
         let mut step = cache.begin_step(&[StepInput::count(seq(1), tokens as u32)])?;
         step.write(0, k.view(), v.view(), QkvFormat::Thd)?;
         step.commit()?;
