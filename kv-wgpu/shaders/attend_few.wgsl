@@ -2,14 +2,20 @@
 // attend_unit.wgsl for rows and tiles.
 //
 // Four neighbours read a key, straight into their products with all rows; then every invocation has
-// eight values of the output of all rows, and every few tokens of a tile. So a tile has two barriers,
+// four values of the output of all rows, and every few tokens of a tile. So a tile has two barriers,
 // three where neighbours do not exchange values in a subgroup.
 //! include attend_unit.wgsl
 
-var<workgroup> scores: array<f32, 256>;   // [row][token]
-var<workgroup> weights: array<f32, 256>;  // [row][token]
-// Products of keys in four parts, [row][token]; at the end values of the output in parts, [part][piece].
-var<workgroup> exchange: array<vec4<f32>, 256>;
+var<workgroup> scores: array<f32, 256>;     // [row][token]
+var<workgroup> weights: array<f32, 256>;    // [row / 4][token][row % 4]
+//! if SUBGROUPS
+//! else
+var<workgroup> products: array<f32, 1024>;  // [row][token], in four parts
+//! end
+
+fn weight_at(row: u32, token: u32) -> u32 {
+    return row / 4u * 128u + token * 4u + row % 4u;
+}
 
 // Scores of a tile: four invocations a token, each with 8 values of every 32.
 fn score(tile: u32, turn: u32, local: u32, scale: f32) {
@@ -46,12 +52,13 @@ fn score(tile: u32, turn: u32, local: u32, scale: f32) {
     }
     //! else
     for (var row = 0u; row < ROWS; row++) {
-        exchange[row * TILE + token][part] = dots[row];
+        products[(row * TILE + token) * 4u + part] = dots[row];
     }
     workgroupBarrier();
     for (var i = local; i < ROWS * TILE; i += THREADS) {
-        let p = exchange[i];
-        scores[i] = score_of(i / TILE, tile, turn, i % TILE, (p.x + p.y) + (p.z + p.w));
+        let p = i * 4u;
+        let product = (products[p] + products[p + 1u]) + (products[p + 2u] + products[p + 3u]);
+        scores[i] = score_of(i / TILE, tile, turn, i % TILE, product);
     }
     //! end
 }
@@ -92,13 +99,13 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     // Rows of which this invocation weighs one token: every fourth.
     var most = vec2<f32>(EMPTY);
     var sum = vec2<f32>(0.0);
-    // Values of the output: eight, of every `parts_of_v`th token.
-    let pieces = chunks_of(params.v.head_dim) * 4u;
-    let parts_of_v = THREADS / pieces;
-    let piece = local % pieces;
-    let part = local / pieces;
-    var acc: array<vec4<f32>, 16>;
-    for (var i = 0u; i < 2u * ROWS; i++) {
+    // Values of the output: four, of every `parts_of_v`th token.
+    let fours = params.v.head_dim / 4u;
+    let parts_of_v = THREADS / fours;
+    let piece = local % fours;
+    let part = local / fours;
+    var acc: array<vec4<f32>, 8>;
+    for (var i = 0u; i < ROWS; i++) {
         acc[i] = vec4<f32>(0.0);
     }
     let w = walk_of(u, workgroupUniformLoad(&seen[0]), workgroupUniformLoad(&seen[u.rows - 1u]));
@@ -118,31 +125,24 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             let factor = rescaled(before, most[j]);
             let weight = weight_of(scores[row * TILE + token], most[j]);
             sum[j] = sum[j] * factor + select(weight, 0.0, weight == NO_WEIGHT);
-            weights[row * TILE + token] = weight;
+            weights[weight_at(row, token)] = weight;
             if token == 0u {
                 factors[row] = factor;
             }
         }
         workgroupBarrier();
         for (var row = 0u; row < ROWS; row++) {
-            acc[2u * row] *= factors[row];
-            acc[2u * row + 1u] *= factors[row];
+            acc[row] *= factors[row];
         }
-        if part < parts_of_v && piece * 8u < params.v.head_dim {
+        if part < parts_of_v {
             for (var i = part; i < TILE; i += parts_of_v) {
                 let t = turn * TILE + i;
                 if how[t] != ABSENT {
-                    let factor = v_factor_of(t, v_scale);
-                    let low = v_values(t, piece * 8u, factor, v_scale);
-                    var high = vec4<f32>(0.0);
-                    if piece * 8u + 4u < params.v.head_dim {
-                        high = v_values(t, piece * 8u + 4u, factor, v_scale);
-                    }
+                    let value = v_values(t, piece * 4u, v_factor_of(t, v_scale), v_scale);
                     for (var row = 0u; row < ROWS; row++) {
-                        let weight = weights[row * TILE + i];
+                        let weight = weights[weight_at(row, i)];
                         if weight != NO_WEIGHT {
-                            acc[2u * row] += weight * low;
-                            acc[2u * row + 1u] += weight * high;
+                            acc[row] += weight * value;
                         }
                     }
                 }
@@ -155,35 +155,40 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     let slice = params.segment * params.splits + u.split;
     let unit = (group.x * groups.y + group.y) * params.slices + slice;
-    let fours = params.v.head_dim / 4u;
-    for (var row = 0u; row < ROWS; row++) {
+    // Queries are done with: their memory takes the parts of four rows at a time.
+    for (var four = 0u; four < ROWS; four += 4u) {
         workgroupBarrier();
         if part < parts_of_v {
-            exchange[part * pieces * 2u + piece * 2u] = acc[2u * row];
-            exchange[part * pieces * 2u + piece * 2u + 1u] = acc[2u * row + 1u];
-        }
-        if row % 4u == local / TILE {
-            weights[local] = sum[row / 4u];
+            for (var j = 0u; j < 4u; j++) {
+                q_rows[(j * parts_of_v + part) * fours + piece] = acc[four + j];
+            }
         }
         workgroupBarrier();
-        if local < fours {
+        for (var i = local; i < 4u * fours; i += THREADS) {
+            let row = i / fours;
             var value = vec4<f32>(0.0);
-            for (var i = 0u; i < parts_of_v; i++) {
-                value += exchange[i * pieces * 2u + local];
+            for (var j = 0u; j < parts_of_v; j++) {
+                value += q_rows[(row * parts_of_v + j) * fours + i % fours];
             }
-            let at = (unit * ROWS + row) * params.v.head_dim + 4u * local;
-            for (var i = 0u; i < 4u; i++) {
-                parts[at + i] = value[i];
-            }
+            let at = (unit * ROWS + four + row) * params.v.head_dim + i % fours * 4u;
+            parts[at] = value.x;
+            parts[at + 1u] = value.y;
+            parts[at + 2u] = value.z;
+            parts[at + 3u] = value.w;
         }
-        if row % 4u * TILE == local {
-            var all = 0.0;
-            for (var i = 0u; i < TILE; i++) {
-                all += weights[local + i];
-            }
-            let at = params.stats + 2u * (unit * ROWS + row);
-            parts[at] = most[row / 4u];
-            parts[at + 1u] = all;
+    }
+    for (var j = 0u; j < ROWS / 4u; j++) {
+        scores[(local / TILE + 4u * j) * TILE + token] = sum[j];
+    }
+    workgroupBarrier();
+    for (var j = 0u; j < ROWS / 4u && token == 0u; j++) {
+        let row = local / TILE + 4u * j;
+        var all = 0.0;
+        for (var i = 0u; i < TILE; i++) {
+            all += scores[row * TILE + i];
         }
+        let at = params.stats + 2u * (unit * ROWS + row);
+        parts[at] = most[j];
+        parts[at + 1u] = all;
     }
 }

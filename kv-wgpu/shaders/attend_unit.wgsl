@@ -163,7 +163,8 @@ fn constants_four(at: u32) -> vec4<f32> {
 fn rotate_queries(dim: u32, local: u32) {
     let width = q_width();
     var begin = 0u;
-    for (var bit = 8u; bit >= 2u; bit--) {
+    // From the largest block there is: a number that no compiler knows, so that none unrolls this.
+    for (var bit = firstLeadingBit(dim); bit >= 2u; bit--) {
         let block = 1u << bit;
         if (dim & block) == 0u {
             continue;
