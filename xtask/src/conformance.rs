@@ -222,14 +222,18 @@ fn emulate(command: &mut Command, sanitizer: Sanitizer) -> Result<()> {
     Ok(())
 }
 
-/// Folders that graphics drivers want: compiled shaders stay below `target`, and a session's folder
-/// is there where nobody is logged in.
+/// What graphics drivers want: compiled shaders stay below `target`, and a session's folder is
+/// there where nobody is logged in. Mesa's driver that runs shaders on the CPU takes longer to
+/// optimise them than tests take to run.
 pub(crate) fn quiet_drivers(command: &mut Command, workspace: &Workspace) -> Result<()> {
     let named = [("MESA_SHADER_CACHE_DIR", "shaders"), ("XDG_RUNTIME_DIR", "session")];
     for (name, folder) in named.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()) {
         let folder = workspace.target_dir.join("drivers").join(folder);
         fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
         command.env(name, folder);
+    }
+    if std::env::var_os("GALLIVM_PERF").is_none() {
+        command.env("GALLIVM_PERF", "nopt");
     }
     Ok(())
 }

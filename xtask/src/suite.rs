@@ -15,8 +15,8 @@ use crate::{conformance, emulator, kernels, readme, setup, shell, tidy, webgpu};
 pub(crate) const HEAVY: &str = "kv-cli";
 
 /// Switched on in every build of the light crates, for the same reason: the CUDA backend runs on
-/// the emulator too.
-pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated"];
+/// the emulator too, and `kv` opens every backend there is.
+pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated,kv/wgpu,kv/cuda"];
 
 /// The emulator's own tests, with each sanitizer.
 const SELF_TEST: emulator::Options =

@@ -1,6 +1,6 @@
 //! Planes that are larger than a binding.
-use kv_core::plan::{GatherArgs, GatherPlan};
 use kv_core::block::BlockTables;
+use kv_core::plan::{GatherArgs, GatherPlan};
 use kv_core::{DeviceErrorKind, PlaneLayout, PlaneShape, PlaneView};
 
 use super::*;
