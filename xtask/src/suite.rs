@@ -182,11 +182,11 @@ fn conform(_: &Workspace) -> Result<Outcome> {
     clean("cpu", &conformance::run_variation("cpu", "with its best kernels", &Options::default())?)
 }
 
-/// The stage before has used the best kernels of this machine; a run takes seconds once it is
-/// built.
+/// The stage before has used the best kernels of this machine, and has erased them too.
 fn conform_kernels(_: &Workspace) -> Result<Outcome> {
     for isa in ["scalar", "avx2", "neon"] {
-        let options = Options { env: vec![("KV_CPU_ISA", isa.into())], ..Options::default() };
+        let env = vec![("KV_CPU_ISA", isa.into())];
+        let options = Options { args: vec!["cpu::".into()], env, ..Options::default() };
         let what = format!("with {isa} kernels");
         clean(isa, &conformance::run_variation("cpu", &what, &options)?)?;
     }

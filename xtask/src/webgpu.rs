@@ -5,10 +5,13 @@ use anyhow::{Result, bail};
 
 use crate::conformance::{self, Options};
 
-/// Cases that are the same whatever compiles the shaders, or that take long: left out on the second
-/// driver and without subgroups.
-const FIRST_ONLY: &[&str] =
-    &["any(", "buffer/", "cache/", "failure/", "front/", "lives/", "queue/", "random/", "reuse/"];
+/// Left out here, as drivers that a CPU runs take minutes for each: what every stored format needs
+/// to be compiled for. The random lives of `kv/tests/differential.rs` go over all formats.
+const LONG: &[&str] = &["lives/", "quant/", "random/", "reuse/quantised", "vectors/"];
+
+/// Cases that meet every kernel of which there are variations.
+const VARIED: &[&str] =
+    &["wgpu::attend/head_groups", "wgpu::attend/options", "wgpu::quant/error_on_normal_rows"];
 
 /// Where browsers bring `SwiftShader`, a Vulkan driver that has nothing in common with Mesa's.
 const SECOND_DRIVERS: &[&str] = &[
@@ -18,24 +21,26 @@ const SECOND_DRIVERS: &[&str] = &[
     "/opt/google/chrome/vk_swiftshader_icd.json",
 ];
 
-/// Runs the suite on the first adapter, then parts of it without subgroups and on a second driver.
+/// Runs most of the suite on the first adapter, on the backend's own type: what erasure does is the
+/// same on every backend. Then some of it without subgroups and on a second driver.
 pub(crate) fn run() -> Result<()> {
-    // What erasure does is the same on every backend.
-    let own = Options { args: vec!["wgpu::".into()], ..Options::default() };
-    check("on the first adapter", &own)?;
-    let skips = FIRST_ONLY.iter().flat_map(|part| ["--skip".into(), (*part).into()]);
-    let args: Vec<_> = own.args.iter().cloned().chain(skips).collect();
-    let variation = |name, value: &str| Options {
-        args: args.clone(),
-        env: vec![(name, value.into())],
-        ..Options::default()
-    };
-    check("without subgroups", &variation("KV_WGPU_SUBGROUPS", "0"))?;
+    let skips = LONG.iter().flat_map(|part| ["--skip".into(), (*part).into()]);
+    let args = std::iter::once("wgpu::".into()).chain(skips).collect();
+    check("on the first adapter", &Options { args, ..Options::default() })?;
+    vary("without subgroups", ("KV_WGPU_SUBGROUPS", "0"))?;
     let Some(driver) = SECOND_DRIVERS.iter().find(|path| Path::new(path).is_file()) else {
         println!("wgpu: no second Vulkan driver on this machine");
         return Ok(());
     };
-    check("on SwiftShader", &variation("VK_DRIVER_FILES", driver))
+    vary("on SwiftShader", ("VK_DRIVER_FILES", driver))
+}
+
+fn vary(what: &str, (name, value): (&'static str, &str)) -> Result<()> {
+    for part in VARIED {
+        let env = vec![(name, value.into())];
+        check(what, &Options { args: vec![(*part).into()], env, ..Options::default() })?;
+    }
+    Ok(())
 }
 
 fn check(what: &str, options: &Options) -> Result<()> {
