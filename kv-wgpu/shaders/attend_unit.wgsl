@@ -183,7 +183,7 @@ fn rotate_queries(dim: u32, local: u32) {
             let pairs = fours / 2u;
             for (var i = local; i < ROWS * pairs; i += THREADS) {
                 let pair = i % pairs;
-                let inside = pair >> s << (s + 1u) | (pair & ((1u << s) - 1u));
+                let inside = ((pair >> s) << (s + 1u)) | (pair & ((1u << s) - 1u));
                 let at = i / pairs * width + begin + inside;
                 let a = q_rows[at];
                 let b = q_rows[at + (1u << s)];

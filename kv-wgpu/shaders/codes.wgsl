@@ -39,7 +39,7 @@ fn e4m3_decode(code: u32) -> f32 {
 
 // The bytes of a word.
 fn bytes_of(word: u32) -> vec4<u32> {
-    return vec4<u32>(word) >> vec4<u32>(0u, 8u, 16u, 24u) & vec4<u32>(0xffu);
+    return (vec4<u32>(word) >> vec4<u32>(0u, 8u, 16u, 24u)) & vec4<u32>(0xffu);
 }
 
 // The same of the four bytes of a word, without branches.
@@ -105,7 +105,7 @@ fn book_begin(bits: u32) -> u32 {
 // The levels of four codes, whose signs are on top.
 fn lloyd_levels(bits: u32, codes: vec4<u32>) -> vec4<f32> {
     let at = (codes & vec4<u32>((1u << (bits - 1u)) - 1u)) + vec4<u32>(book_begin(bits));
-    let sign = (codes >> vec4<u32>(bits - 1u) & vec4<u32>(1u)) << vec4<u32>(31u);
+    let sign = ((codes >> vec4<u32>(bits - 1u)) & vec4<u32>(1u)) << vec4<u32>(31u);
     let magnitudes = vec4<f32>(books[at.x], books[at.y], books[at.z], books[at.w]);
     return bitcast<vec4<f32>>(bitcast<vec4<u32>>(magnitudes) | sign);
 }

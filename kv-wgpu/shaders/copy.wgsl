@@ -40,7 +40,7 @@ fn read_even(at: u32) -> u32 {
     if (at & 2u) == 0u {
         return word;
     }
-    return word >> 16u | read_word((at >> 2u) + 1u) << 16u;
+    return (word >> 16u) | (read_word((at >> 2u) + 1u) << 16u);
 }
 
 @compute @workgroup_size(64)
@@ -68,7 +68,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         if bytes == 4u {
             plane_put_word(begin, read_even(source));
         } else {
-            plane_put_half(begin, read_word(source >> 2u) >> ((source & 2u) * 8u) & 0xffffu);
+            plane_put_half(begin, (read_word(source >> 2u) >> ((source & 2u) * 8u)) & 0xffffu);
         }
     }
 }

@@ -46,15 +46,15 @@ fn minifloat(x: f32, mantissa: u32, edge: u32, largest: f32) -> u32 {
     return round_shift((inside & 0x7fffffu) | 0x800000u, shift);
 }
 fn e4m3_encode(x: f32) -> u32 {
-    return select(minifloat(x, 3u, 121u, 448.0) | bitcast<u32>(x) >> 31u << 7u, E4M3_NAN, is_nan(x));
+    return select(minifloat(x, 3u, 121u, 448.0) | ((bitcast<u32>(x) >> 31u) << 7u), E4M3_NAN, is_nan(x));
 }
 // Never infinite.
 fn e5m2_encode(x: f32) -> u32 {
-    return select(minifloat(x, 2u, 113u, 57344.0) | bitcast<u32>(x) >> 31u << 7u, E4M3_NAN, is_nan(x));
+    return select(minifloat(x, 2u, 113u, 57344.0) | ((bitcast<u32>(x) >> 31u) << 7u), E4M3_NAN, is_nan(x));
 }
 // NaN, which has no code, is 6.
 fn e2m1_encode(x: f32) -> u32 {
-    return select(minifloat(x, 1u, 127u, 6.0) | bitcast<u32>(x) >> 31u << 3u, 7u, is_nan(x));
+    return select(minifloat(x, 1u, 127u, 6.0) | ((bitcast<u32>(x) >> 31u) << 3u), 7u, is_nan(x));
 }
 
 // The nearest integer in -127..=127, in two's complement: ties to even, or away from zero.
@@ -134,7 +134,7 @@ fn encode_ggml(dim: u32, local: u32) {
         for (var j = 0u; j < 4u; j++) {
             let behind = 31u - (8u * j + local % 8u);
             let bits = bitcast<u32>(x[j]);
-            first = combine(FIRST_PEAK, first, vec2<u32>(bits & 0x7fffffffu, behind << 1u | bits >> 31u));
+            first = combine(FIRST_PEAK, first, vec2<u32>(bits & 0x7fffffffu, (behind << 1u) | (bits >> 31u)));
         }
         first = of_8(FIRST_PEAK, local, first);
         let amax = finite(bitcast<f32>(first.x));
@@ -194,10 +194,10 @@ fn encode_nvfp4(inv_scale: f32, dim: u32, local: u32) {
         for (var i = 0u; i < 4u; i++) {
             errors[i] = nvfp4_error(tried[i], values, unit, local);
         }
-        let over_4 = errors[1] < errors[0] & amax < vec2<u32>(INFINITY);
+        let over_4 = (errors[1] < errors[0]) & (amax < vec2<u32>(INFINITY));
         var code = select(tried[0], tried[1], over_4);
         // The smallest scale, where that is nearer than zeros.
-        code = select(code, vec2<u32>(1u), code == vec2<u32>(0u) & errors[2] < errors[3]);
+        code = select(code, vec2<u32>(1u), (code == vec2<u32>(0u)) & (errors[2] < errors[3]));
         code = select(code, vec2<u32>(E4M3_NAN), amax > vec2<u32>(INFINITY));
         for (var j = 0u; j < 4u; j++) {
             let own = code[j / 2u];

@@ -53,7 +53,7 @@ fn add_4(first: vec4<f32>, second: vec4<f32>, are_in: vec4<bool>) -> vec2<f32> {
 fn keep_lloyd(bits: u32, x: vec4<f32>, inverse: f32, has_codes: bool, local: u32, group: u32) {
     let found = lloyd_nearest(bits, limited_4(x) * inverse);
     for (var j = 0u; j < 4u; j++) {
-        let code = found.indices[j] | bitcast<u32>(x[j]) >> 31u << (bits - 1u);
+        let code = found.indices[j] | ((bitcast<u32>(x[j]) >> 31u) << (bits - 1u));
         keep_code(local, group * 32u + 8u * j + local % 8u, x[j], select(0u, code, has_codes));
     }
 }

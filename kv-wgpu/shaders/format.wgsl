@@ -16,7 +16,7 @@ fn $name_plane_bits(plane: u32, n: u32, at: u32, w: u32) -> vec4<u32> {
     var codes = vec4<u32>(0u);
     for (var j = 0u; j < 4u; j++) {
         let i = at + j;
-        codes[j] = $name_byte(plane + i % m) >> (i / m * w) & mask;
+        codes[j] = ($name_byte(plane + i % m) >> (i / m * w)) & mask;
     }
     return codes;
 }
@@ -29,7 +29,7 @@ fn $name_lloyd_levels(bits: u32, row: u32, dim: u32, i: u32) -> vec4<f32> {
     var codes: vec4<u32>;
     if bits == 3u {
         codes = $name_plane_bits(group, n, at, 2u)
-            | $name_plane_bits(group + (n + 3u) / 4u, n, at, 1u) << vec4<u32>(2u);
+            | ($name_plane_bits(group + (n + 3u) / 4u, n, at, 1u) << vec4<u32>(2u));
     } else {
         codes = $name_plane_bits(group, n, at, 4u);
         if bits == 6u {

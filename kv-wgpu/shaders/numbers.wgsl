@@ -15,13 +15,13 @@ fn is_nan(x: f32) -> bool {
 // Bits of the f32 of an f16.
 fn f16_widen(bits: u32) -> u32 {
     let sign = (bits & 0x8000u) << 16u;
-    let exponent = bits >> 10u & 31u;
+    let exponent = (bits >> 10u) & 31u;
     let mantissa = bits & 1023u;
     if exponent == 31u {
-        return sign | INFINITY | mantissa << 13u;
+        return sign | INFINITY | (mantissa << 13u);
     }
     if exponent > 0u {
-        return sign | (exponent + 112u) << 23u | mantissa << 13u;
+        return sign | ((exponent + 112u) << 23u) | (mantissa << 13u);
     }
     // A multiple of 2^-24, which f32 has as an ordinary number.
     return sign | bitcast<u32>(f32(mantissa) * power_of_two(-24));
@@ -51,7 +51,7 @@ fn round_shift(bits: u32, shift: u32) -> u32 {
 // The nearest f16 of an f32, infinite beyond the largest.
 fn f16_bits(x: f32) -> u32 {
     let bits = bitcast<u32>(x);
-    let sign = bits >> 16u & 0x8000u;
+    let sign = (bits >> 16u) & 0x8000u;
     let magnitude = bits & 0x7fffffffu;
     if magnitude > INFINITY {
         return sign | 0x7e00u;

@@ -9,7 +9,7 @@ fn plane_bits_of(codes: u32, n: u32, byte: u32, low: u32, w: u32) -> u32 {
     for (var j = 0u; j < per_byte; j++) {
         let at = byte + j * m;
         if at < n {
-            bits |= (row_bits[codes + at] >> low & ((1u << w) - 1u)) << (j * w);
+            bits |= ((row_bits[codes + at] >> low) & ((1u << w) - 1u)) << (j * w);
         }
     }
     return bits;
@@ -44,17 +44,17 @@ fn row_byte(p: Plane, codes: u32, scales: u32, at: u32) -> u32 {
         case FMT_Q8_0: {
             let i = at % 34u;
             if i < 2u {
-                return row_scales[scales + at / 34u] >> (8u * i) & 0xffu;
+                return (row_scales[scales + at / 34u] >> (8u * i)) & 0xffu;
             }
             return row_bits[codes + at / 34u * 32u + i - 2u];
         }
         case FMT_Q4_0: {
             let i = at % 18u;
             if i < 2u {
-                return row_scales[scales + at / 18u] >> (8u * i) & 0xffu;
+                return (row_scales[scales + at / 18u] >> (8u * i)) & 0xffu;
             }
             let code = codes + at / 18u * 32u + i - 2u;
-            return row_bits[code] | row_bits[code + 16u] << 4u;
+            return row_bits[code] | (row_bits[code + 16u] << 4u);
         }
         default: {}
     }
@@ -67,10 +67,10 @@ fn row_byte(p: Plane, codes: u32, scales: u32, at: u32) -> u32 {
             let count = select((p.head_dim + 31u) / 32u, (p.head_dim + 15u) / 16u, FORMAT == FMT_NVFP4);
             return select(0u, row_scales[scales + min(i, 15u)], i < count);
         }
-        return row_scales[scales] >> (8u * i) & 0xffu;
+        return (row_scales[scales] >> (8u * i)) & 0xffu;
     }
     if FORMAT == FMT_NVFP4 {
-        return row_bits[codes + 2u * at] | row_bits[codes + 2u * at + 1u] << 4u;
+        return row_bits[codes + 2u * at] | (row_bits[codes + 2u * at + 1u] << 4u);
     }
     if is_lloyd(FORMAT) {
         return lloyd_byte(lloyd_bits(FORMAT), p.head_dim, codes, at);

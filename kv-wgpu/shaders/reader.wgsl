@@ -6,10 +6,10 @@ fn $name_word(at: u32) -> u32 {
 }
 // 16 bits at an even byte.
 fn $name_half(at: u32) -> u32 {
-    return $name[at >> 2u] >> ((at & 2u) * 8u) & 0xffffu;
+    return ($name[at >> 2u] >> ((at & 2u) * 8u)) & 0xffffu;
 }
 fn $name_byte(at: u32) -> u32 {
-    return $name[at >> 2u] >> ((at & 3u) * 8u) & 0xffu;
+    return ($name[at >> 2u] >> ((at & 3u) * 8u)) & 0xffu;
 }
 // Four bytes at any byte.
 fn $name_bytes(at: u32) -> u32 {
@@ -30,8 +30,8 @@ fn $name_halves(at: u32) -> vec4<u32> {
     var low = $name[word];
     var high = $name[word + 1u];
     if !$aligned && (at & 2u) != 0u {
-        low = low >> 16u | high << 16u;
-        high = high >> 16u | $name[word + 2u] << 16u;
+        low = (low >> 16u) | (high << 16u);
+        high = (high >> 16u) | ($name[word + 2u] << 16u);
     }
     return vec4<u32>(low & 0xffffu, low >> 16u, high & 0xffffu, high >> 16u);
 }

@@ -96,7 +96,7 @@ fn take_mean(piece: Piece, s: Sequence, head: u32, constant: Head, local: u32) {
 }
 
 fn stored_half(at: u32) -> u32 {
-    return atomicLoad(&plane[at >> 2u]) >> ((at & 2u) * 8u) & 0xffffu;
+    return (atomicLoad(&plane[at >> 2u]) >> ((at & 2u) * 8u)) & 0xffffu;
 }
 
 @compute @workgroup_size(64)

@@ -21,7 +21,7 @@ fn $name_put_half(at: u32, bits: u32) {
 // Two values at an even byte, the first in the lower half.
 fn $name_put_pair(at: u32, low: u32, high: u32) {
     if (at & 2u) == 0u {
-        $name_put_word(at, low | high << 16u);
+        $name_put_word(at, low | (high << 16u));
     } else {
         $name_put_half(at, low);
         $name_put_half(at + 2u, high);

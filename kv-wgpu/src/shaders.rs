@@ -12,6 +12,8 @@
 //!
 //! What a pipeline is specialised for beyond that are `override` constants.
 #[cfg(test)]
+mod grammar;
+#[cfg(test)]
 mod tests;
 
 /// Every file of the folder `shaders`.

@@ -1,6 +1,9 @@
 //! Sources put together from files, parsed and validated as drivers would get them.
+use std::collections::BTreeSet;
+
 use naga::valid::{Capabilities, ShaderStages, SubgroupOperationSet, ValidationFlags, Validator};
 
+use super::grammar;
 use super::*;
 use crate::op::kernels;
 use crate::pipelines::Kernel;
@@ -51,6 +54,20 @@ fn every_specialisation_is_valid() {
     assert!(validate(&probe, &[], Capabilities::SUBGROUP).is_ok());
     assert!(validate(&probe, &[], Capabilities::empty()).is_err(), "the feature is needed");
     assert!(count > 0);
+}
+
+#[test]
+fn operators_have_the_brackets_that_browsers_want() {
+    let mut seen = BTreeSet::new();
+    for kernel in kernels() {
+        for has_subgroups in [false, true] {
+            let flags = flags(&kernel, has_subgroups);
+            if seen.insert((kernel.shader, flags.clone())) {
+                let source = source(kernel.shader, &flags).unwrap();
+                assert_eq!(grammar::first_mixed(&source), None, "{}\n{source}", kernel.shader);
+            }
+        }
+    }
 }
 
 #[test]
