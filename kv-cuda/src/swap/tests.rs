@@ -32,8 +32,15 @@ struct World {
 }
 
 fn layout(format: &str, order: BlockOrder, head_dim: u32) -> PlaneLayout {
-    let format = format.parse().unwrap();
-    let (block_size, num_kv_heads) = (5, 3);
+    layout_of_heads(format, order, (3, head_dim))
+}
+
+fn layout_of_heads(
+    format: &str,
+    order: BlockOrder,
+    (num_kv_heads, head_dim): (u32, u32),
+) -> PlaneLayout {
+    let (format, block_size) = (format.parse().unwrap(), 5);
     let shape =
         PlaneShape { num_blocks: BLOCKS, block_size, num_kv_heads, head_dim, order, format };
     PlaneLayout::new(shape).unwrap()
@@ -363,7 +370,7 @@ fn room_is_what_blocks_take() {
     let error = world.backend.swap(other.storage.view(), 1).unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::ForeignHandle, "{error}");
     // More than any address space has.
-    let wide = [layout("f32", BlockOrder::Hnd, 1 << 20); 2];
+    let wide = [layout_of_heads("f32", BlockOrder::Hnd, (3 << 12, 1 << 8)); 2];
     let wide = World { storage: KvStorage::new(&world.backend, wide).unwrap(), ..world };
     let mut storage = wide.storage;
     storage.allocate(&wide.backend, 0).unwrap();
