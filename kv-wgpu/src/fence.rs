@@ -27,8 +27,9 @@ impl WgpuFence {
     }
 }
 
+/// Our own memory cannot be mapped only where the device went, which may be told later.
 fn outcome(done: Result<(), String>, operation: &'static str) -> Result<(), DeviceError> {
-    done.map_err(|why| DeviceError::new(DeviceErrorKind::Driver, operation).with_detail(why))
+    done.map_err(|why| DeviceError::new(DeviceErrorKind::Lost, operation).with_detail(why))
 }
 
 /// Waits until a callback has come.
