@@ -27,11 +27,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     fill_books(local);
     load_queries(u, local);
-    let k_scale = head_of(params.k, u.head, params.k_constants != 0u).scale;
-    var v_scale = 1.0;
-    if params.v_constants != 0u {
-        v_scale = bitcast<f32>(constants_v[u.head]);
-    }
+    let k_scale = k_scale_of(u);
+    let v_scale = v_scale_of(u);
     // Of products an invocation has one token and four rows, of weights one token of every fourth row,
     // of the output four values of every chunk of one row.
     let token = local % TILE;
@@ -75,9 +72,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         workgroupBarrier();
         let before = most;
         for (var j = 0u; j < ROWS / 4u; j++) {
-            for (var i = 0u; i < TILE; i++) {
-                most[j] = max(most[j], scores[(local / TILE + 4u * j) * TILE + i]);
-            }
+            most[j] = largest(local / TILE + 4u * j, local, most[j]);
         }
         workgroupBarrier();
         for (var j = 0u; j < ROWS / 4u; j++) {
@@ -112,8 +107,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         tile = next;
         turn = 1u - turn;
     }
-    let slice = params.segment * params.splits + u.split;
-    let unit = (group.x * groups.y + group.y) * params.slices + slice;
+    let unit = part_of(u, group, groups);
     let dim_v = params.v.head_dim;
     if row < ROWS {
         for (var chunk = 0u; chunk < V_CHUNKS; chunk++) {
@@ -123,18 +117,5 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             }
         }
     }
-    for (var j = 0u; j < ROWS / 4u; j++) {
-        scores[(local / TILE + 4u * j) * TILE + token] = sum[j];
-    }
-    workgroupBarrier();
-    for (var j = 0u; j < ROWS / 4u && token == 0u; j++) {
-        let weighed = local / TILE + 4u * j;
-        var all = 0.0;
-        for (var i = 0u; i < TILE; i++) {
-            all += scores[weighed * TILE + i];
-        }
-        let at = params.stats + 2u * (unit * ROWS + weighed);
-        parts[at] = most[j];
-        parts[at + 1u] = all;
-    }
+    put_stats(unit, most, sum, local);
 }

@@ -63,24 +63,6 @@ fn score(tile: u32, turn: u32, local: u32, scale: f32) {
     //! end
 }
 
-// The largest of `most` and the 32 scores of a row.
-fn largest(row: u32, local: u32, most: f32) -> f32 {
-    var found = most;
-    //! if SUBGROUPS
-    for (var i = local % 8u; i < TILE; i += 8u) {
-        found = max(found, scores[row * TILE + i]);
-    }
-    found = max(found, subgroupShuffleXor(found, 1u));
-    found = max(found, subgroupShuffleXor(found, 2u));
-    found = max(found, subgroupShuffleXor(found, 4u));
-    //! else
-    for (var i = 0u; i < TILE; i++) {
-        found = max(found, scores[row * TILE + i]);
-    }
-    //! end
-    return found;
-}
-
 @compute @workgroup_size(128)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups: vec3<u32>,
         @builtin(local_invocation_index) local: u32) {
@@ -90,11 +72,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
     }
     fill_books(local);
     load_queries(u, local);
-    let k_scale = head_of(params.k, u.head, params.k_constants != 0u).scale;
-    var v_scale = 1.0;
-    if params.v_constants != 0u {
-        v_scale = bitcast<f32>(constants_v[u.head]);
-    }
+    let k_scale = k_scale_of(u);
+    let v_scale = v_scale_of(u);
     let token = local % TILE;
     // Rows of which this invocation weighs one token: every fourth.
     var most = vec2<f32>(EMPTY);
@@ -153,8 +132,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         tile = next;
         turn = 1u - turn;
     }
-    let slice = params.segment * params.splits + u.split;
-    let unit = (group.x * groups.y + group.y) * params.slices + slice;
+    let unit = part_of(u, group, groups);
     // Queries are done with: their memory takes the parts of four rows at a time.
     for (var four = 0u; four < ROWS; four += 4u) {
         workgroupBarrier();
@@ -177,18 +155,5 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             parts[at + 3u] = value.w;
         }
     }
-    for (var j = 0u; j < ROWS / 4u; j++) {
-        scores[(local / TILE + 4u * j) * TILE + token] = sum[j];
-    }
-    workgroupBarrier();
-    for (var j = 0u; j < ROWS / 4u && token == 0u; j++) {
-        let row = local / TILE + 4u * j;
-        var all = 0.0;
-        for (var i = 0u; i < TILE; i++) {
-            all += scores[row * TILE + i];
-        }
-        let at = params.stats + 2u * (unit * ROWS + row);
-        parts[at] = most[j];
-        parts[at + 1u] = all;
-    }
+    put_stats(unit, vec4<f32>(most, 0.0, 0.0), vec4<f32>(sum, 0.0, 0.0), local);
 }

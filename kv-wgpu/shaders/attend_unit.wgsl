@@ -71,6 +71,7 @@ const NO_TILE: u32 = 0xffffffffu;
 //! include tiles.wgsl
 
 var<workgroup> q_rows: array<vec4<f32>, 512>;  // [row][q_width()], 512 at most
+// `scores`, [row][token], is declared where it is known how many rows there are.
 var<workgroup> biases: array<f32, 16>;
 var<workgroup> factors: array<f32, 16>;
 var<workgroup> seen: array<Visible, 16>;
@@ -312,4 +313,58 @@ fn weight_of(score: f32, most: f32) -> f32 {
 // What sums relative to the maximum `before` are multiplied with to be relative to `after`.
 fn rescaled(before: f32, after: f32) -> f32 {
     return select(exp(before - after), 1.0, before == after);
+}
+
+// The largest of `most` and the 32 scores of a row.
+fn largest(row: u32, local: u32, most: f32) -> f32 {
+    var found = most;
+    //! if SUBGROUPS
+    for (var i = local % 8u; i < TILE; i += 8u) {
+        found = max(found, scores[row * TILE + i]);
+    }
+    found = max(found, subgroupShuffleXor(found, 1u));
+    found = max(found, subgroupShuffleXor(found, 2u));
+    found = max(found, subgroupShuffleXor(found, 4u));
+    //! else
+    for (var i = 0u; i < TILE; i++) {
+        found = max(found, scores[row * TILE + i]);
+    }
+    //! end
+    return found;
+}
+
+// The scale that is given for a head of K, and of V; 1 where none is.
+fn k_scale_of(u: Unit) -> f32 {
+    return head_of(params.k, u.head, params.k_constants != 0u).scale;
+}
+fn v_scale_of(u: Unit) -> f32 {
+    if params.v_constants == 0u {
+        return 1.0;
+    }
+    return bitcast<f32>(constants_v[u.head]);
+}
+
+// The unit of `parts` that a workgroup writes.
+fn part_of(u: Unit, group: vec3<u32>, groups: vec3<u32>) -> u32 {
+    let slice = params.segment * params.splits + u.split;
+    return (group.x * groups.y + group.y) * params.slices + slice;
+}
+
+// Writes maximum and sum of each row. An invocation has those of one token of every fourth row; what
+// `scores` held is no longer needed.
+fn put_stats(unit: u32, most: vec4<f32>, sum: vec4<f32>, local: u32) {
+    for (var j = 0u; j < ROWS / 4u; j++) {
+        scores[(local / TILE + 4u * j) * TILE + local % TILE] = sum[j];
+    }
+    workgroupBarrier();
+    for (var j = 0u; j < ROWS / 4u && local % TILE == 0u; j++) {
+        let row = local / TILE + 4u * j;
+        var all = 0.0;
+        for (var i = 0u; i < TILE; i++) {
+            all += scores[row * TILE + i];
+        }
+        let at = params.stats + 2u * (unit * ROWS + row);
+        parts[at] = most[j];
+        parts[at + 1u] = all;
+    }
 }

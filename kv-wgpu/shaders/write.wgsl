@@ -1,6 +1,5 @@
 // New rows of K or of V go to their slots: kv-cpu's write.rs. A workgroup writes eight rows, of
-// one head each.
-// Rows that a tail keeps for later are here; those that become codes with their block are
+// one head each. Rows that a tail keeps for later are here; those that become codes with their block are
 // write_blocks.wgsl's.
 //! include params.wgsl
 //! include numbers.wgsl

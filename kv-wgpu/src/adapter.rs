@@ -52,6 +52,8 @@ pub struct AdapterFacts {
     pub api: String,
     /// Discrete, integrated, virtual, or a CPU.
     pub kind: String,
+    /// Whether a CPU runs its shaders.
+    pub is_cpu: bool,
     /// Driver and its version, as far as it says.
     pub driver: String,
     /// Bytes of the largest buffer.
@@ -75,6 +77,7 @@ impl AdapterFacts {
             name: info.name,
             api: format!("{:?}", info.backend),
             kind: format!("{:?}", info.device_type),
+            is_cpu: info.device_type == wgpu::DeviceType::Cpu,
             driver,
             buffer_bytes_max: limits.max_buffer_size,
             binding_bytes_max: limits.max_storage_buffer_binding_size,

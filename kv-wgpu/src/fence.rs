@@ -27,7 +27,7 @@ impl WgpuFence {
     }
 }
 
-/// Our own memory cannot be mapped only where the device went, which may be told later.
+/// Nothing but a device that went keeps memory of ours from being mapped; that may be told later.
 fn outcome(done: Result<(), String>, operation: &'static str) -> Result<(), DeviceError> {
     done.map_err(|why| DeviceError::new(DeviceErrorKind::Lost, operation).with_detail(why))
 }

@@ -99,7 +99,7 @@ impl PlainCopy for WgpuBackend {
 
     fn describe(&self) -> Facts {
         let facts = self.facts();
-        let is_software = facts.is_some_and(|facts| facts.kind == "Cpu");
+        let is_software = facts.is_some_and(|facts| facts.is_cpu);
         let say = |of: fn(&kv::wgpu::AdapterFacts) -> String| facts.map_or_else(String::new, of);
         Facts {
             device: say(|facts| facts.name.clone()),

@@ -91,3 +91,31 @@ fn every_file_is_used() {
         }
     }
 }
+
+/// The numbers with a point in a text, in their order.
+fn numbers(text: &str) -> Vec<f32> {
+    let words = text.split(|c: char| !c.is_ascii_digit() && c != '.');
+    words.filter(|word| word.contains('.')).filter_map(|word| word.parse().ok()).collect()
+}
+
+fn between<'a>(text: &'a str, begin: &str, end: &str) -> &'a str {
+    let from = text.split_once(begin).unwrap().1;
+    from.split_once(end).unwrap().0
+}
+
+#[test]
+fn levels_are_the_same_where_they_are_read_and_where_they_are_chosen() {
+    let file = |name| FILES.iter().find(|(file, _)| *file == name).unwrap().1;
+    let books = numbers(between(file("codes.wgsl"), "array<f32, 44>(", ");"));
+    let nearest = file("nearest.wgsl");
+    let first = numbers(between(nearest, "let least =", ";"));
+    for (bits, begin, first) in [(3, 0, first[2]), (4, 4, first[1]), (6, 12, first[0])] {
+        let name = if bits == 6 { "default: {".to_owned() } else { format!("case {bits}u: {{") };
+        let book = &books[begin..][..1 << (bits - 1)];
+        assert_eq!(first.to_bits(), book[0].to_bits(), "{bits} bits");
+        let steps = numbers(between(nearest, &name, "}"));
+        let expected: Vec<f32> =
+            book.windows(2).flat_map(|pair| [(pair[0] + pair[1]) * 0.5, pair[1]]).collect();
+        assert_eq!(steps, expected, "{bits} bits");
+    }
+}
