@@ -67,7 +67,8 @@ struct Tensors {
     lse: Vec<f32>,
 }
 
-/// One step of the whole batch; every sequence brings `tokens`.
+/// One step of the whole batch; every sequence brings `tokens`. New rows of prompts are written
+/// alone: attention over them would be most of the test's time, and nobody counts there.
 fn step<B: Backend>(
     cache: &mut KvCache<B>,
     inputs: &[StepInput<'_>],
@@ -82,6 +83,9 @@ fn step<B: Backend>(
     for layer in 0..LAYERS {
         let view = TensorView::host(&tensors.kv[..len(&kv)], &kv);
         step.write(layer, view, view, QkvFormat::Thd)?;
+        if tokens > 1 {
+            continue;
+        }
         let queries = TensorView::host(&tensors.q[..len(&q)], &q);
         let out = TensorViewMut::host(&mut tensors.out[..len(&q)], &q);
         let lse = TensorViewMut::host(&mut tensors.lse[..len(&q[..2])], &q[..2]);
@@ -136,12 +140,13 @@ fn allocations(backend: impl Backend, determinism: Determinism, stored: Stored) 
         .unwrap();
     let mut cache = KvCache::with_calibration(backend, spec, calibration(stored.format)).unwrap();
     let prompt = 1040_u32;
-    let size = usize::try_from(BATCH * prompt * HEADS * 4 * DIM).unwrap();
+    let len = |rows: u32| usize::try_from(BATCH * rows * HEADS * DIM).unwrap();
+    let queries = 4 * len(1);
     let mut tensors = Tensors {
-        kv: vec![0.5; size],
-        q: vec![0.5; size],
-        out: vec![0.0; size],
-        lse: vec![0.0; size],
+        kv: vec![0.5; len(prompt)],
+        q: vec![0.5; queries],
+        out: vec![0.0; queries],
+        lse: vec![0.0; queries],
     };
     let ids: Vec<_> = (0..u64::from(BATCH)).map(SequenceId).collect();
     for id in &ids {
