@@ -1,4 +1,7 @@
 //! Which cases a suite has: shapes and formats for each operation, and how large each is.
+#[cfg(test)]
+mod tests;
+
 use anyhow::Context;
 use kv::KvFormat;
 

@@ -220,3 +220,86 @@ pub(super) fn middle<'a>(
     rates.sort_by(f64::total_cmp);
     rates.get(rates.len().div_euclid(2)).copied()
 }
+
+#[cfg(test)]
+pub(super) mod tests {
+    use clap::Parser;
+
+    use super::super::grid;
+    use super::*;
+    use crate::args::{BenchArgs, Cli, Command};
+
+    pub(in super::super) fn args(args: &[&str]) -> BenchArgs {
+        let cli = Cli::try_parse_from([&["kv", "bench"], args].concat()).expect("arguments");
+        let Command::Bench(args) = cli.command else { panic!("another command") };
+        args
+    }
+
+    /// Every case of a suite at half of its limit, 20 GB/s.
+    pub(in super::super) fn report(given: &[&str]) -> Report {
+        let facts = Facts {
+            device: "avx2 kernels, 2 threads".to_owned(),
+            kind: "CPU".to_owned(),
+            driver: None,
+            runs_on: RunsOn::Cpu,
+        };
+        let mut report = Report::new("cpu".to_owned());
+        report.device(facts, Some(("avx2".to_owned(), 2)));
+        for case in grid::cases(&args(given), RunsOn::Cpu).expect("cases") {
+            let (seconds, limit) = match case.operation {
+                Operation::Plan => (1e-6, None),
+                Operation::Decode | Operation::Prefill => {
+                    (crate::num::to_f64(case.work.bytes()) / 10e9, Some((LimitKind::Read, 20.0)))
+                }
+                _ => (crate::num::to_f64(case.work.bytes()) / 10e9, Some((LimitKind::Copy, 20.0))),
+            };
+            report.push(&case, Measured { seconds, limit, rounds: 7 });
+        }
+        report
+    }
+
+    #[test]
+    fn json_has_the_keys_that_others_read_first_and_in_order() {
+        let report = report(&["--suite", "decode,plan"]);
+        let keys = "case backend isa threads format batch context q_heads kv_heads head_dim \
+                    block_size ns bytes gbps limit_gbps fraction";
+        for line in report.lines() {
+            let text = serde_json::to_string(line).expect("JSON");
+            let at = |key: &str| text.find(&format!("\"{key}\":")).expect(key);
+            let places: Vec<_> = keys.split_whitespace().map(at).collect();
+            assert!(places.is_sorted(), "{text}");
+            assert!(places.first() == Some(&1) && at("limit") > places[15], "{text}");
+            let value: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+            assert_eq!((&value["isa"], &value["threads"]), (&"avx2".into(), &2.into()));
+            let is_plan = value["case"] == "plan";
+            for key in ["limit_gbps", "fraction", "limit", "gflops"] {
+                assert_eq!(value[key].is_null(), is_plan, "{key}: {text}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_fraction_is_the_rate_by_its_limit() {
+        let report = report(&["--suite", "decode,gather", "--batch", "2", "--context", "8"]);
+        for line in report.lines() {
+            assert!((line.fraction.expect("a limit") - 0.5).abs() < 1e-12, "{line:?}");
+            assert!((line.gbps - 10.0).abs() < 1e-9, "{line:?}");
+            assert_eq!(line.bytes, line.bytes_read + line.bytes_written);
+        }
+    }
+
+    #[test]
+    fn the_table_has_a_row_for_every_case() {
+        let report = report(&["--suite", "decode,append,plan", "--formats", "bf16,l4"]);
+        let text = report.show();
+        let lines = report.lines();
+        assert!(text.starts_with("cpu: avx2 kernels, 2 threads; CPU\n"), "{text}");
+        let cases = format!("\n{} cases, limits: reading 20.00 GB/s, copies", lines.len());
+        let says_cases = text.contains(cases.trim_start());
+        assert!(says_cases, "{text}");
+        let is_row = |row: &&str| row.contains("bf16  ") || row.contains("l4  ");
+        assert_eq!(text.lines().filter(is_row).count(), lines.len(), "{text}");
+        assert!(text.contains("contiguous") && text.contains("0.500"), "{text}");
+        assert!(text.ends_with(LEGEND), "{text}");
+    }
+}

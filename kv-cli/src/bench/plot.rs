@@ -103,12 +103,11 @@ fn series(lines: &[&Line]) -> Vec<Series> {
         for line in lines.iter().filter(|line| line.case == *name) {
             let name = format!("{} {}", line.case, line.format);
             let point = (to_f64(line.bytes), line.ns / 1e3);
-            match own.iter_mut().find(|series| series.name == name) {
-                Some(series) => series.points.push(point),
-                None => {
-                    let colour = HSLColor(0.0, 0.0, 0.0);
-                    own.push(Series { name, colour, points: vec![point] });
-                }
+            if let Some(series) = own.iter_mut().find(|series| series.name == name) {
+                series.points.push(point);
+            } else {
+                let colour = HSLColor(0.0, 0.0, 0.0);
+                own.push(Series { name, colour, points: vec![point] });
             }
         }
         let shades = own.len();
@@ -130,4 +129,40 @@ fn range(values: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
     }
     let (low, high) = (10_f64.powf(low.log10().floor()), 10_f64.powf(high.log10().ceil()));
     (low, if high > low { high } else { low * 10.0 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::lines::tests::report;
+    use super::*;
+
+    #[test]
+    fn every_case_is_a_point() {
+        let report = report(&["--suite", "decode,append,plan", "--formats", "bf16,int8/l4"]);
+        let lines = report.lines();
+        let svg = draw(&lines).expect("a plot");
+        assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"), "{svg}");
+        assert_eq!(svg.matches("<circle ").count(), lines.len());
+        for text in ["decode bf16", "append int8/l4", "plan bf16", "read limit 20.0 GB/s"] {
+            assert!(svg.contains(&format!("\n{text}\n")), "{text}: {svg}");
+        }
+    }
+
+    #[test]
+    fn plans_alone_have_no_bytes_and_a_place() {
+        let report = report(&["--suite", "plan", "--batch", "4"]);
+        let lines = report.lines();
+        let svg = draw(&lines).expect("a plot");
+        assert_eq!(svg.matches("<circle ").count(), lines.len());
+        assert!(!svg.contains("limit "), "{svg}");
+        assert_eq!(draw(&[]).expect("a plot").matches("<circle ").count(), 0);
+    }
+
+    #[test]
+    fn axes_end_at_powers_of_ten() {
+        let of = |values: &[f64]| range(values.iter().copied());
+        assert_eq!(of(&[20.0, 0.0, 3000.0]), (10.0, 10_000.0));
+        assert_eq!(of(&[100.0]), (100.0, 1000.0));
+        assert_eq!(of(&[0.0]), (1.0, 10.0));
+    }
 }

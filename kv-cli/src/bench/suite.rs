@@ -5,9 +5,11 @@ use std::time::Instant;
 
 use anyhow::Context;
 use indicatif::ProgressBar;
-use kv::backend::{Capabilities, NullBackend};
+use kv::backend::{Backend, NullBackend};
 use kv::cuda::{CudaBackend, CudaOptions};
-use kv::{Device, DeviceError, DeviceErrorKind, KvCache, SequenceId, StartOptions, StepInput};
+use kv::{
+    CacheError, Device, DeviceError, DeviceErrorKind, KvCache, SequenceId, StartOptions, StepInput,
+};
 
 use super::clock::{Samples, gb_per_s};
 use super::grid::{self, Case};
@@ -124,6 +126,8 @@ impl<'a> Suite<'a> {
         let facts = backend.describe();
         let (least, most) = if facts.runs_on == RunsOn::Software { (0, READ.0) } else { READ };
         let read = self.memory.div_euclid(READ_PART).clamp(least, most).min(self.memory);
+        let has_limit = |case: &Case| case.operation != Operation::Plan;
+        let read = if self.cases.iter().any(has_limit) { read } else { 0 };
         let mut beside = Beside { backend, arena: backend.arena(read)? };
         report.device(facts, backend.choice());
         let mut lines = Vec::new();
@@ -133,7 +137,7 @@ impl<'a> Suite<'a> {
             let measured = self.measure_group(&cases, &mut beside);
             let name = || cases.first().map(|(_, case)| name(case)).unwrap_or_default();
             match measured {
-                Err(error) if is_out_of_memory(&error) => {
+                Err(error) if is_beyond(&error) => {
                     self.bar.suspend(|| tell(&[format!("{}: {error:#}", name())]))?;
                 }
                 measured => lines.extend(measured.with_context(name)?),
@@ -157,7 +161,7 @@ impl<'a> Suite<'a> {
         let operations: Vec<_> = cases.iter().map(|(_, case)| case.operation).collect();
         let mut lines = Vec::new();
         if first.operation == Operation::Plan {
-            let mut rig = Planned::new(first, beside.backend.capabilities())?;
+            let mut rig = Planned::new(first, beside.backend.capabilities().workers)?;
             for (index, case) in cases {
                 lines.push((*index, self.measure_case(case, beside, |runs| rig.run(runs))?));
             }
@@ -260,10 +264,15 @@ fn limit_of(case: &Case) -> Limited {
     }
 }
 
-fn is_out_of_memory(error: &anyhow::Error) -> bool {
+/// Whether the device lacks the memory or the means for a case.
+fn is_beyond(error: &anyhow::Error) -> bool {
     let is_it = |error: &(dyn std::error::Error + 'static)| {
-        let error = error.downcast_ref::<DeviceError>();
-        error.is_some_and(|error| error.kind() == DeviceErrorKind::OutOfMemory)
+        let of_cache = || match error.downcast_ref() {
+            Some(CacheError::Device(error)) => Some(error),
+            _ => None,
+        };
+        let kind = error.downcast_ref().or_else(of_cache).map(DeviceError::kind);
+        matches!(kind, Some(DeviceErrorKind::OutOfMemory | DeviceErrorKind::Unsupported))
     };
     error.chain().any(is_it)
 }
@@ -276,8 +285,10 @@ struct Planned {
 
 impl Planned {
     /// Contexts differ by up to a block, so that some of the sequences need a new one.
-    fn new(case: &Case, capabilities: &Capabilities) -> anyhow::Result<Self> {
-        let backend = NullBackend::new().with_capabilities(capabilities.clone());
+    fn new(case: &Case, workers: u32) -> anyhow::Result<Self> {
+        let backend = NullBackend::new();
+        let capabilities = backend.capabilities().clone().with_workers(workers);
+        let backend = backend.with_capabilities(capabilities);
         let shape = &case.shape;
         let mut cache = KvCache::new(backend, work::spec(shape, &case.stored)?)?;
         let spread = case.block_size.min(shape.context);
@@ -330,4 +341,61 @@ fn giga(count: u64) -> u64 {
 /// Says on standard error what is left out.
 fn tell(left_out: &[String]) -> anyhow::Result<()> {
     left_out.iter().try_for_each(|line| output::note(&format!("left out: {line}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::lines::tests::args;
+    use super::*;
+
+    #[test]
+    fn what_writes_is_held_to_a_copy_of_as_many_bytes() {
+        let few = ["--suite", "all", "--batch", "2", "--context", "8", "--formats", "int8-head"];
+        let cases = grid::cases(&args(&few), RunsOn::Cpu).expect("cases");
+        for case in &cases {
+            let layers = u64::from(case.shape.layers);
+            match (case.operation, limit_of(case)) {
+                (Operation::Plan, Limited::Not)
+                | (Operation::Decode | Operation::Prefill, Limited::By(LimitKind::Read, _)) => {}
+                (operation, Limited::By(LimitKind::Copy, walk)) => {
+                    assert!(walk.bytes * 2 >= case.work.bytes());
+                    assert!(walk.bytes * 2 < case.work.bytes() + 8);
+                    assert_eq!(walk.layers, layers);
+                    let places = match operation {
+                        Operation::Append | Operation::AppendPrompt => (false, true),
+                        Operation::Gather => (true, false),
+                        _ => (true, true),
+                    };
+                    assert_eq!((walk.from_moves, walk.to_moves), places, "{operation:?}");
+                }
+                (operation, limit) => panic!("{operation:?}: {limit:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn only_what_a_device_cannot_do_is_left_out() {
+        let error = |kind| anyhow::Error::new(DeviceError::new(kind, "alloc")).context("a case");
+        for kind in [DeviceErrorKind::OutOfMemory, DeviceErrorKind::Unsupported] {
+            assert!(is_beyond(&error(kind)), "{kind:?}");
+            let inside = CacheError::from(DeviceError::new(kind, "alloc"));
+            assert!(is_beyond(&inside.into()), "{kind:?}");
+        }
+        assert!(!is_beyond(&error(DeviceErrorKind::Lost)));
+        assert!(!is_beyond(&anyhow::anyhow!("another")));
+    }
+
+    #[test]
+    fn steps_are_planned_and_dropped() {
+        let few = ["--suite", "plan", "--batch", "5", "--context", "40"];
+        let cases = grid::cases(&args(&few), RunsOn::Cpu).expect("cases");
+        assert_eq!(cases.len(), 3, "blocks");
+        for case in &cases {
+            let mut rig = Planned::new(case, 2).expect("sequences");
+            let lens: Vec<_> = sequences(5).map(|id| rig.cache.seq_len(id)).collect();
+            assert_eq!(lens, [39, 38, 37, 36, 35].map(Some));
+            assert!(rig.run(3).expect("steps") > 0.0);
+            assert_eq!(sequences(5).map(|id| rig.cache.seq_len(id)).collect::<Vec<_>>(), lens);
+        }
+    }
 }
