@@ -22,9 +22,9 @@ use crate::stored::Stored;
 /// round warms up and is not counted; figures are medians of the others.
 ///
 /// With --suite, operations are measured over a grid of shapes: all of --batch by all of --context
-/// in the middle of everything else, then one list at a time (heads, values of a row, blocks, formats).
-/// Figures are those of one layer, and on a CPU the limit of what only reads is plain reading by
-/// the same threads. Lists replace those of the grid.
+/// in the middle of everything else, then one list at a time (heads, values of a row, blocks,
+/// formats). Figures are those of one layer, and on a CPU the limit of what only reads is plain
+/// reading by the same threads. Lists replace those of the grid.
 #[derive(Debug, Args)]
 #[command(
     allow_negative_numbers = true,

@@ -7,6 +7,7 @@ mod grid;
 mod limit;
 mod lines;
 mod plain;
+mod planned;
 mod plot;
 mod report;
 mod rig;

@@ -47,8 +47,8 @@ pub(super) struct Report {
     lines: Vec<Line>,
 }
 
-pub(super) const SOFTWARE: &str = "A CPU runs the shaders of this adapter: what follows is the speed of a \
-                        driver in software, and says nothing of a card.";
+pub(super) const SOFTWARE: &str = "A CPU runs the shaders of this adapter: what follows is the \
+                                   speed of a driver in software, and says nothing of a card.";
 
 const LEGEND: &str = "\
 decode         attention of one token a sequence, in all layers: reads K and V of all contexts

@@ -1,21 +1,18 @@
 //! `kv bench --suite`: every case of a grid beside its limit.
-use std::hint::black_box;
 use std::sync::Arc;
-use std::time::Instant;
 
 use anyhow::Context;
 use indicatif::ProgressBar;
-use kv::backend::{Backend, NullBackend};
+use kv::backend::Backend;
 use kv::cuda::{CudaBackend, CudaOptions};
-use kv::{
-    CacheError, Device, DeviceError, DeviceErrorKind, KvCache, SequenceId, StartOptions, StepInput,
-};
+use kv::{CacheError, Device, DeviceError, DeviceErrorKind};
 
 use super::clock::{Samples, gb_per_s};
 use super::grid::{self, Case};
 use super::limit::{Limit, Walk};
 use super::lines::{LimitKind, Measured, Report};
 use super::plain::PlainCopy;
+use super::planned::Planned;
 use super::report::RunsOn;
 use super::rig::Rig;
 use super::work::{self, Operation};
@@ -277,50 +274,6 @@ fn is_beyond(error: &anyhow::Error) -> bool {
     error.chain().any(is_it)
 }
 
-/// Sequences without memory, for steps that are planned and not run.
-struct Planned {
-    cache: KvCache<NullBackend>,
-    batch: u32,
-}
-
-impl Planned {
-    /// Contexts differ by up to a block, so that some of the sequences need a new one.
-    fn new(case: &Case, workers: u32) -> anyhow::Result<Self> {
-        let backend = NullBackend::new();
-        let capabilities = backend.capabilities().clone().with_workers(workers);
-        let backend = backend.with_capabilities(capabilities);
-        let shape = &case.shape;
-        let mut cache = KvCache::new(backend, work::spec(shape, &case.stored)?)?;
-        let spread = case.block_size.min(shape.context);
-        for (sequence, short) in sequences(shape.batch).zip((1..=spread).cycle()) {
-            cache.start(sequence, &[], StartOptions::default())?;
-            let tokens = shape.context.saturating_sub(short);
-            if tokens > 0 {
-                let mut step = cache.begin_step(&[StepInput::count(sequence, tokens)])?;
-                step.mark_written();
-                step.commit()?;
-            }
-        }
-        Ok(Self { cache, batch: shape.batch })
-    }
-
-    /// Seconds of so many steps that bring a token a sequence and are dropped.
-    fn run(&mut self, runs: u32) -> anyhow::Result<f64> {
-        let input = |sequence| StepInput::tokens(sequence, &[7]);
-        let inputs: Vec<_> = sequences(self.batch).map(input).collect();
-        let begin = Instant::now();
-        for _ in 0..runs {
-            let step = self.cache.begin_step(&inputs)?;
-            black_box(step.positions());
-        }
-        Ok(begin.elapsed().as_secs_f64())
-    }
-}
-
-fn sequences(count: u32) -> impl Iterator<Item = SequenceId> {
-    (0..u64::from(count)).map(SequenceId)
-}
-
 /// What a case is called where it is left out.
 fn name(case: &Case) -> String {
     let Case { operation, stored, shape, .. } = case;
@@ -383,19 +336,5 @@ mod tests {
         }
         assert!(!is_beyond(&error(DeviceErrorKind::Lost)));
         assert!(!is_beyond(&anyhow::anyhow!("another")));
-    }
-
-    #[test]
-    fn steps_are_planned_and_dropped() {
-        let few = ["--suite", "plan", "--batch", "5", "--context", "40"];
-        let cases = grid::cases(&args(&few), RunsOn::Cpu).expect("cases");
-        assert_eq!(cases.len(), 3, "blocks");
-        for case in &cases {
-            let mut rig = Planned::new(case, 2).expect("sequences");
-            let lens: Vec<_> = sequences(5).map(|id| rig.cache.seq_len(id)).collect();
-            assert_eq!(lens, [39, 38, 37, 36, 35].map(Some));
-            assert!(rig.run(3).expect("steps") > 0.0);
-            assert_eq!(sequences(5).map(|id| rig.cache.seq_len(id)).collect::<Vec<_>>(), lens);
-        }
     }
 }
