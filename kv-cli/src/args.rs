@@ -10,7 +10,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use kv::Device;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
-pub(crate) use self::bench::BenchArgs;
+pub(crate) use self::bench::{BenchArgs, BlockSize, Suite};
 pub(crate) use self::replay::ReplayArgs;
 use crate::memory::Bytes;
 use crate::stored::Stored;
@@ -241,7 +241,7 @@ impl Cli {
             Command::Bench(args) => {
                 return match args.check() {
                     Ok(()) => Ok(self),
-                    Err(uneven) => Err(Self::command().error(ErrorKind::ValueValidation, uneven)),
+                    Err(error) => Err(Self::command().error(ErrorKind::ValueValidation, error)),
                 };
             }
             _ => return Ok(self),

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::path::Path;
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use serde::Serialize;
 
 /// The reader of standard output has closed it: nothing is left to do.
@@ -20,6 +20,11 @@ pub(crate) fn text(text: &str) -> anyhow::Result<()> {
 /// Writes one JSON value and a line end.
 pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
     text(&format!("{}\n", serde_json::to_string(value)?))
+}
+
+/// Writes a line to standard error, for what a result does not hold.
+pub(crate) fn note(line: &str) -> anyhow::Result<()> {
+    writeln!(io::stderr().lock(), "kv: {line}").context("standard error")
 }
 
 fn check(error: io::Error) -> anyhow::Error {

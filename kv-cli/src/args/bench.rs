@@ -1,8 +1,16 @@
 //! Arguments of `kv bench`.
-use clap::Args;
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use clap::{Args, ValueEnum};
 use kv::Device;
+use kv::cpu::Isa;
+use serde::Serialize;
 
 use super::{at_least_1, backend};
+use crate::memory::Bytes;
 use crate::stored::Stored;
 
 /// Measure what a cache does on a device, each beside a plain copy of memory there: decode
@@ -12,13 +20,20 @@ use crate::stored::Stored;
 /// rounds, the two in turns: its rate is the memory's own, and `of copy` is the operation's rate
 /// divided by it. A rate counts every byte that is read and every byte that is written. The first
 /// round warms up and is not counted; figures are medians of the others.
+///
+/// With --suite, operations are measured over a grid of shapes: all of --batch by all of --context
+/// in the middle of everything else, then one list at a time (heads, values of a row, blocks,
+/// formats). Figures are those of one layer, and on a CPU the limit of what only reads is plain
+/// reading by the same threads. Lists replace those of the grid.
 #[derive(Debug, Args)]
 #[command(
     allow_negative_numbers = true,
     after_help = "Examples:
   kv bench
   kv bench --backend wgpu --formats bf16,l4
-  kv bench --backend cuda:0 --batch 64 --context 8192 --layers 2 --formats int8/l4 --json"
+  kv bench --backend cuda:0 --batch 64 --context 8192 --layers 2 --formats int8/l4 --json
+  kv bench --suite decode --plot roofline.svg
+  kv bench --suite decode,append --threads 1,2 --batch 16 --context 4096 --json"
 )]
 pub(crate) struct BenchArgs {
     /// What to measure: a name that `kv devices` lists, such as cpu,
@@ -26,77 +41,206 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: Device,
 
+    /// Measure these operations over a grid of shapes
+    #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
+    pub(crate) suite: Vec<Suite>,
+
     /// Stored formats behind commas, such as l4 or int8/l4 (K/V); scales that must be given are
-    /// made for the values that are written
-    #[arg(
-        long,
-        visible_alias = "format",
-        value_name = "NAME[/NAME],..",
-        value_delimiter = ',',
-        default_value = "bf16,fp8-e4m3,int8,l4"
-    )]
+    /// made for the values that are written. Unless given bf16, fp8-e4m3, int8 and l4, in a suite
+    /// every one
+    #[arg(long, visible_alias = "format", value_name = "NAME[/NAME],..", value_delimiter = ',')]
     pub(crate) formats: Vec<Stored>,
 
-    /// Sequences that decode at once; 16 on a card and 4 elsewhere unless given
-    #[arg(long, value_name = "N", value_parser = at_least_1)]
-    pub(crate) batch: Option<u32>,
+    /// Sequences that decode at once; 16 on a card and 4 elsewhere unless given. In a suite a list:
+    /// 1,16,64, and 1,64,1000 for planning
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = at_least_1)]
+    pub(crate) batch: Vec<u32>,
 
     /// Tokens of each sequence, the new one included, and of the prompt; 2048 unless given, 128
-    /// where a CPU runs the shaders of an adapter
-    #[arg(long, value_name = "N", value_parser = at_least_1)]
-    pub(crate) context: Option<u32>,
+    /// where a CPU runs the shaders of an adapter. In a suite a list: 512,4096,32768
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = at_least_1)]
+    pub(crate) context: Vec<u32>,
 
-    /// Layers of one step; all of them together should be larger than the device's caches
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 4,
-        value_parser = clap::value_parser!(u16).range(1..)
-    )]
-    pub(crate) layers: u16,
+    /// Layers of one step, 4 unless given; all of them together should be larger than the device's
+    /// caches, and in a suite are unless given
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) layers: Option<u16>,
 
-    /// Query heads, a multiple of --kv-heads
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = at_least_1)]
-    pub(crate) q_heads: u32,
+    /// Query heads, a multiple of --kv-heads; 32 unless given, in a suite a list
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = at_least_1)]
+    pub(crate) q_heads: Vec<u32>,
 
-    /// Heads of K and V
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_1)]
-    pub(crate) kv_heads: u32,
+    /// Heads of K and V; 8 unless given. In a suite a list: as many as query heads, a fourth and an
+    /// eighth of them
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = at_least_1)]
+    pub(crate) kv_heads: Vec<u32>,
 
-    /// Values of one row
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = at_least_1)]
-    pub(crate) head_dim: u32,
+    /// Values of one row; 128 unless given, in a suite a list: 64,128
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = at_least_1)]
+    pub(crate) head_dim: Vec<u32>,
 
-    /// Tokens of a block
-    #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_1)]
-    pub(crate) block_size: u32,
+    /// Tokens of a block; 16 unless given. In a suite a list, where `contiguous` is one block a
+    /// sequence: 16,32,contiguous
+    #[arg(long, value_name = "N,..", value_delimiter = ',')]
+    pub(crate) block_size: Vec<BlockSize>,
 
     /// Rounds that count; 7 unless given, 3 where a CPU runs the shaders of an adapter
     #[arg(long, value_name = "N", value_parser = at_least_1)]
     pub(crate) rounds: Option<u32>,
 
-    /// Print one JSON object instead of a table
+    /// Threads of the CPU, in a suite a list; as many as there are cores unless given
+    #[arg(long, value_name = "N,..", value_delimiter = ',')]
+    pub(crate) threads: Vec<NonZeroUsize>,
+
+    /// Instruction sets of the CPU (scalar, avx2, avx512, neon), in a suite a list; the best there
+    /// is unless given
+    #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
+    pub(crate) isa: Vec<Isa>,
+
+    /// Measure every combination of the lists, not one list at a time
+    #[arg(long, requires = "suite")]
+    pub(crate) full: bool,
+
+    /// Leave out what takes more memory than this, such as 8GiB; half of what is available unless
+    /// given
+    #[arg(long, value_name = "BYTES", requires = "suite")]
+    pub(crate) memory: Option<Bytes>,
+
+    /// Draw bytes against time, one point a case, into this file
+    #[arg(long, value_name = "FILE.svg", requires = "suite")]
+    pub(crate) plot: Option<PathBuf>,
+
+    /// Print JSON instead of a table: one object, with --suite a list of objects
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// Query heads that cannot share the kv heads evenly.
+/// Operations that are measured together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Suite {
+    /// Attention of one new token a sequence
+    Decode,
+    /// Attention of whole prompts
+    Prefill,
+    /// New rows into the cache: one token a sequence, and a prompt
+    Append,
+    /// Rows out of the cache, decoded
+    Gather,
+    /// Blocks of sequences to those of others
+    Copy,
+    /// The plan of a step, without running it
+    Plan,
+    /// All of them
+    All,
+}
+
+/// How the tokens of a sequence are cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub(crate) enum BlockSize {
+    Tokens(u32),
+    /// One block a sequence.
+    Contiguous,
+}
+
+impl FromStr for BlockSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.trim() {
+            "contiguous" => Ok(Self::Contiguous),
+            number => at_least_1(number).map(Self::Tokens),
+        }
+    }
+}
+
+impl fmt::Display for BlockSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tokens(tokens) => tokens.fmt(f),
+            Self::Contiguous => f.pad("contiguous"),
+        }
+    }
+}
+
+/// Why arguments of `kv bench` do not fit each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("--q-heads {q_heads} is no multiple of --kv-heads {kv_heads}")]
-pub(crate) struct UnevenHeads {
-    q_heads: u32,
-    kv_heads: u32,
+pub(crate) enum BenchArgsError {
+    #[error("--q-heads {q_heads} is no multiple of --kv-heads {kv_heads}")]
+    UnevenHeads { q_heads: u32, kv_heads: u32 },
+    #[error("{name} takes one value without --suite, {got} are given")]
+    ListWithoutSuite { name: &'static str, got: usize },
+    #[error("--block-size contiguous needs --suite")]
+    ContiguousWithoutSuite,
+    #[error("{name} is for the backend cpu")]
+    OnlyOnCpu { name: &'static str },
+    #[error("{name} holds {value} twice")]
+    Twice { name: &'static str, value: u32 },
 }
 
 impl BenchArgs {
-    /// Refuses numbers that do not fit each other.
-    pub(super) fn check(&self) -> Result<(), UnevenHeads> {
-        let Self { q_heads, kv_heads, .. } = *self;
-        if q_heads.is_multiple_of(kv_heads) {
-            Ok(())
-        } else {
-            Err(UnevenHeads { q_heads, kv_heads })
+    /// Query heads unless given.
+    pub(crate) const Q_HEADS: u32 = 32;
+    /// Heads of K and V unless given.
+    pub(crate) const KV_HEADS: u32 = 8;
+
+    /// Refuses arguments that do not fit each other.
+    pub(super) fn check(&self) -> Result<(), BenchArgsError> {
+        let numbers: [(&'static str, &[u32]); 5] = [
+            ("--batch", &self.batch),
+            ("--context", &self.context),
+            ("--q-heads", &self.q_heads),
+            ("--kv-heads", &self.kv_heads),
+            ("--head-dim", &self.head_dim),
+        ];
+        if self.suite.is_empty() {
+            let others = [
+                ("--block-size", self.block_size.len()),
+                ("--threads", self.threads.len()),
+                ("--isa", self.isa.len()),
+            ];
+            let counts = numbers.iter().map(|(name, values)| (*name, values.len())).chain(others);
+            if let Some((name, got)) = counts.into_iter().find(|(_, got)| *got > 1) {
+                return Err(BenchArgsError::ListWithoutSuite { name, got });
+            }
+            if self.block_size.contains(&BlockSize::Contiguous) {
+                return Err(BenchArgsError::ContiguousWithoutSuite);
+            }
         }
+        for (name, values) in numbers {
+            let twice = values
+                .iter()
+                .enumerate()
+                .find(|(index, value)| values.iter().take(*index).any(|before| before == *value));
+            if let Some((_, value)) = twice {
+                return Err(BenchArgsError::Twice { name, value: *value });
+            }
+        }
+        if self.backend != Device::Cpu {
+            let given = [("--threads", !self.threads.is_empty()), ("--isa", !self.isa.is_empty())];
+            if let Some((name, _)) = given.into_iter().find(|(_, is_given)| *is_given) {
+                return Err(BenchArgsError::OnlyOnCpu { name });
+            }
+        }
+        self.check_heads()
+    }
+
+    fn check_heads(&self) -> Result<(), BenchArgsError> {
+        // In a suite, heads of K and V follow from the query heads unless they are given.
+        if !self.suite.is_empty() && self.kv_heads.is_empty() {
+            return Ok(());
+        }
+        let or = |given: &[u32], default| {
+            if given.is_empty() { vec![default] } else { given.to_vec() }
+        };
+        for q_heads in or(&self.q_heads, Self::Q_HEADS) {
+            for kv_heads in or(&self.kv_heads, Self::KV_HEADS) {
+                if !q_heads.is_multiple_of(kv_heads) {
+                    return Err(BenchArgsError::UnevenHeads { q_heads, kv_heads });
+                }
+            }
+        }
+        Ok(())
     }
 }
 
@@ -120,9 +264,61 @@ mod tests {
             let formats = parse(args).expect("formats").formats;
             formats.iter().map(ToString::to_string).collect::<Vec<_>>()
         };
-        assert_eq!(names(&[]), ["bf16", "fp8-e4m3", "int8", "l4"]);
+        assert_eq!(names(&[]), [""; 0]);
         assert_eq!(names(&["--formats", "l4, int8/l3"]), ["l4", "int8/l3"]);
         assert_eq!(names(&["--format", "f32", "--format", "l6"]), ["f32", "l6"]);
+    }
+
+    #[test]
+    fn a_suite_takes_lists() {
+        let args = ["--suite", "decode,plan", "--batch", "1,2", "--context", "8", "--full"];
+        let more = ["--block-size", "16,contiguous", "--threads", "1,2", "--isa", "scalar"];
+        let args = parse(&[&args[..], &more].concat()).expect("a suite");
+        assert_eq!(args.suite, [Suite::Decode, Suite::Plan]);
+        assert_eq!((args.batch, args.context), (vec![1, 2], vec![8]));
+        assert_eq!(args.block_size, [BlockSize::Tokens(16), BlockSize::Contiguous]);
+        assert_eq!(args.threads.iter().map(|n| n.get()).collect::<Vec<_>>(), [1, 2]);
+        assert_eq!(args.isa, [Isa::Scalar]);
+        assert_eq!((args.full, args.memory), (true, None));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_by_name() {
+        let check = |args: &[&str]| {
+            let cli = Cli::try_parse_from([&["kv", "bench"], args].concat()).expect("arguments");
+            let Command::Bench(args) = cli.command else { panic!("another command") };
+            args.check()
+        };
+        let suite = |args: &[&str]| check(&[&["--suite", "all"], args].concat());
+        for name in ["--batch", "--context", "--q-heads", "--head-dim", "--block-size", "--threads"]
+        {
+            let refused = Err(BenchArgsError::ListWithoutSuite { name, got: 2 });
+            assert_eq!(check(&[name, "64,128"]), refused);
+            assert_eq!(suite(&[name, "64,128"]), Ok(()));
+        }
+        let contiguous = ["--block-size", "contiguous"];
+        assert_eq!(check(&contiguous), Err(BenchArgsError::ContiguousWithoutSuite));
+        assert_eq!(suite(&contiguous), Ok(()));
+        for (name, value) in [("--threads", "2"), ("--isa", "scalar")] {
+            let refused = Err(BenchArgsError::OnlyOnCpu { name });
+            assert_eq!(suite(&["--backend", "wgpu:0", name, value]), refused);
+            assert_eq!(check(&["--backend", "cuda:0", name, value]), refused);
+            assert_eq!(check(&[name, value]), Ok(()));
+        }
+        let twice = Err(BenchArgsError::Twice { name: "--batch", value: 4 });
+        assert_eq!(suite(&["--batch", "4,8,4"]), twice);
+        let uneven = Err(BenchArgsError::UnevenHeads { q_heads: 32, kv_heads: 5 });
+        assert_eq!(suite(&["--kv-heads", "8,5"]), uneven);
+        assert_eq!(suite(&["--q-heads", "6"]), Ok(()));
+    }
+
+    #[test]
+    fn what_needs_a_suite_says_so() {
+        for option in [&["--full"][..], &["--memory", "1GiB"], &["--plot", "a.svg"]] {
+            let error = parse(option).expect_err("no suite");
+            assert_eq!(error.kind(), clap::error::ErrorKind::MissingRequiredArgument);
+            assert!(error.to_string().contains("--suite"), "{error}");
+        }
     }
 
     #[test]

@@ -6,12 +6,16 @@ use crate::num::to_f64;
 const SAMPLE: f64 = 0.005;
 /// Runs of one sample, at most.
 const RUNS_MAX: u32 = 100;
+/// What takes so long, in seconds, is warmed up by one run, and counts in few rounds.
+const LONG: f64 = 1.0;
+const ROUNDS_OF_LONG: u32 = 3;
 
 /// Seconds of one run, by round.
 #[derive(Debug, Default)]
 pub(super) struct Samples {
     /// Of one sample; none before the first round.
     runs: Option<u32>,
+    is_long: bool,
     seconds: Vec<f64>,
 }
 
@@ -24,14 +28,25 @@ impl Samples {
     ) -> anyhow::Result<()> {
         let Some(runs) = self.runs else {
             // The first run compiles shaders and reserves memory; the second is as long as any.
-            time(1)?;
-            let one = time(1)?;
+            let first = time(1)?;
+            self.is_long = first >= LONG;
+            let one = if self.is_long { first } else { time(1)? };
             let is_enough = |runs: &u32| f64::from(*runs) * one >= SAMPLE;
             self.runs = Some((1..RUNS_MAX).find(is_enough).unwrap_or(RUNS_MAX));
             return Ok(());
         };
         self.seconds.push(time(runs)? / f64::from(runs));
         Ok(())
+    }
+
+    /// Adds a round that was timed by itself.
+    pub(super) fn push(&mut self, seconds: f64) {
+        self.seconds.push(seconds);
+    }
+
+    /// Rounds that suit, of so many asked for; known after the first.
+    pub(super) fn rounds(&self, asked: u32) -> u32 {
+        if self.is_long { asked.min(ROUNDS_OF_LONG) } else { asked }
     }
 
     /// Seconds of one run: the middle round, or the mean of the two; 0 without rounds.
@@ -82,11 +97,18 @@ mod tests {
 
     #[test]
     fn short_runs_are_timed_together() {
-        for (seconds, runs) in [(1.0, 1), (SAMPLE, 1), (SAMPLE / 8.0, 8), (0.0, RUNS_MAX)] {
+        for (seconds, runs) in [(0.5, 1), (SAMPLE, 1), (SAMPLE / 8.0, 8), (0.0, RUNS_MAX)] {
             let (samples, asked) = samples(seconds, &[seconds, seconds]);
             assert_eq!(asked, [1, 1, runs, runs]);
             assert!((samples.median() - seconds).abs() <= seconds * 1e-12);
         }
+    }
+
+    #[test]
+    fn what_takes_long_is_run_less() {
+        let (long, asked) = samples(LONG, &[LONG]);
+        assert_eq!((asked, long.rounds(7), long.rounds(2)), (vec![1, 1], 3, 2));
+        assert_eq!(samples(LONG / 2.0, &[]).0.rounds(7), 7);
     }
 
     #[test]

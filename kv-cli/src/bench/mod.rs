@@ -1,17 +1,26 @@
 //! `kv bench`: what a cache does on a device, beside a plain copy of memory there.
 //!
-//! Every operation and its copy are timed in turns, round by round, so that whatever else the
+//! Every operation and its limit are timed in turns, round by round, so that whatever else the
 //! machine does meets both.
 mod clock;
+mod grid;
+mod limit;
+mod lines;
 mod plain;
+mod planned;
+mod plot;
 mod report;
 mod rig;
+mod suite;
 mod work;
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
+use std::time::Instant;
 
 use anyhow::Context;
-use kv::cpu::{CpuBackend, CpuOptions};
+use kv::DeviceError;
+use kv::cpu::{CpuBackend, CpuOptions, Isa};
 use kv::cuda::{CudaBackend, CudaOptions};
 use kv::wgpu::{AdapterName, WgpuBackend, WgpuOptions};
 use kv::{Adapter, Device};
@@ -24,18 +33,18 @@ use clock::Samples;
 use plain::PlainCopy;
 use report::{Line, Report};
 use rig::Rig;
-use work::{Operation, Shape};
+use work::{Operation, Shape, Work};
 
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
+    if !args.suite.is_empty() {
+        return suite::run(args);
+    }
     let report = match &args.backend {
-        Device::Cpu => measure(args, CpuBackend::open(CpuOptions::default())?),
-        Device::Wgpu { adapter } => {
-            let name = match adapter {
-                Adapter::Index(index) => AdapterName::Index(*index),
-                Adapter::Named(name) => AdapterName::Named(name.clone()),
-            };
-            measure(args, WgpuBackend::open(&WgpuOptions::new(name))?)
+        Device::Cpu => {
+            let cpu = open_cpu(args.isa.first().copied(), args.threads.first().copied())?;
+            measure(args, cpu)
         }
+        Device::Wgpu { adapter } => measure(args, open_wgpu(adapter)?),
         Device::Cuda { index } => measure(args, CudaBackend::open(&CudaOptions::new(*index))?),
         other => anyhow::bail!("{other} cannot be measured"),
     }?;
@@ -45,15 +54,30 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
     output::text(&report.show())
 }
 
+fn open_cpu(isa: Option<Isa>, threads: Option<NonZeroUsize>) -> Result<CpuBackend, DeviceError> {
+    let options = CpuOptions::default();
+    let options = isa.map_or(options, |isa| options.isa(isa));
+    CpuBackend::open(threads.map_or(options, |threads| options.threads(threads.get())))
+}
+
+fn open_wgpu(adapter: &Adapter) -> Result<WgpuBackend, DeviceError> {
+    let name = match adapter {
+        Adapter::Index(index) => AdapterName::Index(*index),
+        Adapter::Named(name) => AdapterName::Named(name.clone()),
+    };
+    WgpuBackend::open(&WgpuOptions::new(name))
+}
+
 /// Measures every format on an opened device.
 fn measure<B: PlainCopy>(args: &BenchArgs, backend: B) -> anyhow::Result<Report> {
     let facts = backend.describe();
     let backend = Arc::new(backend);
     let shape = Shape::new(args, facts.runs_on);
-    let turns = to_u64(args.formats.len().saturating_mul(Operation::ALL.len()));
+    let formats = work::formats(args)?;
+    let turns = to_u64(formats.len().saturating_mul(Operation::FOUR.len()));
     let bar = progress::rounds(turns.saturating_mul(u64::from(shape.rounds).saturating_add(1)));
     let mut lines = Vec::new();
-    for stored in &args.formats {
+    for stored in &formats {
         let measured = measure_format(&shape, stored, &backend, || bar.inc(1));
         lines.extend(measured.with_context(|| stored.formats())?);
     }
@@ -61,8 +85,8 @@ fn measure<B: PlainCopy>(args: &BenchArgs, backend: B) -> anyhow::Result<Report>
     Ok(Report::new(args.backend.to_string(), facts, shape, lines))
 }
 
-/// An operation, its times, and those of the plain copy beside it.
-type Timed = (Operation, Samples, Samples);
+/// An operation, what it moves, its times, and those of the plain copy beside it.
+type Timed = (Operation, Work, [Samples; 2]);
 
 /// Measures one format; calls `turn` after every operation of every round.
 fn measure_format<B: PlainCopy>(
@@ -71,21 +95,31 @@ fn measure_format<B: PlainCopy>(
     backend: &Arc<B>,
     turn: impl Fn(),
 ) -> anyhow::Result<Vec<Line>> {
-    let mut rig = Rig::new(shape, stored, backend)?;
-    let mut timed: [Timed; 4] =
-        Operation::ALL.map(|operation| (operation, Samples::default(), Samples::default()));
+    let spec = work::spec(shape, stored)?;
+    let mut timed: Vec<Timed> = Vec::new();
+    for operation in Operation::FOUR {
+        timed.push((operation, work::work(shape, &spec, operation)?, Default::default()));
+    }
+    let mut rig = Rig::new(shape, stored, backend, &Operation::FOUR)?;
+    let most = timed.iter().map(|(_, work, _)| work.copied()).max().unwrap_or(0);
+    let (mut memory, mut queue) = (backend.reserve(most)?, backend.queue()?);
     // The first round warms up.
     for _ in 0..=shape.rounds {
-        for (operation, samples, copies) in &mut timed {
-            let copied = rig.work(*operation).copied();
+        for (operation, work, [samples, copies]) in &mut timed {
             samples.take(|runs| rig.run(*operation, runs))?;
-            copies.take(|runs| rig.plain_copy(copied, runs))?;
+            copies.take(|runs| {
+                let begin = Instant::now();
+                for _ in 0..runs {
+                    backend.copy(&mut queue, &mut memory, work.copied())?;
+                }
+                rig::drain(&mut queue)?;
+                Ok(begin.elapsed().as_secs_f64())
+            })?;
             turn();
         }
     }
-    let line = |(operation, samples, copies): &Timed| {
-        let seconds = [samples.median(), copies.median()];
-        Line::new(*operation, stored, rig.work(*operation), seconds)
+    let line = |(operation, work, samples): &Timed| {
+        Line::new(*operation, stored, *work, samples.each_ref().map(Samples::median))
     };
     Ok(timed.iter().map(line).collect())
 }

@@ -47,16 +47,16 @@ pub(super) struct Report {
     lines: Vec<Line>,
 }
 
-const SOFTWARE: &str = "A CPU runs the shaders of this adapter: what follows is the speed of a \
-                        driver in software, and says nothing of a card.";
+pub(super) const SOFTWARE: &str = "A CPU runs the shaders of this adapter: what follows is the \
+                                   speed of a driver in software, and says nothing of a card.";
 
 const LEGEND: &str = "\
-decode      attention of one token a sequence, in all layers: reads K and V of all contexts
-append      K and V of one token a sequence, in all layers: reads bf16 rows, writes stored ones
-prefill     the same for one prompt as long as a context
-copy        the blocks of one sequence to those of another: reads and writes stored rows
-plain copy  (copy us, copy GB/s) as many bytes as the operation reads, from one buffer to another,
-            in the same rounds
+decode         attention of one token a sequence, in all layers: reads K and V of all contexts
+append         K and V of one token a sequence, in all layers: reads bf16 rows, writes stored ones
+append-prompt  the same for one prompt as long as a context
+copy           the blocks of one sequence to those of another: reads and writes stored rows
+plain copy     (copy us, copy GB/s) as many bytes as the operation reads, from one buffer to
+               another, in the same rounds
 GB/s counts 10^9 bytes, read and written alike; of copy is the one rate divided by the other.
 ";
 
@@ -85,7 +85,7 @@ impl Line {
         work: Work,
         [seconds, copy_seconds]: [f64; 2],
     ) -> Self {
-        let rate = gb_per_s(work.read.saturating_add(work.written), seconds);
+        let rate = gb_per_s(work.bytes(), seconds);
         let copy_rate = gb_per_s(work.copied().saturating_mul(2), copy_seconds);
         Self {
             operation: operation.name(),
@@ -106,7 +106,7 @@ impl Report {
     pub(super) fn new(backend: String, facts: Facts, shape: Shape, mut lines: Vec<Line>) -> Self {
         // Formats of one operation beside each other.
         let place =
-            |line: &Line| Operation::ALL.iter().position(|one| one.name() == line.operation);
+            |line: &Line| Operation::FOUR.iter().position(|one| one.name() == line.operation);
         lines.sort_by_key(place);
         Self {
             backend,
@@ -188,7 +188,7 @@ impl Report {
 }
 
 /// A number of any size in three digits or more.
-fn figure(number: f64) -> String {
+pub(super) fn figure(number: f64) -> String {
     let decimals = match number {
         small if small < 0.01 => 6,
         small if small < 1.0 => 4,
@@ -198,7 +198,7 @@ fn figure(number: f64) -> String {
 }
 
 /// `1 layer`, `2 layers`.
-fn count(number: u32, what: &str) -> String {
+pub(super) fn count(number: u32, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
@@ -219,8 +219,8 @@ mod tests {
         };
         let lines = formats.iter().flat_map(|(format, seconds)| {
             let stored: Stored = format.parse().expect("a format");
-            Operation::ALL.map(|operation| {
-                let work = Work { read: 2_000_000_000, written: 0 };
+            Operation::FOUR.map(|operation| {
+                let work = Work { read: 2_000_000_000, ..Work::default() };
                 Line::new(operation, &stored, work, [*seconds, 2.0])
             })
         });
@@ -231,7 +231,7 @@ mod tests {
     #[test]
     fn a_rate_counts_what_is_read_and_written() {
         let stored: Stored = "l4".parse().expect("a format");
-        let work = Work { read: 3_000_000_002, written: 1_000_000_000 };
+        let work = Work { read: 3_000_000_002, written: 1_000_000_000, flops: 0 };
         let line = Line::new(Operation::Append, &stored, work, [2.0, 4.0]);
         assert_eq!((line.bytes_read, line.bytes_written), (3_000_000_002, 1_000_000_000));
         assert_eq!(line.copy_bytes, 3_000_000_004, "whole words");

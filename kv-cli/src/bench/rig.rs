@@ -4,99 +4,136 @@ use std::time::Instant;
 
 use anyhow::Context;
 use kv::backend::{Backend, Fence, Queue};
-use kv::plan::{BlockCopy, CopyArgs, CopyPlan};
+use kv::plan::{BlockCopy, CopyArgs, CopyPlan, GatherArgs, GatherPlan, GatherRange};
 use kv::{
-    AttentionOptions, BlockId, DType, DeviceError, GroupId, KvCache, QkvFormat, SequenceId,
-    StartOptions, Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, BlockId, CacheSpec, DType, DeviceError, GroupId, KvCache, Plane, QkvFormat,
+    SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
 };
 
-use super::plain::PlainCopy;
-use super::work::{self, Operation, Shape, VALUE_BYTES, Work};
-use crate::num::to_f32;
+use super::work::{self, Operation, Shape, VALUE_BYTES};
+use crate::num::{to_f32, to_u32};
 use crate::stored::Stored;
 
 /// The layers of one cache, all of one group.
 const GROUP: GroupId = GroupId(0);
 /// Values that are sent to a device at once.
 const SENT: u64 = 1 << 22;
+/// Tokens of a context that are written at once.
+const FILLED: u32 = 4096;
 
-/// Sequences of the batch, each one token short of its context, and one that is empty.
-pub(super) struct Rig<'a, B: PlainCopy> {
+/// The sequences of a batch, each one token short of its context or empty, and their spares.
+pub(super) struct Rig<'a, B: Backend> {
     shape: &'a Shape,
-    backend: Arc<B>,
     cache: KvCache<Arc<B>>,
     /// For what needs no step.
     queue: B::Queue,
     tensors: Tensors<B::Buffer>,
-    memory: B::Memory,
-    works: [(Operation, Work); 4],
 }
 
 /// What a model would give and take, in device memory, as bf16.
 struct Tensors<Buf> {
-    /// `[batch or context, kv_heads, head_dim]`, whichever is more.
+    /// `[tokens, kv_heads, head_dim]`, as many as are ever written at once.
     k: Buf,
     v: Buf,
-    /// `[batch, q_heads, head_dim]`.
+    /// `[tokens, q_heads, head_dim]`.
     q: Buf,
     out: Buf,
+    /// `[tokens, kv_heads, head_dim]`, of K and of V.
+    gathered: [Buf; 2],
 }
 
-impl<'a, B: PlainCopy> Rig<'a, B> {
-    /// Reserves all memory, and writes the contexts.
-    pub(super) fn new(shape: &'a Shape, stored: &Stored, backend: &Arc<B>) -> anyhow::Result<Self> {
-        let spec = work::spec(shape, stored)?;
-        let mut works = Operation::ALL.map(|one| (one, Work { read: 0, written: 0 }));
-        for (operation, bytes) in &mut works {
-            *bytes = work::work(shape, &spec, *operation)?;
+/// Tokens of tensors.
+struct Sizes {
+    new: u64,
+    queries: u64,
+    gathered: u64,
+}
+
+impl Sizes {
+    fn new(shape: &Shape, operations: &[Operation]) -> Self {
+        let cached = if shape.is_filled { shape.context.saturating_sub(1) } else { 0 };
+        let mut sizes = Self { new: cached.min(FILLED).into(), queries: 0, gathered: 0 };
+        for operation in operations {
+            let (new, queries, gathered) = match operation {
+                Operation::Decode => (shape.batch.into(), shape.batch.into(), 0),
+                Operation::Prefill => (shape.batch_tokens(), shape.batch_tokens(), 0),
+                Operation::Append => (shape.batch.into(), 0, 0),
+                Operation::AppendPrompt => (shape.context.into(), 0, 0),
+                Operation::Gather => (0, 0, shape.batch_tokens()),
+                Operation::Copy | Operation::Plan => (0, 0, 0),
+            };
+            sizes.new = sizes.new.max(new);
+            sizes.queries = sizes.queries.max(queries);
+            sizes.gathered = sizes.gathered.max(gathered);
         }
-        let most = works.iter().map(|(_, work)| work.copied()).max().unwrap_or(0);
+        sizes
+    }
+}
+
+/// Values of so many tokens.
+fn values(shape: &Shape, tokens: u64, heads: u32) -> u64 {
+    u64::from(shape.head_dim).saturating_mul(heads.into()).saturating_mul(tokens)
+}
+
+/// Bytes that a rig reserves.
+pub(super) fn bytes(shape: &Shape, spec: &CacheSpec, operations: &[Operation]) -> u64 {
+    let Sizes { new, queries, gathered } = Sizes::new(shape, operations);
+    let rows = values(shape, new.saturating_add(gathered), shape.kv_heads);
+    let tensors = rows.saturating_add(values(shape, queries, shape.q_heads));
+    let memory = spec.memory();
+    let cache = memory.bytes_total.saturating_add(memory.bytes_constants);
+    // Of each two: K and V, queries and outputs.
+    cache.saturating_add(tensors.saturating_mul(VALUE_BYTES).saturating_mul(2))
+}
+
+impl<'a, B: Backend> Rig<'a, B> {
+    /// Reserves all memory that `operations` need, and writes the contexts.
+    pub(super) fn new(
+        shape: &'a Shape,
+        stored: &Stored,
+        backend: &Arc<B>,
+        operations: &[Operation],
+    ) -> anyhow::Result<Self> {
+        let spec = work::spec(shape, stored)?;
         let mut queue = backend.queue()?;
-        let product = |rows: u32, heads: u32| {
-            let row = u64::from(shape.head_dim).saturating_mul(heads.into());
-            row.saturating_mul(rows.into())
-        };
-        let rows = product(shape.batch.max(shape.context), shape.kv_heads);
-        let queries = product(shape.batch, shape.q_heads);
+        let Sizes { new, queries, gathered } = Sizes::new(shape, operations);
+        // No buffer is empty.
+        let count = |tokens: u64, heads| values(shape, tokens.max(1), heads);
+        let rows = count(new, shape.kv_heads);
+        let queries = count(queries, shape.q_heads);
+        let gathered = count(gathered, shape.kv_heads).saturating_mul(VALUE_BYTES);
         let tensors = Tensors {
             k: random(&**backend, &mut queue, 1, rows)?,
             v: random(&**backend, &mut queue, 2, rows)?,
             q: random(&**backend, &mut queue, 3, queries)?,
             out: backend.alloc(queries.saturating_mul(VALUE_BYTES))?,
+            gathered: [backend.alloc(gathered)?, backend.alloc(gathered)?],
         };
         let calibration = work::calibration(shape);
-        let mut rig = Self {
-            shape,
-            cache: KvCache::with_calibration(Arc::clone(backend), spec, calibration)?,
-            backend: Arc::clone(backend),
-            queue,
-            tensors,
-            memory: backend.reserve(most)?,
-            works,
-        };
+        let cache = KvCache::with_calibration(Arc::clone(backend), spec, calibration)?;
+        let mut rig = Self { shape, cache, queue, tensors };
         rig.fill()?;
         Ok(rig)
     }
 
-    /// What one run of an operation moves.
-    pub(super) fn work(&self, operation: Operation) -> Work {
-        let found = self.works.iter().find(|(one, _)| *one == operation);
-        found.map_or(Work { read: 0, written: 0 }, |(_, work)| *work)
-    }
-
     fn fill(&mut self) -> anyhow::Result<()> {
         let Self { shape, cache, tensors, .. } = self;
-        let cached = shape.context.saturating_sub(1);
+        let cached = if shape.is_filled { shape.context.saturating_sub(1) } else { 0 };
         for sequence in batch(shape) {
             cache.start(sequence, &[], StartOptions::default())?;
-            if cached > 0 {
-                let mut step = cache.begin_step(&[StepInput::count(sequence, cached)])?;
-                write(&mut step, (shape, tensors), cached)?;
+            let mut left = cached;
+            while left > 0 {
+                let tokens = left.min(FILLED);
+                let mut step = cache.begin_step(&[StepInput::count(sequence, tokens)])?;
+                write(&mut step, (shape, tensors), tokens)?;
                 step.commit()?;
                 drain(cache.queue_mut())?;
+                left = left.saturating_sub(tokens);
             }
         }
-        cache.start(prompt(shape), &[], StartOptions::default())?;
+        for sequence in spares(shape) {
+            cache.start(sequence, &[], StartOptions::default())?;
+        }
         Ok(())
     }
 
@@ -105,51 +142,45 @@ impl<'a, B: PlainCopy> Rig<'a, B> {
     pub(super) fn run(&mut self, operation: Operation, runs: u32) -> anyhow::Result<f64> {
         let Self { shape, cache, queue, tensors, .. } = self;
         let newest = |sequence| StepInput::count(sequence, 1);
-        let whole = StepInput::count(prompt(shape), shape.context);
+        let whole = |sequence| StepInput::count(sequence, shape.context);
         let inputs: Vec<_> = match operation {
-            Operation::Decode | Operation::Append => batch(shape).map(newest).collect(),
-            Operation::Prefill => vec![whole],
-            Operation::Copy => batch(shape).take(1).map(newest).chain([whole]).collect(),
+            Operation::Decode | Operation::Append | Operation::Gather | Operation::Plan => {
+                batch(shape).map(newest).collect()
+            }
+            Operation::Prefill => batch(shape).map(whole).collect(),
+            Operation::AppendPrompt if shape.is_filled => {
+                spares(shape).take(1).map(whole).collect()
+            }
+            Operation::AppendPrompt => batch(shape).take(1).map(whole).collect(),
+            Operation::Copy => {
+                let from = batch(shape).zip(spares(shape)).map(|(from, _)| newest(from));
+                from.chain(spares(shape).map(whole)).collect()
+            }
         };
         // Dropped at the end, so that the cache is what it was.
         let mut step = cache.begin_step(&inputs)?;
+        let tokens = to_u32(step.positions().len());
+        if matches!(operation, Operation::Decode | Operation::Prefill) {
+            write(&mut step, (shape, tensors), tokens)?;
+        }
+        drain(step.queue_mut())?;
+        let begin = Instant::now();
         match operation {
-            Operation::Decode => {
-                write(&mut step, (shape, tensors), shape.batch)?;
-                drain(step.queue_mut())?;
-                let begin = Instant::now();
+            Operation::Decode | Operation::Prefill => {
                 for _ in 0..runs {
-                    attend(&mut step, (shape, tensors))?;
+                    attend(&mut step, (shape, tensors), tokens)?;
                 }
-                drain(step.queue_mut())?;
-                Ok(begin.elapsed().as_secs_f64())
             }
-            Operation::Append | Operation::Prefill => {
-                let is_prompt = operation == Operation::Prefill;
-                let tokens = if is_prompt { shape.context } else { shape.batch };
-                drain(step.queue_mut())?;
-                let begin = Instant::now();
+            Operation::Append | Operation::AppendPrompt => {
                 for _ in 0..runs {
                     write(&mut step, (shape, tensors), tokens)?;
                 }
-                drain(step.queue_mut())?;
-                Ok(begin.elapsed().as_secs_f64())
             }
-            Operation::Copy => {
-                drain(step.queue_mut())?;
-                copy_blocks::<B>(step.cache(), queue, (shape, runs))
-            }
+            Operation::Gather => return gather(&step, queue, (shape, tensors), runs),
+            Operation::Copy => return copy_blocks::<B>(step.cache(), queue, (shape, runs)),
+            Operation::Plan => {}
         }
-    }
-
-    /// Seconds that so many plain copies of `bytes` bytes take.
-    pub(super) fn plain_copy(&mut self, bytes: u64, runs: u32) -> anyhow::Result<f64> {
-        let Self { backend, queue, memory, .. } = self;
-        let begin = Instant::now();
-        for _ in 0..runs {
-            backend.copy(queue, memory, bytes)?;
-        }
-        drain(queue)?;
+        drain(step.queue_mut())?;
         Ok(begin.elapsed().as_secs_f64())
     }
 }
@@ -159,9 +190,10 @@ fn batch(shape: &Shape) -> impl Iterator<Item = SequenceId> + use<> {
     (0..u64::from(shape.batch)).map(SequenceId)
 }
 
-/// The sequence behind them, which is empty outside of a step.
-fn prompt(shape: &Shape) -> SequenceId {
-    SequenceId(shape.batch.into())
+/// The sequences behind them, which are empty outside of a step.
+fn spares(shape: &Shape) -> impl Iterator<Item = SequenceId> + use<> {
+    let batch = u64::from(shape.batch);
+    (batch..batch.saturating_add(shape.spares.into())).map(SequenceId)
 }
 
 /// Writes the rows of a step, `tokens` of them, into every layer.
@@ -179,12 +211,13 @@ fn write<B: Backend>(
     Ok(())
 }
 
-/// One query a sequence, in every layer.
+/// A query for each of a step's tokens, in every layer.
 fn attend<B: Backend>(
     step: &mut Step<'_, B>,
     (shape, tensors): (&Shape, &Tensors<B::Buffer>),
+    tokens: u32,
 ) -> anyhow::Result<()> {
-    let dims = [shape.batch, shape.q_heads, shape.head_dim];
+    let dims = [tokens, shape.q_heads, shape.head_dim];
     let options = AttentionOptions::causal(to_f32(f64::from(shape.head_dim).sqrt().recip()));
     for layer in 0..shape.layers {
         let q = TensorView::device(DType::Bf16, &tensors.q, 0, &dims);
@@ -194,25 +227,62 @@ fn attend<B: Backend>(
     Ok(())
 }
 
-/// Seconds that so many copies of the first sequence's blocks to those of the prompt take, in every
-/// layer. Both have all their blocks while a step is open that brings them to their contexts.
-fn copy_blocks<B: PlainCopy>(
+/// Seconds that it takes so many times to bring all rows of a step's sequences out of every layer,
+/// K and V apart. [`KvCache::gather`] does the same for one plane, and plans it each time.
+fn gather<B: Backend>(
+    step: &Step<'_, Arc<B>>,
+    queue: &mut B::Queue,
+    (shape, tensors): (&Shape, &Tensors<B::Buffer>),
+    runs: u32,
+) -> anyhow::Result<f64> {
+    let plan = step.attention_plan(GROUP).context("a step has a plan")?;
+    let range = |sequence: &kv::plan::PlannedSequence| GatherRange {
+        row: sequence.row,
+        begin: 0,
+        len: sequence.kv_len,
+    };
+    let ranges: Vec<_> = plan.sequences().iter().map(range).collect();
+    let storage = step.cache().storage(GROUP).context("a cache has a group")?;
+    let begin = Instant::now();
+    for _ in 0..runs {
+        for layer in 0..usize::from(shape.layers) {
+            for (plane, out) in [Plane::Key, Plane::Value].into_iter().zip(&tensors.gathered) {
+                let view = storage.plane(layer, plane).context("a layer has its planes")?;
+                let plan = GatherPlan::new(view.layout(), plan.tables(), &ranges)?;
+                let dims = [plan.total(), shape.kv_heads, shape.head_dim];
+                let out = TensorViewMut::device(DType::Bf16, out, 0, &dims);
+                let args = GatherArgs::new(&plan, view, out, QkvFormat::Thd)?;
+                queue.gather(&plan, args)?;
+            }
+        }
+    }
+    drain(queue)?;
+    Ok(begin.elapsed().as_secs_f64())
+}
+
+/// Seconds that so many copies of sequences' blocks to those of as many spares take, in every
+/// layer. All have all their blocks while a step is open that brings them to their contexts.
+fn copy_blocks<B: Backend>(
     cache: &KvCache<Arc<B>>,
     queue: &mut B::Queue,
     (shape, runs): (&Shape, u32),
 ) -> anyhow::Result<f64> {
     let table = |sequence| cache.block_table(sequence, GROUP).context("a sequence has blocks");
-    let mut left = work::slot_map(cache.spec())?.slots(shape.context);
-    let pair = |(from, to): (&BlockId, &BlockId)| {
-        let slots = left.min(shape.block_size);
-        left = left.saturating_sub(slots);
-        BlockCopy { from: *from, to: *to, slots }
-    };
-    let pairs = table(SequenceId(0))?.iter().zip(table(prompt(shape))?);
-    let copies: Vec<_> = pairs.map(pair).filter(|copy| copy.slots > 0).collect();
-    anyhow::ensure!(left == 0, "{left} slots of a context are in no block");
     let storage = cache.storage(GROUP).context("a cache has a group")?;
     let [layout, _] = storage.layouts();
+    let slots = work::slot_map(cache.spec())?.slots(shape.context);
+    let mut copies = Vec::new();
+    for (from, to) in batch(shape).zip(spares(shape)) {
+        let mut left = slots;
+        let pair = |(from, to): (&BlockId, &BlockId)| {
+            let slots = left.min(layout.block_size());
+            left = left.saturating_sub(slots);
+            BlockCopy { from: *from, to: *to, slots }
+        };
+        let pairs = table(from)?.iter().zip(table(to)?).map(pair);
+        copies.extend(pairs.filter(|copy| copy.slots > 0));
+        anyhow::ensure!(left == 0, "{left} slots of a context are in no block");
+    }
     let plan = CopyPlan::new(layout, &copies)?;
     let begin = Instant::now();
     for _ in 0..runs {
@@ -223,7 +293,7 @@ fn copy_blocks<B: PlainCopy>(
 }
 
 /// Waits for all that a queue was given.
-fn drain<Q: Queue>(queue: &mut Q) -> Result<(), DeviceError> {
+pub(super) fn drain<Q: Queue>(queue: &mut Q) -> Result<(), DeviceError> {
     queue.submit()?.wait()
 }
 

@@ -52,7 +52,7 @@ fn moved(operation: &str, (_, slot, slots): (&str, u64, u64)) -> (u64, u64) {
     match operation {
         "decode" => (batch * stored, 0),
         "append" => (layers * batch * token, layers * batch * slot),
-        "prefill" => (layers * context * token, stored),
+        "append-prompt" => (layers * context * token, stored),
         "copy" => (stored, stored),
         _ => panic!("{operation} is new"),
     }
@@ -66,7 +66,7 @@ fn every_line_is_there(backend: &str) {
     assert_eq!(report["note"].is_null(), runs_on != "software", "{report}");
     assert_eq!((whole(&report["rounds"]), whole(&report["q_heads"])), (2, 4));
     let lines = report["lines"].as_array().expect("lines");
-    let operations = ["decode", "append", "prefill", "copy"];
+    let operations = ["decode", "append", "append-prompt", "copy"];
     let expected = operations.iter().flat_map(|name| STORED.map(|stored| (*name, stored)));
     assert_eq!(lines.len(), operations.len() * STORED.len());
     for (line, (operation, stored)) in lines.iter().zip(expected) {
@@ -123,7 +123,7 @@ fn the_table_says_what_was_measured() {
         assert!(text.contains(words), "{words}: {text}");
     }
     assert!(!text.contains("software") && !text.contains("Decode "), "{text}");
-    for operation in ["decode", "append", "prefill", "copy"] {
+    for operation in ["decode", "append", "append-prompt", "copy"] {
         let is_line = |line: &&str| {
             let mut words = line.split_whitespace();
             words.next() == Some(operation) && matches!(words.next(), Some("bf16" | "l4"))
@@ -152,6 +152,92 @@ fn an_adapter_that_a_cpu_stands_for_is_called_so() {
     assert_eq!(text.contains("of the plain copy's rate in "), !is_software, "{text}");
 }
 
+/// A grid of two small shapes in two formats, for every suite.
+const GRID: [&str; 20] = [
+    "bench",
+    "--suite",
+    "all",
+    "--batch",
+    "2",
+    "--context",
+    "24,40",
+    "--q-heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--head-dim",
+    "64",
+    "--formats",
+    "bf16,l4",
+    "--layers",
+    "2",
+    "--rounds",
+    "2",
+    "--json",
+];
+const LESS_MEMORY: [&str; 2] = ["--memory", "48MiB"];
+
+fn lines(args: &[&str]) -> Vec<Value> {
+    let output = kv(args);
+    assert_eq!((output.code, output.stderr.as_str()), (0, ""), "{args:?}");
+    let list: Value = serde_json::from_str(&output.stdout).expect("JSON");
+    list.as_array().expect("a list").clone()
+}
+
+#[test]
+fn every_suite_measures_every_case() {
+    let plot = tempfile::tempdir().expect("a folder");
+    let path = plot.path().join("roofline.svg");
+    let to = ["--plot", path.to_str().expect("UTF-8"), "--threads", "1,2", "--isa", "scalar"];
+    let lines = lines(&[&GRID[..], &LESS_MEMORY, &to].concat());
+    // Contexts, two more kinds of blocks and another format; of plans no formats.
+    let one = 2 + 2 + 1;
+    let names = ["decode", "prefill", "append", "append-prompt", "gather", "copy", "plan"];
+    for threads in [1, 2] {
+        for name in names {
+            let is_its = |line: &&Value| line["case"] == name && line["threads"] == threads;
+            let expected = if name == "plan" { one - 1 } else { one };
+            assert_eq!(lines.iter().filter(is_its).count(), expected, "{name}, {threads}");
+        }
+    }
+    assert_eq!(lines.len(), 2 * (one * names.len() - 1));
+    for line in &lines {
+        assert_eq!((&line["backend"], &line["isa"]), (&"cpu".into(), &"scalar".into()));
+        let is_plan = line["case"] == "plan";
+        assert!(number(line, "ns").is_finite() && number(line, "ns") > 0.0, "{line}");
+        for name in ["gbps", "limit_gbps", "fraction"] {
+            assert!(is_plan || number(line, name) > 0.0, "{name}: {line}");
+            assert!(is_plan || number(line, name).is_finite(), "{name}: {line}");
+        }
+    }
+    let decode = |line: &&Value| {
+        line["case"] == "decode" && line["context"] == 40 && line["format"] == "bf16"
+    };
+    // K and V of two heads of 64, in bf16.
+    assert_eq!(whole(&lines.iter().find(decode).expect("a case")["bytes"]), 2 * 40 * 512);
+    let svg = std::fs::read_to_string(&path).expect("a plot");
+    assert_eq!(svg.matches("<circle ").count(), lines.len());
+}
+
+#[test]
+fn what_does_not_fit_is_left_out_and_told() {
+    let args = ["--batch", "2,4000", "--context", "40", "--formats", "bf16", "--layers", "1"];
+    let output = kv(&[&["bench", "--suite", "decode", "--json"], &args[..], &LESS_MEMORY].concat());
+    assert_eq!(output.code, 0, "{}", output.stderr);
+    let told: Vec<_> = output.stderr.lines().collect();
+    assert!(!told.is_empty(), "{}", output.stdout);
+    for line in told {
+        let is_large = line.contains("decode bf16") && line.contains("of memory, 48.00 MiB are");
+        assert!(line.starts_with("kv: left out: ") && is_large, "{line}");
+    }
+    let list: Value = serde_json::from_str(&output.stdout).expect("JSON");
+    assert!(list.as_array().expect("a list").iter().all(|line| line["batch"] == 2));
+    let nothing = ["bench", "--suite", "decode", "--memory", "1KiB", "--batch", "1"];
+    assert!(kv(&nothing).stderr.ends_with("kv: no case fits\n"));
+    let long = ["bench", "--suite", "prefill", "--memory", "0"];
+    assert_eq!(kv(&long).code, 1);
+}
+
 #[test]
 fn wrong_input_is_refused() {
     let fails_with = |args: &[&str], code, words| fails(&[&["bench"], args].concat(), code, words);
@@ -174,4 +260,13 @@ fn wrong_input_is_refused() {
     let many = ["--batch", "4294967294", "--context", "4294967295", "--formats", "bf16"];
     fails_with(&many, 1, "more than 2^32 blocks");
     fails_with(&["--backend", "wgpu:no such card"], 1, "no adapter");
+    fails_with(&["--batch", "1,2"], 2, "--batch takes one value without --suite, 2 are given");
+    fails_with(&["--block-size", "contiguous"], 2, "--block-size contiguous needs --suite");
+    fails_with(&["--full"], 2, "--suite");
+    fails_with(&["--suite", "sort"], 2, "sort");
+    fails_with(&["--backend", "wgpu:0", "--threads", "2"], 2, "--threads is for the backend cpu");
+    fails_with(&["--threads", "0"], 2, "--threads");
+    fails_with(&["--isa", "sse9"], 2, "unknown instruction set \"sse9\"");
+    let plot = ["--suite", "plan", "--plot", "no/such/folder/a.svg"];
+    fails_with(&plot, 1, "not a file in a folder that exists");
 }

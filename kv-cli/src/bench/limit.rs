@@ -1,0 +1,355 @@
+//! What operations of a suite are held to: memory that is only read, and memory that is copied.
+//!
+//! On a CPU both are done by as many threads as the operation has, each over memory of its own. A
+//! limit that is too slow flatters, so reading tries how many streams a thread is best at.
+use std::hint::black_box;
+use std::time::Instant;
+
+use kv::backend::Backend;
+use kv::cpu::CpuBackend;
+use kv::cuda::CudaBackend;
+use kv::wgpu::WgpuBackend;
+use kv::{DeviceError, DeviceErrorKind};
+use rayon::ThreadPool;
+use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelIterator};
+
+use super::plain::PlainCopy;
+use super::rig::drain;
+use crate::num::{to_u64, to_usize};
+
+/// Bytes on either side of a copy: more than caches hold.
+const COPIED: u64 = 1 << 28;
+/// Bytes that are worth a thread of a copy.
+const PART: u64 = 1 << 17;
+/// Words of four cache lines.
+const STRIDE: usize = 32;
+/// How often each number of streams is tried.
+const TRIES: usize = 3;
+
+/// A copy, as an operation that moves as many bytes would do it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Walk {
+    /// Of one layer, in one direction.
+    pub(super) bytes: u64,
+    pub(super) layers: u64,
+    /// Whether every layer is read from, and is written to, a place of its own.
+    pub(super) from_moves: bool,
+    pub(super) to_moves: bool,
+}
+
+/// A backend whose memory has a speed.
+pub(super) trait Limit: PlainCopy {
+    /// What is read and copied.
+    type Arena;
+
+    /// The instruction set and the threads, where there is a choice.
+    fn choice(&self) -> Option<(String, u32)>;
+    /// Reserves memory, `bytes` of it to read.
+    ///
+    /// # Errors
+    /// As [`Backend::alloc`].
+    fn arena(&self, bytes: u64) -> Result<Self::Arena, DeviceError>;
+    /// Reads all of the memory; answers how many bytes that was, and the seconds. Where a device
+    /// cannot just read, a copy, whose bytes count twice.
+    ///
+    /// # Errors
+    /// The device's own.
+    fn read(&self, arena: &mut Self::Arena) -> Result<(u64, f64), DeviceError>;
+    /// Seconds of so many copies.
+    ///
+    /// # Errors
+    /// The device's own.
+    fn walk(&self, arena: &mut Self::Arena, walk: Walk, runs: u32) -> Result<f64, DeviceError>;
+}
+
+/// Memory of all threads.
+pub(super) struct CpuArena {
+    /// Where the backend has a pool of its own.
+    pool: Option<ThreadPool>,
+    parts: Vec<Part>,
+    streams: Streams,
+}
+
+/// Memory of one thread.
+#[derive(Debug, Default)]
+struct Part {
+    read: Vec<u64>,
+    from: Vec<u8>,
+    to: Vec<u8>,
+}
+
+/// How many places a thread reads from in turns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Streams {
+    One,
+    Two,
+    Four,
+    Eight,
+}
+
+impl Streams {
+    const ALL: [Self; 4] = [Self::One, Self::Two, Self::Four, Self::Eight];
+
+    fn read(self, words: &[u64]) -> u64 {
+        match self {
+            Self::One => read::<1>(words),
+            Self::Two => read::<2>(words),
+            Self::Four => read::<4>(words),
+            Self::Eight => read::<8>(words),
+        }
+    }
+}
+
+/// Reads whole strides of `N` places in turns. The answer depends on every word that was read.
+fn read<const N: usize>(words: &[u64]) -> u64 {
+    let each = words.len().checked_div(N).unwrap_or(0).max(STRIDE);
+    let mut chunks = words.chunks_exact(each);
+    let mut streams: [_; N] =
+        std::array::from_fn(|_| chunks.next().unwrap_or_default().chunks_exact(STRIDE));
+    let mut sums = [[0_u64; 4]; N];
+    loop {
+        for (stream, sum) in streams.iter_mut().zip(&mut sums) {
+            let Some(stride) = stream.next() else {
+                return sums.iter().flatten().fold(0, |all, sum| all ^ sum);
+            };
+            for four in stride.chunks_exact(4) {
+                for (sum, word) in sum.iter_mut().zip(four) {
+                    *sum ^= word;
+                }
+            }
+        }
+    }
+}
+
+impl CpuArena {
+    fn each(&mut self, threads: usize, work: impl Fn(&mut Part) + Send + Sync) {
+        let Some(parts) = self.parts.get_mut(..threads.max(1)) else { return };
+        match (&self.pool, parts) {
+            (_, [part]) => work(part),
+            (None, parts) => parts.par_iter_mut().with_max_len(1).for_each(work),
+            (Some(pool), parts) => {
+                pool.install(|| parts.par_iter_mut().with_max_len(1).for_each(work));
+            }
+        }
+    }
+
+    fn read_by(&mut self, streams: Streams) -> f64 {
+        let begin = Instant::now();
+        self.each(self.parts.len(), |part| {
+            black_box(streams.read(black_box(&part.read)));
+        });
+        begin.elapsed().as_secs_f64()
+    }
+}
+
+impl Limit for CpuBackend {
+    type Arena = CpuArena;
+
+    fn choice(&self) -> Option<(String, u32)> {
+        Some((self.isa().to_string(), self.capabilities().workers))
+    }
+
+    fn arena(&self, bytes: u64) -> Result<CpuArena, DeviceError> {
+        let threads = to_usize(self.capabilities().workers).max(1);
+        let refuse = || DeviceError::new(DeviceErrorKind::OutOfMemory, "reserve to read");
+        let pool = if threads == 1 || threads == rayon::current_num_threads() {
+            None
+        } else {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+            Some(pool.map_err(|error| refuse().with_source(error))?)
+        };
+        let all = usize::try_from(bytes.div_ceil(8)).map_err(|_| refuse())?;
+        // Whole strides of every stream.
+        let words = all.div_ceil(threads).next_multiple_of(STRIDE.saturating_mul(8));
+        let copied = usize::try_from(COPIED.min(bytes)).map_err(|_| refuse())?.div_ceil(threads);
+        let mut parts = Vec::new();
+        for _ in 0..threads {
+            let mut part = Part::default();
+            part.read.try_reserve_exact(words).map_err(|error| refuse().with_source(error))?;
+            part.from.try_reserve_exact(copied).map_err(|error| refuse().with_source(error))?;
+            part.to.try_reserve_exact(copied).map_err(|error| refuse().with_source(error))?;
+            parts.push(part);
+        }
+        let mut arena = CpuArena { pool, parts, streams: Streams::One };
+        // Pages that nobody has written may be one and the same.
+        arena.each(threads, |part| {
+            part.read.resize(words, 0x5A5A_5A5A);
+            part.from.resize(copied, 0x5A);
+            part.to.resize(copied, 0xA5);
+        });
+        let mut fastest = f64::INFINITY;
+        for _ in 0..TRIES {
+            for streams in Streams::ALL {
+                let seconds = arena.read_by(streams);
+                if seconds < fastest {
+                    (fastest, arena.streams) = (seconds, streams);
+                }
+            }
+        }
+        Ok(arena)
+    }
+
+    fn read(&self, arena: &mut CpuArena) -> Result<(u64, f64), DeviceError> {
+        let words: usize = arena.parts.iter().map(|part| part.read.len()).sum();
+        Ok((to_u64(words).saturating_mul(8), arena.read_by(arena.streams)))
+    }
+
+    fn walk(&self, arena: &mut CpuArena, walk: Walk, runs: u32) -> Result<f64, DeviceError> {
+        let worth = walk.bytes.saturating_mul(walk.layers).div_ceil(PART);
+        let threads = usize::try_from(worth).unwrap_or(usize::MAX).clamp(1, arena.parts.len());
+        let begin = Instant::now();
+        arena.each(threads, |part| {
+            let bytes = walk.bytes.div_ceil(to_u64(threads));
+            (0..runs).for_each(|_| part.walk(Walk { bytes, ..walk }));
+        });
+        Ok(begin.elapsed().as_secs_f64())
+    }
+}
+
+impl Part {
+    /// Copies a thread's part of every layer; places that move begin again at the end.
+    fn walk(&mut self, walk: Walk) {
+        let bytes = usize::try_from(walk.bytes).unwrap_or(usize::MAX);
+        let (mut from_at, mut to_at) = (0, 0);
+        for _ in 0..walk.layers {
+            let mut left = bytes;
+            while left > 0 {
+                let len = left.min(self.from.len());
+                let [from, to] = [from_at, to_at].map(|at: usize| {
+                    let end = at.saturating_add(len);
+                    if end > self.from.len() { 0..len } else { at..end }
+                });
+                let ends = [from.end, to.end];
+                let (Some(from), Some(to)) = (self.from.get(from), self.to.get_mut(to)) else {
+                    return;
+                };
+                to.copy_from_slice(from);
+                black_box(to);
+                [from_at, to_at] = ends;
+                left = left.saturating_sub(len);
+                if len == 0 {
+                    return;
+                }
+            }
+            from_at = if walk.from_moves { from_at } else { 0 };
+            to_at = if walk.to_moves { to_at } else { 0 };
+        }
+    }
+}
+
+/// Memory of a device that copies, and how much.
+pub(super) struct CopyArena<M, Q> {
+    memory: M,
+    queue: Q,
+    bytes: u64,
+}
+
+fn copy_arena<B: PlainCopy>(
+    backend: &B,
+    bytes: u64,
+) -> Result<CopyArena<B::Memory, B::Queue>, DeviceError> {
+    let bytes = bytes.next_multiple_of(4);
+    Ok(CopyArena { memory: backend.reserve(bytes)?, queue: backend.queue()?, bytes })
+}
+
+fn copy_all<B: PlainCopy>(
+    backend: &B,
+    arena: &mut CopyArena<B::Memory, B::Queue>,
+    (bytes, times): (u64, u64),
+) -> Result<f64, DeviceError> {
+    let begin = Instant::now();
+    for _ in 0..times {
+        let mut left = bytes.next_multiple_of(4);
+        while left > 0 {
+            let now = left.min(arena.bytes).max(4);
+            backend.copy(&mut arena.queue, &mut arena.memory, now)?;
+            left = left.saturating_sub(now);
+        }
+    }
+    drain(&mut arena.queue)?;
+    Ok(begin.elapsed().as_secs_f64())
+}
+
+/// A plain copy for both limits: see [`PlainCopy`].
+macro_rules! limit_by_copy {
+    ($backend:ty) => {
+        impl Limit for $backend {
+            type Arena = CopyArena<<Self as PlainCopy>::Memory, <Self as Backend>::Queue>;
+
+            fn choice(&self) -> Option<(String, u32)> {
+                None
+            }
+            fn arena(&self, bytes: u64) -> Result<Self::Arena, DeviceError> {
+                copy_arena(self, bytes)
+            }
+            fn read(&self, arena: &mut Self::Arena) -> Result<(u64, f64), DeviceError> {
+                let bytes = arena.bytes;
+                let seconds = copy_all(self, arena, (bytes, 1))?;
+                Ok((bytes.saturating_mul(2), seconds))
+            }
+            fn walk(
+                &self,
+                arena: &mut Self::Arena,
+                walk: Walk,
+                runs: u32,
+            ) -> Result<f64, DeviceError> {
+                let times = walk.layers.saturating_mul(runs.into());
+                copy_all(self, arena, (walk.bytes, times))
+            }
+        }
+    };
+}
+limit_by_copy!(WgpuBackend);
+limit_by_copy!(CudaBackend);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kv::cpu::CpuOptions;
+
+    #[test]
+    fn every_word_is_read_whatever_the_streams() {
+        let words: Vec<u64> =
+            (0..2048).map(|n: u64| n.wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect();
+        let expected = words.iter().fold(0, |all, word| all ^ word);
+        for streams in Streams::ALL {
+            assert_eq!(streams.read(&words), expected, "{streams:?}");
+            let mut other = words.clone();
+            for index in [0, 31, 1024, 2047] {
+                other[index] ^= 1 << 17;
+                assert_eq!(streams.read(&other), expected ^ (1 << 17), "{streams:?}: {index}");
+                other[index] ^= 1 << 17;
+            }
+            assert_eq!(streams.read(&[]), 0);
+        }
+    }
+
+    #[test]
+    fn the_cpu_reads_as_much_as_was_reserved() {
+        for threads in [1, 3] {
+            let cpu = CpuBackend::open(CpuOptions::default().threads(threads)).expect("cpu");
+            let mut arena = cpu.arena(3 << 20).expect("memory");
+            let (bytes, seconds) = cpu.read(&mut arena).expect("no device fails");
+            assert_eq!(bytes, 3 << 20);
+            assert!(seconds > 0.0);
+            assert_eq!(cpu.choice().expect("a choice").1, u32::try_from(threads).expect("few"));
+        }
+    }
+
+    #[test]
+    fn places_move_or_stay() {
+        let part = || Part { from: (1..=8).collect(), to: vec![0; 8], ..Part::default() };
+        let walk = |bytes, layers, from_moves, to_moves| {
+            let mut part = part();
+            part.walk(Walk { bytes, layers, from_moves, to_moves });
+            part.to
+        };
+        assert_eq!(walk(2, 3, true, true), [1, 2, 3, 4, 5, 6, 0, 0]);
+        assert_eq!(walk(2, 3, false, true), [1, 2, 1, 2, 1, 2, 0, 0]);
+        assert_eq!(walk(2, 3, true, false), [5, 6, 0, 0, 0, 0, 0, 0]);
+        // At the end it begins again, and what is larger goes in pieces.
+        assert_eq!(walk(3, 3, true, true), [1, 2, 3, 4, 5, 6, 0, 0]);
+        assert_eq!(walk(11, 1, true, true), [1, 2, 3, 4, 5, 6, 7, 8]);
+        assert_eq!(walk(0, 3, true, true), [0; 8]);
+    }
+}
