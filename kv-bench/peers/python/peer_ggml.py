@@ -149,7 +149,7 @@ class Peer:
         if kind == case.dtype:
             return array
         values = widened(array, case.dtype)
-        rows = values.size // case.head_dim
+        rows = values.nbytes // (4 * case.head_dim)
         row_bytes = self.base.ggml_row_size(TYPES[kind], case.head_dim)
         stored = aligned(rows * row_bytes)
         self.base.ggml_quantize_chunk(

@@ -41,7 +41,8 @@ class Server:
         arrays = {name: read(case, name) for name in "qkv"} if self.peers else {}
         for peer in self.peers:
             for name, prepare in peer.prepare(case, arrays):
-                # What a peer refuses is told, and the others go on.
+                # At once: it may use what the peer's loop has at hand. What a peer refuses is told,
+                # and the others go on.
                 try:
                     self.contenders[name] = prepare()
                 except REFUSALS as error:

@@ -266,3 +266,28 @@ impl<'a> Description<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cross_is_a_part_of_the_grid() {
+        let (cross, full) = (cases(false), cases(true));
+        assert!(cross.iter().all(|case| full.contains(case)) && cross.len() < full.len());
+        let mut names: Vec<_> = full.iter().map(ToString::to_string).collect();
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), full.len());
+        assert!(names.contains(&"decode/bf16/b16/c32768/gqa8/d128".to_owned()));
+        assert!(names.contains(&"prefill/f32/t4096/gqa4/d128".to_owned()));
+    }
+
+    #[test]
+    fn rows_turn_whole() {
+        let values = Values { dtype: DType::F32, words: (0..12).collect() };
+        let turned = values.turned([2, 3, 8]);
+        assert_eq!(turned.words, [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]);
+        assert_eq!(turned.turned([3, 2, 8]).words, values.words);
+    }
+}

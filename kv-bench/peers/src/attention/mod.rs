@@ -27,8 +27,11 @@ use crate::Options;
 /// Turns of each contender, and of one that is slow.
 const TURNS: usize = 9;
 const TURNS_SLOW: usize = 3;
-/// A run that takes so long is slow.
-const SLOW: Duration = Duration::from_millis(700);
+/// A run that takes so long, and so many times as long as the fastest contender's, is slow.
+const SLOW: Duration = Duration::from_millis(100);
+const SLOWER: u32 = 4;
+/// A run that takes so long needs none before it to be warm.
+const LONG: Duration = Duration::from_millis(700);
 /// What runs of one turn take together, where one takes less.
 const TURN: Duration = Duration::from_millis(15);
 const TIMES_MAX: u128 = 50;
@@ -47,14 +50,18 @@ trait Contender {
 pub(crate) fn run(options: &Options) -> Result<Report> {
     let threads = rayon::current_num_threads();
     let mut report = Report::new(threads);
-    let child = match &options.python {
-        Some(python) => Some(Rc::new(RefCell::new(Child::start(python, threads)?))),
-        None => None,
+    let no_python = || anyhow::anyhow!("not installed: `cargo xtask bench peers --install`");
+    let python = options.python.as_deref().ok_or_else(no_python);
+    let child = match python.and_then(|python| Child::start(python, threads)) {
+        Ok(child) => {
+            report.python(&child.hello);
+            Some(Rc::new(RefCell::new(child)))
+        }
+        Err(error) => {
+            report.no_python(&error);
+            None
+        }
     };
-    match &child {
-        Some(child) => report.python(&child.borrow().hello),
-        None => report.no_python(),
-    }
     if !options.json {
         print!("{}", report.head());
     }
@@ -101,9 +108,11 @@ fn measure(case: &Case, child: Option<&Rc<RefCell<Child>>>) -> Result<Measured> 
             Err(error) => _ = refused.insert(name, format!("{error:#}")),
         }
     }
+    let fastest = entries.iter().map(|entry| entry.first).min().unwrap_or_default();
+    let slow = SLOW.max(fastest.saturating_mul(SLOWER));
     for turn in 0..TURNS {
         for entry in &mut entries {
-            if turn >= TURNS_SLOW && entry.first > SLOW {
+            if turn >= TURNS_SLOW && entry.first > slow {
                 continue;
             }
             std::thread::sleep(PAUSE);
@@ -164,7 +173,7 @@ fn check(
     let cold = Instant::now();
     contender.turn(1)?;
     let cold = cold.elapsed();
-    let warm = if cold > SLOW { cold } else { contender.turn(1)?.pop().unwrap_or(cold) };
+    let warm = if cold > LONG { cold } else { contender.turn(1)?.pop().unwrap_or(cold) };
     let outputs = contender.output()?;
     if expected.is_empty() {
         return Ok((outputs, 0.0, warm));
@@ -182,4 +191,47 @@ fn check(
     // Not a number is no small error either.
     anyhow::ensure!(error <= error_max, "computes something else: outputs are {error:.1e} off");
     Ok((outputs, error, warm))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Gives what it was made with.
+    struct Fixed(Vec<f32>);
+
+    impl Contender for Fixed {
+        fn turn(&mut self, times: usize) -> Result<Vec<Duration>> {
+            Ok(vec![Duration::from_nanos(1); times])
+        }
+
+        fn output(&mut self) -> Result<Vec<f32>> {
+            Ok(self.0.clone())
+        }
+    }
+
+    #[test]
+    fn who_computes_something_else_is_found() {
+        let expected = [3.0, -4.0];
+        let check = |outputs: &[f32]| check(&mut Fixed(outputs.to_vec()), &expected, 1e-2);
+        assert_eq!(check(&expected).unwrap().1, 0.0);
+        let (_, error, _) = check(&[3.0, -4.02]).unwrap();
+        assert!((error - 4e-3).abs() < 1e-6, "{error}");
+        for wrong in [&[3.0, 4.0][..], &[3.0, f32::NAN], &[3.0]] {
+            assert!(check(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    /// What candle computes of the same tensors, with our layout and its two, in decoding and in a
+    /// prefill.
+    #[test]
+    fn ours_and_candle_agree() {
+        for case in case::cases(true).into_iter().filter(|case| case.context == 512) {
+            if case.batch > 1 || case.head_dim > 64 {
+                continue;
+            }
+            let measured = measure(&case, None).unwrap();
+            assert!(measured.refused().is_empty(), "{case}: {:?}", measured.refused());
+        }
+    }
 }

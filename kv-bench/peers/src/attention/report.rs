@@ -42,10 +42,9 @@ impl Report {
         self.absent.extend(hello.absent.clone());
     }
 
-    pub(crate) fn no_python(&mut self) {
+    pub(crate) fn no_python(&mut self, reason: &anyhow::Error) {
         for peer in ["torch", "ggml"] {
-            let reason = "no Python was named: `cargo xtask bench peers --install` gets one";
-            self.absent.insert(peer.to_owned(), reason.to_owned());
+            self.absent.insert(peer.to_owned(), format!("{reason:#}"));
         }
     }
 
@@ -169,6 +168,12 @@ impl Measured {
         }
     }
 
+    /// Contenders without a time, each with the reason.
+    #[cfg(test)]
+    pub(super) fn refused(&self) -> &BTreeMap<String, String> {
+        &self.refused
+    }
+
     /// The fastest form of a peer, or ours.
     fn best(&self, peer: &str) -> Option<&Timed> {
         let forms =
@@ -194,10 +199,12 @@ impl Measured {
             };
             let work = u32::try_from(work / 1024).map_or(0.0, |kib| f64::from(kib) * 1024.0);
             let rate = work / seconds / 1e9;
+            let is_ours = timed.name == OURS;
+            let off = if is_ours { String::new() } else { format!(", {:.0e} off", timed.error) };
             let _ = writeln!(
                 text,
-                "    {:<18}{:>14} ns{by_ours:>8.2}{rate:>9.2} {unit}, {:.0e} off",
-                timed.name, timed.median_ns, timed.error
+                "    {:<18}{:>14} ns{by_ours:>8.2}{rate:>9.2} {unit}{off}",
+                timed.name, timed.median_ns
             );
         }
         for (name, reason) in &self.refused {
