@@ -67,6 +67,10 @@ impl Case {
         4 * pairs * u64::from(self.batch) * u64::from(self.q_heads) * u64::from(self.head_dim)
     }
 
+    pub(crate) fn flop_f64(&self) -> f64 {
+        u32::try_from(self.flop() / 1024).map_or(f64::INFINITY, |kilo| f64::from(kilo) * 1024.0)
+    }
+
     /// Bytes of a table of scores in f32.
     pub(crate) fn scores_bytes(&self) -> u64 {
         let rows = u64::from(self.batch) * u64::from(self.q_heads) * u64::from(self.q_len);

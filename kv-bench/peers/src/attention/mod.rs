@@ -40,6 +40,15 @@ const TIMES_MAX: u128 = 50;
 /// Between two turns: threads of the last contender stop looking for work.
 const PAUSE: Duration = Duration::from_millis(5);
 
+/// Where a form was so many times slower than the fastest in a smaller case, and by its rate there
+/// needs so many seconds for one run, it is not run.
+const HOPELESS: f64 = 10.0;
+const HOPELESS_SECONDS: f64 = 5.0;
+
+/// Forms that were many times slower than the fastest, by kind of case and name: seconds a
+/// floating-point operation.
+type Hopeless = BTreeMap<(bool, String, String), f64>;
+
 /// One way to compute a case, with its tensors where it wants them.
 trait Contender {
     /// Computes `times` times; how long each took.
@@ -72,14 +81,20 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
         let name = case.to_string();
         options.filters.iter().all(|filter| name.contains(filter))
     });
+    let mut hopeless = Hopeless::new();
     for case in &cases {
-        let measured = measure(case, child.as_ref())?;
+        let measured = measure(case, child.as_ref(), &hopeless)?;
+        hopeless.extend(measured.slower(HOPELESS).map(|(name, rate)| (kind(case, name), rate)));
         if !options.json {
             print!("{}", measured.text());
         }
         report.cases.push(measured);
     }
     Ok(report)
+}
+
+fn kind(case: &Case, name: &str) -> (bool, String, String) {
+    (case.is_decode(), case.format.to_string(), name.to_owned())
 }
 
 struct Entry {
@@ -91,13 +106,23 @@ struct Entry {
     samples: Vec<Duration>,
 }
 
-fn measure(case: &Case, child: Option<&Rc<RefCell<Child>>>) -> Result<Measured> {
+fn measure(
+    case: &Case,
+    child: Option<&Rc<RefCell<Child>>>,
+    hopeless: &Hopeless,
+) -> Result<Measured> {
     let folder = tempfile::tempdir()?;
     let mut refused = BTreeMap::new();
     let offered = contenders(case, child, folder.path(), &mut refused)?;
     let mut entries: Vec<Entry> = Vec::new();
     let mut expected = Vec::new();
     for (name, mut contender) in offered {
+        let seconds = hopeless.get(&kind(case, &name)).map_or(0.0, |rate| rate * case.flop_f64());
+        if seconds > HOPELESS_SECONDS {
+            let reason = format!("would take {seconds:.0} s, by its rate in a smaller case");
+            refused.insert(name, reason);
+            continue;
+        }
         match check(contender.as_mut(), &expected, case.error_max()) {
             Ok((outputs, error, first)) => {
                 if expected.is_empty() {
@@ -236,7 +261,7 @@ mod tests {
             if case.batch > 1 || case.head_dim > 64 {
                 continue;
             }
-            let measured = measure(&case, None).unwrap();
+            let measured = measure(&case, None, &Hopeless::new()).unwrap();
             assert!(measured.refused().is_empty(), "{case}: {:?}", measured.refused());
         }
     }

@@ -112,6 +112,8 @@ pub(crate) struct Measured {
     /// Its time by ours: above 1, ours is faster.
     ratio: Option<f64>,
     is_decode: bool,
+    #[serde(skip)]
+    flop_f64: f64,
 }
 
 /// One contender of a case.
@@ -165,6 +167,7 @@ impl Measured {
             contenders,
             refused,
             is_decode: case.is_decode(),
+            flop_f64: case.flop_f64(),
         }
     }
 
@@ -172,6 +175,16 @@ impl Measured {
     #[cfg(test)]
     pub(super) fn refused(&self) -> &BTreeMap<String, String> {
         &self.refused
+    }
+
+    /// Contenders that took so many times as long as the fastest, each with its seconds a
+    /// floating-point operation.
+    pub(super) fn slower(&self, times: f64) -> impl Iterator<Item = (&str, f64)> {
+        let seconds = |timed: &Timed| Duration::from_nanos(timed.median_ns).as_secs_f64();
+        let least = self.contenders.iter().map(seconds).fold(f64::INFINITY, f64::min);
+        let flop = self.flop_f64;
+        let slower = self.contenders.iter().filter(move |timed| seconds(timed) > least * times);
+        slower.map(move |timed| (timed.name.as_str(), seconds(timed) / flop))
     }
 
     /// The fastest form of a peer, or ours.
