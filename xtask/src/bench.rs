@@ -1,21 +1,80 @@
-//! `cargo xtask bench`: the benches of `kv-bench`.
+//! `cargo xtask bench`: the benches of `kv-bench`, and what other libraries take for the same.
 use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::Command;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use crate::shell;
 
-/// Runs every bench; `args` go to criterion. `peers` alone: the workspace that compares with other
-/// crates, which nothing else builds.
+/// Packages of Python whose attention is compared. Each does without the other.
+const PACKAGES: [&[&str]; 2] = [&["numpy", "torch"], &["numpy", "llama-cpp-python"]];
+
+/// Runs every bench; `args` go to criterion. After `peers`, they go to the workspace that compares
+/// with other libraries, which nothing else builds.
 pub(crate) fn run(args: &[OsString]) -> Result<()> {
-    if let [only] = args
-        && only == "peers"
+    if let Some((first, rest)) = args.split_first()
+        && first == "peers"
     {
-        let manifest = ["--manifest-path", "kv-bench/peers/Cargo.toml"];
-        return shell::run(shell::cargo(["run", "--release"]).args(manifest));
+        return peers(rest);
     }
     // `--benches` leaves out the unit tests of the library, which do not know criterion's
     // arguments.
     let mut command = shell::cargo(["bench", "--package", "kv-bench", "--benches", "--"]);
     shell::run(command.args(args))
+}
+
+/// Those that are Python packages run where `--install` has put them once.
+fn peers(args: &[OsString]) -> Result<()> {
+    let (install, args): (Vec<&OsString>, Vec<_>) =
+        args.iter().partition(|arg| *arg == "--install");
+    if !install.is_empty() {
+        self::install()?;
+    }
+    let manifest = ["--manifest-path", "kv-bench/peers/Cargo.toml"];
+    let mut command = shell::cargo(["run", "--release"]);
+    command.args(manifest).arg("--").args(&args);
+    let python = python();
+    if python.is_file() {
+        command.arg("--python").arg(python);
+    }
+    let wants_object = args.iter().any(|arg| *arg == "--json");
+    if wants_object { finish(&mut command) } else { shell::run(&mut command) }
+}
+
+/// As [`shell::run`], with nothing but the command's own words on the standard output.
+fn finish(command: &mut Command) -> Result<()> {
+    let status = command.status()?;
+    if !status.success() {
+        bail!("`{}` failed ({status})", shell::line(command));
+    }
+    Ok(())
+}
+
+fn environment() -> PathBuf {
+    shell::root().join("target").join("peers").join("venv")
+}
+
+fn python() -> PathBuf {
+    let place = if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" };
+    environment().join(place)
+}
+
+/// Makes an environment of Python and installs the peers into it. One that cannot be had leaves the
+/// others.
+fn install() -> Result<()> {
+    println!(
+        "Installing PyTorch and llama-cpp-python below target/peers. PyTorch takes 5.5 GB on \
+         Linux for x86-64, as it brings CUDA's libraries; llama-cpp-python is compiled, 10 minutes \
+         of one core, and needs a C++ compiler. Removing the folder takes all of it back."
+    );
+    let system = if cfg!(windows) { "python" } else { "python3" };
+    shell::run(shell::program(system).args(["-m", "venv"]).arg(environment()))?;
+    for packages in PACKAGES {
+        let mut pip = shell::program(python());
+        if let Err(error) = shell::run(pip.args(["-m", "pip", "install"]).args(packages)) {
+            println!("{} will be absent: {error:#}", packages.join(" and "));
+        }
+    }
+    Ok(())
 }

@@ -55,7 +55,12 @@ Usage: cargo xtask COMMAND
       --list           instead, what an archive has
       --kit DIR        runs what an archive holds, as run.sh does
   bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
-  bench peers          block life beside other crates in one run; builds what they depend on
+  bench peers [ARG...] block life and attention beside other libraries in one run
+      life|attention   only this; after attention, parts of the names of cases (decode bf16 c4096)
+      --full           every case, not a cross through their middle
+      --json           one object instead of lines
+      --install        first installs PyTorch and llama-cpp-python below target/peers: 6 GB, and
+                       10 minutes to compile; without them, only crates are compared with
   help                 this text
 ";
 

@@ -1,162 +1,114 @@
-//! The life of blocks beside other crates, in one run: `cargo run --release` in this folder.
+//! Block life and attention beside other libraries, in one run: `cargo xtask bench peers`.
 //!
-//! The contenders take turns of some rounds each, so that a busy machine is busy for all of them
-//! and each runs warm; what is printed is the median of the rounds, the fastest, and the ratio of
-//! medians. All do the same work: 1,000 sequences that each grow by a token, blocks of 16; and a
-//! prompt of 1,025 tokens of which 64 blocks are cached, from its token ids to blocks that are
-//! held.
-use std::time::{Duration, Instant};
+//! What the peers are and how they are timed is at the top of the modules. Peers that are Python
+//! packages run where `--python` names an interpreter that has them.
+mod attention;
+mod life;
 
-use kv_bench::Eviction;
-use kv_bench::life::{Decode, Hit};
-use kvbm_logical::{BlockManager, BlockRegistry, SchedulableSequence};
+use std::path::PathBuf;
 
-const SEQUENCES: u32 = 1000;
-const CONTEXT: u32 = 256;
-const BLOCK_SIZE: u32 = 16;
-/// Turns of each contender, and rounds of a turn.
-const TURNS: usize = 20;
-const ROUNDS: usize = 50;
+use anyhow::Result;
+use lexopt::{Arg, Parser, ValueExt};
+use serde::Serialize;
 
-fn main() -> anyhow::Result<()> {
-    for eviction in [Eviction::Lru, Eviction::Default] {
-        let mut ours = Decode::new(SEQUENCES, CONTEXT, eviction)?;
-        let mut theirs = Kvbm::new(SEQUENCES)?;
-        let (mut a, mut b) = (Vec::new(), Vec::new());
-        for _ in 0..TURNS {
-            for _ in 0..ROUNDS {
-                a.push(ours.step()? / SEQUENCES);
-            }
-            for _ in 0..ROUNDS {
-                b.push(theirs.step()? / SEQUENCES);
-            }
+const HELP: &str = "\
+Usage: kv-bench-peers [OPTIONS] [life|attention [FILTER...]]
+
+Without a name, both. FILTER is a part of a case's name, such as decode, bf16, c4096 or prefill; a
+case is run when its name has all of them in it.
+
+  --full          every case of attention, not a cross through their middle
+  --python PATH   the interpreter that has torch, or llama_cpp
+  --json          one object on the standard output instead of lines
+  --help          this text
+";
+
+/// What is asked for.
+#[derive(Debug, Default)]
+struct Options {
+    /// `life` or `attention`; both when absent.
+    only: Option<String>,
+    filters: Vec<String>,
+    python: Option<PathBuf>,
+    is_full: bool,
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Output {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    life: Option<Vec<life::Compared>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    attention: Option<attention::Report>,
+}
+
+fn main() -> Result<()> {
+    let Some(options) = parse(Parser::from_env())? else {
+        print!("{HELP}");
+        return Ok(());
+    };
+    let wants = |part: &str| options.only.as_deref().is_none_or(|only| only == part);
+    let mut output = Output { life: None, attention: None };
+    if wants("life") {
+        let compared = life::run()?;
+        if !options.json {
+            compared.iter().for_each(|compared| print!("{}", compared.text()));
         }
-        report(&format!("decode step, per sequence, {eviction}"), a, b);
-
-        let mut ours = Hit::new(64, 100, eviction)?;
-        let theirs = KvbmHit::new(64)?;
-        let (mut a, mut b) = (Vec::new(), Vec::new());
-        for _ in 0..TURNS {
-            for _ in 0..ROUNDS * 10 {
-                let (took, hit) = ours.start()?;
-                anyhow::ensure!(hit == 1024, "{hit} tokens hit");
-                a.push(took);
-            }
-            for _ in 0..ROUNDS * 10 {
-                b.push(theirs.start()?);
-            }
+        output.life = Some(compared);
+    }
+    if wants("attention") {
+        let report = attention::run(&options)?;
+        if !options.json {
+            print!("{}", report.table());
         }
-        report(&format!("look up and hold 64 cached blocks, {eviction}"), a, b);
+        output.attention = Some(report);
+    }
+    if options.json {
+        println!("{}", serde_json::to_string(&output)?);
     }
     Ok(())
 }
 
-fn report(what: &str, ours: Vec<Duration>, theirs: Vec<Duration>) {
-    let [ours, theirs] = [ours, theirs].map(|mut times| {
-        times.sort();
-        [0, times.len() / 2].map(|at| times.get(at).copied().unwrap_or_default())
-    });
-    let ratio = theirs[1].as_secs_f64() / ours[1].as_secs_f64();
-    println!("{what}:");
-    println!("    kv {:?}, at best {:?}", ours[1], ours[0]);
-    println!("    kvbm-logical {:?}, at best {:?}: {ratio:.1} times", theirs[1], theirs[0]);
-}
-
-#[derive(Clone)]
-struct Device;
-
-fn manager(blocks: u32) -> anyhow::Result<BlockManager<Device>> {
-    let builder = BlockManager::<Device>::builder().block_count(usize::try_from(blocks)?);
-    let builder = builder.block_size(usize::try_from(BLOCK_SIZE)?);
-    Ok(builder.registry(BlockRegistry::new()).with_lru_backend().build()?)
-}
-
-/// Sequences of the peer that grow by one token a step.
-struct Kvbm {
-    manager: BlockManager<Device>,
-    sequences: Vec<SchedulableSequence<Device>>,
-    count: u32,
-    steps: u32,
-}
-
-impl Kvbm {
-    fn new(count: u32) -> anyhow::Result<Self> {
-        let blocks = (CONTEXT * 2).div_ceil(BLOCK_SIZE) + 2;
-        let mut all =
-            Self { manager: manager(blocks * count)?, sequences: Vec::new(), count, steps: 0 };
-        all.restart()?;
-        Ok(all)
-    }
-
-    fn restart(&mut self) -> anyhow::Result<()> {
-        self.sequences.clear();
-        for id in 0..self.count {
-            let len = CONTEXT - id % 16;
-            let tokens: Vec<u32> = (0..len).map(|n| n + id * 65_537).collect();
-            let mut sequence = SchedulableSequence::<Device>::builder()
-                .tokens(tokens)
-                .max_output_tokens(usize::try_from(CONTEXT)? + 1)
-                .block_size(BLOCK_SIZE)
-                .build()?;
-            sequence.match_and_add_prefix(&self.manager)?;
-            let rest = usize::try_from(len)? - sequence.prefill_position();
-            if rest > 0 {
-                sequence.schedule_prefill(rest, &self.manager)?;
-                sequence.apply_prefill(Some(0), &self.manager)?;
+/// `None` where help is asked for.
+fn parse(mut parser: Parser) -> Result<Option<Options>> {
+    let mut options = Options::default();
+    while let Some(arg) = parser.next()? {
+        match arg {
+            Arg::Long("full") => options.is_full = true,
+            Arg::Long("json") => options.json = true,
+            Arg::Long("python") => options.python = Some(parser.value()?.into()),
+            Arg::Short('h') | Arg::Long("help") => return Ok(None),
+            Arg::Value(word) => {
+                let word = word.string()?;
+                match &options.only {
+                    None if word == "life" || word == "attention" => options.only = Some(word),
+                    Some(only) if only == "attention" => options.filters.push(word),
+                    _ => anyhow::bail!("unknown name {word:?}\n\n{HELP}"),
+                }
             }
-            self.sequences.push(sequence);
+            other => return Err(other.unexpected().into()),
         }
-        self.steps = 0;
-        Ok(())
     }
-
-    fn step(&mut self) -> anyhow::Result<Duration> {
-        if self.steps >= CONTEXT {
-            self.manager =
-                manager((CONTEXT * 2).div_ceil(BLOCK_SIZE).wrapping_add(2) * self.count)?;
-            self.restart()?;
-        }
-        self.steps += 1;
-        let begin = Instant::now();
-        for sequence in &mut self.sequences {
-            sequence.schedule_decode(&self.manager)?;
-        }
-        for sequence in &mut self.sequences {
-            sequence.apply_decode(self.steps, &self.manager)?;
-        }
-        Ok(begin.elapsed())
-    }
+    Ok(Some(options))
 }
 
-/// A prompt whose blocks the peer has cached.
-struct KvbmHit {
-    manager: BlockManager<Device>,
-    prompt: Vec<u32>,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-impl KvbmHit {
-    fn new(blocks: u32) -> anyhow::Result<Self> {
-        let prompt: Vec<u32> = (0..blocks * BLOCK_SIZE + 1).collect();
-        let all = Self { manager: manager(blocks * 100)?, prompt };
-        let mut sequence = all.sequence()?;
-        sequence.schedule_prefill(all.prompt.len(), &all.manager)?;
-        sequence.apply_prefill(Some(0), &all.manager)?;
-        drop(sequence);
-        Ok(all)
+    fn parsed(line: &str) -> Result<Option<Options>> {
+        parse(Parser::from_args(line.split_whitespace()))
     }
 
-    fn sequence(&self) -> anyhow::Result<SchedulableSequence<Device>> {
-        let builder = SchedulableSequence::<Device>::builder().tokens(self.prompt.clone());
-        builder.max_output_tokens(2).block_size(BLOCK_SIZE).build()
-    }
-
-    /// From token ids to blocks that are held; letting go of them is outside the time.
-    fn start(&self) -> anyhow::Result<Duration> {
-        let begin = Instant::now();
-        let mut sequence = self.sequence()?;
-        let blocks = sequence.match_and_add_prefix(&self.manager)?;
-        let took = begin.elapsed();
-        anyhow::ensure!(blocks == 64, "{blocks} blocks hit");
-        Ok(took)
+    #[test]
+    fn filters_follow_attention() {
+        let options = parsed("attention decode bf16 --full --json").unwrap().unwrap();
+        assert_eq!(options.only.as_deref(), Some("attention"));
+        assert_eq!(options.filters, ["decode", "bf16"]);
+        assert!(options.is_full && options.json && options.python.is_none());
+        assert!(parsed("--help").unwrap().is_none());
+        for wrong in ["decode", "life decode", "--fast", "--python"] {
+            assert!(parsed(wrong).is_err(), "{wrong}");
+        }
     }
 }
