@@ -10,11 +10,16 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use kv_core::{DeviceError, DeviceErrorKind};
+use memmap2::MmapMut;
 
 use crate::num;
 
 /// Alignment of memory allocated here: a cache line, and the widest vector.
 const ALIGN: usize = 64;
+/// Bytes from which memory is mapped from the system: what is never written then costs nothing, and
+/// pages may be large ones. Blocks of a long context lie apart, and with small pages a decode step
+/// would need a translation for nearly every one of them.
+const MAPPED: usize = 1 << 20;
 
 /// Bytes in host memory; a cheap handle that keeps them alive.
 ///
@@ -45,6 +50,8 @@ pub(crate) struct Memory {
 enum Owner {
     /// From the allocator, with this layout.
     Allocated(Layout),
+    /// From the system, in whole pages.
+    Mapped(#[expect(dead_code, reason = "held for its destructor")] MmapMut),
     /// A box of so many bytes, taken apart.
     Boxed(usize),
     /// Somebody else's, kept alive by this value.
@@ -68,7 +75,7 @@ impl Drop for Memory {
                 // SAFETY: `from_boxed` took this very box apart, and nobody else holds it.
                 drop(unsafe { Box::from_raw(bytes) });
             }
-            Owner::Raw(_) => {}
+            Owner::Mapped(_) | Owner::Raw(_) => {}
         }
     }
 }
@@ -84,11 +91,24 @@ impl CpuBuffer {
         if len == 0 {
             return Ok(Self::from_boxed(Box::default()));
         }
+        if len >= MAPPED && cfg!(any(unix, windows)) {
+            return Self::map(len).map_err(|error| refuse().with_source(error));
+        }
         let layout = Layout::from_size_align(len, ALIGN).map_err(|_| refuse())?;
         // SAFETY: the layout's size is not zero.
         let base = unsafe { alloc_zeroed(layout) };
         let base = NonNull::new(base).ok_or_else(refuse)?;
         Ok(Self::own(base, len, Owner::Allocated(layout)))
+    }
+
+    /// Reserves zeroed pages.
+    fn map(len: usize) -> std::io::Result<Self> {
+        let mut pages = MmapMut::map_anon(len)?;
+        // A system without large pages refuses, and small ones do as well.
+        #[cfg(target_os = "linux")]
+        let _ = pages.advise(memmap2::Advice::HugePage);
+        let base = NonNull::new(pages.as_mut_ptr()).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        Ok(Self::own(base, len, Owner::Mapped(pages)))
     }
 
     /// Takes over a caller's bytes without copying them, from a `Box<[u8]>` or a full `Vec<u8>`.

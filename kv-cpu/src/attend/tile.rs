@@ -48,7 +48,8 @@ pub(super) struct Tile<'t> {
     pub(super) k_ahead: &'t [&'t [u8]],
 }
 
-/// Lets all query rows meet a tile, a few rows at a time.
+/// Lets all query rows meet a tile, a few rows at a time. All of them score before any of them sums,
+/// so that K is not pushed out of the first cache by V.
 pub(super) fn meet(
     job: &Job<'_>,
     unit: &Unit,
@@ -68,67 +69,97 @@ pub(super) fn meet(
         let (low, high) = (low.clamp(begin, end) - begin, high.clamp(begin, end) - begin);
         (to_usize(low), to_usize(high.max(low)))
     };
-    let mut row = 0;
-    while row < rows {
-        let count = match rows - row {
+    let mut first = 0;
+    while first < rows {
+        let neighbours = Neighbours::new(first, rows, seen);
+        weigh_rows(job, state, tile, &neighbours);
+        first += neighbours.count;
+    }
+    first = 0;
+    while first < rows {
+        let neighbours = Neighbours::new(first, rows, seen);
+        sum_rows(job, state, tile, &neighbours);
+        first += neighbours.count;
+    }
+}
+
+/// A few neighbouring query rows: they meet the tokens that all of them see together, the others
+/// row by row, in the order of positions.
+struct Neighbours {
+    first: usize,
+    count: usize,
+    /// Tokens of the tile that each row sees.
+    ranges: [(usize, usize); ROWS],
+    /// Those that all rows see.
+    common: (usize, usize),
+}
+
+impl Neighbours {
+    /// The rows from `first` on that are worked at together.
+    fn new(first: usize, rows: usize, seen: impl Fn(usize) -> (usize, usize)) -> Self {
+        let count = match rows - first {
             1 => 1,
             2 | 3 => 2,
             _ => ROWS,
         };
         let mut ranges = [(0, 0); ROWS];
         for (i, range) in ranges[..count].iter_mut().enumerate() {
-            *range = seen(row + i);
+            *range = seen(first + i);
         }
-        meet_rows(job, state, tile, row, &ranges[..count]);
-        row += count;
+        let low = ranges[..count].iter().map(|r| r.0).max().unwrap_or(0);
+        let high = ranges[..count].iter().map(|r| r.1).min().unwrap_or(0);
+        // Empty, and then at a place where it cuts no row's own range in the middle of an order.
+        let common = if low < high { (low, high) } else { (TILE, TILE) };
+        Self { first, count, ranges, common }
+    }
+
+    /// Each row, with the tokens that it sees before and behind those of all, if any.
+    fn alone(&self) -> impl Iterator<Item = (usize, (usize, usize), (usize, usize))> + '_ {
+        self.ranges[..self.count].iter().enumerate().map(|(i, range)| {
+            let (left, right) = around(*range, self.common);
+            (self.first + i, left, right)
+        })
     }
 }
 
-/// Lets a few neighbouring query rows meet a tile: the tokens that all of them see together, the
-/// others row by row, in the order of positions.
-fn meet_rows(
-    job: &Job<'_>,
-    state: &mut Tiles<'_>,
-    tile: &Tile<'_>,
-    first: usize,
-    ranges: &[(usize, usize)],
-) {
-    let low = ranges.iter().map(|r| r.0).max().unwrap_or(0);
-    let high = ranges.iter().map(|r| r.1).min().unwrap_or(0);
-    // Empty, and then at a place where it cuts no row's own range in the middle of an order.
-    let common = if low < high { (low, high) } else { (TILE, TILE) };
-    let count = ranges.len();
+/// Scores a tile, and turns scores into weights.
+fn weigh_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>, rows: &Neighbours) {
+    let (first, count, common) = (rows.first, rows.count, rows.common);
     // What the first rows fetch ahead serves all.
-    let (v_ahead, k_ahead): (&[_], &[_]) =
-        if first == 0 { (tile.v_ahead, tile.k_ahead) } else { (&[], &[]) };
+    let ahead = if first == 0 { tile.v_ahead } else { &[] };
     let means = score_mean(job, state, tile, (first, count));
     if common.0 < common.1 {
-        score(job, state, tile, (first, count), common, v_ahead);
+        score(job, state, tile, (first, count), common, ahead);
     }
-    for (i, range) in ranges.iter().enumerate() {
-        let (left, right) = around(*range, common);
+    for (row, left, right) in rows.alone() {
         for part in [left, right] {
             if part.0 < part.1 {
-                score(job, state, tile, (first + i, 1), part, &[]);
+                score(job, state, tile, (row, 1), part, &[]);
             }
         }
+    }
+    for (i, range) in rows.ranges[..count].iter().enumerate() {
         if range.0 < range.1 {
             weigh(job, state, (first + i, means[i]), *range);
         }
     }
-    for (i, range) in ranges.iter().enumerate() {
-        let (left, _) = around(*range, common);
+}
+
+/// Adds a tile's values by their weights.
+fn sum_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>, rows: &Neighbours) {
+    let (first, count, common) = (rows.first, rows.count, rows.common);
+    let ahead = if first == 0 { tile.k_ahead } else { &[] };
+    for (row, left, _) in rows.alone() {
         if left.0 < left.1 {
-            sum(job, state, tile, (first + i, 1), left, &[]);
+            sum(job, state, tile, (row, 1), left, &[]);
         }
     }
     if common.0 < common.1 {
-        sum(job, state, tile, (first, count), common, k_ahead);
+        sum(job, state, tile, (first, count), common, ahead);
     }
-    for (i, range) in ranges.iter().enumerate() {
-        let (_, right) = around(*range, common);
+    for (row, _, right) in rows.alone() {
         if right.0 < right.1 {
-            sum(job, state, tile, (first + i, 1), right, &[]);
+            sum(job, state, tile, (row, 1), right, &[]);
         }
     }
 }

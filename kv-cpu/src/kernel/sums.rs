@@ -87,18 +87,16 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     args: &mut Sums<'_>,
     weights: &[f32],
 ) {
-    for row in args.ahead {
-        fetch(s, row);
-    }
     let dim = args.layout.dim();
     // Pairs of a group, and groups that `P` pairs span.
     let pairs = HALF / S::LANES;
     let span = P.div_ceil(pairs) * GROUP;
+    let mut ahead = Ahead::new(args.ahead, dim / span * pairs.div_ceil(P));
     let mut group = 0;
     while group + span <= dim {
         let mut first = 0;
         while first < pairs {
-            sum_pairs::<S, E, R, P>(s, args, weights, group, first);
+            sum_pairs::<S, E, R, P>(s, args, weights, (group, first), &mut ahead);
             first += P;
         }
         group += span;
@@ -106,9 +104,45 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     // Where more than one group is taken at a time, some may be left.
     while P > pairs && group + GROUP <= dim {
         for first in 0..pairs {
-            sum_pairs::<S, E, R, 1>(s, args, weights, group, first);
+            sum_pairs::<S, E, R, 1>(s, args, weights, (group, first), &mut ahead);
         }
         group += GROUP;
+    }
+    ahead.rest(s);
+}
+
+/// Rows to fetch, spread over the passes through a tile: a core has few lines under way at a time,
+/// and more than that would only wait.
+struct Ahead<'a> {
+    rows: &'a [&'a [u8]],
+    /// How many at a time.
+    step: usize,
+}
+
+/// Times that a pass fetches.
+const FETCHES: usize = 4;
+
+impl<'a> Ahead<'a> {
+    #[inline(always)]
+    fn new(rows: &'a [&'a [u8]], passes: usize) -> Self {
+        Self { rows, step: rows.len().div_ceil((passes * FETCHES).max(1)) }
+    }
+
+    #[inline(always)]
+    fn some<S: Simd>(&mut self, s: S) {
+        let (now, later) = self.rows.split_at(self.step.min(self.rows.len()));
+        for row in now {
+            fetch(s, row);
+        }
+        self.rows = later;
+    }
+
+    /// What no pass has fetched.
+    #[inline(always)]
+    fn rest<S: Simd>(self, s: S) {
+        for row in self.rows {
+            fetch(s, row);
+        }
     }
 }
 
@@ -119,8 +153,8 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
     s: S,
     args: &mut Sums<'_>,
     weights: &[f32],
-    group: usize,
-    first: usize,
+    (group, first): (usize, usize),
+    ahead: &mut Ahead<'_>,
 ) {
     let pairs = HALF / S::LANES;
     let place = |p: usize, half: usize| {
@@ -139,6 +173,9 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
         }
     }
     for (token, row) in (begin..end).zip(&args.v[begin..end]) {
+        if token % (TILE / FETCHES) == 0 {
+            ahead.some(s);
+        }
         let mut values = [[s.splat(0.0); 2]; P];
         for p in 0..P {
             for half in 0..2 {
