@@ -48,8 +48,8 @@ pub(super) struct Tile<'t> {
     pub(super) k_ahead: &'t [&'t [u8]],
 }
 
-/// Lets all query rows meet a tile, a few rows at a time. All of them score before any of them sums,
-/// so that K is not pushed out of the first cache by V.
+/// Lets all query rows meet a tile, a few rows at a time. All of them score before any of them
+/// sums, so that K is not pushed out of the first cache by V.
 pub(super) fn meet(
     job: &Job<'_>,
     unit: &Unit,
