@@ -4,10 +4,14 @@
 //! computation in the same input precision, plus one ulp of the output format. The plain
 //! computation's error is the largest of every order its loops may have, taken over the whole
 //! tensor, relative to what a first-order analysis says each element's error is proportional to: so
-//! no lucky element decides.
+//! no lucky element decides. It counts as at least half of one rounding of those terms, so that the
+//! limit lets a result be off by one.
 use kv_core::DType;
 
 use crate::oracle::{round, ulp};
+
+/// Half the relative error of one rounding to f32.
+const LEAST: f64 = 1.0 / (1_u64 << 25) as f64;
 
 /// What a tensor must be near to.
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +30,7 @@ pub struct Reference<'a> {
 }
 
 impl Reference<'_> {
-    /// Largest error of the plain computation, relative to the magnitude.
+    /// Largest error of the plain computation, relative to the magnitude: at least [`LEAST`].
     pub fn plain_error(&self) -> f64 {
         let error = |i: usize, plain: f64| {
             let error = (round(self.dtype, plain) - self.exact[i]).abs();
@@ -35,7 +39,7 @@ impl Reference<'_> {
             if error > 0.0 && error.is_finite() { error / self.magnitude[i] } else { 0.0 }
         };
         let values = self.plain.iter().flat_map(|plain| plain.iter().enumerate());
-        values.map(|(i, plain)| error(i, *plain)).fold(self.floor, f64::max)
+        values.map(|(i, plain)| error(i, *plain)).fold(self.floor.max(LEAST), f64::max)
     }
 
     /// Checks a tensor.
@@ -83,6 +87,21 @@ mod tests {
         assert!(reference.check("out", &[f64::INFINITY, 2.0]).is_err());
         assert!(reference.check("out", &[-5.0, 1.0]).is_err());
         assert!(reference.check("out", &[f64::INFINITY, f64::NAN]).is_err());
+    }
+
+    #[test]
+    fn allows_one_rounding_of_the_terms_where_the_plain_computation_was_lucky() {
+        let exact = &[1e-3, 1.0];
+        let reference = |magnitude| Reference {
+            exact,
+            plain: [exact; 3],
+            magnitude,
+            dtype: DType::F32,
+            floor: 0.0,
+        };
+        let off = [1e-3 + 2_f64.powi(-24), 1.0];
+        assert!(reference(&[1.0, 1.0]).check("x", &off).is_ok());
+        assert!(reference(&[0.5, 1.0]).check("x", &off).is_err());
     }
 
     #[test]

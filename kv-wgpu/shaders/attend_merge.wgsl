@@ -45,7 +45,7 @@ const EMPTY: f32 = -3.0e38;
 
 // What a result relative to `before` is multiplied with to be relative to `after`.
 fn rescaled(before: f32, after: f32) -> f32 {
-    return select(exp(before - after), 1.0, before == after);
+    return select(exponential(before - after), 1.0, before == after);
 }
 
 @compute @workgroup_size(64)
@@ -93,7 +93,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
             let sink = sink_logits[head];
             if sink > EMPTY {
                 total = max(most, sink);
-                total_sum = exp(sink - total);
+                total_sum = exponential(sink - total);
                 if !is_empty {
                     total_sum += sum * rescaled(most, total);
                 }
@@ -130,7 +130,7 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         //! if LSE
         if local == 0u {
             let at = head_begin(params.lse, entry, s.q_start, query, head);
-            let bits = select(bitcast<u32>(total + log(total_sum)), 0xff800000u, total_sum == 0.0);
+            let bits = select(bitcast<u32>(total + logarithm(total_sum)), 0xff800000u, total_sum == 0.0);
             lse_put_word(at, bits);
         }
         //! end

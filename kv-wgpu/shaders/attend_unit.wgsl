@@ -288,7 +288,8 @@ fn capped(x: f32) -> f32 {
     }
     let y = x / params.soft_cap;
     let m = abs(y);
-    var t = 1.0 - 2.0 / (exp(2.0 * min(m, 20.0)) + 1.0);
+    let e = exponential(-2.0 * m);
+    var t = (1.0 - e) / (1.0 + e);
     if m < 0.25 {
         // Where the difference would lose what it is of: the series of tanh.
         let z = m * m;
@@ -307,12 +308,12 @@ fn score_of(row: u32, tile: u32, turn: u32, token: u32, product: f32) -> f32 {
 
 // What a key weighs beside the largest score so far.
 fn weight_of(score: f32, most: f32) -> f32 {
-    return select(exp(score - most), NO_WEIGHT, score == UNSEEN);
+    return select(exponential(score - most), NO_WEIGHT, score == UNSEEN);
 }
 
 // What sums relative to the maximum `before` are multiplied with to be relative to `after`.
 fn rescaled(before: f32, after: f32) -> f32 {
-    return select(exp(before - after), 1.0, before == after);
+    return select(exponential(before - after), 1.0, before == after);
 }
 
 // The largest of `most` and the 32 scores of a row.

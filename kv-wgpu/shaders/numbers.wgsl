@@ -12,6 +12,47 @@ fn is_nan(x: f32) -> bool {
     return (bitcast<u32>(x) & 0x7fffffffu) > INFINITY;
 }
 
+// e^x of x <= 0 to about an ulp, 0 below the least normal number: that of a device may be off by tens.
+// Cephes' expf.
+fn exponential(x: f32) -> f32 {
+    let n = round(max(x, -88.0) * 1.442695);
+    let r = (max(x, -88.0) - n * 0.69335938) + n * 2.1219444e-4;
+    var p = 1.9875691e-4;
+    p = p * r + 1.3982e-3;
+    p = p * r + 8.333452e-3;
+    p = p * r + 4.1665796e-2;
+    p = p * r + 1.6666667e-1;
+    p = p * r + 0.5;
+    p = (p * r) * r + r + 1.0;
+    // `n` is -127 only where the result is 0.
+    let value = select(p * power_of_two(max(i32(n), -126)), 0.0, x < -87.336);
+    return select(value, x, is_nan(x));
+}
+
+// The natural logarithm of a positive normal number to about an ulp; infinity and NaN as they are.
+// Cephes' logf.
+fn logarithm(x: f32) -> f32 {
+    let bits = bitcast<u32>(x);
+    if bits >= INFINITY {
+        return x;
+    }
+    // A number of 1/sqrt(2) to sqrt(2), less 1, and a power of two.
+    let exponent = i32(bits - 0x3f3504f3u) >> 23u;
+    let m = bitcast<f32>(bits - (u32(exponent) << 23u)) - 1.0;
+    var p = 7.0376836e-2;
+    p = p * m - 1.151461e-1;
+    p = p * m + 1.1676999e-1;
+    p = p * m - 1.2420141e-1;
+    p = p * m + 1.4249323e-1;
+    p = p * m - 1.6668058e-1;
+    p = p * m + 2.0000714e-1;
+    p = p * m - 2.4999994e-1;
+    p = p * m + 3.333333e-1;
+    let z = m * m;
+    let e = f32(exponent);
+    return (m + (p * m * z - 2.1219444e-4 * e - 0.5 * z)) + 0.69335938 * e;
+}
+
 // Bits of the f32 of an f16.
 fn f16_widen(bits: u32) -> u32 {
     let sign = (bits & 0x8000u) << 16u;
