@@ -62,11 +62,13 @@ pub(crate) enum Encoding {
     Q8Block,
     Q4Block,
     Nvfp4,
+    /// bf16 taken in another order of values; no format has it, attention chooses it.
+    Bf16Pairs,
 }
 
 impl Encoding {
     /// How many there are.
-    pub(crate) const COUNT: usize = 15;
+    pub(crate) const COUNT: usize = 16;
 
     fn of(format: KvFormat) -> Option<Self> {
         Some(match format {
@@ -137,6 +139,14 @@ impl RowLayout {
         };
         let bytes = dim.saturating_mul(element.size());
         Self { encoding, dim, bytes, scales: bytes, has_scale: false }
+    }
+    /// The same row, its values in the order that is fastest to take them in.
+    pub(crate) fn in_pairs(self) -> Self {
+        let encoding = match self.encoding {
+            Encoding::Bf16 => Encoding::Bf16Pairs,
+            other => other,
+        };
+        Self { encoding, ..self }
     }
     pub(crate) fn encoding(&self) -> Encoding {
         self.encoding

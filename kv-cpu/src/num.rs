@@ -19,6 +19,11 @@ pub(crate) const fn to_u64(n: usize) -> u64 {
     }
 }
 
+/// Narrows a count of rows or heads, which began as one of 32 bits.
+pub(crate) fn to_u32(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
 /// Narrows a byte offset that an earlier check holds below the length of a buffer.
 pub(crate) fn offset(n: u64) -> usize {
     usize::try_from(n).unwrap_or(usize::MAX)

@@ -11,7 +11,7 @@ use kv_quant::block;
 
 use crate::access::{Locked, Span};
 use crate::buffer::CpuBuffer;
-use crate::encoding::{Element, RowLayout, unsupported};
+use crate::encoding::{Element, Encoding, RowLayout, unsupported};
 use crate::kernel::RowScale;
 use crate::num::{offset, to_u64, to_usize};
 
@@ -226,6 +226,16 @@ impl<'a> PlaneRows<'a> {
             _ => return Err(unsupported(operation, "the plane lacks the constants it needs")),
         };
         Ok(Self { view, codes, wide, constants })
+    }
+    /// The same plane, its rows in the order of [`RowLayout::in_pairs`] where all of them are.
+    pub(crate) fn in_pairs(self) -> Self {
+        let pairs = (self.codes.in_pairs(), self.wide.in_pairs());
+        let (codes, wide) = if self.codes == self.wide { pairs } else { (self.codes, self.wide) };
+        Self { codes, wide, ..self }
+    }
+    /// Whether that order is another one than the values'.
+    pub(crate) fn is_in_pairs(&self) -> bool {
+        self.codes.encoding() == Encoding::Bf16Pairs
     }
     pub(crate) fn layout(&self) -> &PlaneLayout {
         self.view.layout()

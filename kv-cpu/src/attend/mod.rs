@@ -23,7 +23,7 @@ use crate::access::Access;
 use crate::backend::Cpu;
 use crate::buffer::CpuBuffer;
 use crate::encoding::unsupported;
-use crate::kernel::{LANES_MAX, Running};
+use crate::kernel::{LANES_MAX, Running, join_pairs};
 use crate::num::{to_u64, to_usize};
 use crate::rows::{PlaneRows, Room, RowAt, RowsIn, RowsOut};
 use crate::workspace::Workspace;
@@ -105,8 +105,8 @@ pub(crate) fn attend(
         q,
         out,
         lse: lse.transpose()?,
-        k,
-        v,
+        k: k.in_pairs(),
+        v: v.in_pairs(),
         heads,
     };
     let partials = unit::plan(&job, units, merges, blanks);
@@ -181,6 +181,9 @@ impl Job<'_> {
             out.fill(0);
         } else {
             self.cpu.kernels.scale(row, running.weight_in(total));
+            if self.v.is_in_pairs() {
+                join_pairs(row);
+            }
             let kv_head = head.checked_div(self.heads.group).unwrap_or(0);
             if let Some(constants) = self.v.transform(kv_head) {
                 transform::output(row, &constants);

@@ -13,18 +13,36 @@ use super::Job;
 use super::unit::Unit;
 use crate::encoding::{Element, RowLayout};
 use crate::kernel::{ROWS, RowScale, Running, Scores, Softmax, Sums, TILE};
-use crate::num::to_usize;
+use crate::num::{to_u32, to_usize};
 
-/// The state of a unit between tiles.
+/// The state of a unit's rows between tiles, head by head.
 pub(super) struct Tiles<'s> {
     pub(super) q: &'s [f32],
     /// What is added to every score of a query row.
     pub(super) bias: &'s [f32],
+    /// The same for the tile at hand, with what its keys lack.
+    pub(super) biases: &'s mut [f32],
     pub(super) out: &'s mut [f32],
     pub(super) scores: &'s mut [f32],
     pub(super) running: &'s mut [Running],
-    /// Query heads that share the kv head.
-    pub(super) group: usize,
+}
+
+impl Tiles<'_> {
+    /// Those of one kv head, of as many rows as have scores.
+    pub(super) fn of_head(&mut self, index: usize) -> Tiles<'_> {
+        let rows = self.biases.len();
+        let part = |len: usize| index * len..(index + 1) * len;
+        let all = self.running.len();
+        let (k, v) = (self.q.len() / all, self.out.len() / all);
+        Tiles {
+            q: &self.q[part(rows * k)],
+            bias: &self.bias[part(rows)],
+            biases: self.biases,
+            out: &mut self.out[part(rows * v)],
+            scores: self.scores,
+            running: &mut self.running[part(rows)],
+        }
+    }
 }
 
 /// Rows of a tile that are stored alike.
@@ -43,13 +61,13 @@ pub(super) struct Tile<'t> {
     pub(super) v: Stored<'t>,
     /// The mean of the block that is off its keys, in f16.
     pub(super) k_mean: Option<&'t [u8]>,
-    /// What to fetch while scoring, and while summing.
-    pub(super) v_ahead: &'t [&'t [u8]],
-    pub(super) k_ahead: &'t [&'t [u8]],
+    /// K and V of the next tile, fetched while K is scored and while V is summed: a core has few
+    /// lines under way at a time, so they are asked for as evenly as they are used.
+    pub(super) ahead: [&'t [&'t [u8]]; 2],
 }
 
-/// Lets all query rows meet a tile, a few rows at a time. All of them score before any of them
-/// sums, so that K is not pushed out of the first cache by V.
+/// Lets all query rows meet a tile. All of them score before any of them sums, so that K is not
+/// pushed out of the first cache by V.
 pub(super) fn meet(
     job: &Job<'_>,
     unit: &Unit,
@@ -59,16 +77,25 @@ pub(super) fn meet(
 ) {
     let rows = state.running.len();
     let (begin, end) = tile.bounds;
-    let group = state.group;
+    let group = to_usize(job.heads.group);
     let sinks = job.options.window().map_or(0, |_| job.options.num_sink_tokens());
     let seen = |row: usize| {
-        let query = unit.q_begin + u32::try_from(row / group).unwrap_or(0);
+        let query = unit.q_begin + to_u32(row / group);
         let (low, high) = job.options.visible(sequence, query);
         // A tile of sink tokens holds no other, and a query sees what lies before its end.
         let low = if begin < sinks { 0 } else { low };
         let (low, high) = (low.clamp(begin, end) - begin, high.clamp(begin, end) - begin);
         (to_usize(low), to_usize(high.max(low)))
     };
+    bias_rows(job, state, tile);
+    // Both ends of what a query sees move one way, so those between see what these do.
+    let (range, last) = (seen(0), seen(rows.saturating_sub(1)));
+    if range == last {
+        score(job, state, tile, (0, rows), range, tile.ahead[0]);
+        weigh(job, state, (0, rows), range);
+        sum(job, state, tile, (0, rows), range, tile.ahead[1]);
+        return;
+    }
     let mut first = 0;
     while first < rows {
         let neighbours = Neighbours::new(first, rows, seen);
@@ -126,8 +153,7 @@ impl Neighbours {
 fn weigh_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>, rows: &Neighbours) {
     let (first, count, common) = (rows.first, rows.count, rows.common);
     // What the first rows fetch ahead serves all.
-    let ahead = if first == 0 { tile.v_ahead } else { &[] };
-    let means = score_mean(job, state, tile, (first, count));
+    let ahead = if first == 0 { tile.ahead[0] } else { &[] };
     if common.0 < common.1 {
         score(job, state, tile, (first, count), common, ahead);
     }
@@ -140,7 +166,7 @@ fn weigh_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>, rows: &Neig
     }
     for (i, range) in rows.ranges[..count].iter().enumerate() {
         if range.0 < range.1 {
-            weigh(job, state, (first + i, means[i]), *range);
+            weigh(job, state, (first + i, 1), *range);
         }
     }
 }
@@ -148,7 +174,7 @@ fn weigh_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>, rows: &Neig
 /// Adds a tile's values by their weights.
 fn sum_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>, rows: &Neighbours) {
     let (first, count, common) = (rows.first, rows.count, rows.common);
-    let ahead = if first == 0 { tile.k_ahead } else { &[] };
+    let ahead = if first == 0 { tile.ahead[1] } else { &[] };
     for (row, left, _) in rows.alone() {
         if left.0 < left.1 {
             sum(job, state, tile, (row, 1), left, &[]);
@@ -197,50 +223,41 @@ fn score(
     job.cpu.kernels.scores(&mut args);
 }
 
-/// Products of query rows with the mean that is off the keys of a tile; 0 where none is.
-fn score_mean(
-    job: &Job<'_>,
-    state: &Tiles<'_>,
-    tile: &Tile<'_>,
-    (row, rows): (usize, usize),
-) -> [f32; ROWS] {
-    let mut means = [0.0; ROWS];
+/// What is added to the scores of each row: its bias, and its product with the mean that is off the
+/// keys of the tile.
+fn bias_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>) {
+    state.biases.copy_from_slice(state.bias);
     if let Some(mean) = tile.k_mean {
-        let stride = job.heads.stride_k;
-        let mut out = [0.0; ROWS * TILE];
+        let rows = state.running.len();
         job.cpu.kernels.scores(&mut Scores {
             rows,
-            q: &state.q[row * stride..],
-            stride,
+            q: state.q,
+            stride: job.heads.stride_k,
             k: &[mean],
             layout: &RowLayout::plain(Element::F16, job.heads.dim_k),
             scale: RowScale::Given(1.0),
             range: (0, 1),
-            out: &mut out,
+            out: state.scores,
             ahead: &[],
         });
-        for (to, from) in means.iter_mut().zip(out.chunks(TILE)) {
-            *to = from[0];
+        for (bias, scores) in state.biases.iter_mut().zip(state.scores.chunks(TILE)) {
+            *bias += scores[0];
         }
     }
-    means
 }
 
-fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, mean): (usize, f32), range: (usize, usize)) {
-    let factor = job.cpu.kernels.softmax(&mut Softmax {
-        scores: &mut state.scores[row * TILE..][..TILE],
+fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, rows): (usize, usize), range: (usize, usize)) {
+    let stride = job.heads.stride_v;
+    job.cpu.kernels.softmax(&mut Softmax {
+        scores: &mut state.scores[row * TILE..],
         range,
-        bias: state.bias[row] + mean,
+        bias: &state.biases[row..][..rows],
         scale: job.options.scale(),
         cap: job.options.cap(),
-        running: &mut state.running[row],
+        running: &mut state.running[row..][..rows],
+        out: &mut state.out[row * stride..],
+        stride,
     });
-    // The maximum seldom moves after the first tiles.
-    if factor.to_bits() != 1.0_f32.to_bits() {
-        let stride = job.heads.stride_v;
-        let out = &mut state.out[row * stride..][..stride];
-        job.cpu.kernels.scale(out, factor);
-    }
 }
 
 fn sum(
@@ -254,7 +271,7 @@ fn sum(
     let stride = job.heads.stride_v;
     let mut args = Sums {
         rows,
-        weights: &state.scores[row * TILE..],
+        weights: &mut state.scores[row * TILE..],
         v: tile.v.rows,
         layout: tile.v.layout,
         scale: tile.v.scale,

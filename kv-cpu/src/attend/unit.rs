@@ -19,19 +19,28 @@ use super::tile::Tiles;
 use super::walk::for_tiles;
 use super::{Blank, Heads, Job, ROWS_PER_UNIT};
 use crate::encoding::RowLayout;
-use crate::kernel::{Running, TILE};
-use crate::num::to_usize;
+use crate::kernel::{Running, TILE, split_pairs};
+use crate::num::{to_u32, to_usize};
 use crate::rows::RowAt;
 use crate::workspace::AlignedFloats;
 
 /// Query rows from which on a tile is decoded once instead of at each use.
 const ROWS_STAGED: usize = 16;
+/// Query rows of all heads of a unit that has several: what stays in the second cache.
+const ROWS_OF_HEADS: usize = 64;
+/// Units a thread, at least, before a unit has several heads: then threads end about together.
+const UNITS_PER_THREAD: usize = 4;
 
-/// Some queries of one kv head and one part of a context.
+/// Some queries of some kv heads and one part of a context.
+///
+/// Heads of a block lie one behind the other, so a unit that meets a tile of all of them reads
+/// longer runs of memory than one after another would; where many queries share a tile, that does
+/// not count, and the tile is staged.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Unit {
     entry: usize,
-    pub(super) kv_head: u32,
+    /// First kv head, and one past the last.
+    pub(super) kv_heads: (u32, u32),
     pub(super) kv_begin: u32,
     pub(super) kv_end: u32,
     pub(super) q_begin: u32,
@@ -45,6 +54,7 @@ pub(crate) struct Unit {
 pub(crate) struct Scratch {
     q: AlignedFloats,
     bias: AlignedFloats,
+    biases: AlignedFloats,
     out: AlignedFloats,
     scores: AlignedFloats,
     k: AlignedFloats,
@@ -80,8 +90,10 @@ pub(super) fn plan(
     merges.clear();
     blanks.clear();
     let per_unit = (ROWS_PER_UNIT / to_usize(job.heads.group)).max(1);
-    let per_unit = u32::try_from(per_unit).unwrap_or(1);
+    let per_unit = to_u32(per_unit);
     let q_heads = to_usize(job.q.rows().heads());
+    let kv_heads = job.k.layout().num_kv_heads();
+    let heads_per_unit = heads_per_unit(job, per_unit);
     let mut partials = 0;
     for (entry, sequence) in job.plan.sequences().iter().enumerate() {
         let splits = job.plan.splits();
@@ -111,9 +123,9 @@ pub(super) fn plan(
             for tile in (0..sequence.q_len.div_ceil(per_unit)).rev() {
                 let q_begin = tile * per_unit;
                 let q_end = q_begin.saturating_add(per_unit).min(sequence.q_len);
-                units.extend((0..job.k.layout().num_kv_heads()).map(|kv_head| Unit {
+                units.extend((0..kv_heads).step_by(heads_per_unit).map(|head| Unit {
                     entry,
-                    kv_head,
+                    kv_heads: (head, head.saturating_add(to_u32(heads_per_unit)).min(kv_heads)),
                     kv_begin: split.kv_begin,
                     kv_end: split.kv_end,
                     q_begin,
@@ -124,6 +136,21 @@ pub(super) fn plan(
         }
     }
     partials
+}
+
+/// How many kv heads a unit has, where one has up to `per_unit` queries. Changes no bit.
+fn heads_per_unit(job: &Job<'_>, per_unit: u32) -> usize {
+    let kv_heads = to_usize(job.k.layout().num_kv_heads());
+    let queries = to_usize(job.plan.q_len_max().min(per_unit)).max(1);
+    let rows = queries * to_usize(job.heads.group);
+    if rows >= ROWS_STAGED {
+        return 1;
+    }
+    // As many as leave enough units, counted as if no sequence had more queries than one unit.
+    let parts = job.plan.splits().len();
+    let enough = job.cpu.threads.count().saturating_sub(1) * UNITS_PER_THREAD;
+    let most = parts * kv_heads / enough.max(1);
+    (ROWS_OF_HEADS / rows).min(most).clamp(1, kv_heads.max(1))
 }
 
 /// Partial results of all units: a row and its running maximum and sum, each written by one unit.
@@ -189,31 +216,30 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
     let heads = job.heads;
     let group = to_usize(heads.group);
     let rows = to_usize(unit.q_end - unit.q_begin) * group;
-    let q = scratch.q.get(rows * heads.stride_k);
-    let out = scratch.out.get(rows * heads.stride_v);
+    let all = rows * to_usize(unit.kv_heads.1 - unit.kv_heads.0);
+    let q = scratch.q.get(all * heads.stride_k);
+    let out = scratch.out.get(all * heads.stride_v);
     out.fill(0.0);
-    let bias = scratch.bias.get(rows);
+    let bias = scratch.bias.get(all);
     load_queries(job, unit, &sequence, q, bias);
     scratch.running.clear();
-    scratch.running.resize(rows, Running::EMPTY);
-    let staged = rows >= ROWS_STAGED;
+    scratch.running.resize(all, Running::EMPTY);
     let mut state = Tiles {
         q,
         bias,
+        biases: scratch.biases.get(rows),
         out,
         scores: scratch.scores.get(rows * TILE),
         running: &mut scratch.running,
-        group,
     };
-    let staged_tokens = if staged { TILE } else { 0 };
+    let staged_tokens = if rows >= ROWS_STAGED { TILE } else { 0 };
     let k = scratch.k.get(staged_tokens * heads.stride_k);
     let v = scratch.v.get(staged_tokens * heads.stride_v);
     for_tiles(job, unit, &sequence, &mut state, (k, v));
-    for row in 0..rows {
-        let query = unit.q_begin + u32::try_from(row / group).unwrap_or(0);
-        let head = unit.kv_head * heads.group + u32::try_from(row % group).unwrap_or(0);
-        let values = &mut state.out[row * heads.stride_v..][..heads.dim_v];
-        let running = state.running[row];
+    for index in 0..all {
+        let (head, query) = unit.place(index, group);
+        let values = &mut state.out[index * heads.stride_v..][..heads.dim_v];
+        let running = state.running[index];
         if let Some(first) = unit.partial {
             let q_heads = to_usize(job.q.rows().heads());
             let index = first + to_usize(query) * q_heads + to_usize(head);
@@ -227,9 +253,18 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
     }
 }
 
-/// Decodes the unit's query rows: queries one after another, the heads of the group within each.
-/// Where rows of K are transformed, queries are too, and the mean that their keys lack becomes a
-/// bias of their scores.
+impl Unit {
+    /// Query head and query of a row: queries of a kv head one after another, the heads of the
+    /// group within each.
+    fn place(&self, index: usize, group: usize) -> (u32, u32) {
+        let rows = to_usize(self.q_end - self.q_begin) * group;
+        let (kv_head, row) = (to_usize(self.kv_heads.0) + index / rows, index % rows);
+        (to_u32(kv_head * group + row % group), self.q_begin + to_u32(row / group))
+    }
+}
+
+/// Decodes the unit's query rows. Where rows of K are transformed, queries are too, and the mean
+/// that their keys lack becomes a bias of their scores.
 fn load_queries(
     job: &Job<'_>,
     unit: &Unit,
@@ -239,23 +274,20 @@ fn load_queries(
 ) {
     let heads = job.heads;
     let source = RowLayout::plain(job.q.element(), heads.dim_k);
-    let constants = job.k.transform(unit.kv_head);
-    let group = to_usize(heads.group);
     let rows = q.chunks_exact_mut(heads.stride_k).zip(bias);
     for (index, (row, bias)) in rows.enumerate() {
-        let at = RowAt {
-            entry: unit.entry,
-            start: sequence.q_start,
-            token: unit.q_begin + u32::try_from(index / group).unwrap_or(0),
-        };
-        let head = unit.kv_head * heads.group + u32::try_from(index % group).unwrap_or(0);
+        let (head, token) = unit.place(index, to_usize(heads.group));
+        let at = RowAt { entry: unit.entry, start: sequence.q_start, token };
         let (values, padding) = row.split_at_mut(heads.dim_k);
         padding.fill(0.0);
         job.cpu.kernels.decode(&source, job.q.get(at, head, 1), values);
         *bias = 0.0;
-        if let Some(constants) = &constants {
+        if let Some(constants) = job.k.transform(head / heads.group) {
             *bias = values.iter().zip(constants.mean).map(|(q, mean)| q * mean).sum();
-            transform::query(values, constants);
+            transform::query(values, &constants);
+        }
+        if job.k.is_in_pairs() {
+            split_pairs(values);
         }
     }
 }

@@ -18,7 +18,7 @@ use super::stage::meet_staged;
 use super::tile::{Stored, Tile, Tiles, meet};
 use super::unit::Unit;
 use crate::kernel::TILE;
-use crate::num::{offset, to_usize};
+use crate::num::{offset, to_u32, to_usize};
 use crate::rows::PlaneRows;
 
 /// Encoded rows of the tokens of a tile.
@@ -34,41 +34,50 @@ pub(super) fn for_tiles(
 ) {
     let reach = Reach::of(&job.options, sequence, (unit.q_begin, unit.q_end))
         .within(unit.kv_begin, unit.kv_end);
-    let at = (sequence, unit.kv_head);
     let alike = Alike::new(job, sequence);
-    let (mut some, mut others, mut v_rows): (TileRows<'_>, TileRows<'_>, TileRows<'_>) =
-        ([&[]; TILE], [&[]; TILE], [&[]; TILE]);
-    let (mut k_rows, mut k_next) = (&mut some, &mut others);
-    let mut bounds = alike.tile(reach, unit.kv_begin);
-    find_rows(job, &job.k, at, bounds, k_rows);
+    let (mut some, mut others) = ([[&[][..]; TILE]; 2], [[&[][..]; TILE]; 2]);
+    let (mut rows, mut later) = (&mut some, &mut others);
+    let (first, end) = unit.kv_heads;
+    let (mut bounds, mut head) = (alike.tile(reach, unit.kv_begin), first);
+    find_rows(job, (sequence, head), bounds, rows);
     while bounds.0 < bounds.1 {
-        let len = to_usize(bounds.1 - bounds.0);
-        find_rows(job, &job.v, at, bounds, &mut v_rows);
-        let next = alike.tile(reach, bounds.1);
-        find_rows(job, &job.k, at, next, k_next);
-        let next_len = to_usize(next.1 - next.0);
+        let (next, next_head) =
+            if head + 1 < end { (bounds, head + 1) } else { (alike.tile(reach, bounds.1), first) };
+        find_rows(job, (sequence, next_head), next, later);
+        let ([k, v], [next_k, next_v]) = (&*rows, &*later);
+        let (len, next_len) = (to_usize(bounds.1 - bounds.0), to_usize(next.1 - next.0));
         let is_wide = alike.is_wide(bounds.0);
-        let stored = |plane: &'_ PlaneRows<'_>| plane.scale(unit.kv_head, is_wide);
+        let stored = |plane: &'_ PlaneRows<'_>| plane.scale(head, is_wide);
         let tile = Tile {
             bounds,
-            k: Stored { rows: &k_rows[..len], layout: job.k.rows(is_wide), scale: stored(&job.k) },
-            v: Stored { rows: &v_rows[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
-            k_mean: alike.mean(job, bounds.0, unit.kv_head),
-            v_ahead: &v_rows[..len],
-            k_ahead: &k_next[..next_len],
+            k: Stored { rows: &k[..len], layout: job.k.rows(is_wide), scale: stored(&job.k) },
+            v: Stored { rows: &v[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
+            k_mean: alike.mean(job, bounds.0, head),
+            ahead: [&next_k[..next_len], &next_v[..next_len]],
         };
+        let mut of_head = state.of_head(to_usize(head - first));
         if k_stage.is_empty() {
-            meet(job, unit, sequence, state, &tile);
+            meet(job, unit, sequence, &mut of_head, &tile);
         } else {
-            meet_staged(job, unit, sequence, state, &tile, (k_stage, v_stage));
+            meet_staged(job, unit, sequence, &mut of_head, &tile, (k_stage, v_stage));
         }
-        std::mem::swap(&mut k_rows, &mut k_next);
-        bounds = next;
+        std::mem::swap(&mut rows, &mut later);
+        (bounds, head) = (next, next_head);
     }
 }
 
-/// Looks up the rows of tokens `begin..end` of a sequence, which are all wide or none.
+/// Looks up the rows of K and V of tokens `begin..end` of a sequence, which are all wide or none.
 fn find_rows<'a>(
+    job: &Job<'a>,
+    at: (&PlannedSequence, u32),
+    bounds: (u32, u32),
+    [k, v]: &mut [TileRows<'a>; 2],
+) {
+    find_plane(job, &job.k, at, bounds, k);
+    find_plane(job, &job.v, at, bounds, v);
+}
+
+fn find_plane<'a>(
     job: &Job<'a>,
     plane: &PlaneRows<'a>,
     (sequence, head): (&PlannedSequence, u32),
@@ -129,7 +138,7 @@ impl<'a> Alike<'a> {
         if from >= end {
             return (end, end);
         }
-        let tile = u32::try_from(TILE).unwrap_or(1);
+        let tile = to_u32(TILE);
         let cut = if from < self.sink_tokens { self.sink_tokens } else { u32::MAX };
         let limit = self.end(from).min(cut).min(end);
         (from, (from / tile * tile).saturating_add(tile).min(limit))

@@ -70,6 +70,13 @@ macro_rules! primitives {
                 widen_bf16(self, bits)
             }
             #[inline(always)]
+            unsafe fn load_bf16_pairs(self, from: *const u16, at: usize) -> [__m256; 2] {
+                // SAFETY: condition 1 of `Simd::load_bf16_pairs`, and an `Avx2` exists only where
+                // the features do.
+                let words = unsafe { _mm256_loadu_si256(from.wrapping_add(at).cast()) };
+                [lower_bf16(self, words), upper_bf16(self, words)]
+            }
+            #[inline(always)]
             unsafe fn store_f16(self, to: *mut u16, at: usize, v: __m256) {
                 let bits = narrow_f16(self, v);
                 // SAFETY: condition 1 of `Simd::store`, and an `Avx2` exists only where the
@@ -264,6 +271,13 @@ conversions! {
     }
     fn widen_bf16(bits: __m128i) -> __m256 {
         _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
+    }
+    fn lower_bf16(words: __m256i) -> __m256 {
+        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
+    }
+    fn upper_bf16(words: __m256i) -> __m256 {
+        let upper = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
+        _mm256_castsi256_ps(_mm256_and_si256(words, upper))
     }
     // Adds just under half of the last place kept, or half where that place is odd; a NaN keeps its
     // upper bits and becomes quiet.

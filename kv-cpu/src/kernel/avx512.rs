@@ -57,6 +57,12 @@ macro_rules! primitives {
                 widen_bf16(self, bits)
             }
             #[inline(always)]
+            unsafe fn load_bf16_pairs(self, from: *const u16, at: usize) -> [__m512; 2] {
+                // SAFETY: condition 1 of `Simd::load_bf16_pairs`, and the witness.
+                let words = unsafe { _mm512_loadu_si512(from.wrapping_add(at).cast()) };
+                [lower_bf16(self, words), upper_bf16(self, words)]
+            }
+            #[inline(always)]
             unsafe fn store_f16(self, to: *mut u16, at: usize, v: __m512) {
                 let bits = narrow_f16(self, v);
                 // SAFETY: condition 1 of `Simd::store`, and the witness.
@@ -222,6 +228,13 @@ conversions! {
     }
     fn widen_bf16(bits: __m256i) -> __m512 {
         _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+    }
+    fn lower_bf16(words: __m512i) -> __m512 {
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
+    }
+    fn upper_bf16(words: __m512i) -> __m512 {
+        let upper = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
+        _mm512_castsi512_ps(_mm512_and_si512(words, upper))
     }
     // Adds just under half of the last place kept, or half where that place is odd; a NaN keeps its
     // upper bits and becomes quiet.

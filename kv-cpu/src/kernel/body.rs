@@ -12,66 +12,91 @@
 )]
 use super::simd::Simd;
 use super::stored::{F32, GROUP, Plain, Stored, load_part, store_part, whole};
-use super::{Softmax, TILE};
+use super::{Running, Softmax, TILE};
 use crate::encoding::RowLayout;
 
-/// Scales and caps the scores of a range, makes them weights relative to the new running maximum
-/// and updates the running sum. Returns the factor from the old maximum to the new.
+/// One step of the online softmax, row by row.
 #[inline(always)]
-pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>) -> f32 {
-    let (begin, end) = args.range;
+pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>) {
+    let ((begin, end), rows) = (args.range, args.running.len());
     assert!(
-        args.scores.len() >= TILE && begin <= end && end <= TILE,
-        "a token range lies inside its tile"
+        begin <= end
+            && end <= TILE
+            && args.bias.len() == rows
+            && args.scores.len() >= rows * TILE
+            && args.out.len() >= rows * args.stride,
+        "a token range lies inside its tile, and rows inside their slices"
     );
-    let scores = args.scores.as_mut_ptr();
+    for (row, running) in args.running.iter_mut().enumerate() {
+        let scores = &mut args.scores[row * TILE..][..TILE];
+        let (bias, by) = (args.bias[row], args.scale);
+        // The same, with constants that let a whole tile stay in registers.
+        let factor = if args.range == (0, TILE) && args.cap.is_none() {
+            weigh(s, scores, (0, TILE), (bias, by, None), running)
+        } else {
+            weigh(s, scores, args.range, (bias, by, args.cap), running)
+        };
+        // The maximum seldom moves after the first tiles.
+        if factor.to_bits() != 1.0_f32.to_bits() {
+            scale(s, &mut args.out[row * args.stride..][..args.stride], factor);
+        }
+    }
+}
+
+/// Biases, scales and caps the scores of a range, makes them weights relative to the new running
+/// maximum and updates the running sum. Returns the factor from the old maximum to the new.
+#[inline(always)]
+fn weigh<S: Simd>(
+    s: S,
+    scores: &mut [f32],
+    (begin, end): (usize, usize),
+    (bias, scale, cap): (f32, f32, Option<f32>),
+    running: &mut Running,
+) -> f32 {
+    assert!(scores.len() == TILE && end <= TILE, "a range of a tile");
     // Whole vectors around the range; TILE is a multiple of every vector's length.
     let first = begin / S::LANES * S::LANES;
     let last = end.div_ceil(S::LANES) * S::LANES;
-    let (bias, scale) = (s.splat(args.bias), s.splat(args.scale));
     let mut i = first;
     while i < last {
-        // SAFETY: `i + LANES <= last <= TILE`.
-        let score = unsafe { s.load(scores, i) };
-        let scaled = s.mul(s.add(score, bias), scale);
+        // SAFETY: `i + LANES <= last <= TILE`, the length of the scores.
+        let score = unsafe { s.load(scores.as_ptr(), i) };
+        let scaled = s.mul(s.add(score, s.splat(bias)), s.splat(scale));
         // SAFETY: as above.
-        unsafe { s.store(scores, i, scaled) };
+        unsafe { s.store(scores.as_mut_ptr(), i, scaled) };
         i += S::LANES;
     }
-    if let Some(cap) = args.cap {
-        for score in &mut args.scores[begin..end] {
+    if let Some(cap) = cap {
+        for score in &mut scores[begin..end] {
             *score = cap * (*score / cap).tanh();
         }
     }
-    args.scores[first..begin].fill(f32::NEG_INFINITY);
-    args.scores[end..last].fill(f32::NEG_INFINITY);
-    let scores = args.scores.as_mut_ptr();
-
-    let mut max = s.splat(args.running.max);
+    scores[first..begin].fill(f32::NEG_INFINITY);
+    scores[end..last].fill(f32::NEG_INFINITY);
+    let mut max = s.splat(running.max);
     let mut i = first;
     while i < last {
-        // SAFETY: `i + LANES <= last <= TILE`.
-        max = s.max(max, unsafe { s.load(scores, i) });
+        // SAFETY: as above.
+        max = s.max(max, unsafe { s.load(scores.as_ptr(), i) });
         i += S::LANES;
     }
     let max = s.reduce_max(max);
     // Relative to 0 as long as every score is minus infinity: the difference of two is NaN.
     let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
-    let minus_base = s.splat(-base);
     let mut sum = s.splat(0.0);
     let mut i = first;
     while i < last {
-        // SAFETY: `i + LANES <= last <= TILE`.
-        let score = unsafe { s.load(scores, i) };
-        let weight = s.exp(s.add(score, minus_base));
+        // SAFETY: as above.
+        let score = unsafe { s.load(scores.as_ptr(), i) };
+        let weight = s.exp(s.add(score, s.splat(-base)));
         sum = s.add(sum, weight);
         // SAFETY: as above.
-        unsafe { s.store(scores, i, weight) };
+        unsafe { s.store(scores.as_mut_ptr(), i, weight) };
         i += S::LANES;
     }
-    let factor = (args.running.max - base).exp();
-    args.running.sum = args.running.sum * factor + s.reduce_add(sum);
-    args.running.max = max;
+    let moved = running.max.to_bits() != base.to_bits();
+    let factor = if moved { (running.max - base).exp() } else { 1.0 };
+    *running = Running { max, sum: running.sum * factor + s.reduce_add(sum) };
     factor
 }
 

@@ -87,6 +87,12 @@ impl Simd for Wide {
         bits.map(|bits| bf16::from_bits(bits).to_f32())
     }
     #[inline(never)]
+    unsafe fn load_bf16_pairs(self, from: *const u16, at: usize) -> [[f32; 16]; 2] {
+        // SAFETY: condition 1 of `Simd::load_bf16_pairs`.
+        let bits = unsafe { from.wrapping_add(at).cast::<[[u16; 2]; 16]>().read_unaligned() };
+        [0, 1].map(|half| bits.map(|pair| bf16::from_bits(pair[half]).to_f32()))
+    }
+    #[inline(never)]
     unsafe fn store_f16(self, to: *mut u16, at: usize, v: [f32; 16]) {
         let bits = v.map(|v| f16::from_f32(v).to_bits());
         // SAFETY: condition 1 of `Simd::store`.

@@ -25,6 +25,7 @@ mod scalar;
 mod tests;
 
 pub(crate) use simd::LANES_MAX;
+pub(crate) use stored::{join_pairs, split_pairs};
 
 use kv_core::KvFormat;
 
@@ -49,9 +50,9 @@ pub(crate) enum RowScale<'a> {
     Each(&'a [f32; TILE]),
 }
 
-/// Dot products of a few query rows with the tokens of a tile.
+/// Dot products of query rows with the tokens of a tile.
 pub(crate) struct Scores<'a> {
-    /// Query rows: 1, 2 or [`ROWS`].
+    /// Query rows, any number.
     pub(crate) rows: usize,
     /// The rows, `stride` apart, zero from `dim` to the next multiple of [`LANES_MAX`].
     pub(crate) q: &'a [f32],
@@ -64,16 +65,16 @@ pub(crate) struct Scores<'a> {
     pub(crate) range: (usize, usize),
     /// Scores, [`TILE`] a query row.
     pub(crate) out: &'a mut [f32],
-    /// Rows that are wanted soon, fetched one a token; may be empty.
+    /// Rows that are wanted soon, fetched while the first rows are at work; may be empty.
     pub(crate) ahead: &'a [&'a [u8]],
 }
 
-/// Weighted sums of V rows, added to a few output rows.
+/// Weighted sums of V rows, added to output rows.
 pub(crate) struct Sums<'a> {
-    /// Output rows: 1, 2 or [`ROWS`].
+    /// Output rows, any number.
     pub(crate) rows: usize,
-    /// Weights, [`TILE`] an output row.
-    pub(crate) weights: &'a [f32],
+    /// Weights, [`TILE`] an output row; multiplied by the scales of the tokens of the range.
+    pub(crate) weights: &'a mut [f32],
     /// Encoded V rows of the tile.
     pub(crate) v: &'a [&'a [u8]],
     pub(crate) layout: &'a RowLayout,
@@ -83,7 +84,7 @@ pub(crate) struct Sums<'a> {
     /// The rows, `stride` apart, a multiple of [`LANES_MAX`].
     pub(crate) out: &'a mut [f32],
     pub(crate) stride: usize,
-    /// Rows that are wanted soon, fetched one a token; may be empty.
+    /// As for [`Scores`].
     pub(crate) ahead: &'a [&'a [u8]],
 }
 
@@ -99,16 +100,20 @@ impl Running {
     pub(crate) const EMPTY: Self = Self { max: f32::NEG_INFINITY, sum: 0.0 };
 }
 
-/// One step of the online softmax over the scores of one query row.
+/// One step of the online softmax over the scores of query rows.
 pub(crate) struct Softmax<'a> {
-    /// [`TILE`] scores; those of `range` become weights relative to the new maximum.
+    /// [`TILE`] scores a row; those of `range` become weights relative to the row's new maximum.
     pub(crate) scores: &'a mut [f32],
     pub(crate) range: (usize, usize),
-    /// Added to every score before it is scaled.
-    pub(crate) bias: f32,
+    /// By row, added to every score before it is scaled.
+    pub(crate) bias: &'a [f32],
     pub(crate) scale: f32,
     pub(crate) cap: Option<f32>,
-    pub(crate) running: &'a mut Running,
+    /// By row; their number is that of the rows.
+    pub(crate) running: &'a mut [Running],
+    /// Sums so far, `stride` apart: brought to the new maximum.
+    pub(crate) out: &'a mut [f32],
+    pub(crate) stride: usize,
 }
 
 type Decode = unsafe fn(&RowLayout, &[u8], &mut [f32]);
@@ -122,7 +127,7 @@ pub(crate) struct Table {
     /// By element type.
     encode: [Encode; 3],
     row_scales: unsafe fn(&[&[u8]], &RowLayout) -> [f32; TILE],
-    softmax: unsafe fn(&mut Softmax<'_>) -> f32,
+    softmax: unsafe fn(&mut Softmax<'_>),
     combine: unsafe fn(&mut [f32], f32, &[f32], f32),
     scale: unsafe fn(&mut [f32], f32),
 }
@@ -173,8 +178,8 @@ impl Kernels {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { kernel(args) }
     }
-    /// Turns scores into weights; returns the factor that output rows summed so far need.
-    pub(crate) fn softmax(self, args: &mut Softmax<'_>) -> f32 {
+    /// Turns scores into weights.
+    pub(crate) fn softmax(self, args: &mut Softmax<'_>) {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { (self.0.softmax)(args) }
     }
@@ -265,17 +270,17 @@ macro_rules! table {
         /// The loops, for this instruction set.
         pub(super) static TABLE: super::Table = {
             use super::codes::{L3, L4, L6, Lloyd, Nvfp4, Q4Block, Q8Block};
-            use super::stored::{Bf16, E4m3, E5m2, F16, F32, Int8, Plain, Stored};
+            use super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, F32, Int8, Plain, Stored};
             use super::{Scores, Softmax, Sums, TILE, Table, body, scores, sums, tile};
             use crate::encoding::RowLayout;
 
             $(#[$attribute])*
             fn scores<E: Stored>(args: &mut Scores<'_>) {
-                scores::scores::<_, E>($simd, args)
+                scores::scores::<_, E>($simd, args);
             }
             $(#[$attribute])*
             fn sums<E: Stored>(args: &mut Sums<'_>) {
-                sums::sums::<_, E>($simd, args)
+                sums::sums::<_, E>($simd, args);
             }
             $(#[$attribute])*
             fn decode<E: Stored>(layout: &RowLayout, from: &[u8], to: &mut [f32]) {
@@ -290,8 +295,8 @@ macro_rules! table {
                 tile::row_scales($simd, rows, layout)
             }
             $(#[$attribute])*
-            fn softmax(args: &mut Softmax<'_>) -> f32 {
-                body::softmax($simd, args)
+            fn softmax(args: &mut Softmax<'_>) {
+                body::softmax($simd, args);
             }
             $(#[$attribute])*
             fn combine(a: &mut [f32], x: f32, b: &[f32], y: f32) {
@@ -320,6 +325,7 @@ macro_rules! table {
                         $kernel::<Q8Block>,
                         $kernel::<Q4Block>,
                         $kernel::<Nvfp4>,
+                        $kernel::<Bf16Pairs>,
                     ]
                 };
             }

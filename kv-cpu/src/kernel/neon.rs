@@ -57,6 +57,12 @@ macro_rules! primitives {
                 widen_bf16(self, bits)
             }
             #[inline(always)]
+            unsafe fn load_bf16_pairs(self, from: *const u16, at: usize) -> [float32x4_t; 2] {
+                // SAFETY: condition 1 of `Simd::load_bf16_pairs`, and the witness.
+                let pairs = unsafe { vld2_u16(from.wrapping_add(at)) };
+                [widen_bf16(self, pairs.0), widen_bf16(self, pairs.1)]
+            }
+            #[inline(always)]
             unsafe fn store_f16(self, to: *mut u16, at: usize, v: float32x4_t) {
                 let mut values = [0.0; 4];
                 // SAFETY: an array of four.

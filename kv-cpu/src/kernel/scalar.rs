@@ -89,6 +89,12 @@ impl Simd for Scalar {
         bf16::from_bits(bits).to_f32()
     }
     #[inline(always)]
+    unsafe fn load_bf16_pairs(self, from: *const u16, at: usize) -> [f32; 2] {
+        // SAFETY: condition 1 of `Simd::load_bf16_pairs`.
+        let bits = unsafe { from.wrapping_add(at).cast::<[u16; 2]>().read_unaligned() };
+        bits.map(|bits| bf16::from_bits(bits).to_f32())
+    }
+    #[inline(always)]
     unsafe fn store_f16(self, to: *mut u16, at: usize, v: f32) {
         let bits = f16::from_f32(v).to_bits();
         // SAFETY: condition 1 of `Simd::store`.

@@ -13,7 +13,7 @@ use super::tile::{HALF, NO_RESTS, Rests, check_rows, decode_rests, factors, fetc
 use super::{ROWS, Scores, TILE};
 use crate::encoding::RowLayout;
 
-/// Dot products of `args.rows` query rows with the tokens of a range.
+/// Dot products of query rows with the tokens of a range.
 #[inline(always)]
 pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
     check_rows(args.k, args.range, args.layout);
@@ -26,21 +26,17 @@ pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
     );
     let mut rests = NO_RESTS;
     decode_rests::<S, E>(s, args.k, args.range, args.layout, &mut rests);
-    if S::LANES == 1 {
-        // Enough for a scalar addition, and far less code.
-        match args.rows {
-            ROWS => score_rows::<S, E, ROWS, 1>(s, args, &rests),
-            2 => score_rows::<S, E, 2, 2>(s, args, &rests),
-            1 => score_rows::<S, E, 1, 4>(s, args, &rests),
-            _ => unreachable!("kernels take 1, 2 or 4 rows"),
-        }
-    } else {
-        match args.rows {
-            ROWS => score_rows::<S, E, ROWS, 2>(s, args, &rests),
-            2 => score_rows::<S, E, 2, 4>(s, args, &rests),
-            1 => score_rows::<S, E, 1, 8>(s, args, &rests),
-            _ => unreachable!("kernels take 1, 2 or 4 rows"),
-        }
+    let mut row = 0;
+    while row < args.rows {
+        // Fewer tokens at a time are enough for a scalar addition, and far less code.
+        row += match (args.rows - row, S::LANES) {
+            (1, 1) => score_rows::<S, E, 1, 4>(s, args, row, &rests),
+            (1, _) => score_rows::<S, E, 1, 8>(s, args, row, &rests),
+            (2 | 3, 1) => score_rows::<S, E, 2, 2>(s, args, row, &rests),
+            (2 | 3, _) => score_rows::<S, E, 2, 4>(s, args, row, &rests),
+            (_, 1) => score_rows::<S, E, ROWS, 1>(s, args, row, &rests),
+            _ => score_rows::<S, E, ROWS, 2>(s, args, row, &rests),
+        };
     }
     if let Some(factors) = factors(s, args.k, args.range, args.layout, args.scale) {
         for row in args.out.chunks_exact_mut(TILE).take(args.rows) {
@@ -49,23 +45,30 @@ pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
     }
 }
 
-/// `R` rows, `T` tokens at a time: eight sums side by side hide the latency of an addition.
+/// `R` rows from `row` on, `T` tokens at a time: eight sums side by side hide the latency of an
+/// addition. Returns `R`.
 #[inline(always)]
 fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
     s: S,
     args: &mut Scores<'_>,
+    row: usize,
     rests: &Rests,
-) {
+) -> usize {
+    assert!(row + R <= args.rows, "rows lie inside their slices, by what `scores` asserts");
+    // What the first rows fetch serves all.
+    let ahead = if row == 0 { args.ahead } else { &[] };
+    let q = args.q.as_ptr().wrapping_add(row * args.stride);
+    let out = args.out.as_mut_ptr().wrapping_add(row * TILE);
     let (mut token, end) = args.range;
     while token + T <= end {
         let mut k = [(std::ptr::null(), std::ptr::null()); T];
         for j in 0..T {
             k[j] = (args.k[token + j].as_ptr(), rests[token + j].as_ptr().cast());
         }
-        for row in args.ahead.iter().skip(token).take(T) {
+        for row in ahead.iter().skip(token).take(T) {
             fetch(s, row);
         }
-        let dots = dot::<S, E, R, T>(s, args.q, args.stride, k, args.layout);
+        let dots = dot::<S, E, R, T>(s, q, args.stride, k, args.layout);
         let mut flat = [s.splat(0.0); 8];
         for r in 0..R {
             for j in 0..T {
@@ -74,37 +77,40 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
         }
         let sums = s.reduce_add8(flat);
         for r in 0..R {
-            for j in 0..T {
-                args.out[r * TILE + token + j] = sums[r * T + j];
-            }
+            let mut some = [0.0; T];
+            some.copy_from_slice(&sums[r * T..][..T]);
+            let to = out.wrapping_add(r * TILE + token).cast::<[f32; T]>();
+            // SAFETY: `token + T <= end <= TILE` in row `row + r` of the scores, see above.
+            unsafe { to.write(some) };
         }
         token += T;
     }
     while T > 1 && token < end {
-        if let Some(row) = args.ahead.get(token) {
+        if let Some(row) = ahead.get(token) {
             fetch(s, row);
         }
         let k = [(args.k[token].as_ptr(), rests[token].as_ptr().cast())];
-        let dots = dot::<S, E, R, 1>(s, args.q, args.stride, k, args.layout);
+        let dots = dot::<S, E, R, 1>(s, q, args.stride, k, args.layout);
         for r in 0..R {
-            args.out[r * TILE + token] = s.reduce_add(dots[r][0]);
+            // SAFETY: `token < end <= TILE` in row `row + r` of the scores, see above.
+            unsafe { out.wrapping_add(r * TILE + token).write(s.reduce_add(dots[r][0])) };
         }
         token += 1;
     }
+    R
 }
 
-/// `R * T` dot products, one vector of partial sums each. `scores` has asserted that `R` rows of
-/// `q` hold the values of a row and zeros up to a whole vector, and that each of `k` is a row, and
-/// has decoded its rest if it has one.
+/// `R * T` dot products, one vector of partial sums each. `scores` has asserted that the `R` rows
+/// at `q` hold the values of a row and zeros up to a whole vector, and that each of `k` is a row,
+/// and has decoded its rest if it has one.
 #[inline(always)]
 fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
     s: S,
-    q: &[f32],
+    q: *const f32,
     stride: usize,
     k: [(*const u8, *const f32); T],
     layout: &RowLayout,
 ) -> [[S::F; T]; R] {
-    let q = q.as_ptr();
     let dim = layout.dim();
     let mut sums = [[s.splat(0.0); T]; R];
     let mut group = 0;
@@ -113,11 +119,8 @@ fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
         while offset < HALF {
             let mut keys = [[s.splat(0.0); 2]; T];
             for j in 0..T {
-                for half in 0..2 {
-                    let offset = offset + half * HALF;
-                    // SAFETY: a whole group of a K row, whose length `scores` has asserted.
-                    keys[j][half] = unsafe { E::load(s, k[j].0, layout, group, offset) };
-                }
+                // SAFETY: a whole group of a K row, whose length `scores` has asserted.
+                keys[j] = unsafe { E::load_pair(s, k[j].0, layout, group, offset) };
             }
             for r in 0..R {
                 for half in 0..2 {

@@ -3,7 +3,8 @@
 //! A token of a type that implements [`Simd`] exists only where its instructions may run: inside
 //! functions that carry the target features, called through a table that was handed out after
 //! detection. That is what lets arithmetic be safe; memory access is not, because bounds are
-//! checked once a call and not once a vector. Knows nothing of attention.
+//! checked once a call and not once a vector. Closures do not carry the features: a loop that calls
+//! one with a token in it is many times slower. Knows nothing of attention.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -100,6 +101,12 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// As [`Self::load`].
     unsafe fn load_bf16(self, from: *const u16, at: usize) -> Self::F;
+    /// `2 * LANES` values from bfloat16, from `from + at` on: the even ones, and the odd ones. Both
+    /// are upper halves of words of 32 bits, which saves widening them.
+    ///
+    /// # Safety
+    /// 1. `from[at..at + 2 * LANES]` is readable. Alignment is not needed.
+    unsafe fn load_bf16_pairs(self, from: *const u16, at: usize) -> [Self::F; 2];
     /// As [`Self::store`], to binary16, rounded to nearest even.
     ///
     /// # Safety

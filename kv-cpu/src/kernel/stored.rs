@@ -38,6 +38,25 @@ pub(crate) trait Stored {
         offset: usize,
     ) -> S::F;
 
+    /// The vectors `offset` and `offset + GROUP / 2` values behind `group`, which loops always take
+    /// together.
+    ///
+    /// # Safety
+    /// As for [`Self::load`], of both.
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(
+        s: S,
+        row: *const u8,
+        layout: &RowLayout,
+        group: usize,
+        offset: usize,
+    ) -> [S::F; 2] {
+        // SAFETY: the conditions are passed on.
+        let first = unsafe { Self::load(s, row, layout, group, offset) };
+        // SAFETY: as above.
+        [first, unsafe { Self::load(s, row, layout, group, offset + GROUP / 2) }]
+    }
+
     /// Decodes values `begin..dim`, fewer than [`GROUP`].
     ///
     /// # Safety
@@ -140,6 +159,79 @@ valuewise! {
     E4m3, 1, load_e4m3;
     E5m2, 1, load_e5m2;
     Int8, 1, load_i8;
+}
+
+/// bfloat16, the values of each whole group in another order: first all even ones, then all odd
+/// ones. That is how two of them lie in a word of 32 bits, which saves widening them. Queries must
+/// have the same order, [`split_pairs`], and outputs get it, [`join_pairs`].
+pub(crate) struct Bf16Pairs;
+
+impl Stored for Bf16Pairs {
+    const RUN: usize = GROUP;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(
+        s: S,
+        row: *const u8,
+        layout: &RowLayout,
+        group: usize,
+        offset: usize,
+    ) -> S::F {
+        let (half, offset) = (offset / (GROUP / 2), offset % (GROUP / 2));
+        // SAFETY: vectors end with their group, as there are no others in a `RUN`.
+        let [even, odd] = unsafe { Self::load_pair(s, row, layout, group, offset) };
+        if half == 0 { even } else { odd }
+    }
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(
+        s: S,
+        row: *const u8,
+        _layout: &RowLayout,
+        group: usize,
+        offset: usize,
+    ) -> [S::F; 2] {
+        // SAFETY: `offset + LANES <= GROUP / 2`, so the values lie in the group.
+        unsafe { s.load_bf16_pairs(row.cast(), group + 2 * offset) }
+    }
+    #[inline(always)]
+    unsafe fn rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout, begin: usize) -> Rest {
+        let (mut rest, mut i, dim) = ([0.0; GROUP], begin, layout.dim());
+        while i + S::LANES <= dim {
+            // SAFETY: values of the row, by condition 1.
+            let v = unsafe { s.load_bf16(row.cast(), i) };
+            // SAFETY: fewer than `GROUP` values, by condition 2 and as there are no whole groups.
+            unsafe { s.store(rest.as_mut_ptr(), i - begin, v) };
+            i += S::LANES;
+        }
+        if i < dim {
+            // SAFETY: the last values of the row, fewer than a vector's.
+            let v = unsafe { load_part::<S, Bf16>(s, row, i, dim - i) };
+            // SAFETY: `i - begin` is a multiple of `LANES` below `GROUP`, which `LANES` divides.
+            unsafe { s.store(rest.as_mut_ptr(), i - begin, v) };
+        }
+        rest
+    }
+}
+
+/// Brings a row into the order of [`Bf16Pairs`].
+pub(crate) fn split_pairs(row: &mut [f32]) {
+    for group in row.as_chunks_mut::<GROUP>().0 {
+        let from = *group;
+        let (even, odd) = group.split_at_mut(GROUP / 2);
+        for ((even, odd), [a, b]) in even.iter_mut().zip(odd).zip(from.as_chunks().0) {
+            (*even, *odd) = (*a, *b);
+        }
+    }
+}
+
+/// Brings a row back into its own order.
+pub(crate) fn join_pairs(row: &mut [f32]) {
+    for group in row.as_chunks_mut::<GROUP>().0 {
+        let from = *group;
+        let (even, odd) = from.split_at(GROUP / 2);
+        for (([a, b], even), odd) in group.as_chunks_mut().0.iter_mut().zip(even).zip(odd) {
+            (*a, *b) = (*even, *odd);
+        }
+    }
 }
 
 /// Decodes the first `n < LANES` values from value `at` on; the other lanes are those of zero bytes

@@ -9,10 +9,10 @@
 )]
 use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Stored, whole};
-use super::tile::{HALF, NO_RESTS, check_rows, decode_rests, factors, fetch, multiply};
+use super::tile::{HALF, NO_RESTS, Rests, check_rows, decode_rests, factors, fetch, multiply};
 use super::{ROWS, Sums, TILE};
 
-/// Adds `weight * V` of the tokens of a range to `args.rows` output rows.
+/// Adds `weight * V` of the tokens of a range to output rows.
 #[inline(always)]
 pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>) {
     check_rows(args.v, args.range, args.layout);
@@ -23,37 +23,40 @@ pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>) {
             && args.weights.len() >= args.rows * TILE,
         "output and weight rows lie inside their slices"
     );
-    let mut scaled = [0.0; ROWS * TILE];
-    let mut weights = args.weights;
     if let Some(factors) = factors(s, args.v, args.range, args.layout, args.scale) {
-        let rows = args.weights.chunks_exact(TILE).take(args.rows);
-        for (from, to) in rows.zip(scaled.chunks_exact_mut(TILE)) {
-            multiply(s, from.as_ptr(), &factors, to.as_mut_ptr());
-        }
-        weights = &scaled;
-    }
-    if S::LANES == 1 {
-        match args.rows {
-            ROWS => sum_rows::<S, E, ROWS, 1>(s, args, weights),
-            2 => sum_rows::<S, E, 2, 1>(s, args, weights),
-            1 => sum_rows::<S, E, 1, 1>(s, args, weights),
-            _ => unreachable!("kernels take 1, 2 or 4 rows"),
-        }
-    } else {
-        match args.rows {
-            ROWS => sum_rows::<S, E, ROWS, 1>(s, args, weights),
-            2 => sum_rows::<S, E, 2, 2>(s, args, weights),
-            1 => sum_rows::<S, E, 1, 4>(s, args, weights),
-            _ => unreachable!("kernels take 1, 2 or 4 rows"),
+        for row in args.weights.chunks_exact_mut(TILE).take(args.rows) {
+            multiply(s, row.as_ptr(), &factors, row.as_mut_ptr());
         }
     }
     let dim = args.layout.dim();
-    let (group, whole) = (dim / GROUP * GROUP, whole::<S, E>(dim));
-    if group == dim {
-        return;
-    }
     let mut rests = NO_RESTS;
     decode_rests::<S, E>(s, args.v, args.range, args.layout, &mut rests);
+    let mut row = 0;
+    while row < args.rows {
+        let rows = match (args.rows - row, S::LANES) {
+            (1, 1) => sum_rows::<S, E, 1, 1>(s, args, row),
+            (1, _) => sum_rows::<S, E, 1, 4>(s, args, row),
+            (2 | 3, 1) => sum_rows::<S, E, 2, 1>(s, args, row),
+            (2 | 3, _) => sum_rows::<S, E, 2, 2>(s, args, row),
+            _ => sum_rows::<S, E, ROWS, 1>(s, args, row),
+        };
+        if !dim.is_multiple_of(GROUP) {
+            sum_last::<S, E>(s, args, (row, rows), &rests);
+        }
+        row += rows;
+    }
+}
+
+/// The values behind the whole groups of `rows` rows from `first` on.
+#[inline(always)]
+fn sum_last<S: Simd, E: Stored>(
+    s: S,
+    args: &mut Sums<'_>,
+    (first, rows): (usize, usize),
+    rests: &Rests,
+) {
+    let dim = args.layout.dim();
+    let (group, whole) = (dim / GROUP * GROUP, whole::<S, E>(dim));
     let (begin, end) = args.range;
     for token in begin..end {
         let mut d = group;
@@ -66,37 +69,40 @@ pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>) {
                 // `LANES` below `GROUP`.
                 unsafe { s.load(rests[token].as_ptr().cast(), d - whole) }
             };
-            for r in 0..args.rows {
+            for row in first..first + rows {
                 let out = args.out.as_mut_ptr();
-                // SAFETY: output rows are padded to `LANES_MAX`, by the assertion above.
-                let sum = unsafe { s.load(out, r * args.stride + d) };
-                let sum = s.fma(s.splat(weights[r * TILE + token]), value, sum);
+                // SAFETY: output rows are padded to `LANES_MAX`, by the assertion in `sums`.
+                let sum = unsafe { s.load(out, row * args.stride + d) };
+                let sum = s.fma(s.splat(args.weights[row * TILE + token]), value, sum);
                 // SAFETY: as above.
-                unsafe { s.store(out, r * args.stride + d, sum) };
+                unsafe { s.store(out, row * args.stride + d, sum) };
             }
             d += S::LANES;
         }
     }
 }
 
-/// The whole groups of `R` rows, `P` pairs of vectors at a time, which stay in registers for all
-/// tokens.
+/// The whole groups of `R` rows from `row` on, `P` pairs of vectors at a time, which stay in
+/// registers for all tokens. Returns `R`.
 #[inline(always)]
 fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     s: S,
     args: &mut Sums<'_>,
-    weights: &[f32],
-) {
+    row: usize,
+) -> usize {
+    assert!(row + R <= args.rows, "rows lie inside their slices, by what `sums` asserts");
     let dim = args.layout.dim();
     // Pairs of a group, and groups that `P` pairs span.
     let pairs = HALF / S::LANES;
     let span = P.div_ceil(pairs) * GROUP;
-    let mut ahead = Ahead::new(args.ahead, dim / span * pairs.div_ceil(P));
+    // What the first rows fetch serves all.
+    let rows = if row == 0 { args.ahead } else { &[] };
+    let mut ahead = Ahead::new(rows, dim / span * pairs.div_ceil(P));
     let mut group = 0;
     while group + span <= dim {
         let mut first = 0;
         while first < pairs {
-            sum_pairs::<S, E, R, P>(s, args, weights, (group, first), &mut ahead);
+            sum_pairs::<S, E, R, P>(s, args, row, (group, first), &mut ahead);
             first += P;
         }
         group += span;
@@ -104,11 +110,12 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     // Where more than one group is taken at a time, some may be left.
     while P > pairs && group + GROUP <= dim {
         for first in 0..pairs {
-            sum_pairs::<S, E, R, 1>(s, args, weights, (group, first), &mut ahead);
+            sum_pairs::<S, E, R, 1>(s, args, row, (group, first), &mut ahead);
         }
         group += GROUP;
     }
     ahead.rest(s);
+    R
 }
 
 /// Rows to fetch, spread over the passes through a tile: a core has few lines under way at a time,
@@ -119,13 +126,13 @@ struct Ahead<'a> {
     step: usize,
 }
 
-/// Times that a pass fetches.
-const FETCHES: usize = 4;
+/// Tokens of a pass between one fetch and the next.
+const STEP: usize = 8;
 
 impl<'a> Ahead<'a> {
     #[inline(always)]
     fn new(rows: &'a [&'a [u8]], passes: usize) -> Self {
-        Self { rows, step: rows.len().div_ceil((passes * FETCHES).max(1)) }
+        Self { rows, step: rows.len().div_ceil((passes * (TILE / STEP)).max(1)) }
     }
 
     #[inline(always)]
@@ -146,13 +153,13 @@ impl<'a> Ahead<'a> {
     }
 }
 
-/// `P` pairs of `R` rows, from pair `first` of a group on. `sums` has asserted the extents,
-/// `sum_rows` that the pairs end at or before the last whole group.
+/// `P` pairs of `R` rows from `row` on, from pair `first` of a group on. `sums` has asserted the
+/// extents, `sum_rows` that the pairs end at or before the last whole group.
 #[inline(always)]
 fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
     s: S,
     args: &mut Sums<'_>,
-    weights: &[f32],
+    row: usize,
     (group, first): (usize, usize),
     ahead: &mut Ahead<'_>,
 ) {
@@ -161,38 +168,41 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
         let pair = first + p;
         (group + pair / pairs * GROUP, pair % pairs * S::LANES + half * HALF)
     };
-    let (out, stride, (begin, end)) = (args.out.as_mut_ptr(), args.stride, args.range);
+    let stride = args.stride;
+    let out = args.out.as_mut_ptr().wrapping_add(row * stride);
+    let weights = args.weights.as_ptr().wrapping_add(row * TILE);
     let mut sums = [[[s.splat(0.0); 2]; P]; R];
     for r in 0..R {
         for p in 0..P {
             for half in 0..2 {
                 let (group, offset) = place(p, half);
-                // SAFETY: the vector lies in output row `r`, see above.
+                // SAFETY: the vector lies in output row `row + r`, see above.
                 sums[r][p][half] = unsafe { s.load(out, r * stride + group + offset) };
             }
         }
     }
-    for (token, row) in (begin..end).zip(&args.v[begin..end]) {
-        if token % (TILE / FETCHES) == 0 {
-            ahead.some(s);
-        }
-        let mut values = [[s.splat(0.0); 2]; P];
-        for p in 0..P {
-            for half in 0..2 {
-                let (group, offset) = place(p, half);
-                let row = row.as_ptr();
-                // SAFETY: a whole group of a V row, see above.
-                values[p][half] = unsafe { E::load(s, row, args.layout, group, offset) };
-            }
-        }
-        for r in 0..R {
-            // SAFETY: `token < TILE`, and there are `R * TILE` weights.
-            let weight = s.splat(unsafe { *weights.get_unchecked(r * TILE + token) });
+    let (mut token, end) = args.range;
+    while token < end {
+        ahead.some(s);
+        let stop = (token / STEP * STEP + STEP).min(end);
+        for v in &args.v[token..stop] {
+            let mut values = [[s.splat(0.0); 2]; P];
             for p in 0..P {
-                for half in 0..2 {
-                    sums[r][p][half] = s.fma(weight, values[p][half], sums[r][p][half]);
+                let (group, offset) = place(p, 0);
+                // SAFETY: a whole group of a V row, see above.
+                values[p] = unsafe { E::load_pair(s, v.as_ptr(), args.layout, group, offset) };
+            }
+            for r in 0..R {
+                let weight = weights.wrapping_add(r * TILE + token);
+                // SAFETY: `token < TILE` of row `row + r`, and there are weights of all rows.
+                let weight = s.splat(unsafe { weight.read() });
+                for p in 0..P {
+                    for half in 0..2 {
+                        sums[r][p][half] = s.fma(weight, values[p][half], sums[r][p][half]);
+                    }
                 }
             }
+            token += 1;
         }
     }
     for r in 0..R {

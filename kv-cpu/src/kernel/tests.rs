@@ -108,15 +108,18 @@ fn exponentials_are_exact_to_two_ulp() {
             (scores[0], scores[1], scores[2], scores[3]) = (0.0, f32::NEG_INFINITY, -1e-8, -200.0);
             let before = scores.clone();
             let mut running = Running::EMPTY;
-            let factor = kernels.softmax(&mut Softmax {
+            let mut out = [1.0; LANES_MAX];
+            kernels.softmax(&mut Softmax {
                 scores: &mut scores,
                 range: (0, TILE),
-                bias: 0.0,
+                bias: &[0.0],
                 scale: 1.0,
                 cap: None,
-                running: &mut running,
+                running: std::slice::from_mut(&mut running),
+                out: &mut out,
+                stride: LANES_MAX,
             });
-            assert_eq!((factor, running.max), (0.0, 0.0), "{name}");
+            assert_eq!((out, running.max), ([0.0; LANES_MAX], 0.0), "{name}");
             assert_eq!((scores[0], scores[1], scores[3]), (1.0, 0.0, 0.0), "{name}");
             for (x, y) in before.iter().zip(&scores) {
                 let exact = f64::from(*x).exp();
@@ -135,15 +138,18 @@ fn softmax_keeps_to_its_range_and_passes_nan_on() {
             let mut scores = vec![1000.0; TILE];
             scores[range.0..range.1].fill(1.0);
             let mut running = Running { max: 3.0, sum: 2.0 };
-            let mut args = Softmax {
+            let mut out = [1.0; LANES_MAX];
+            kernels.softmax(&mut Softmax {
                 scores: &mut scores,
                 range,
-                bias: 0.0,
+                bias: &[0.0],
                 scale: 2.0,
                 cap: None,
-                running: &mut running,
-            };
-            assert_eq!(kernels.softmax(&mut args), 1.0, "{name}");
+                running: std::slice::from_mut(&mut running),
+                out: &mut out,
+                stride: LANES_MAX,
+            });
+            assert_eq!(out, [1.0; LANES_MAX], "{name}");
             let seen = (range.1 - range.0) as f32;
             assert!((running.sum - 2.0 - seen * (-1.0_f32).exp()).abs() < 1e-4);
             assert_eq!(running.max, 3.0, "{name}");
@@ -154,10 +160,12 @@ fn softmax_keeps_to_its_range_and_passes_nan_on() {
         kernels.softmax(&mut Softmax {
             scores: &mut scores,
             range: (4, 9),
-            bias: 0.0,
+            bias: &[0.0],
             scale: 1.0,
             cap: None,
-            running: &mut running,
+            running: std::slice::from_mut(&mut running),
+            out: &mut [0.0; LANES_MAX],
+            stride: LANES_MAX,
         });
         assert!(running.sum.is_nan(), "{name}");
         let mut scores = vec![f32::NEG_INFINITY; TILE];
@@ -165,10 +173,12 @@ fn softmax_keeps_to_its_range_and_passes_nan_on() {
         kernels.softmax(&mut Softmax {
             scores: &mut scores,
             range: (0, 9),
-            bias: 0.0,
+            bias: &[0.0],
             scale: 1.0,
             cap: None,
-            running: &mut running,
+            running: std::slice::from_mut(&mut running),
+            out: &mut [0.0; LANES_MAX],
+            stride: LANES_MAX,
         });
         assert_eq!((running.max, running.sum), (f32::NEG_INFINITY, 0.0), "{name}");
     }
@@ -183,10 +193,12 @@ fn a_bias_is_part_of_the_score() {
                 kernels.softmax(&mut Softmax {
                     scores,
                     range: (1, 3),
-                    bias,
+                    bias: &[bias],
                     scale: 0.5,
                     cap,
-                    running: &mut running,
+                    running: std::slice::from_mut(&mut running),
+                    out: &mut [0.0; LANES_MAX],
+                    stride: LANES_MAX,
                 });
                 (running.max, running.sum)
             };

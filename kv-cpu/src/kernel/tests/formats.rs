@@ -101,7 +101,7 @@ fn scores_and_sums_of_all_row_counts_agree() {
         for format in KvFormat::all() {
             let tile = Tiled::new(&mut random, format, dim);
             let stride = dim.next_multiple_of(LANES_MAX);
-            let q: Vec<_> = (0..ROWS * stride)
+            let q: Vec<_> = (0..QUERIES * stride)
                 .map(|i| if i % stride < dim { random.unit() } else { 0.0 })
                 .collect();
             for (name, kernels) in all() {
@@ -111,6 +111,9 @@ fn scores_and_sums_of_all_row_counts_agree() {
     }
 }
 
+/// As many as ask for kernels of four rows, two and one.
+const QUERIES: usize = 7;
+
 /// Scores the tokens of a range and adds them with the scores as weights, `rows` at a time.
 fn scores_and_sums(
     kernels: Kernels,
@@ -118,9 +121,10 @@ fn scores_and_sums(
     (k, layout, scale): (&[&[u8]], &RowLayout, RowScale<'_>),
     (rows, range): (usize, (usize, usize)),
 ) -> [Vec<f32>; 2] {
-    let mut scores = vec![f32::NAN; ROWS * TILE];
-    let mut out = vec![0.25; ROWS * stride];
-    for first in (0..ROWS).step_by(rows) {
+    let mut scores = vec![f32::NAN; QUERIES * TILE];
+    let mut out = vec![0.25; QUERIES * stride];
+    for first in (0..QUERIES).step_by(rows) {
+        let rows = rows.min(QUERIES - first);
         kernels.scores(&mut Scores {
             rows,
             q: &q[first * stride..],
@@ -134,7 +138,7 @@ fn scores_and_sums(
         });
         kernels.sums(&mut Sums {
             rows,
-            weights: &scores[first * TILE..],
+            weights: &mut scores[first * TILE..].to_vec(),
             v: k,
             layout,
             scale,
@@ -153,7 +157,7 @@ fn check_tile(name: &str, kernels: Kernels, tile: &Tiled, (q, stride): (&[f32], 
     let range = (3, TILE - 4);
     let stored = (k.as_slice(), layout, tile.scale());
     let [scores, out] = scores_and_sums(kernels, (q, stride), stored, (1, range));
-    for rows in [2, ROWS] {
+    for rows in [2, ROWS, QUERIES] {
         let again = scores_and_sums(kernels, (q, stride), stored, (rows, range));
         assert_eq!(bits(&again[0]), bits(&scores), "{name} {rows}");
         assert_eq!(bits(&again[1]), bits(&out), "{name} {rows}");
@@ -183,6 +187,54 @@ fn check_tile(name: &str, kernels: Kernels, tile: &Tiled, (q, stride): (&[f32], 
     }
 }
 
+#[test]
+fn pairs_of_bf16_are_its_values_in_another_order() {
+    let mut random = Random::new(11);
+    for dim in [1_usize, 16, 31, 32, 33, 48, 64, 80, 100, 128, 256] {
+        let tile = Tiled::new(&mut random, KvFormat::Bf16, dim);
+        let stride = dim.next_multiple_of(LANES_MAX);
+        let q: Vec<_> = (0..QUERIES * stride)
+            .map(|i| if i % stride < dim { random.unit() } else { 0.0 })
+            .collect();
+        let mut split = q.clone();
+        split.chunks_mut(stride).for_each(|row| split_pairs(&mut row[..dim]));
+        let pairs = tile.layout.in_pairs();
+        let k: Vec<&[u8]> = tile.bytes.iter().map(Vec::as_slice).collect();
+        for (name, kernels) in all() {
+            let name = format!("{name} {dim}");
+            for (row, values) in tile.bytes.iter().zip(&tile.values) {
+                let mut decoded = vec![0.0; dim];
+                kernels.decode(&pairs, row, &mut decoded);
+                join_pairs(&mut decoded);
+                assert_eq!(&decoded, values, "{name}");
+                split_pairs(&mut decoded);
+                let mut again = vec![0.0; dim];
+                kernels.decode(&pairs, row, &mut again);
+                assert_eq!(decoded, again, "{name}");
+            }
+            let range = (3, TILE - 4);
+            let given = RowScale::Given(1.0);
+            let natural =
+                scores_and_sums(kernels, (&q, stride), (&k, &tile.layout, given), (4, range));
+            let mut taken =
+                scores_and_sums(kernels, (&split, stride), (&k, &pairs, given), (4, range));
+            // Staged, as rows that many queries share are.
+            let rows: Vec<Vec<u8>> = k.iter().map(|row| staged(kernels, &pairs, row)).collect();
+            let rows: Vec<&[u8]> = rows.iter().map(Vec::as_slice).collect();
+            let plain = RowLayout::plain(Element::F32, dim);
+            let again =
+                scores_and_sums(kernels, (&split, stride), (&rows, &plain, given), (4, range));
+            assert_eq!(bits(&again[0]), bits(&taken[0]), "{name} staged");
+            assert_eq!(bits(&again[1]), bits(&taken[1]), "{name} staged");
+            taken[1].chunks_mut(stride).for_each(|row| join_pairs(&mut row[..dim]));
+            for (natural, taken) in natural.iter().flatten().zip(taken.iter().flatten()) {
+                let near = (natural - taken).abs() <= 2e-4 * (1.0 + natural.abs());
+                assert!(near || natural.is_nan(), "{name}: {natural} {taken}");
+            }
+        }
+    }
+}
+
 fn staged(kernels: Kernels, layout: &RowLayout, row: &[u8]) -> Vec<u8> {
     let mut values = vec![0.0; layout.dim()];
     kernels.decode(layout, row, &mut values);
@@ -204,6 +256,7 @@ fn every_format_has_a_kernel_of_its_own() {
         assert_eq!(layout.has_scale(), scaled, "{format}");
         seen.push(layout.encoding().index());
     }
+    seen.push(RowLayout::plain(Element::Bf16, 64).in_pairs().encoding().index());
     seen.sort_unstable();
     seen.dedup();
     assert_eq!(seen, (0..Encoding::COUNT).collect::<Vec<_>>());
