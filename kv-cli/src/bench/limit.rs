@@ -6,7 +6,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use kv::backend::Backend;
-use kv::cpu::CpuBackend;
+use kv::cpu::{CpuBackend, CpuBuffer};
 use kv::cuda::CudaBackend;
 use kv::wgpu::WgpuBackend;
 use kv::{DeviceError, DeviceErrorKind};
@@ -70,12 +70,11 @@ pub(super) struct CpuArena {
     streams: Streams,
 }
 
-/// Memory of one thread.
-#[derive(Debug, Default)]
+/// Memory of one thread, of the kind that a cache lies in: how large its pages are counts.
 struct Part {
-    read: Vec<u64>,
-    from: Vec<u8>,
-    to: Vec<u8>,
+    read: CpuBuffer,
+    from: CpuBuffer,
+    to: CpuBuffer,
 }
 
 /// How many places a thread reads from in turns.
@@ -136,7 +135,7 @@ impl CpuArena {
     fn read_by(&mut self, streams: Streams) -> f64 {
         let begin = Instant::now();
         self.each(self.parts.len(), |part| {
-            black_box(streams.read(black_box(&part.read)));
+            part.read.read(|bytes| black_box(streams.read(black_box(bytemuck::cast_slice(bytes)))));
         });
         begin.elapsed().as_secs_f64()
     }
@@ -158,24 +157,21 @@ impl Limit for CpuBackend {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
             Some(pool.map_err(|error| refuse().with_source(error))?)
         };
-        let all = usize::try_from(bytes.div_ceil(8)).map_err(|_| refuse())?;
         // Whole strides of every stream.
-        let words = all.div_ceil(threads).next_multiple_of(STRIDE.saturating_mul(8));
-        let copied = usize::try_from(COPIED.min(bytes)).map_err(|_| refuse())?.div_ceil(threads);
+        let strides = to_u64(STRIDE).saturating_mul(8).saturating_mul(8);
+        let read = bytes.max(1).div_ceil(to_u64(threads)).next_multiple_of(strides);
+        let copied = COPIED.min(bytes).div_ceil(to_u64(threads));
         let mut parts = Vec::new();
         for _ in 0..threads {
-            let mut part = Part::default();
-            part.read.try_reserve_exact(words).map_err(|error| refuse().with_source(error))?;
-            part.from.try_reserve_exact(copied).map_err(|error| refuse().with_source(error))?;
-            part.to.try_reserve_exact(copied).map_err(|error| refuse().with_source(error))?;
-            parts.push(part);
+            let [read, from, to] = [read, copied, copied].map(|bytes| self.alloc(bytes));
+            parts.push(Part { read: read?, from: from?, to: to? });
         }
         let mut arena = CpuArena { pool, parts, streams: Streams::One };
         // Pages that nobody has written may be one and the same.
         arena.each(threads, |part| {
-            part.read.resize(words, 0x5A5A_5A5A);
-            part.from.resize(copied, 0x5A);
-            part.to.resize(copied, 0xA5);
+            part.read.write(|bytes| bytes.fill(0x5A));
+            part.from.write(|bytes| bytes.fill(0x5A));
+            part.to.write(|bytes| bytes.fill(0xA5));
         });
         let mut fastest = f64::INFINITY;
         for _ in 0..TRIES {
@@ -190,8 +186,8 @@ impl Limit for CpuBackend {
     }
 
     fn read(&self, arena: &mut CpuArena) -> Result<(u64, f64), DeviceError> {
-        let words: usize = arena.parts.iter().map(|part| part.read.len()).sum();
-        Ok((to_u64(words).saturating_mul(8), arena.read_by(arena.streams)))
+        let bytes: usize = arena.parts.iter().map(|part| part.read.len()).sum();
+        Ok((to_u64(bytes), arena.read_by(arena.streams)))
     }
 
     fn walk(&self, arena: &mut CpuArena, walk: Walk, runs: u32) -> Result<f64, DeviceError> {
@@ -200,40 +196,41 @@ impl Limit for CpuBackend {
         let begin = Instant::now();
         arena.each(threads, |part| {
             let bytes = walk.bytes.div_ceil(to_u64(threads));
-            (0..runs).for_each(|_| part.walk(Walk { bytes, ..walk }));
+            let walk = Walk { bytes, ..walk };
+            part.from.read(|from| {
+                part.to.write(|to| (0..runs).for_each(|_| copy_layers(from, to, walk)));
+            });
         });
         Ok(begin.elapsed().as_secs_f64())
     }
 }
 
-impl Part {
-    /// Copies a thread's part of every layer; places that move begin again at the end.
-    fn walk(&mut self, walk: Walk) {
-        let bytes = usize::try_from(walk.bytes).unwrap_or(usize::MAX);
-        let (mut from_at, mut to_at) = (0, 0);
-        for _ in 0..walk.layers {
-            let mut left = bytes;
-            while left > 0 {
-                let len = left.min(self.from.len());
-                let [from, to] = [from_at, to_at].map(|at: usize| {
-                    let end = at.saturating_add(len);
-                    if end > self.from.len() { 0..len } else { at..end }
-                });
-                let ends = [from.end, to.end];
-                let (Some(from), Some(to)) = (self.from.get(from), self.to.get_mut(to)) else {
-                    return;
-                };
-                to.copy_from_slice(from);
-                black_box(to);
-                [from_at, to_at] = ends;
-                left = left.saturating_sub(len);
-                if len == 0 {
-                    return;
-                }
+/// Copies a thread's part of every layer; places that move begin again at the end.
+fn copy_layers(from: &[u8], to: &mut [u8], walk: Walk) {
+    let bytes = usize::try_from(walk.bytes).unwrap_or(usize::MAX);
+    let (mut from_at, mut to_at) = (0, 0);
+    for _ in 0..walk.layers {
+        let mut left = bytes;
+        while left > 0 {
+            let len = left.min(from.len());
+            let [source, target] = [from_at, to_at].map(|at: usize| {
+                let end = at.saturating_add(len);
+                if end > from.len() { 0..len } else { at..end }
+            });
+            let ends = [source.end, target.end];
+            let (Some(source), Some(target)) = (from.get(source), to.get_mut(target)) else {
+                return;
+            };
+            target.copy_from_slice(source);
+            black_box(target);
+            [from_at, to_at] = ends;
+            left = left.saturating_sub(len);
+            if len == 0 {
+                return;
             }
-            from_at = if walk.from_moves { from_at } else { 0 };
-            to_at = if walk.to_moves { to_at } else { 0 };
         }
+        from_at = if walk.from_moves { from_at } else { 0 };
+        to_at = if walk.to_moves { to_at } else { 0 };
     }
 }
 
@@ -338,11 +335,11 @@ mod tests {
 
     #[test]
     fn places_move_or_stay() {
-        let part = || Part { from: (1..=8).collect(), to: vec![0; 8], ..Part::default() };
         let walk = |bytes, layers, from_moves, to_moves| {
-            let mut part = part();
-            part.walk(Walk { bytes, layers, from_moves, to_moves });
-            part.to
+            let mut to = [0; 8];
+            let walk = Walk { bytes, layers, from_moves, to_moves };
+            copy_layers(&[1, 2, 3, 4, 5, 6, 7, 8], &mut to, walk);
+            to
         };
         assert_eq!(walk(2, 3, true, true), [1, 2, 3, 4, 5, 6, 0, 0]);
         assert_eq!(walk(2, 3, false, true), [1, 2, 1, 2, 1, 2, 0, 0]);

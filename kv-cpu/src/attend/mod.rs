@@ -30,7 +30,7 @@ use crate::workspace::Workspace;
 
 const OPERATION: &str = "attend";
 /// Query rows of one unit, where a group of heads has no more: what fits the cache beside a tile.
-const ROWS_PER_UNIT: usize = 64;
+const ROWS_PER_UNIT: usize = 128;
 /// Multiplications below which one thread is faster than several.
 const WORK_SIDE_BY_SIDE: u64 = 1 << 17;
 

@@ -65,10 +65,8 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
         for j in 0..T {
             k[j] = (args.k[token + j].as_ptr(), rests[token + j].as_ptr().cast());
         }
-        for row in ahead.iter().skip(token).take(T) {
-            fetch(s, row);
-        }
-        let dots = dot::<S, E, R, T>(s, q, args.stride, k, args.layout);
+        let next = ahead.get(token..token + T).unwrap_or_default();
+        let dots = dot::<S, E, R, T>(s, (q, args.stride), k, args.layout, next);
         let mut flat = [s.splat(0.0); 8];
         for r in 0..R {
             for j in 0..T {
@@ -86,11 +84,9 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
         token += T;
     }
     while T > 1 && token < end {
-        if let Some(row) = ahead.get(token) {
-            fetch(s, row);
-        }
         let k = [(args.k[token].as_ptr(), rests[token].as_ptr().cast())];
-        let dots = dot::<S, E, R, 1>(s, q, args.stride, k, args.layout);
+        let next = ahead.get(token..=token).unwrap_or_default();
+        let dots = dot::<S, E, R, 1>(s, (q, args.stride), k, args.layout, next);
         for r in 0..R {
             // SAFETY: `token < end <= TILE` in row `row + r` of the scores, see above.
             unsafe { out.wrapping_add(r * TILE + token).write(s.reduce_add(dots[r][0])) };
@@ -102,19 +98,27 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
 
 /// `R * T` dot products, one vector of partial sums each. `scores` has asserted that the `R` rows
 /// at `q` hold the values of a row and zeros up to a whole vector, and that each of `k` is a row,
-/// and has decoded its rest if it has one.
+/// and has decoded its rest if it has one. Fetches the rows of `ahead`, spread over the groups.
 #[inline(always)]
 fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
     s: S,
-    q: *const f32,
-    stride: usize,
+    (q, stride): (*const f32, usize),
     k: [(*const u8, *const f32); T],
     layout: &RowLayout,
+    mut ahead: &[&[u8]],
 ) -> [[S::F; T]; R] {
     let dim = layout.dim();
     let mut sums = [[s.splat(0.0); T]; R];
     let mut group = 0;
+    let (groups, wanted, mut due) = (dim / GROUP, ahead.len(), 0);
     while group + GROUP <= dim {
+        due += wanted;
+        while due >= groups
+            && let Some((row, rows)) = ahead.split_first()
+        {
+            fetch(s, row);
+            (ahead, due) = (rows, due - groups);
+        }
         let mut offset = 0;
         while offset < HALF {
             let mut keys = [[s.splat(0.0); 2]; T];

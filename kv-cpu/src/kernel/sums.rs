@@ -97,7 +97,8 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     let span = P.div_ceil(pairs) * GROUP;
     // What the first rows fetch serves all.
     let rows = if row == 0 { args.ahead } else { &[] };
-    let mut ahead = Ahead::new(rows, dim / span * pairs.div_ceil(P));
+    let passes = dim / span * pairs.div_ceil(P);
+    let mut ahead = Ahead::new(rows, passes * TILE / (STEP / P));
     let mut group = 0;
     while group + span <= dim {
         let mut first = 0;
@@ -126,13 +127,13 @@ struct Ahead<'a> {
     step: usize,
 }
 
-/// Tokens of a pass between one fetch and the next.
+/// Pairs of vectors of tokens between one fetch and the next.
 const STEP: usize = 8;
 
 impl<'a> Ahead<'a> {
     #[inline(always)]
-    fn new(rows: &'a [&'a [u8]], passes: usize) -> Self {
-        Self { rows, step: rows.len().div_ceil((passes * (TILE / STEP)).max(1)) }
+    fn new(rows: &'a [&'a [u8]], fetches: usize) -> Self {
+        Self { rows, step: rows.len().div_ceil(fetches.max(1)) }
     }
 
     #[inline(always)]
@@ -184,7 +185,7 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
     let (mut token, end) = args.range;
     while token < end {
         ahead.some(s);
-        let stop = (token / STEP * STEP + STEP).min(end);
+        let stop = (token / (STEP / P) * (STEP / P) + STEP / P).min(end);
         for v in &args.v[token..stop] {
             let mut values = [[s.splat(0.0); 2]; P];
             for p in 0..P {
