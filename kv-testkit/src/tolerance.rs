@@ -30,7 +30,8 @@ pub struct Reference<'a> {
 }
 
 impl Reference<'_> {
-    /// Largest error of the plain computation, relative to the magnitude: at least [`LEAST`].
+    /// Largest error of the plain computation, relative to the magnitude, and at least half of one
+    /// rounding to f32.
     pub fn plain_error(&self) -> f64 {
         let error = |i: usize, plain: f64| {
             let error = (round(self.dtype, plain) - self.exact[i]).abs();
