@@ -10,7 +10,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use kv::Device;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
-pub(crate) use self::bench::{BenchArgs, BlockSize, Suite};
+pub(crate) use self::bench::{BenchArgs, BlockOrder, BlockSize, Suite};
 pub(crate) use self::replay::ReplayArgs;
 use crate::memory::Bytes;
 use crate::stored::Stored;

@@ -84,6 +84,10 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N,..", value_delimiter = ',')]
     pub(crate) block_size: Vec<BlockSize>,
 
+    /// How the rows of a block lie
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) block_order: BlockOrder,
+
     /// Rounds that count; 7 unless given, 3 where a CPU runs the shaders of an adapter
     #[arg(long, value_name = "N", value_parser = at_least_1)]
     pub(crate) rounds: Option<u32>,
@@ -113,6 +117,26 @@ pub(crate) struct BenchArgs {
     /// Print JSON instead of a table: one object, with --suite a list of objects
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Order of the rows of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum BlockOrder {
+    /// Head by head, the tokens of each together
+    #[default]
+    Hnd,
+    /// Token by token, the heads of each together
+    Nhd,
+}
+
+impl From<BlockOrder> for kv::BlockOrder {
+    fn from(order: BlockOrder) -> Self {
+        match order {
+            BlockOrder::Hnd => Self::Hnd,
+            BlockOrder::Nhd => Self::Nhd,
+        }
+    }
 }
 
 /// Operations that are measured together.

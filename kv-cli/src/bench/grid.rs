@@ -214,6 +214,7 @@ impl Case {
             kv_heads: heads.1,
             head_dim,
             block_size: block,
+            block_order: args.block_order,
             rounds: work::rounds(args, runs_on),
             is_filled: !matches!(operation, Operation::Prefill | Operation::AppendPrompt),
             spares: if operation == Operation::Copy { batch } else { 0 },

@@ -5,7 +5,7 @@ use super::clock::gb_per_s;
 use super::grid::Case;
 use super::report::{Facts, RunsOn, SOFTWARE, count, figure};
 use super::work::Operation;
-use crate::args::BlockSize;
+use crate::args::{BlockOrder, BlockSize};
 use crate::memory::Bytes;
 use crate::output;
 
@@ -68,6 +68,7 @@ pub(super) struct Line {
     bytes_read: u64,
     bytes_written: u64,
     contiguous: bool,
+    block_order: BlockOrder,
     layers: u16,
     rounds: u32,
 }
@@ -99,8 +100,18 @@ impl Line {
             bytes_read: work.read,
             bytes_written: work.written,
             contiguous: shape.block_size == BlockSize::Contiguous,
+            block_order: shape.block_order,
             layers: shape.layers,
             rounds: took.rounds,
+        }
+    }
+
+    /// The size of a block, and the order in it where that is not the usual one.
+    fn block(&self) -> String {
+        let size = if self.contiguous { "contiguous" } else { &self.block_size.to_string() };
+        match self.block_order {
+            BlockOrder::Hnd => size.to_owned(),
+            BlockOrder::Nhd => format!("{size} nhd"),
         }
     }
 
@@ -114,7 +125,7 @@ impl Line {
             self.context.to_string(),
             format!("{}/{}", self.q_heads, self.kv_heads),
             self.head_dim.to_string(),
-            if self.contiguous { "contiguous".to_owned() } else { self.block_size.to_string() },
+            self.block(),
             or_none((!is_plan).then(|| Bytes(self.bytes).to_string())),
             format!("{:.1}", self.ns / 1e3),
             or_none((!is_plan).then(|| figure(self.gbps))),

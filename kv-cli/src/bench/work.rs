@@ -5,7 +5,7 @@ use kv::{CacheSpec, SlotMap};
 use serde::Serialize;
 
 use super::report::RunsOn;
-use crate::args::{BenchArgs, BlockSize};
+use crate::args::{BenchArgs, BlockOrder, BlockSize};
 use crate::num::to_usize;
 use crate::stored::Stored;
 
@@ -25,6 +25,7 @@ pub(super) struct Shape {
     pub(super) kv_heads: u32,
     pub(super) head_dim: u32,
     pub(super) block_size: BlockSize,
+    pub(super) block_order: BlockOrder,
     pub(super) rounds: u32,
     /// Whether the sequences of the batch have their contexts, but for the last token; else they
     /// are empty.
@@ -54,6 +55,7 @@ impl Shape {
             kv_heads: first(&args.kv_heads, BenchArgs::KV_HEADS),
             head_dim: first(&args.head_dim, 128),
             block_size: args.block_size.first().copied().unwrap_or(BlockSize::Tokens(16)),
+            block_order: args.block_order,
             rounds: rounds(args, runs_on),
             is_filled: true,
             spares: 1,
@@ -147,6 +149,7 @@ pub(super) fn spec(shape: &Shape, stored: &Stored) -> anyhow::Result<CacheSpec> 
             .kv_heads(shape.kv_heads)
             .head_dim(shape.head_dim)
             .formats(stored.k, stored.v)
+            .block_order(shape.block_order.into())
             .sinks(stored.sinks())
             .max_sequences(sequences)
     };
@@ -267,6 +270,7 @@ mod tests {
             kv_heads: 4,
             head_dim: 64,
             block_size: BlockSize::Contiguous,
+            block_order: BlockOrder::Nhd,
             rounds: 1,
             is_filled: true,
             spares: 3,
