@@ -12,7 +12,7 @@ fn is_nan(x: f32) -> bool {
     return (bitcast<u32>(x) & 0x7fffffffu) > INFINITY;
 }
 
-// e^x of x <= 0 to about an ulp, 0 below the least normal number: that of a device may be off by tens.
+// e^x of x <= 0 to about an ulp, 0 below the least normal number: WGSL lets exp be off by 3 + 2|x| of them.
 // Cephes' expf.
 fn exponential(x: f32) -> f32 {
     let n = round(max(x, -88.0) * 1.442695);
