@@ -11,7 +11,7 @@ use kv_core::DType;
 use crate::oracle::{round, ulp};
 
 /// Half the relative error of one rounding to f32.
-const LEAST: f64 = 1.0 / (1_u64 << 25) as f64;
+const PLAIN_ERROR_MIN: f64 = 1.0 / (1_u64 << 25) as f64;
 
 /// What a tensor must be near to.
 #[derive(Debug, Clone, Copy)]
@@ -40,7 +40,7 @@ impl Reference<'_> {
             if error > 0.0 && error.is_finite() { error / self.magnitude[i] } else { 0.0 }
         };
         let values = self.plain.iter().flat_map(|plain| plain.iter().enumerate());
-        values.map(|(i, plain)| error(i, *plain)).fold(self.floor.max(LEAST), f64::max)
+        values.map(|(i, plain)| error(i, *plain)).fold(self.floor.max(PLAIN_ERROR_MIN), f64::max)
     }
 
     /// Checks a tensor.

@@ -130,6 +130,16 @@ pub(crate) enum BlockOrder {
     Nhd,
 }
 
+impl BlockOrder {
+    /// What is said of it behind the size of a block: nothing of the usual one.
+    pub(crate) fn suffix(self) -> &'static str {
+        match self {
+            Self::Hnd => "",
+            Self::Nhd => " nhd",
+        }
+    }
+}
+
 impl From<BlockOrder> for kv::BlockOrder {
     fn from(order: BlockOrder) -> Self {
         match order {

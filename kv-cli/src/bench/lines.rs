@@ -109,10 +109,7 @@ impl Line {
     /// The size of a block, and the order in it where that is not the usual one.
     fn block(&self) -> String {
         let size = if self.contiguous { "contiguous" } else { &self.block_size.to_string() };
-        match self.block_order {
-            BlockOrder::Hnd => size.to_owned(),
-            BlockOrder::Nhd => format!("{size} nhd"),
-        }
+        format!("{size}{}", self.block_order.suffix())
     }
 
     fn cells(&self) -> Vec<String> {

@@ -119,7 +119,7 @@ impl Report {
 
     pub(super) fn show(&self) -> String {
         let Self { backend, facts, shape, .. } = self;
-        let Shape { context, q_heads, kv_heads, head_dim, block_size, .. } = shape;
+        let Shape { context, q_heads, kv_heads, head_dim, block_size, block_order, .. } = shape;
         let Facts { device, kind, driver, .. } = facts;
         let driver = driver.as_ref().map(|driver| format!(", driver {driver}"));
         let driver = driver.unwrap_or_default();
@@ -128,11 +128,12 @@ impl Report {
             "{backend}: {device}; {kind}{driver}\n\
              {note}\
              {} of {context} tokens, {}, {q_heads} query heads on {kv_heads} kv heads of \
-             {head_dim}, blocks of {block_size}; medians of {}\n\
+             {head_dim}, blocks of {block_size}{}; medians of {}\n\
              \n{}\n\
              {}{}",
             count(shape.batch, "sequence"),
             count(shape.layers.into(), "layer"),
+            block_order.suffix(),
             count(shape.rounds, "round"),
             output::table(&self.table()),
             LEGEND,

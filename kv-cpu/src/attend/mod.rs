@@ -1,6 +1,6 @@
 //! Attention over cached rows: checks a call, cuts it into units and runs them.
 //!
-//! A unit is one kv head of one part of one context, with as many queries as share its tiles well.
+//! A unit is some kv heads of one part of one context, with as many queries as share tiles well.
 //! Its content depends on the plan alone, so neither the number of threads nor their order changes
 //! a bit. Contexts cut into several parts leave partial results, which [`merge`] joins. What
 //! no query sees costs nothing: neither a unit nor a read.
@@ -29,7 +29,7 @@ use crate::rows::{PlaneRows, Room, RowAt, RowsIn, RowsOut};
 use crate::workspace::Workspace;
 
 const OPERATION: &str = "attend";
-/// Query rows of one unit, where a group of heads has no more: what fits the cache beside a tile.
+/// Query rows of one unit, where a group of heads has no more: what stays in the second cache.
 const ROWS_PER_UNIT: usize = 128;
 /// Multiplications below which one thread is faster than several.
 const WORK_SIDE_BY_SIDE: u64 = 1 << 17;

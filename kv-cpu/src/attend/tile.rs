@@ -21,7 +21,7 @@ pub(super) struct Tiles<'s> {
     /// What is added to every score of a query row.
     pub(super) bias: &'s [f32],
     /// The same for the tile at hand, with what its keys lack.
-    pub(super) biases: &'s mut [f32],
+    pub(super) tile_bias: &'s mut [f32],
     pub(super) out: &'s mut [f32],
     pub(super) scores: &'s mut [f32],
     pub(super) running: &'s mut [Running],
@@ -30,14 +30,14 @@ pub(super) struct Tiles<'s> {
 impl Tiles<'_> {
     /// Those of one kv head, of as many rows as have scores.
     pub(super) fn of_head(&mut self, index: usize) -> Tiles<'_> {
-        let rows = self.biases.len();
+        let rows = self.tile_bias.len();
         let part = |len: usize| index * len..(index + 1) * len;
         let all = self.running.len();
         let (k, v) = (self.q.len() / all, self.out.len() / all);
         Tiles {
             q: &self.q[part(rows * k)],
             bias: &self.bias[part(rows)],
-            biases: self.biases,
+            tile_bias: self.tile_bias,
             out: &mut self.out[part(rows * v)],
             scores: self.scores,
             running: &mut self.running[part(rows)],
@@ -124,11 +124,7 @@ struct Neighbours {
 impl Neighbours {
     /// The rows from `first` on that are worked at together.
     fn new(first: usize, rows: usize, seen: impl Fn(usize) -> (usize, usize)) -> Self {
-        let count = match rows - first {
-            1 => 1,
-            2 | 3 => 2,
-            _ => ROWS,
-        };
+        let count = (rows - first).min(ROWS);
         let mut ranges = [(0, 0); ROWS];
         for (i, range) in ranges[..count].iter_mut().enumerate() {
             *range = seen(first + i);
@@ -226,7 +222,7 @@ fn score(
 /// What is added to the scores of each row: its bias, and its product with the mean that is off the
 /// keys of the tile.
 fn bias_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>) {
-    state.biases.copy_from_slice(state.bias);
+    state.tile_bias.copy_from_slice(state.bias);
     if let Some(mean) = tile.k_mean {
         let rows = state.running.len();
         job.cpu.kernels.scores(&mut Scores {
@@ -240,7 +236,7 @@ fn bias_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>) {
             out: state.scores,
             ahead: &[],
         });
-        for (bias, scores) in state.biases.iter_mut().zip(state.scores.chunks(TILE)) {
+        for (bias, scores) in state.tile_bias.iter_mut().zip(state.scores.chunks(TILE)) {
             *bias += scores[0];
         }
     }
@@ -251,7 +247,7 @@ fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, rows): (usize, usize), rang
     job.cpu.kernels.softmax(&mut Softmax {
         scores: &mut state.scores[row * TILE..],
         range,
-        bias: &state.biases[row..][..rows],
+        bias: &state.tile_bias[row..][..rows],
         scale: job.options.scale(),
         cap: job.options.cap(),
         running: &mut state.running[row..][..rows],

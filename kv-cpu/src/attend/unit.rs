@@ -1,4 +1,4 @@
-//! One unit of attention: some queries of one kv head against one part of a context, tile by tile.
+//! One unit of attention: some queries of some kv heads against a part of a context, by tiles.
 //!
 //! Here a call is cut into units and a unit runs; which tiles it meets is in `walk.rs`, what its
 //! rows do with a tile in `tile.rs`.
@@ -54,7 +54,7 @@ pub(crate) struct Unit {
 pub(crate) struct Scratch {
     q: AlignedFloats,
     bias: AlignedFloats,
-    biases: AlignedFloats,
+    tile_bias: AlignedFloats,
     out: AlignedFloats,
     scores: AlignedFloats,
     k: AlignedFloats,
@@ -93,13 +93,13 @@ pub(super) fn plan(
     let per_unit = to_u32(per_unit);
     let q_heads = to_usize(job.q.rows().heads());
     let kv_heads = job.k.layout().num_kv_heads();
-    let heads_per_unit = heads_per_unit(job, per_unit);
     let mut partials = 0;
     for (entry, sequence) in job.plan.sequences().iter().enumerate() {
         let splits = job.plan.splits();
         let first = to_usize(sequence.split_start);
         let splits = &splits[first..first + to_usize(sequence.num_splits)];
         let rows = to_usize(sequence.q_len) * q_heads;
+        let heads_per_unit = heads_per_unit(job, sequence.q_len.min(per_unit));
         let reach = Reach::of(&job.options, sequence, (0, sequence.q_len));
         let splits = splits.iter().filter(|split| reach.meets(split.kv_begin, split.kv_end));
         let parts = splits.clone().count();
@@ -138,11 +138,10 @@ pub(super) fn plan(
     partials
 }
 
-/// How many kv heads a unit has, where one has up to `per_unit` queries. Changes no bit.
-fn heads_per_unit(job: &Job<'_>, per_unit: u32) -> usize {
+/// How many kv heads a unit of so many queries has. Changes no bit.
+fn heads_per_unit(job: &Job<'_>, queries: u32) -> usize {
     let kv_heads = to_usize(job.k.layout().num_kv_heads());
-    let queries = to_usize(job.plan.q_len_max().min(per_unit)).max(1);
-    let rows = queries * to_usize(job.heads.group);
+    let rows = to_usize(queries.max(1)) * to_usize(job.heads.group);
     if rows >= ROWS_STAGED {
         return 1;
     }
@@ -227,7 +226,7 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
     let mut state = Tiles {
         q,
         bias,
-        biases: scratch.biases.get(rows),
+        tile_bias: scratch.tile_bias.get(rows),
         out,
         scores: scratch.scores.get(rows * TILE),
         running: &mut scratch.running,

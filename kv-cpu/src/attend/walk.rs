@@ -1,9 +1,9 @@
 //! The tiles that a unit meets: where a tile begins and ends, and where its rows are.
 //!
-//! Every tile of K and V is brought in once for all query rows of the unit, decoded first where
-//! many rows share it and fetched ahead where few do. Only keys that a query of the unit sees are
-//! looked up: table entries of others may name blocks of another owner. What the rows do with a
-//! tile is in `tile.rs`.
+//! Every tile of K and V is brought in once for all query rows of the unit, fetched while the one
+//! before is at work, and decoded first where many rows share it. Only keys that a query of the
+//! unit sees are looked up: table entries of others may name blocks of another owner. What the rows
+//! do with a tile is in `tile.rs`.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,

@@ -65,7 +65,7 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
         for j in 0..T {
             k[j] = (args.k[token + j].as_ptr(), rests[token + j].as_ptr().cast());
         }
-        let next = ahead.get(token..token + T).unwrap_or_default();
+        let next = &ahead[token.min(ahead.len())..(token + T).min(ahead.len())];
         let dots = dot::<S, E, R, T>(s, (q, args.stride), k, args.layout, next);
         let mut flat = [s.splat(0.0); 8];
         for r in 0..R {
@@ -85,7 +85,7 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
     }
     while T > 1 && token < end {
         let k = [(args.k[token].as_ptr(), rests[token].as_ptr().cast())];
-        let next = ahead.get(token..=token).unwrap_or_default();
+        let next = &ahead[token.min(ahead.len())..(token + 1).min(ahead.len())];
         let dots = dot::<S, E, R, 1>(s, (q, args.stride), k, args.layout, next);
         for r in 0..R {
             // SAFETY: `token < end <= TILE` in row `row + r` of the scores, see above.

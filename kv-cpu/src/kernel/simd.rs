@@ -101,8 +101,8 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// As [`Self::load`].
     unsafe fn load_bf16(self, from: *const u16, at: usize) -> Self::F;
-    /// `2 * LANES` values from bfloat16, from `from + at` on: the even ones, and the odd ones. Both
-    /// are upper halves of words of 32 bits, which saves widening them.
+    /// `2 * LANES` values from bfloat16, from `from + at` on: the even ones, and the odd ones. A
+    /// word of 32 bits has one of each, an `f32` but for a shift or a mask: none is widened.
     ///
     /// # Safety
     /// 1. `from[at..at + 2 * LANES]` is readable. Alignment is not needed.
