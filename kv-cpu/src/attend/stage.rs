@@ -30,7 +30,6 @@ pub(super) fn meet_staged(
         k: stage(job, tile.k, k_memory),
         v: stage(job, tile.v, v_memory),
         k_mean: tile.k_mean,
-        ahead: tile.ahead,
     };
     meet(job, unit, sequence, state, &staged);
 }

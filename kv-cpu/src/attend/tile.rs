@@ -12,7 +12,7 @@ use kv_core::plan::PlannedSequence;
 use super::Job;
 use super::unit::Unit;
 use crate::encoding::{Element, RowLayout};
-use crate::kernel::{ROWS, RowScale, Running, Scores, Softmax, Sums, TILE};
+use crate::kernel::{Ahead, ROWS, RowScale, Running, Scores, Softmax, Sums, TILE};
 use crate::num::{to_u32, to_usize};
 
 /// The state of a unit's rows between tiles, head by head.
@@ -25,6 +25,8 @@ pub(super) struct Tiles<'s> {
     pub(super) out: &'s mut [f32],
     pub(super) scores: &'s mut [f32],
     pub(super) running: &'s mut [Running],
+    /// K and V of the next tile.
+    pub(super) ahead: Ahead<'s>,
 }
 
 impl Tiles<'_> {
@@ -41,6 +43,7 @@ impl Tiles<'_> {
             out: &mut self.out[part(rows * v)],
             scores: self.scores,
             running: &mut self.running[part(rows)],
+            ahead: self.ahead,
         }
     }
 }
@@ -61,9 +64,6 @@ pub(super) struct Tile<'t> {
     pub(super) v: Stored<'t>,
     /// The mean of the block that is off its keys, in f16.
     pub(super) k_mean: Option<&'t [u8]>,
-    /// K and V of the next tile, fetched while K is scored and while V is summed: a core has few
-    /// lines under way at a time, so they are asked for as evenly as they are used.
-    pub(super) ahead: [&'t [&'t [u8]]; 2],
 }
 
 /// Lets all query rows meet a tile. All of them score before any of them sums, so that K is not
@@ -91,9 +91,9 @@ pub(super) fn meet(
     // Both ends of what a query sees move one way, so those between see what these do.
     let (range, last) = (seen(0), seen(rows.saturating_sub(1)));
     if range == last {
-        score(job, state, tile, (0, rows), range, tile.ahead[0]);
+        score(job, state, tile, (0, rows), range);
         weigh(job, state, (0, rows), range);
-        sum(job, state, tile, (0, rows), range, tile.ahead[1]);
+        sum(job, state, tile, (0, rows), range);
         return;
     }
     let mut first = 0;
@@ -148,15 +148,13 @@ impl Neighbours {
 /// Scores a tile, and turns scores into weights.
 fn weigh_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>, rows: &Neighbours) {
     let (first, count, common) = (rows.first, rows.count, rows.common);
-    // What the first rows fetch ahead serves all.
-    let ahead = if first == 0 { tile.ahead[0] } else { &[] };
     if common.0 < common.1 {
-        score(job, state, tile, (first, count), common, ahead);
+        score(job, state, tile, (first, count), common);
     }
     for (row, left, right) in rows.alone() {
         for part in [left, right] {
             if part.0 < part.1 {
-                score(job, state, tile, (row, 1), part, &[]);
+                score(job, state, tile, (row, 1), part);
             }
         }
     }
@@ -170,18 +168,17 @@ fn weigh_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>, rows: &Neig
 /// Adds a tile's values by their weights.
 fn sum_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>, rows: &Neighbours) {
     let (first, count, common) = (rows.first, rows.count, rows.common);
-    let ahead = if first == 0 { tile.ahead[1] } else { &[] };
     for (row, left, _) in rows.alone() {
         if left.0 < left.1 {
-            sum(job, state, tile, (row, 1), left, &[]);
+            sum(job, state, tile, (row, 1), left);
         }
     }
     if common.0 < common.1 {
-        sum(job, state, tile, (first, count), common, ahead);
+        sum(job, state, tile, (first, count), common);
     }
     for (row, _, right) in rows.alone() {
         if right.0 < right.1 {
-            sum(job, state, tile, (row, 1), right, &[]);
+            sum(job, state, tile, (row, 1), right);
         }
     }
 }
@@ -202,7 +199,6 @@ fn score(
     tile: &Tile<'_>,
     (row, rows): (usize, usize),
     range: (usize, usize),
-    ahead: &[&[u8]],
 ) {
     let stride = job.heads.stride_k;
     let mut args = Scores {
@@ -214,9 +210,8 @@ fn score(
         scale: tile.k.scale,
         range,
         out: &mut state.scores[row * TILE..],
-        ahead,
     };
-    job.cpu.kernels.scores(&mut args);
+    job.cpu.kernels.scores(&mut args, &mut state.ahead);
 }
 
 /// What is added to the scores of each row: its bias, and its product with the mean that is off the
@@ -225,7 +220,7 @@ fn bias_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>) {
     state.tile_bias.copy_from_slice(state.bias);
     if let Some(mean) = tile.k_mean {
         let rows = state.running.len();
-        job.cpu.kernels.scores(&mut Scores {
+        let mut args = Scores {
             rows,
             q: state.q,
             stride: job.heads.stride_k,
@@ -234,17 +229,22 @@ fn bias_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>) {
             scale: RowScale::Given(1.0),
             range: (0, 1),
             out: state.scores,
-            ahead: &[],
-        });
+        };
+        job.cpu.kernels.scores(&mut args, &mut Ahead::default());
         for (bias, scores) in state.tile_bias.iter_mut().zip(state.scores.chunks(TILE)) {
             *bias += scores[0];
         }
     }
 }
 
-fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, rows): (usize, usize), range: (usize, usize)) {
+fn weigh(
+    job: &Job<'_>,
+    state: &mut Tiles<'_>,
+    (row, rows): (usize, usize),
+    range: (usize, usize),
+) {
     let stride = job.heads.stride_v;
-    job.cpu.kernels.softmax(&mut Softmax {
+    let mut args = Softmax {
         scores: &mut state.scores[row * TILE..],
         range,
         bias: &state.tile_bias[row..][..rows],
@@ -253,7 +253,8 @@ fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, rows): (usize, usize), rang
         running: &mut state.running[row..][..rows],
         out: &mut state.out[row * stride..],
         stride,
-    });
+    };
+    job.cpu.kernels.softmax(&mut args, &mut state.ahead);
 }
 
 fn sum(
@@ -262,7 +263,6 @@ fn sum(
     tile: &Tile<'_>,
     (row, rows): (usize, usize),
     range: (usize, usize),
-    ahead: &[&[u8]],
 ) {
     let stride = job.heads.stride_v;
     let mut args = Sums {
@@ -274,7 +274,6 @@ fn sum(
         range,
         out: &mut state.out[row * stride..],
         stride,
-        ahead,
     };
-    job.cpu.kernels.sums(&mut args);
+    job.cpu.kernels.sums(&mut args, &mut state.ahead);
 }

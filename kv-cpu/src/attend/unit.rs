@@ -19,7 +19,7 @@ use super::tile::Tiles;
 use super::walk::for_tiles;
 use super::{Blank, Heads, Job, ROWS_PER_UNIT};
 use crate::encoding::RowLayout;
-use crate::kernel::{Running, TILE, split_pairs};
+use crate::kernel::{Ahead, Running, TILE, split_pairs};
 use crate::num::{to_u32, to_usize};
 use crate::rows::RowAt;
 use crate::workspace::AlignedFloats;
@@ -230,6 +230,7 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
         out,
         scores: scratch.scores.get(rows * TILE),
         running: &mut scratch.running,
+        ahead: Ahead::default(),
     };
     let staged_tokens = if rows >= ROWS_STAGED { TILE } else { 0 };
     let k = scratch.k.get(staged_tokens * heads.stride_k);

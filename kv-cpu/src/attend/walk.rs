@@ -17,7 +17,7 @@ use super::reach::Reach;
 use super::stage::meet_staged;
 use super::tile::{Stored, Tile, Tiles, meet};
 use super::unit::Unit;
-use crate::kernel::TILE;
+use crate::kernel::{Ahead, Runs, TILE};
 use crate::num::{offset, to_u32, to_usize};
 use crate::rows::PlaneRows;
 
@@ -37,15 +37,16 @@ pub(super) fn for_tiles(
     let alike = Alike::new(job, sequence);
     let (mut some, mut others) = ([[&[][..]; TILE]; 2], [[&[][..]; TILE]; 2]);
     let (mut rows, mut later) = (&mut some, &mut others);
+    let mut runs = Runs::new();
     let (first, end) = unit.kv_heads;
     let (mut bounds, mut head) = (alike.tile(reach, unit.kv_begin), first);
-    find_rows(job, (sequence, head), bounds, rows);
+    find_rows(job, (sequence, head), bounds, rows, &mut runs);
     while bounds.0 < bounds.1 {
         let (next, next_head) =
             if head + 1 < end { (bounds, head + 1) } else { (alike.tile(reach, bounds.1), first) };
-        find_rows(job, (sequence, next_head), next, later);
-        let ([k, v], [next_k, next_v]) = (&*rows, &*later);
-        let (len, next_len) = (to_usize(bounds.1 - bounds.0), to_usize(next.1 - next.0));
+        find_rows(job, (sequence, next_head), next, later, &mut runs);
+        let [k, v] = &*rows;
+        let len = to_usize(bounds.1 - bounds.0);
         let is_wide = alike.is_wide(bounds.0);
         let stored = |plane: &'_ PlaneRows<'_>| plane.scale(head, is_wide);
         let tile = Tile {
@@ -53,9 +54,9 @@ pub(super) fn for_tiles(
             k: Stored { rows: &k[..len], layout: job.k.rows(is_wide), scale: stored(&job.k) },
             v: Stored { rows: &v[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
             k_mean: alike.mean(job, bounds.0, head),
-            ahead: [&next_k[..next_len], &next_v[..next_len]],
         };
         let mut of_head = state.of_head(to_usize(head - first));
+        of_head.ahead = Ahead::of(&runs);
         if k_stage.is_empty() {
             meet(job, unit, sequence, &mut of_head, &tile);
         } else {
@@ -66,15 +67,18 @@ pub(super) fn for_tiles(
     }
 }
 
-/// Looks up the rows of K and V of tokens `begin..end` of a sequence, which are all wide or none.
+/// Looks up the rows of K and V of tokens `begin..end` of a sequence, which are all wide or none,
+/// and the runs of memory that they lie in.
 fn find_rows<'a>(
     job: &Job<'a>,
     at: (&PlannedSequence, u32),
     bounds: (u32, u32),
     [k, v]: &mut [TileRows<'a>; 2],
+    runs: &mut Runs<'a>,
 ) {
-    find_plane(job, &job.k, at, bounds, k);
-    find_plane(job, &job.v, at, bounds, v);
+    runs.clear();
+    find_plane(job, &job.k, at, bounds, (k, runs));
+    find_plane(job, &job.v, at, bounds, (v, runs));
 }
 
 fn find_plane<'a>(
@@ -82,7 +86,7 @@ fn find_plane<'a>(
     plane: &PlaneRows<'a>,
     (sequence, head): (&PlannedSequence, u32),
     (begin, end): (u32, u32),
-    rows: &mut TileRows<'a>,
+    (rows, runs): (&mut TileRows<'a>, &mut Runs<'a>),
 ) {
     let table = job.plan.tables().row(sequence.row);
     let layout = plane.layout();
@@ -103,6 +107,11 @@ fn find_plane<'a>(
         let to = &mut rows[to_usize(position - begin)..][..to_usize(tokens)];
         for (row, from) in to.iter_mut().zip(run.chunks(stride)) {
             *row = &from[..bytes];
+        }
+        if stride == bytes {
+            runs.push(run);
+        } else {
+            to.iter().for_each(|row| runs.push(row));
         }
         position += tokens;
     }

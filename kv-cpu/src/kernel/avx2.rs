@@ -28,6 +28,7 @@ macro_rules! primitives {
             type F = __m256;
             type I = __m256i;
             const LANES: usize = 8;
+            const SUMS: usize = 8;
             $(#[inline(always)]
             fn $name(self, $($arg: $type),*) -> $result {
                 #[inline]

@@ -10,6 +10,7 @@
     reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
               that carries the target features"
 )]
+use super::ahead::{Ahead, part};
 use super::simd::Simd;
 use super::stored::{F32, GROUP, Plain, Stored, load_part, store_part, whole};
 use super::{Running, Softmax, TILE};
@@ -17,7 +18,7 @@ use crate::encoding::RowLayout;
 
 /// One step of the online softmax, row by row.
 #[inline(always)]
-pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>) {
+pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>, ahead: &mut Ahead<'_>) {
     let ((begin, end), rows) = (args.range, args.running.len());
     assert!(
         begin <= end
@@ -27,7 +28,9 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>) {
             && args.out.len() >= rows * args.stride,
         "a token range lies inside its tile, and rows inside their slices"
     );
+    let lines = ahead.pace(part::SOFTMAX, rows);
     for (row, running) in args.running.iter_mut().enumerate() {
+        ahead.fetch(s, lines);
         let scores = &mut args.scores[row * TILE..][..TILE];
         let (bias, by) = (args.bias[row], args.scale);
         // The same, with constants that let a whole tile stay in registers.

@@ -24,6 +24,7 @@ impl Simd for Wide {
     type F = [f32; 16];
     type I = [u32; 16];
     const LANES: usize = 16;
+    const SUMS: usize = 16;
     #[inline(never)]
     fn splat(self, x: f32) -> [f32; 16] {
         [x; 16]

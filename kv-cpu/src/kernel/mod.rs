@@ -4,6 +4,7 @@
 //! once, written in the primitives of [`simd`]; the other files here supply the primitives and
 //! instantiate the loops behind their target features. [`Kernels`] is the safe way in: arguments
 //! are slices whose bounds each kernel asserts once. Knows nothing of plans, blocks or threads.
+mod ahead;
 mod body;
 mod codes;
 mod scores;
@@ -24,6 +25,7 @@ mod scalar;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use ahead::{Ahead, Runs};
 pub(crate) use simd::LANES_MAX;
 pub(crate) use stored::{join_pairs, split_pairs};
 
@@ -65,8 +67,6 @@ pub(crate) struct Scores<'a> {
     pub(crate) range: (usize, usize),
     /// Scores, [`TILE`] a query row.
     pub(crate) out: &'a mut [f32],
-    /// Rows that are wanted soon, fetched while the first rows are at work; may be empty.
-    pub(crate) ahead: &'a [&'a [u8]],
 }
 
 /// Weighted sums of V rows, added to output rows.
@@ -84,8 +84,6 @@ pub(crate) struct Sums<'a> {
     /// The rows, `stride` apart, a multiple of [`LANES_MAX`].
     pub(crate) out: &'a mut [f32],
     pub(crate) stride: usize,
-    /// As for [`Scores`].
-    pub(crate) ahead: &'a [&'a [u8]],
 }
 
 /// Running maximum and sum of one query row.
@@ -121,13 +119,13 @@ type Encode = unsafe fn(&[f32], &mut [u8]);
 
 /// The kernels of one instruction set. Calling one is sound only on a CPU that has the set.
 pub(crate) struct Table {
-    scores: [unsafe fn(&mut Scores<'_>); Encoding::COUNT],
-    sums: [unsafe fn(&mut Sums<'_>); Encoding::COUNT],
+    scores: [unsafe fn(&mut Scores<'_>, &mut Ahead<'_>); Encoding::COUNT],
+    sums: [unsafe fn(&mut Sums<'_>, &mut Ahead<'_>); Encoding::COUNT],
     decode: [Decode; Encoding::COUNT],
     /// By element type.
     encode: [Encode; 3],
     row_scales: unsafe fn(&[&[u8]], &RowLayout) -> [f32; TILE],
-    softmax: unsafe fn(&mut Softmax<'_>),
+    softmax: unsafe fn(&mut Softmax<'_>, &mut Ahead<'_>),
     combine: unsafe fn(&mut [f32], f32, &[f32], f32),
     scale: unsafe fn(&mut [f32], f32),
 }
@@ -166,22 +164,22 @@ impl Kernels {
         Self(&emulated::TABLE)
     }
 
-    /// Scores a tile of K.
-    pub(crate) fn scores(self, args: &mut Scores<'_>) {
+    /// Scores a tile of K. Asks for some of `ahead` meanwhile, as the next two do.
+    pub(crate) fn scores(self, args: &mut Scores<'_>, ahead: &mut Ahead<'_>) {
         let kernel = of_encoding(&self.0.scores, args.layout.encoding());
         // SAFETY: the CPU has the instruction set, by `Self::of`.
-        unsafe { kernel(args) }
+        unsafe { kernel(args, ahead) }
     }
     /// Adds a tile of V.
-    pub(crate) fn sums(self, args: &mut Sums<'_>) {
+    pub(crate) fn sums(self, args: &mut Sums<'_>, ahead: &mut Ahead<'_>) {
         let kernel = of_encoding(&self.0.sums, args.layout.encoding());
         // SAFETY: the CPU has the instruction set, by `Self::of`.
-        unsafe { kernel(args) }
+        unsafe { kernel(args, ahead) }
     }
     /// Turns scores into weights.
-    pub(crate) fn softmax(self, args: &mut Softmax<'_>) {
+    pub(crate) fn softmax(self, args: &mut Softmax<'_>, ahead: &mut Ahead<'_>) {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
-        unsafe { (self.0.softmax)(args) }
+        unsafe { (self.0.softmax)(args, ahead) }
     }
     /// Decodes a row, short of its own scale, which is `kv_quant::row::decode_row` with a scale of
     /// 1 to the bit.
@@ -271,16 +269,16 @@ macro_rules! table {
         pub(super) static TABLE: super::Table = {
             use super::codes::{L3, L4, L6, Lloyd, Nvfp4, Q4Block, Q8Block};
             use super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, F32, Int8, Plain, Stored};
-            use super::{Scores, Softmax, Sums, TILE, Table, body, scores, sums, tile};
+            use super::{Ahead, Scores, Softmax, Sums, TILE, Table, body, scores, sums, tile};
             use crate::encoding::RowLayout;
 
             $(#[$attribute])*
-            fn scores<E: Stored>(args: &mut Scores<'_>) {
-                scores::scores::<_, E>($simd, args);
+            fn scores<E: Stored>(args: &mut Scores<'_>, ahead: &mut Ahead<'_>) {
+                scores::scores::<_, E>($simd, args, ahead);
             }
             $(#[$attribute])*
-            fn sums<E: Stored>(args: &mut Sums<'_>) {
-                sums::sums::<_, E>($simd, args);
+            fn sums<E: Stored>(args: &mut Sums<'_>, ahead: &mut Ahead<'_>) {
+                sums::sums::<_, E>($simd, args, ahead);
             }
             $(#[$attribute])*
             fn decode<E: Stored>(layout: &RowLayout, from: &[u8], to: &mut [f32]) {
@@ -295,8 +293,8 @@ macro_rules! table {
                 tile::row_scales($simd, rows, layout)
             }
             $(#[$attribute])*
-            fn softmax(args: &mut Softmax<'_>) {
-                body::softmax($simd, args);
+            fn softmax(args: &mut Softmax<'_>, ahead: &mut Ahead<'_>) {
+                body::softmax($simd, args, ahead);
             }
             $(#[$attribute])*
             fn combine(a: &mut [f32], x: f32, b: &[f32], y: f32) {

@@ -23,6 +23,7 @@ macro_rules! primitives {
             type F = float32x4_t;
             type I = uint32x4_t;
             const LANES: usize = 4;
+            const SUMS: usize = 8;
             $(#[inline(always)]
             fn $name(self, $($arg: $type),*) -> $result {
                 #[inline]

@@ -21,6 +21,7 @@ impl Simd for Scalar {
     type F = f32;
     type I = u32;
     const LANES: usize = 1;
+    const SUMS: usize = 4;
     #[inline(always)]
     fn splat(self, x: f32) -> f32 {
         x

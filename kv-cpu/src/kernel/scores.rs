@@ -7,15 +7,16 @@
     reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
               that carries the target features"
 )]
+use super::ahead::{Ahead, part};
 use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Stored, whole};
-use super::tile::{HALF, NO_RESTS, Rests, check_rows, decode_rests, factors, fetch, multiply};
+use super::tile::{HALF, NO_RESTS, Rests, check_rows, decode_rests, factors, multiply};
 use super::{ROWS, Scores, TILE};
 use crate::encoding::RowLayout;
 
 /// Dot products of query rows with the tokens of a range.
 #[inline(always)]
-pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
+pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>, ahead: &mut Ahead<'_>) {
     check_rows(args.k, args.range, args.layout);
     assert!(
         args.stride.is_multiple_of(LANES_MAX)
@@ -28,14 +29,16 @@ pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
     decode_rests::<S, E>(s, args.k, args.range, args.layout, &mut rests);
     let mut row = 0;
     while row < args.rows {
-        // Fewer tokens at a time are enough for a scalar addition, and far less code.
-        row += match (args.rows - row, S::LANES) {
-            (1, 1) => score_rows::<S, E, 1, 4>(s, args, row, &rests),
-            (1, _) => score_rows::<S, E, 1, 8>(s, args, row, &rests),
-            (2 | 3, 1) => score_rows::<S, E, 2, 2>(s, args, row, &rests),
-            (2 | 3, _) => score_rows::<S, E, 2, 4>(s, args, row, &rests),
-            (_, 1) => score_rows::<S, E, ROWS, 1>(s, args, row, &rests),
-            _ => score_rows::<S, E, ROWS, 2>(s, args, row, &rests),
+        // Sums of all rows and tokens that are taken together stay in registers.
+        row += match (args.rows - row, S::SUMS) {
+            (1, ..=4) => score_rows::<S, E, 1, 4>(s, args, row, &rests, ahead),
+            (1, _) => score_rows::<S, E, 1, 8>(s, args, row, &rests, ahead),
+            (2 | 3, ..=4) => score_rows::<S, E, 2, 2>(s, args, row, &rests, ahead),
+            (2 | 3, ..=8) => score_rows::<S, E, 2, 4>(s, args, row, &rests, ahead),
+            (2 | 3, _) => score_rows::<S, E, 2, 8>(s, args, row, &rests, ahead),
+            (_, ..=4) => score_rows::<S, E, ROWS, 1>(s, args, row, &rests, ahead),
+            (_, ..=8) => score_rows::<S, E, ROWS, 2>(s, args, row, &rests, ahead),
+            _ => score_rows::<S, E, ROWS, 4>(s, args, row, &rests, ahead),
         };
     }
     if let Some(factors) = factors(s, args.k, args.range, args.layout, args.scale) {
@@ -45,18 +48,19 @@ pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>) {
     }
 }
 
-/// `R` rows from `row` on, `T` tokens at a time: eight sums side by side hide the latency of an
-/// addition. Returns `R`.
+/// `R` rows from `row` on, `T` tokens at a time: sums side by side hide the latency of an addition.
+/// Returns `R`.
 #[inline(always)]
 fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
     s: S,
     args: &mut Scores<'_>,
     row: usize,
     rests: &Rests,
+    ahead: &mut Ahead<'_>,
 ) -> usize {
     assert!(row + R <= args.rows, "rows lie inside their slices, by what `scores` asserts");
-    // What the first rows fetch serves all.
-    let ahead = if row == 0 { args.ahead } else { &[] };
+    let steps = args.rows.div_ceil(R) * (args.range.1 - args.range.0).div_ceil(T);
+    let lines = ahead.pace(part::SCORES, steps * (args.layout.dim() / GROUP));
     let q = args.q.as_ptr().wrapping_add(row * args.stride);
     let out = args.out.as_mut_ptr().wrapping_add(row * TILE);
     let (mut token, end) = args.range;
@@ -65,15 +69,16 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
         for j in 0..T {
             k[j] = (args.k[token + j].as_ptr(), rests[token + j].as_ptr().cast());
         }
-        let next = &ahead[token.min(ahead.len())..(token + T).min(ahead.len())];
-        let dots = dot::<S, E, R, T>(s, (q, args.stride), k, args.layout, next);
-        let mut flat = [s.splat(0.0); 8];
-        for r in 0..R {
-            for j in 0..T {
-                flat[r * T + j] = dots[r][j];
+        let dots = dot::<S, E, R, T>(s, (q, args.stride), k, args.layout, (ahead, lines));
+        let mut sums = [0.0; SUMS_MAX];
+        let (eights, _) = sums.as_chunks_mut::<8>();
+        for (i, eight) in eights[..(R * T).div_ceil(8)].iter_mut().enumerate() {
+            let mut flat = [s.splat(0.0); 8];
+            for j in 0..8.min(R * T) {
+                flat[j] = dots[(i * 8 + j) / T][(i * 8 + j) % T];
             }
+            *eight = s.reduce_add8(flat);
         }
-        let sums = s.reduce_add8(flat);
         for r in 0..R {
             let mut some = [0.0; T];
             some.copy_from_slice(&sums[r * T..][..T]);
@@ -85,8 +90,7 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
     }
     while T > 1 && token < end {
         let k = [(args.k[token].as_ptr(), rests[token].as_ptr().cast())];
-        let next = &ahead[token.min(ahead.len())..(token + 1).min(ahead.len())];
-        let dots = dot::<S, E, R, 1>(s, (q, args.stride), k, args.layout, next);
+        let dots = dot::<S, E, R, 1>(s, (q, args.stride), k, args.layout, (ahead, lines));
         for r in 0..R {
             // SAFETY: `token < end <= TILE` in row `row + r` of the scores, see above.
             unsafe { out.wrapping_add(r * TILE + token).write(s.reduce_add(dots[r][0])) };
@@ -96,29 +100,25 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
     R
 }
 
+/// Most sums that are taken together.
+const SUMS_MAX: usize = 16;
+
 /// `R * T` dot products, one vector of partial sums each. `scores` has asserted that the `R` rows
 /// at `q` hold the values of a row and zeros up to a whole vector, and that each of `k` is a row,
-/// and has decoded its rest if it has one. Fetches the rows of `ahead`, spread over the groups.
+/// and has decoded its rest if it has one. Asks for so many lines a group.
 #[inline(always)]
 fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
     s: S,
     (q, stride): (*const f32, usize),
     k: [(*const u8, *const f32); T],
     layout: &RowLayout,
-    mut ahead: &[&[u8]],
+    (ahead, lines): (&mut Ahead<'_>, usize),
 ) -> [[S::F; T]; R] {
     let dim = layout.dim();
     let mut sums = [[s.splat(0.0); T]; R];
     let mut group = 0;
-    let (groups, wanted, mut due) = (dim / GROUP, ahead.len(), 0);
     while group + GROUP <= dim {
-        due += wanted;
-        while due >= groups
-            && let Some((row, rows)) = ahead.split_first()
-        {
-            fetch(s, row);
-            (ahead, due) = (rows, due - groups);
-        }
+        ahead.fetch(s, lines);
         let mut offset = 0;
         while offset < HALF {
             let mut keys = [[s.splat(0.0); 2]; T];

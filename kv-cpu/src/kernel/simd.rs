@@ -27,6 +27,9 @@ pub(crate) trait Simd: Copy {
     type I: Copy;
     /// Values in a vector; divides [`LANES_MAX`].
     const LANES: usize;
+    /// Sums that loops keep in registers besides what they add: as many vectors, or pairs of them
+    /// where values come in pairs. 4, 8 or 16.
+    const SUMS: usize;
 
     fn splat(self, x: f32) -> Self::F;
     fn add(self, a: Self::F, b: Self::F) -> Self::F;

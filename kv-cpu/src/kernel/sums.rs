@@ -7,14 +7,15 @@
     reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
               that carries the target features"
 )]
+use super::ahead::{Ahead, part};
 use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Stored, whole};
-use super::tile::{HALF, NO_RESTS, Rests, check_rows, decode_rests, factors, fetch, multiply};
+use super::tile::{HALF, NO_RESTS, Rests, check_rows, decode_rests, factors, multiply};
 use super::{ROWS, Sums, TILE};
 
 /// Adds `weight * V` of the tokens of a range to output rows.
 #[inline(always)]
-pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>) {
+pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>, ahead: &mut Ahead<'_>) {
     check_rows(args.v, args.range, args.layout);
     assert!(
         args.stride.is_multiple_of(LANES_MAX)
@@ -33,12 +34,14 @@ pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>) {
     decode_rests::<S, E>(s, args.v, args.range, args.layout, &mut rests);
     let mut row = 0;
     while row < args.rows {
-        let rows = match (args.rows - row, S::LANES) {
-            (1, 1) => sum_rows::<S, E, 1, 1>(s, args, row),
-            (1, _) => sum_rows::<S, E, 1, 4>(s, args, row),
-            (2 | 3, 1) => sum_rows::<S, E, 2, 1>(s, args, row),
-            (2 | 3, _) => sum_rows::<S, E, 2, 2>(s, args, row),
-            _ => sum_rows::<S, E, ROWS, 1>(s, args, row),
+        let rows = match (args.rows - row, S::SUMS) {
+            (1, ..=4) => sum_rows::<S, E, 1, 1>(s, args, row, ahead),
+            (1, _) => sum_rows::<S, E, 1, 4>(s, args, row, ahead),
+            (2 | 3, ..=4) => sum_rows::<S, E, 2, 1>(s, args, row, ahead),
+            (2 | 3, ..=8) => sum_rows::<S, E, 2, 2>(s, args, row, ahead),
+            (2 | 3, _) => sum_rows::<S, E, 2, 4>(s, args, row, ahead),
+            (_, ..=8) => sum_rows::<S, E, ROWS, 1>(s, args, row, ahead),
+            _ => sum_rows::<S, E, ROWS, 2>(s, args, row, ahead),
         };
         if !dim.is_multiple_of(GROUP) {
             sum_last::<S, E>(s, args, (row, rows), &rests);
@@ -89,21 +92,18 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     s: S,
     args: &mut Sums<'_>,
     row: usize,
+    ahead: &mut Ahead<'_>,
 ) -> usize {
     assert!(row + R <= args.rows, "rows lie inside their slices, by what `sums` asserts");
     let dim = args.layout.dim();
     // Pairs of a group, and groups that `P` pairs span.
     let pairs = HALF / S::LANES;
     let span = P.div_ceil(pairs) * GROUP;
-    // What the first rows fetch serves all.
-    let rows = if row == 0 { args.ahead } else { &[] };
-    let passes = dim / span * pairs.div_ceil(P);
-    let mut ahead = Ahead::new(rows, passes * TILE / (STEP / P));
     let mut group = 0;
     while group + span <= dim {
         let mut first = 0;
         while first < pairs {
-            sum_pairs::<S, E, R, P>(s, args, row, (group, first), &mut ahead);
+            sum_pairs::<S, E, R, P>(s, args, row, (group, first), ahead);
             first += P;
         }
         group += span;
@@ -111,47 +111,11 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     // Where more than one group is taken at a time, some may be left.
     while P > pairs && group + GROUP <= dim {
         for first in 0..pairs {
-            sum_pairs::<S, E, R, 1>(s, args, row, (group, first), &mut ahead);
+            sum_pairs::<S, E, R, 1>(s, args, row, (group, first), ahead);
         }
         group += GROUP;
     }
-    ahead.rest(s);
     R
-}
-
-/// Rows to fetch, spread over the passes through a tile: a core has few lines under way at a time,
-/// and more than that would only wait.
-struct Ahead<'a> {
-    rows: &'a [&'a [u8]],
-    /// How many at a time.
-    step: usize,
-}
-
-/// Pairs of vectors of tokens between one fetch and the next.
-const STEP: usize = 8;
-
-impl<'a> Ahead<'a> {
-    #[inline(always)]
-    fn new(rows: &'a [&'a [u8]], fetches: usize) -> Self {
-        Self { rows, step: rows.len().div_ceil(fetches.max(1)) }
-    }
-
-    #[inline(always)]
-    fn some<S: Simd>(&mut self, s: S) {
-        let (now, later) = self.rows.split_at(self.step.min(self.rows.len()));
-        for row in now {
-            fetch(s, row);
-        }
-        self.rows = later;
-    }
-
-    /// What no pass has fetched.
-    #[inline(always)]
-    fn rest<S: Simd>(self, s: S) {
-        for row in self.rows {
-            fetch(s, row);
-        }
-    }
 }
 
 /// `P` pairs of `R` rows from `row` on, from pair `first` of a group on. `sums` has asserted the
@@ -182,28 +146,27 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
             }
         }
     }
-    let (mut token, end) = args.range;
-    while token < end {
-        ahead.some(s);
-        let stop = (token / (STEP / P) * (STEP / P) + STEP / P).min(end);
-        for v in &args.v[token..stop] {
-            let mut values = [[s.splat(0.0); 2]; P];
+    let (begin, end) = args.range;
+    let steps = args.rows.div_ceil(R) * (args.layout.dim() / (2 * P * S::LANES)) * (end - begin);
+    let lines = ahead.pace(part::SUMS, steps);
+    for token in begin..end {
+        ahead.fetch(s, lines);
+        let v = args.v[token];
+        let mut values = [[s.splat(0.0); 2]; P];
+        for p in 0..P {
+            let (group, offset) = place(p, 0);
+            // SAFETY: a whole group of a V row, see above.
+            values[p] = unsafe { E::load_pair(s, v.as_ptr(), args.layout, group, offset) };
+        }
+        for r in 0..R {
+            let weight = weights.wrapping_add(r * TILE + token);
+            // SAFETY: `token < TILE` of row `row + r`, and there are weights of all rows.
+            let weight = s.splat(unsafe { weight.read() });
             for p in 0..P {
-                let (group, offset) = place(p, 0);
-                // SAFETY: a whole group of a V row, see above.
-                values[p] = unsafe { E::load_pair(s, v.as_ptr(), args.layout, group, offset) };
-            }
-            for r in 0..R {
-                let weight = weights.wrapping_add(r * TILE + token);
-                // SAFETY: `token < TILE` of row `row + r`, and there are weights of all rows.
-                let weight = s.splat(unsafe { weight.read() });
-                for p in 0..P {
-                    for half in 0..2 {
-                        sums[r][p][half] = s.fma(weight, values[p][half], sums[r][p][half]);
-                    }
+                for half in 0..2 {
+                    sums[r][p][half] = s.fma(weight, values[p][half], sums[r][p][half]);
                 }
             }
-            token += 1;
         }
     }
     for r in 0..R {

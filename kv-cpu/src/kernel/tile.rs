@@ -1,4 +1,4 @@
-//! What the loops over the rows of a tile share: bounds, scales of rows, rests, fetching.
+//! What the loops over the rows of a tile share: bounds, scales of rows, rests.
 //!
 //! [`super::scores`] has the dot products with K, [`super::sums`] the weighted sums of V.
 //!
@@ -24,19 +24,8 @@ use super::stored::{GROUP, Rest, Stored, whole};
 use super::{RowScale, TILE};
 use crate::encoding::RowLayout;
 
-const CACHE_LINE: usize = 64;
 /// From one vector of a pair to the other.
 pub(super) const HALF: usize = GROUP / 2;
-
-/// Fetches a row ahead of its use.
-#[inline(always)]
-pub(super) fn fetch<S: Simd>(s: S, row: &[u8]) {
-    let mut at = 0;
-    while at < row.len() {
-        s.prefetch(row.as_ptr().wrapping_add(at));
-        at += CACHE_LINE;
-    }
-}
 
 pub(super) fn check_rows(rows: &[&[u8]], (begin, end): (usize, usize), layout: &RowLayout) {
     assert!(begin <= end && end <= rows.len() && end <= TILE, "a token range lies inside its tile");
