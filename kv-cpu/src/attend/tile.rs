@@ -237,12 +237,7 @@ fn bias_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>) {
     }
 }
 
-fn weigh(
-    job: &Job<'_>,
-    state: &mut Tiles<'_>,
-    (row, rows): (usize, usize),
-    range: (usize, usize),
-) {
+fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, rows): (usize, usize), range: (usize, usize)) {
     let stride = job.heads.stride_v;
     let mut args = Softmax {
         scores: &mut state.scores[row * TILE..],

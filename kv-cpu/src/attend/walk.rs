@@ -111,7 +111,9 @@ fn find_plane<'a>(
         if stride == bytes {
             runs.push(run);
         } else {
-            to.iter().for_each(|row| runs.push(row));
+            for row in to {
+                runs.push(row);
+            }
         }
         position += tokens;
     }

@@ -120,6 +120,37 @@ macro_rules! primitives {
     };
 }
 
+macro_rules! fold {
+    ($with:ident, $parts:expr) => {{
+        let [a, b] = $parts;
+        $with(a, b)
+    }};
+}
+
+/// Folds eight vectors: halves, quarters, pairs, neighbours, which is the order of `reduce_add`.
+/// What one of two vectors keeps the other gives up, so a blend and a permutation serve both. A
+/// macro, as closures do not carry the features.
+macro_rules! fold_eight {
+    ($v:expr, $with:ident) => {{
+        let [a, b, c, d, e, f, g, h] = $v;
+        let [ab, cd, ef, gh] = [
+            fold!($with, halves(a, b)),
+            fold!($with, halves(c, d)),
+            fold!($with, halves(e, f)),
+            fold!($with, halves(g, h)),
+        ];
+        let [abcd, efgh] = [fold!($with, quarters(ab, cd)), fold!($with, quarters(ef, gh))];
+        let all = fold!($with, pairs(abcd, efgh));
+        let all = $with(all, _mm512_permute_ps::<0b10_11_00_01>(all));
+        let order = _mm512_setr_epi32(0, 8, 4, 12, 2, 10, 6, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+        let folded = _mm512_castps512_ps256(_mm512_permutexvar_ps(order, all));
+        let mut to = [0.0; 8];
+        // SAFETY: the array has room for eight floats.
+        unsafe { _mm256_storeu_ps(to.as_mut_ptr(), folded) };
+        to
+    }};
+}
+
 primitives! {
     fn splat(x: f32) -> __m512 {
         _mm512_set1_ps(x)
@@ -155,20 +186,11 @@ primitives! {
     fn reduce_max(v: __m512) -> f32 {
         _mm512_reduce_max_ps(v)
     }
-    // Halves, quarters, pairs, neighbours: the order of `reduce_add`, of two vectors at a time. What
-    // one keeps of a fold the other gives up, so that a blend and a permutation bring both in place.
     fn reduce_add8(v: [__m512; 8]) -> [f32; 8] {
-        let [a, b, c, d, e, f, g, h] = v;
-        let (ab, cd) = (fold_halves(a, b), fold_halves(c, d));
-        let (ef, gh) = (fold_halves(e, f), fold_halves(g, h));
-        let all = fold_pairs(fold_quarters(ab, cd), fold_quarters(ef, gh));
-        let all = _mm512_add_ps(all, _mm512_permute_ps::<0b10_11_00_01>(all));
-        let order = _mm512_setr_epi32(0, 8, 4, 12, 2, 10, 6, 14, 0, 0, 0, 0, 0, 0, 0, 0);
-        let sums = _mm512_castps512_ps256(_mm512_permutexvar_ps(order, all));
-        let mut to = [0.0; 8];
-        // SAFETY: the array has room for eight floats.
-        unsafe { _mm256_storeu_ps(to.as_mut_ptr(), sums) };
-        to
+        fold_eight!(v, _mm512_add_ps)
+    }
+    fn reduce_max8(v: [__m512; 8]) -> [f32; 8] {
+        fold_eight!(v, _mm512_max_ps)
     }
     fn splat_bits(word: u32) -> __m512i {
         _mm512_set1_epi32(word.cast_signed())
@@ -221,29 +243,27 @@ primitives! {
     }
 }
 
-/// Half sums of `a` in the lower half, of `b` in the upper one.
+/// What a fold of two vectors adds up: halves of `a` come to lie in the lower half of both results,
+/// of `b` in the upper one.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn fold_halves(a: __m512, b: __m512) -> __m512 {
-    let kept = _mm512_mask_blend_ps(0xff00, a, b);
-    _mm512_add_ps(kept, _mm512_shuffle_f32x4::<0b01_00_11_10>(a, b))
+fn halves(a: __m512, b: __m512) -> [__m512; 2] {
+    [_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4::<0b01_00_11_10>(a, b)]
 }
 
-/// The same within halves: those of `a` in the even quarters, of `b` in the odd ones.
+/// The same within halves: quarters of `a` in the even ones, of `b` in the odd ones.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn fold_quarters(a: __m512, b: __m512) -> __m512 {
-    let kept = _mm512_mask_blend_ps(0xf0f0, a, b);
+fn quarters(a: __m512, b: __m512) -> [__m512; 2] {
     let order = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
-    _mm512_add_ps(kept, _mm512_permutex2var_ps(a, order, b))
+    [_mm512_mask_blend_ps(0xf0f0, a, b), _mm512_permutex2var_ps(a, order, b)]
 }
 
 /// The same within quarters.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn fold_pairs(a: __m512, b: __m512) -> __m512 {
-    let kept = _mm512_mask_blend_ps(0xcccc, a, b);
-    _mm512_add_ps(kept, _mm512_shuffle_ps::<0b01_00_11_10>(a, b))
+fn pairs(a: __m512, b: __m512) -> [__m512; 2] {
+    [_mm512_mask_blend_ps(0xcccc, a, b), _mm512_shuffle_ps::<0b01_00_11_10>(a, b)]
 }
 
 /// Conversions with shorter vectors, which the trait does not name.

@@ -7,6 +7,7 @@
     clippy::indexing_slicing,
     clippy::inline_always,
     clippy::many_single_char_names,
+    clippy::needless_range_loop,
     reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
               that carries the target features"
 )]
@@ -28,21 +29,98 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>, ahead: &mut Ahead<'
             && args.out.len() >= rows * args.stride,
         "a token range lies inside its tile, and rows inside their slices"
     );
-    let lines = ahead.pace(part::SOFTMAX, rows);
-    for (row, running) in args.running.iter_mut().enumerate() {
-        ahead.fetch(s, lines);
-        let scores = &mut args.scores[row * TILE..][..TILE];
-        let (bias, by) = (args.bias[row], args.scale);
-        // The same, with constants that let a whole tile stay in registers.
-        let factor = if args.range == (0, TILE) && args.cap.is_none() {
-            weigh(s, scores, (0, TILE), (bias, by, None), running)
-        } else {
-            weigh(s, scores, args.range, (bias, by, args.cap), running)
-        };
-        // The maximum seldom moves after the first tiles.
-        if factor.to_bits() != 1.0_f32.to_bits() {
-            scale(s, &mut args.out[row * args.stride..][..args.stride], factor);
+    let pace = ahead.pace(part::SOFTMAX, rows);
+    if args.range == (0, TILE) && args.cap.is_none() {
+        let mut row = 0;
+        while row < rows {
+            let some = (rows - row).min(TOGETHER);
+            weigh_tile(s, args, (row, some), (&mut *ahead, pace));
+            row += some;
         }
+        return;
+    }
+    for (row, running) in args.running.iter_mut().enumerate() {
+        ahead.fetch(s, pace);
+        let scores = &mut args.scores[row * TILE..][..TILE];
+        let factor = weigh(s, scores, args.range, (args.bias[row], args.scale, args.cap), running);
+        rescale(s, &mut args.out[row * args.stride..][..args.stride], factor);
+    }
+}
+
+/// Rows whose maxima and sums are taken together.
+const TOGETHER: usize = 8;
+
+/// As [`weigh`] does for one, with the same bits: several rows of a whole tile, so that those wait
+/// for each other's reductions less.
+#[inline(always)]
+fn weigh_tile<S: Simd>(
+    s: S,
+    args: &mut Softmax<'_>,
+    (first, rows): (usize, usize),
+    (ahead, pace): (&mut Ahead<'_>, usize),
+) {
+    let scores = args.scores[first * TILE..][..rows * TILE].as_mut_ptr();
+    let mut tops = [s.splat(f32::NEG_INFINITY); TOGETHER];
+    for row in 0..rows {
+        let (bias, scale) = (s.splat(args.bias[first + row]), s.splat(args.scale));
+        let mut i = row * TILE;
+        while i < (row + 1) * TILE {
+            // SAFETY: `i + LANES <= rows * TILE`, as `LANES` divides `TILE`.
+            let score = unsafe { s.load(scores, i) };
+            let scaled = s.mul(s.add(score, bias), scale);
+            // SAFETY: as above.
+            unsafe { s.store(scores, i, scaled) };
+            tops[row] = s.max(tops[row], scaled);
+            i += S::LANES;
+        }
+        ahead.fetch(s, pace);
+    }
+    let tops = s.reduce_max8(tops);
+    let mut sums = [s.splat(0.0); TOGETHER];
+    for row in 0..rows {
+        let base = base(args.running[first + row].max.max(tops[row]));
+        let mut i = row * TILE;
+        while i < (row + 1) * TILE {
+            // SAFETY: as above.
+            let score = unsafe { s.load(scores, i) };
+            let weight = s.exp(s.add(score, s.splat(-base)));
+            sums[row] = s.add(sums[row], weight);
+            // SAFETY: as above.
+            unsafe { s.store(scores, i, weight) };
+            i += S::LANES;
+        }
+    }
+    let sums = s.reduce_add8(sums);
+    for row in 0..rows {
+        let running = &mut args.running[first + row];
+        let factor = running.add(running.max.max(tops[row]), sums[row]);
+        rescale(s, &mut args.out[(first + row) * args.stride..][..args.stride], factor);
+    }
+}
+
+/// What weights are relative to: 0 as long as every score is minus infinity, as the difference of
+/// two is NaN.
+fn base(max: f32) -> f32 {
+    if max == f32::NEG_INFINITY { 0.0 } else { max }
+}
+
+impl Running {
+    /// Adds a sum of weights relative to a maximum that is at least its own. Returns the factor
+    /// from the old maximum to the new.
+    #[inline(always)]
+    fn add(&mut self, max: f32, sum: f32) -> f32 {
+        let moved = self.max.to_bits() != base(max).to_bits();
+        let factor = if moved { (self.max - base(max)).exp() } else { 1.0 };
+        *self = Self { max, sum: self.sum * factor + sum };
+        factor
+    }
+}
+
+/// Brings sums to a new maximum, which seldom moves after the first tiles.
+#[inline(always)]
+fn rescale<S: Simd>(s: S, out: &mut [f32], factor: f32) {
+    if factor.to_bits() != 1.0_f32.to_bits() {
+        scale(s, out, factor);
     }
 }
 
@@ -84,8 +162,7 @@ fn weigh<S: Simd>(
         i += S::LANES;
     }
     let max = s.reduce_max(max);
-    // Relative to 0 as long as every score is minus infinity: the difference of two is NaN.
-    let base = if max == f32::NEG_INFINITY { 0.0 } else { max };
+    let base = base(max);
     let mut sum = s.splat(0.0);
     let mut i = first;
     while i < last {
@@ -97,10 +174,7 @@ fn weigh<S: Simd>(
         unsafe { s.store(scores.as_mut_ptr(), i, weight) };
         i += S::LANES;
     }
-    let moved = running.max.to_bits() != base.to_bits();
-    let factor = if moved { (running.max - base).exp() } else { 1.0 };
-    *running = Running { max, sum: running.sum * factor + s.reduce_add(sum) };
-    factor
+    running.add(max, s.reduce_add(sum))
 }
 
 /// Decodes a row, short of its own scale.

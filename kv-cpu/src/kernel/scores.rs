@@ -60,7 +60,7 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
 ) -> usize {
     assert!(row + R <= args.rows, "rows lie inside their slices, by what `scores` asserts");
     let steps = args.rows.div_ceil(R) * (args.range.1 - args.range.0).div_ceil(T);
-    let lines = ahead.pace(part::SCORES, steps * (args.layout.dim() / GROUP));
+    let pace = ahead.pace(part::SCORES, steps);
     let q = args.q.as_ptr().wrapping_add(row * args.stride);
     let out = args.out.as_mut_ptr().wrapping_add(row * TILE);
     let (mut token, end) = args.range;
@@ -69,7 +69,8 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
         for j in 0..T {
             k[j] = (args.k[token + j].as_ptr(), rests[token + j].as_ptr().cast());
         }
-        let dots = dot::<S, E, R, T>(s, (q, args.stride), k, args.layout, (ahead, lines));
+        ahead.fetch(s, pace);
+        let dots = dot::<S, E, R, T>(s, (q, args.stride), k, args.layout);
         let mut sums = [0.0; SUMS_MAX];
         let (eights, _) = sums.as_chunks_mut::<8>();
         for (i, eight) in eights[..(R * T).div_ceil(8)].iter_mut().enumerate() {
@@ -90,7 +91,8 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
     }
     while T > 1 && token < end {
         let k = [(args.k[token].as_ptr(), rests[token].as_ptr().cast())];
-        let dots = dot::<S, E, R, 1>(s, (q, args.stride), k, args.layout, (ahead, lines));
+        ahead.fetch(s, pace);
+        let dots = dot::<S, E, R, 1>(s, (q, args.stride), k, args.layout);
         for r in 0..R {
             // SAFETY: `token < end <= TILE` in row `row + r` of the scores, see above.
             unsafe { out.wrapping_add(r * TILE + token).write(s.reduce_add(dots[r][0])) };
@@ -105,20 +107,18 @@ const SUMS_MAX: usize = 16;
 
 /// `R * T` dot products, one vector of partial sums each. `scores` has asserted that the `R` rows
 /// at `q` hold the values of a row and zeros up to a whole vector, and that each of `k` is a row,
-/// and has decoded its rest if it has one. Asks for so many lines a group.
+/// and has decoded its rest if it has one.
 #[inline(always)]
 fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
     s: S,
     (q, stride): (*const f32, usize),
     k: [(*const u8, *const f32); T],
     layout: &RowLayout,
-    (ahead, lines): (&mut Ahead<'_>, usize),
 ) -> [[S::F; T]; R] {
     let dim = layout.dim();
     let mut sums = [[s.splat(0.0); T]; R];
     let mut group = 0;
     while group + GROUP <= dim {
-        ahead.fetch(s, lines);
         let mut offset = 0;
         while offset < HALF {
             let mut keys = [[s.splat(0.0); 2]; T];

@@ -57,6 +57,16 @@ pub(crate) trait Simd: Copy {
         sums
     }
 
+    /// Eight maxima at once; no lane is NaN.
+    #[inline(always)]
+    fn reduce_max8(self, v: [Self::F; 8]) -> [f32; 8] {
+        let mut tops = [0.0; 8];
+        for i in 0..8 {
+            tops[i] = self.reduce_max(v[i]);
+        }
+        tops
+    }
+
     /// `e^x` for `x <= 0` to about 1 ulp; 0 for negative infinity and below the least normal
     /// number, NaN for NaN. Cephes' `expf`: `2^n * p(x - n ln 2)`.
     #[inline(always)]

@@ -118,6 +118,9 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     R
 }
 
+/// Tokens between one fetch and the next.
+const STEP: usize = 8;
+
 /// `P` pairs of `R` rows from `row` on, from pair `first` of a group on. `sums` has asserted the
 /// extents, `sum_rows` that the pairs end at or before the last whole group.
 #[inline(always)]
@@ -146,27 +149,30 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
             }
         }
     }
-    let (begin, end) = args.range;
-    let steps = args.rows.div_ceil(R) * (args.layout.dim() / (2 * P * S::LANES)) * (end - begin);
-    let lines = ahead.pace(part::SUMS, steps);
-    for token in begin..end {
-        ahead.fetch(s, lines);
-        let v = args.v[token];
-        let mut values = [[s.splat(0.0); 2]; P];
-        for p in 0..P {
-            let (group, offset) = place(p, 0);
-            // SAFETY: a whole group of a V row, see above.
-            values[p] = unsafe { E::load_pair(s, v.as_ptr(), args.layout, group, offset) };
-        }
-        for r in 0..R {
-            let weight = weights.wrapping_add(r * TILE + token);
-            // SAFETY: `token < TILE` of row `row + r`, and there are weights of all rows.
-            let weight = s.splat(unsafe { weight.read() });
+    let (mut token, end) = args.range;
+    let passes = args.rows.div_ceil(R) * (args.layout.dim() / (2 * P * S::LANES));
+    let due = ahead.pace(part::SUMS, passes * (end - token).div_ceil(STEP));
+    while token < end {
+        ahead.fetch(s, due);
+        let stop = (token / STEP * STEP + STEP).min(end);
+        for v in &args.v[token..stop] {
+            let mut values = [[s.splat(0.0); 2]; P];
             for p in 0..P {
-                for half in 0..2 {
-                    sums[r][p][half] = s.fma(weight, values[p][half], sums[r][p][half]);
+                let (group, offset) = place(p, 0);
+                // SAFETY: a whole group of a V row, see above.
+                values[p] = unsafe { E::load_pair(s, v.as_ptr(), args.layout, group, offset) };
+            }
+            for r in 0..R {
+                let weight = weights.wrapping_add(r * TILE + token);
+                // SAFETY: `token < TILE` of row `row + r`, and there are weights of all rows.
+                let weight = s.splat(unsafe { weight.read() });
+                for p in 0..P {
+                    for half in 0..2 {
+                        sums[r][p][half] = s.fma(weight, values[p][half], sums[r][p][half]);
+                    }
                 }
             }
+            token += 1;
         }
     }
     for r in 0..R {

@@ -109,16 +109,19 @@ fn exponentials_are_exact_to_two_ulp() {
             let before = scores.clone();
             let mut running = Running::EMPTY;
             let mut out = [1.0; LANES_MAX];
-            kernels.softmax(&mut Softmax {
-                scores: &mut scores,
-                range: (0, TILE),
-                bias: &[0.0],
-                scale: 1.0,
-                cap: None,
-                running: std::slice::from_mut(&mut running),
-                out: &mut out,
-                stride: LANES_MAX,
-            });
+            softmax(
+                kernels,
+                &mut Softmax {
+                    scores: &mut scores,
+                    range: (0, TILE),
+                    bias: &[0.0],
+                    scale: 1.0,
+                    cap: None,
+                    running: std::slice::from_mut(&mut running),
+                    out: &mut out,
+                    stride: LANES_MAX,
+                },
+            );
             assert_eq!((out, running.max), ([0.0; LANES_MAX], 0.0), "{name}");
             assert_eq!((scores[0], scores[1], scores[3]), (1.0, 0.0, 0.0), "{name}");
             for (x, y) in before.iter().zip(&scores) {
@@ -131,6 +134,68 @@ fn exponentials_are_exact_to_two_ulp() {
     }
 }
 
+fn softmax(kernels: Kernels, args: &mut Softmax<'_>) {
+    kernels.softmax(args, &mut Ahead::default());
+}
+
+#[test]
+fn softmax_of_many_rows_has_the_bits_of_one() {
+    const STRIDE: usize = LANES_MAX;
+    let mut random = Random::new(8);
+    for rows in [1, 4, 7, 8, 11, 16] {
+        let mut scores: Vec<_> = (0..rows * TILE).map(|_| 9.0 * random.unit()).collect();
+        scores[TILE - 1] = f32::NEG_INFINITY;
+        let bias: Vec<_> = (0..rows).map(|_| random.unit()).collect();
+        let sums: Vec<_> = (0..rows * STRIDE).map(|_| random.unit()).collect();
+        let before = Running { max: 1.5, sum: 2.0 };
+        for (name, kernels) in all() {
+            let run = |together: usize| {
+                let (mut scores, mut out) = (scores.clone(), sums.clone());
+                let mut running = vec![before; rows];
+                for row in (0..rows).step_by(together) {
+                    let args = &mut Softmax {
+                        scores: &mut scores[row * TILE..],
+                        range: (0, TILE),
+                        bias: &bias[row..][..together],
+                        scale: 0.7,
+                        cap: None,
+                        running: &mut running[row..][..together],
+                        out: &mut out[row * STRIDE..],
+                        stride: STRIDE,
+                    };
+                    softmax(kernels, args);
+                }
+                let running: Vec<_> = running.iter().map(|row| (row.max, row.sum)).collect();
+                (scores, out, running)
+            };
+            assert_eq!(run(rows), run(1), "{name} {rows}");
+        }
+    }
+}
+
+#[test]
+fn whole_tiles_pass_nan_on_and_may_see_nothing() {
+    for (name, kernels) in all() {
+        let mut scores = vec![f32::NEG_INFINITY; 2 * TILE];
+        scores[7] = f32::NAN;
+        let mut running = [Running::EMPTY; 2];
+        let args = &mut Softmax {
+            scores: &mut scores,
+            range: (0, TILE),
+            bias: &[0.0; 2],
+            scale: 1.0,
+            cap: None,
+            running: &mut running,
+            out: &mut [0.0; 2 * LANES_MAX],
+            stride: LANES_MAX,
+        };
+        softmax(kernels, args);
+        assert!(running[0].sum.is_nan(), "{name}");
+        assert_eq!((running[1].max, running[1].sum), (f32::NEG_INFINITY, 0.0), "{name}");
+        assert_eq!(scores[TILE..], [0.0; TILE], "{name}");
+    }
+}
+
 #[test]
 fn softmax_keeps_to_its_range_and_passes_nan_on() {
     for (name, kernels) in all() {
@@ -139,16 +204,19 @@ fn softmax_keeps_to_its_range_and_passes_nan_on() {
             scores[range.0..range.1].fill(1.0);
             let mut running = Running { max: 3.0, sum: 2.0 };
             let mut out = [1.0; LANES_MAX];
-            kernels.softmax(&mut Softmax {
-                scores: &mut scores,
-                range,
-                bias: &[0.0],
-                scale: 2.0,
-                cap: None,
-                running: std::slice::from_mut(&mut running),
-                out: &mut out,
-                stride: LANES_MAX,
-            });
+            softmax(
+                kernels,
+                &mut Softmax {
+                    scores: &mut scores,
+                    range,
+                    bias: &[0.0],
+                    scale: 2.0,
+                    cap: None,
+                    running: std::slice::from_mut(&mut running),
+                    out: &mut out,
+                    stride: LANES_MAX,
+                },
+            );
             assert_eq!(out, [1.0; LANES_MAX], "{name}");
             let seen = (range.1 - range.0) as f32;
             assert!((running.sum - 2.0 - seen * (-1.0_f32).exp()).abs() < 1e-4);
@@ -157,29 +225,35 @@ fn softmax_keeps_to_its_range_and_passes_nan_on() {
         let mut scores = vec![0.5; TILE];
         scores[7] = f32::NAN;
         let mut running = Running::EMPTY;
-        kernels.softmax(&mut Softmax {
-            scores: &mut scores,
-            range: (4, 9),
-            bias: &[0.0],
-            scale: 1.0,
-            cap: None,
-            running: std::slice::from_mut(&mut running),
-            out: &mut [0.0; LANES_MAX],
-            stride: LANES_MAX,
-        });
+        softmax(
+            kernels,
+            &mut Softmax {
+                scores: &mut scores,
+                range: (4, 9),
+                bias: &[0.0],
+                scale: 1.0,
+                cap: None,
+                running: std::slice::from_mut(&mut running),
+                out: &mut [0.0; LANES_MAX],
+                stride: LANES_MAX,
+            },
+        );
         assert!(running.sum.is_nan(), "{name}");
         let mut scores = vec![f32::NEG_INFINITY; TILE];
         let mut running = Running::EMPTY;
-        kernels.softmax(&mut Softmax {
-            scores: &mut scores,
-            range: (0, 9),
-            bias: &[0.0],
-            scale: 1.0,
-            cap: None,
-            running: std::slice::from_mut(&mut running),
-            out: &mut [0.0; LANES_MAX],
-            stride: LANES_MAX,
-        });
+        softmax(
+            kernels,
+            &mut Softmax {
+                scores: &mut scores,
+                range: (0, 9),
+                bias: &[0.0],
+                scale: 1.0,
+                cap: None,
+                running: std::slice::from_mut(&mut running),
+                out: &mut [0.0; LANES_MAX],
+                stride: LANES_MAX,
+            },
+        );
         assert_eq!((running.max, running.sum), (f32::NEG_INFINITY, 0.0), "{name}");
     }
 }
@@ -190,16 +264,19 @@ fn a_bias_is_part_of_the_score() {
         for cap in [None, Some(2.0)] {
             let weigh = |scores: &mut [f32], bias| {
                 let mut running = Running::EMPTY;
-                kernels.softmax(&mut Softmax {
-                    scores,
-                    range: (1, 3),
-                    bias: &[bias],
-                    scale: 0.5,
-                    cap,
-                    running: std::slice::from_mut(&mut running),
-                    out: &mut [0.0; LANES_MAX],
-                    stride: LANES_MAX,
-                });
+                softmax(
+                    kernels,
+                    &mut Softmax {
+                        scores,
+                        range: (1, 3),
+                        bias: &[bias],
+                        scale: 0.5,
+                        cap,
+                        running: std::slice::from_mut(&mut running),
+                        out: &mut [0.0; LANES_MAX],
+                        stride: LANES_MAX,
+                    },
+                );
                 (running.max, running.sum)
             };
             let (mut plain, mut biased) = ([0.0; TILE], [0.0; TILE]);

@@ -123,9 +123,14 @@ fn scores_and_sums(
 ) -> [Vec<f32>; 2] {
     let mut scores = vec![f32::NAN; QUERIES * TILE];
     let mut out = vec![0.25; QUERIES * stride];
+    let mut runs = Runs::new();
+    for row in k {
+        runs.push(row);
+    }
     for first in (0..QUERIES).step_by(rows) {
         let rows = rows.min(QUERIES - first);
-        kernels.scores(&mut Scores {
+        let mut ahead = Ahead::of(&runs);
+        let mut args = Scores {
             rows,
             q: &q[first * stride..],
             stride,
@@ -134,9 +139,9 @@ fn scores_and_sums(
             scale,
             range,
             out: &mut scores[first * TILE..],
-            ahead: k,
-        });
-        kernels.sums(&mut Sums {
+        };
+        kernels.scores(&mut args, &mut ahead);
+        let mut args = Sums {
             rows,
             weights: &mut scores[first * TILE..].to_vec(),
             v: k,
@@ -145,8 +150,8 @@ fn scores_and_sums(
             range,
             out: &mut out[first * stride..],
             stride,
-            ahead: &[],
-        });
+        };
+        kernels.sums(&mut args, &mut ahead);
     }
     [scores, out]
 }
