@@ -153,12 +153,15 @@ impl Exchanged {
     pub(super) fn clear(&mut self) {
         self.filled.clear();
     }
+    pub(super) fn is_empty(&self) -> bool {
+        self.filled.is_empty()
+    }
     pub(super) fn note(&mut self, group: usize, block: BlockId, slots: u32) {
         let filled = self.filled.entry((group, block)).or_default();
         *filled = slots.max(*filled);
     }
     pub(super) fn filled(&self, group: usize, block: BlockId) -> u32 {
-        if self.filled.is_empty() {
+        if self.is_empty() {
             return 0;
         }
         self.filled.get(&(group, block)).copied().unwrap_or(0)
