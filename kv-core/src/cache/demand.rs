@@ -129,6 +129,10 @@ impl Demand {
     /// Counts the copy of a block of which the row has filled `kept` slots, and rows that let go of
     /// it in this step at most `filled`.
     fn share(&mut self, pool: &BlockPool, block: BlockId, (kept, filled): (u32, u32)) {
+        if pool.holders(block) <= 1 && filled == 0 {
+            // Nearly every block: its one holder writes it in place.
+            return;
+        }
         let leavers = self.leavers.get(&block).copied().unwrap_or(0);
         let holders = pool.holders(block).saturating_sub(leavers);
         let (writers, most) = self.writers.entry(block).or_default();
