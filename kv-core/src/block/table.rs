@@ -29,10 +29,9 @@ pub struct BlockTables {
 impl BlockTables {
     /// Tables for a pool of `num_blocks`, with room for `width` blocks a row before rows move.
     pub fn new(num_blocks: u32, width: u32) -> Self {
-        let stride = to_usize(width.max(1));
         Self {
             num_blocks,
-            stride,
+            stride: stride(to_usize(width)),
             entries: Vec::new(),
             lens: Vec::new(),
             coded: Vec::new(),
@@ -223,7 +222,7 @@ impl BlockTables {
 
     /// Doubles the stride. Amortised over the pushes that made it necessary.
     fn widen(&mut self) {
-        let stride = self.stride.saturating_mul(2);
+        let stride = stride(self.stride.saturating_mul(2));
         let mut entries = vec![BlockId(0); stride.saturating_mul(self.lens.len())];
         for (new, old) in
             entries.chunks_exact_mut(stride).zip(self.entries.chunks_exact(self.stride))
@@ -235,6 +234,16 @@ impl BlockTables {
         self.stride = stride;
         self.entries = entries;
     }
+}
+
+/// Entries of a cache line.
+const LINE: usize = 16;
+
+/// Entries from one row to the next where `width` are asked for. Whole lines, and an odd number of
+/// them: a step reads the ends of all rows, and at a distance of a power of two they would contend
+/// for the same few lines of a processor's cache.
+fn stride(width: usize) -> usize {
+    if width < LINE { width.max(1) } else { (width.div_ceil(LINE) | 1).saturating_mul(LINE) }
 }
 
 #[cfg(test)]
@@ -257,6 +266,12 @@ mod tests {
         assert_eq!(tables.stride(), 4);
         assert_eq!(tables.row(0), [BlockId(3), BlockId(1), BlockId(4)]);
         assert_eq!(tables.row(1), [BlockId(5)]);
+    }
+
+    #[test]
+    fn long_rows_lie_an_odd_number_of_lines_apart() {
+        let strides = [0, 1, 15, 16, 17, 1024].map(|width| BlockTables::new(10, width).stride());
+        assert_eq!(strides, [1, 1, 15, 16, 48, 1040]);
     }
 
     #[test]

@@ -129,6 +129,10 @@ impl Demand {
     /// Counts the copy of a block of which the row has filled `kept` slots, and rows that let go of
     /// it in this step at most `filled`.
     fn share(&mut self, pool: &BlockPool, block: BlockId, (kept, filled): (u32, u32)) {
+        if pool.holders(block) <= 1 && filled == 0 {
+            // Nearly every block: its one holder writes it in place.
+            return;
+        }
         let leavers = self.leavers.get(&block).copied().unwrap_or(0);
         let holders = pool.holders(block).saturating_sub(leavers);
         let (writers, most) = self.writers.entry(block).or_default();
@@ -153,12 +157,15 @@ impl Exchanged {
     pub(super) fn clear(&mut self) {
         self.filled.clear();
     }
+    pub(super) fn is_empty(&self) -> bool {
+        self.filled.is_empty()
+    }
     pub(super) fn note(&mut self, group: usize, block: BlockId, slots: u32) {
         let filled = self.filled.entry((group, block)).or_default();
         *filled = slots.max(*filled);
     }
     pub(super) fn filled(&self, group: usize, block: BlockId) -> u32 {
-        if self.filled.is_empty() {
+        if self.is_empty() {
             return 0;
         }
         self.filled.get(&(group, block)).copied().unwrap_or(0)

@@ -27,6 +27,7 @@ impl<B: Backend> KvCache<B> {
             }
             self.drop_blocks(row, len, reserved);
             self.unstore_from(row, len);
+            self.sequences.disown(row);
         }
         Ok(self.wipe()?)
     }

@@ -146,13 +146,16 @@ impl<B: Backend> KvCache<B> {
             .read_inputs(&inputs)
             .map_err(CacheError::from)
             .and_then(|()| self.take_inputs(first));
-        if added.is_err() {
+        if let Err(refused) = &added {
             self.undo_to(undo);
             self.open.batch.truncate(first);
             self.open.entries.truncate(first);
             self.open.positions.truncate(positions);
             self.open.growing.clear();
-            self.sequences.unmark(input.sequence);
+            // A second mention is refused, the first one stays.
+            if !matches!(refused, CacheError::Plan(PlanError::DuplicateSequence { .. })) {
+                self.sequences.unmark(input.sequence);
+            }
             // What the failed entry left in the plans goes; the others fit as before.
             self.plan_open()?;
         }

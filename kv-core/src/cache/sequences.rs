@@ -214,10 +214,11 @@ impl Sequences {
         }
     }
 
-    /// Lets the open step name a sequence again.
+    /// Lets the open step name a sequence again that it could not take. A block that the step had
+    /// others let go of may be shared again.
     pub(crate) fn unmark(&mut self, id: SequenceId) {
         if let Some(state) = self.row(id).ok().and_then(|row| self.at_mut(row)) {
-            state.mark = 0;
+            (state.mark, state.own_end) = (0, 0);
         }
     }
 

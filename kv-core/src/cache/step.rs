@@ -73,15 +73,18 @@ impl<'a> StepInput<'a> {
     }
 
     /// New tokens and queries.
+    #[inline]
     pub(super) fn counts(&self) -> Result<(u64, u64), PlanError> {
-        let zero = PlanError::ZeroTokens { sequence: self.sequence };
         let counts = match self.brings {
             Brings::Tokens(tokens) => (to_u64(tokens.len()), to_u64(tokens.len())),
             Brings::Count(n) => (u64::from(n), u64::from(n)),
             Brings::Query(n) => (0, u64::from(n)),
             Brings::Nothing => return Ok((0, 0)),
         };
-        if counts == (0, 0) { Err(zero) } else { Ok(counts) }
+        if counts == (0, 0) {
+            return Err(PlanError::ZeroTokens { sequence: self.sequence });
+        }
+        Ok(counts)
     }
 }
 

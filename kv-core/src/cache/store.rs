@@ -88,7 +88,7 @@ impl<B: Backend> KvCache<B> {
             return;
         };
         state.certain = state.certain.min(len);
-        (state.store_at, state.own_end) = (0, 0);
+        state.store_at = 0;
         for (index, group) in groups.iter().enumerate() {
             let map = slot_map(group);
             let full = map.full_blocks(len);
@@ -96,6 +96,10 @@ impl<B: Backend> KvCache<B> {
             // alone: such a block is not offered.
             let is_cut = map.has_tail() && group.tables.coded(row) > map.tokens(full);
             let stored = history.stored(index).min(full);
+            if stored < history.stored(index) {
+                // A block that others may know by its content is not written in place.
+                state.own_end = 0;
+            }
             history.set_stored(index, if is_cut { full.saturating_add(1) } else { stored });
         }
     }

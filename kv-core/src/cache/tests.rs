@@ -138,6 +138,14 @@ fn check_invariants(cache: &KvCache<NullBackend>) {
         assert_eq!(counted, holders[index]);
         let free = counted.iter().filter(|n| **n == 0).count();
         assert_eq!(group.pool.num_free(), u32::try_from(free).unwrap());
+        // What a step does not look at again.
+        for (row, state) in cache.sequences.iter().filter(|(_, state)| state.len < state.own_end) {
+            let map = slot_map(group);
+            for index in map.full_blocks(state.len)..map.blocks(state.own_end) {
+                let block = group.tables.row(row)[usize::try_from(index).unwrap()];
+                assert!(group.pool.is_private(block), "block {block} of row {row}");
+            }
+        }
     }
 }
 
@@ -212,6 +220,37 @@ fn refused_inputs_change_nothing() {
         check_invariants(&cache);
     }
     append(&mut cache, &[(SEQ[0], 13)]).unwrap();
+}
+
+#[test]
+fn a_second_mention_is_refused_again_and_again() {
+    let mut cache = cache(4, 8);
+    start(&mut cache, SEQ[0]);
+    let mut step = cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap();
+    for _ in 0..2 {
+        let refused = step.add(StepInput::count(SEQ[0], 1)).unwrap_err();
+        assert_eq!(refused.to_string(), "sequence 0 appears twice in one step");
+    }
+    assert_eq!(step.sequences().len(), 1);
+}
+
+/// A block whose other holder took a copy in a step is shared again without that step.
+#[test]
+fn a_step_taken_back_shares_what_it_parted() {
+    let mut cache = cache(4, 8);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 6)]).unwrap();
+    cache.fork(SEQ[0], SEQ[1]).unwrap();
+    let before = snapshot(&cache);
+    for _ in 0..2 {
+        let inputs = [StepInput::count(SEQ[0], 1), StepInput::count(SEQ[1], 1)];
+        let step = cache.begin_step(&inputs).unwrap();
+        let blocks = [SEQ[0], SEQ[1]].map(|s| step.cache().block_table(s, GroupId(0)).unwrap()[1]);
+        assert_ne!(blocks[0], blocks[1]);
+        step.roll_back();
+        assert_eq!(snapshot(&cache), before);
+        check_invariants(&cache);
+    }
 }
 
 #[test]

@@ -23,7 +23,7 @@ impl<B: Backend> KvCache<B> {
     /// Takes back every change of the open step; nothing to do when none is open.
     pub(crate) fn roll_back(&mut self) {
         self.undo_to(0);
-        if self.is_step_open() {
+        if !self.open.exchanged.is_empty() {
             // Who kept a block that others let go of shares it again.
             for entry in &self.open.batch {
                 self.sequences.disown(entry.row);

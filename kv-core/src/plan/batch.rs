@@ -181,11 +181,9 @@ impl PlanBuffers {
         self.claims = claims;
         layout.check_tables(tables)?;
         self.stamps.resize(to_usize(tables.num_blocks()), 0);
-        for (index, entry) in batch.iter().enumerate() {
-            if let Err(refused) = self.push(index, layout, tables, *entry) {
-                self.clear();
-                return Err(refused);
-            }
+        if let Err(refused) = self.list(layout, tables, batch) {
+            self.clear();
+            return Err(refused);
         }
         split::plan(&mut self.sequences, &mut self.splits, layout, policy);
         Ok(())
@@ -216,34 +214,54 @@ impl PlanBuffers {
         AttentionPlan::from_checked(layout, tables, self)
     }
 
+    /// Checks the entries and lists them with the slots of their new tokens.
+    fn list(
+        &mut self,
+        layout: &PlaneLayout,
+        tables: &BlockTables,
+        batch: &[BatchEntry],
+    ) -> Result<(), PlanError> {
+        let map = layout.slot_map();
+        let mut entries = batch.iter().enumerate();
+        if map.is_plain() {
+            // Nearly every cache: what it has no use for stays out of the loop.
+            return entries.try_for_each(|(index, entry)| {
+                let table = tables.row(entry.row);
+                let growth = |kv_len| Growth::without_tail(map, entry.cached, kv_len);
+                let (kv_len, _) = self.push(index, (table, map), entry, growth)?;
+                self.claim_plain(table, map, (entry.cached, kv_len))
+            });
+        }
+        entries.try_for_each(|(index, entry)| {
+            let (table, coded) = (tables.row(entry.row), tables.coded(entry.row));
+            let growth = |kv_len| Growth::new(map, coded, entry.cached, kv_len);
+            let (kv_len, growth) = self.push(index, (table, map), entry, growth)?;
+            self.claim_places(table, map, &growth, (entry.cached, kv_len))
+        })
+    }
+
+    /// Lists an entry with its row of the tables. Returns its length and how it grows.
+    #[inline]
     fn push(
         &mut self,
         index: usize,
-        layout: &PlaneLayout,
-        tables: &BlockTables,
-        entry: BatchEntry,
-    ) -> Result<(), PlanError> {
+        (table, map): (&[BlockId], &SlotMap),
+        entry: &BatchEntry,
+        growth: impl Fn(u32) -> Growth,
+    ) -> Result<(u32, Growth), PlanError> {
         let too_many =
             |got| PlanError::TooMany { what: "tokens in a step", got, max: u64::from(u32::MAX) };
         let sum = |a: u32, b: u32| {
             a.checked_add(b).ok_or_else(|| too_many(u64::from(a).saturating_add(u64::from(b))))
         };
         let kv_len = sum(entry.cached, entry.new_tokens)?;
-        let table = tables.row(entry.row);
-        let (map, block_size) = (layout.slot_map(), layout.block_size());
-        let coded = if map.has_tail() { tables.coded(entry.row) } else { 0 };
-        let growth = Growth::new(map, coded, entry.cached, kv_len);
+        let growth = growth(kv_len);
         if to_usize(growth.blocks()) > table.len() {
-            let blocks = table.len();
+            let (blocks, block_size) = (table.len(), map.block_size());
             return Err(PlanError::TableTooShort { index, tokens: kv_len, blocks, block_size });
         }
         let total_q = sum(self.total_q, entry.queries)?;
         let total_new = sum(self.total_new, entry.new_tokens)?;
-        if map.is_plain() {
-            self.claim_plain(table, map, (entry.cached, kv_len))?;
-        } else {
-            self.claim_places(table, map, &growth, (entry.cached, kv_len))?;
-        }
         self.sequences.push(PlannedSequence {
             row: entry.row,
             q_start: self.total_q,
@@ -261,7 +279,7 @@ impl PlanBuffers {
         (self.total_q, self.total_new) = (total_q, total_new);
         self.q_len_max = self.q_len_max.max(entry.queries);
         self.new_len_max = self.new_len_max.max(entry.new_tokens);
-        Ok(())
+        Ok((kv_len, growth))
     }
 
     /// Claims the blocks of new tokens and lists their slots, where a token is a slot.

@@ -32,19 +32,25 @@ impl Growth {
     /// From `cached` tokens, of which the tables say that `coded` are codes, to `kv_len`.
     #[inline]
     pub(crate) fn new(map: &SlotMap, coded: u32, cached: u32, kv_len: u32) -> Self {
-        if !map.has_tail() {
-            // Every sequence of every step comes by here, and most caches have no tail.
-            return Self {
-                coded_before: cached,
-                coded: kv_len,
-                tail_begin: cached,
-                code_blocks_before: 0,
-                tail_blocks_before: 0,
-                code_blocks: map.blocks(kv_len),
-                tail_blocks: 0,
-            };
+        if map.has_tail() {
+            Self::with_tail(map, coded, cached, kv_len)
+        } else {
+            Self::without_tail(map, cached, kv_len)
         }
-        Self::with_tail(map, coded, cached, kv_len)
+    }
+
+    /// As [`Self::new`] for a map without a tail, where the tables say nothing.
+    #[inline]
+    pub(crate) fn without_tail(map: &SlotMap, cached: u32, kv_len: u32) -> Self {
+        Self {
+            coded_before: cached,
+            coded: kv_len,
+            tail_begin: cached,
+            code_blocks_before: 0,
+            tail_blocks_before: 0,
+            code_blocks: map.blocks(kv_len),
+            tail_blocks: 0,
+        }
     }
 
     fn with_tail(map: &SlotMap, coded: u32, cached: u32, kv_len: u32) -> Self {

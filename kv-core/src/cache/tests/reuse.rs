@@ -109,6 +109,26 @@ fn drafts_are_not_reusable_before_they_are_confirmed() {
     }
 }
 
+/// Tokens that were no drafts and yet were not accepted lie in blocks that are offered already.
+#[test]
+fn what_was_offered_is_not_written_in_place_after_a_rejection() {
+    for accepted in 0..=5 {
+        let mut cache = full_blocks(64);
+        run(&mut cache, SEQ[0], &tokens(0..7));
+        let input = StepInput::tokens(SEQ[0], &[7, 8, 9, 10, 11]);
+        let mut step = cache.begin_step(&[input]).unwrap();
+        write_all(&mut step).unwrap();
+        step.commit_accepted(&[accepted]).unwrap();
+        check_invariants(&cache);
+        // With 0 and 1 to 4 accepted, block 1 or 2 is offered and gets another token.
+        feed(&mut cache, SEQ[0], &[20]);
+        check_invariants(&cache);
+        assert_eq!(cache.probe(&tokens(0..13), StartOptions::default()), 12, "{accepted}");
+        let is_inside = accepted != 1 && accepted != 5;
+        assert_eq!(cache.stats().cow_copies, u64::from(is_inside), "{accepted}");
+    }
+}
+
 #[test]
 fn two_that_arrive_together_compute_their_prompt_once() {
     let mut cache = full_blocks(64);
