@@ -1,8 +1,8 @@
 //! The scatter of new K and V rows into their slots.
 mod tail;
 
+use kv_core::DeviceError;
 use kv_core::plan::{PlannedSequence, WriteArgs, WritePlan};
-use kv_core::{BlockOrder, DeviceError, Place, PlaneLayout, Slot};
 use kv_quant::{block, row, transform};
 
 use crate::access::Access;
@@ -10,7 +10,8 @@ use crate::attend::Scratch;
 use crate::backend::Cpu;
 use crate::buffer::CpuBuffer;
 use crate::encoding::{Element, RowLayout};
-use crate::num::{offset, to_usize};
+use crate::kernel::PastCaches;
+use crate::num::to_usize;
 use crate::rows::{PlaneRows, Room, RowAt, RowsIn};
 use crate::workspace::Workspace;
 
@@ -19,6 +20,13 @@ const OPERATION: &str = "write_kv";
 const TOKENS_PER_UNIT: usize = 16;
 /// Fewer bytes than this are written faster by one thread.
 const BYTES_SIDE_BY_SIDE: u64 = 1 << 19;
+/// So many bytes of a prompt are written past the caches: what comes behind them is read from
+/// memory before anybody reads them, and a line that is written as a whole need not be read first.
+const BYTES_PAST_CACHES: u64 = 1 << 18;
+/// Tokens of a sequence that are no prompt: they are read at once.
+const TOKENS_IN_CACHES: u32 = 16;
+/// How many tokens ahead rows are fetched that are written past the caches.
+const TOKENS_AHEAD: u32 = 4;
 /// Bytes that are copied in the time that a value takes to be encoded.
 const ENCODED_VALUE_BYTES: u64 = 128;
 
@@ -69,63 +77,25 @@ pub(crate) fn write_kv(
         });
         return Ok(());
     }
+    let written = k_plane
+        .layout()
+        .block_bytes()
+        .saturating_add(v_plane.layout().block_bytes())
+        .checked_div(u64::from(k_plane.layout().block_size()))
+        .unwrap_or(0)
+        .saturating_mul(u64::from(plan.total_new()));
+    let past = written >= BYTES_PAST_CACHES && plan.new_len_max() > TOKENS_IN_CACHES;
     let units = tokens.div_ceil(TOKENS_PER_UNIT);
     cpu.threads.run(units, side_by_side, &mut workspace.scratch, |scratch, unit| {
-        let mut token = unit.saturating_mul(TOKENS_PER_UNIT);
-        let end = token.saturating_add(TOKENS_PER_UNIT).min(tokens);
-        while let Some(run) = Run::of(plan, k_plane.layout(), (token, end)) {
-            write_run(cpu, &run, (&k, &k_plane), scratch);
-            write_run(cpu, &run, (&v, &v_plane), scratch);
-            token = token.saturating_add(to_usize(run.tokens));
+        let begin = unit.saturating_mul(TOKENS_PER_UNIT);
+        let end = begin.saturating_add(TOKENS_PER_UNIT).min(tokens);
+        let past = past.then(|| cpu.kernels.past_caches());
+        for token in begin..end {
+            write_token(cpu, plan, token, (&k, &k_plane), (scratch, past.as_ref()));
+            write_token(cpu, plan, token, (&v, &v_plane), (scratch, past.as_ref()));
         }
     });
     Ok(())
-}
-
-/// Tokens of one entry that follow each other in one block, and are stored alike.
-#[derive(Debug, Clone, Copy)]
-struct Run {
-    first: RowAt,
-    tokens: u32,
-    block: u32,
-    place: Place,
-}
-
-impl Run {
-    /// The run from ragged row `token` on, which ends before `end`.
-    fn of(
-        plan: &WritePlan<'_>,
-        layout: &PlaneLayout,
-        (token, end): (usize, usize),
-    ) -> Option<Self> {
-        let slots = plan.slots().get(token..end)?;
-        let (slot, others) = slots.split_first()?;
-        let (entry, sequence) = entry_of(plan.sequences(), token)?;
-        let in_entry = token.checked_sub(to_usize(sequence.new_start))?;
-        let in_entry = u32::try_from(in_entry).ok()?;
-        let first = RowAt { entry, start: sequence.new_start, token: in_entry };
-        let position = sequence.kv_len.checked_sub(sequence.new_len)?.checked_add(in_entry)?;
-        // The plan's slots are distinct, so they say where; the map says how wide the row is.
-        let mut place = layout.slot_map().place(position);
-        place.inside = slot.0.checked_rem(layout.block_size())?;
-        let block = slot.0.checked_div(layout.block_size())?;
-        let tokens = if place.is_wide {
-            1
-        } else {
-            let room = layout.block_size().saturating_sub(place.inside);
-            let most = to_usize(room.min(sequence.new_len.saturating_sub(in_entry)));
-            let follows = |(after, slot): &(u32, &Slot)| slot.0.checked_sub(*after) == Some(1);
-            let before = std::iter::successors(Some(slot.0), |slot| slot.checked_add(1));
-            let others = before.zip(others).take(most.saturating_sub(1)).take_while(follows);
-            u32::try_from(others.count()).ok()?.saturating_add(1)
-        };
-        Some(Self { first, tokens, block, place })
-    }
-
-    /// Where row `token` of the run comes from.
-    fn at(&self, token: u32) -> RowAt {
-        RowAt { token: self.first.token.saturating_add(token), ..self.first }
-    }
 }
 
 /// The entry that brings ragged row `token`.
@@ -145,41 +115,58 @@ fn token_work(plane: &PlaneRows<'_>) -> u64 {
     row.saturating_mul(u64::from(layout.num_kv_heads()))
 }
 
-/// Writes a run head by head: each head's rows lie one behind the other, and memory is written
-/// faster in long runs than a row here and a row there.
-fn write_run(
+fn write_token(
     cpu: &Cpu,
-    run: &Run,
+    plan: &WritePlan<'_>,
+    token: usize,
     (rows, plane): (&RowsIn<'_>, &PlaneRows<'_>),
-    scratch: &mut Scratch,
+    (scratch, past): (&mut Scratch, Option<&PastCaches>),
 ) {
+    let Some(((entry, sequence), slot)) =
+        entry_of(plan.sequences(), token).zip(plan.slots().get(token))
+    else {
+        return;
+    };
+    let in_entry = token.saturating_sub(to_usize(sequence.new_start));
+    let in_entry = u32::try_from(in_entry).unwrap_or(u32::MAX);
+    let at = RowAt { entry, start: sequence.new_start, token: in_entry };
     let layout = plane.layout();
-    let element = plane.as_they_came();
+    let position = sequence.kv_len.saturating_sub(sequence.new_len).saturating_add(in_entry);
+    // The plan's slots are distinct, so they say where; the map says how wide the row is.
+    let mut found = layout.slot_map().place(position);
+    found.inside = slot.0.checked_rem(layout.block_size()).unwrap_or(0);
+    let block = slot.0.checked_div(layout.block_size()).unwrap_or(0);
     let heads = layout.num_kv_heads();
-    // All heads at once where those of a token lie together.
+    let Some(element) = plane.as_they_came() else {
+        for head in 0..heads {
+            let row_bytes = plane.rows(found.is_wide).bytes();
+            // SAFETY: the plane is locked for writing; slots of a plan are distinct, each is
+            // written by one unit, and a unit writes its heads one after another.
+            let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
+            let values = scratch.row(to_usize(layout.head_dim()));
+            let source = RowLayout::plain(rows.element(), values.len());
+            cpu.kernels.decode(&source, rows.get(at, head, 1), values);
+            encode_row(cpu, plane, (head, found.is_wide), values, to);
+        }
+        return;
+    };
+    // A head at a time, or all of them where they lie together.
     let together = match layout.order() {
-        BlockOrder::Nhd if element.is_some() && !run.place.is_wide => heads.max(1),
+        kv_core::BlockOrder::Nhd if !found.is_wide => heads,
         _ => 1,
     };
-    let stride = offset(layout.token_stride());
-    let bytes = plane.rows(run.place.is_wide).bytes().saturating_mul(to_usize(together));
-    let reach = to_usize(run.tokens.saturating_sub(1)).saturating_mul(stride).saturating_add(bytes);
-    let values = scratch.row(to_usize(layout.head_dim()));
-    let source = RowLayout::plain(rows.element(), values.len());
+    let row_bytes = crate::num::offset(layout.row_bytes()).saturating_mul(to_usize(together));
     let mut head = 0;
     while head < heads {
-        // SAFETY: the plane is locked for writing; slots of a plan are distinct, each is written by
-        // one unit, and a unit writes its heads one after another.
-        let to = unsafe { plane.get_mut(run.block, layout.row_begin(run.place, head), reach) };
-        for (token, to) in (0..run.tokens).zip(to.chunks_mut(stride.max(1))) {
-            let to = to.get_mut(..bytes).unwrap_or_default();
-            let from = rows.get(run.at(token), head, together);
-            if let Some(element) = element {
-                cpu.kernels.convert((rows.element(), from), (element, to));
-            } else {
-                cpu.kernels.decode(&source, from, values);
-                encode_row(cpu, plane, (head, run.place.is_wide), values, to);
-            }
+        let from = rows.get(at, head, together);
+        // SAFETY: as above.
+        let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
+        if let Some(past) = past {
+            let ahead = RowAt { token: at.token.saturating_add(TOKENS_AHEAD), ..at };
+            let ahead = rows.get(ahead, head, together);
+            past.convert((rows.element(), from), (element, to), ahead);
+        } else {
+            cpu.kernels.convert((rows.element(), from), (element, to));
         }
         head = head.saturating_add(together);
     }

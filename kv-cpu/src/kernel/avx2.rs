@@ -45,6 +45,21 @@ macro_rules! primitives {
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
             }
             #[inline(always)]
+            unsafe fn stream(self, from: &[u8; 64], to: &mut [u8; 64]) {
+                for half in [0, 32] {
+                    let (from, to) = (from.as_ptr().wrapping_add(half), to.as_mut_ptr());
+                    // SAFETY: half of the array, and an `Avx2` exists only where the features do.
+                    let line = unsafe { _mm256_loadu_si256(from.cast()) };
+                    // SAFETY: as above, and aligned by condition 1.
+                    unsafe { _mm256_stream_si256(to.wrapping_add(half).cast(), line) };
+                }
+            }
+            #[inline(always)]
+            fn fence(self) {
+                // SAFETY: SSE is part of x86-64.
+                unsafe { _mm_sfence() }
+            }
+            #[inline(always)]
             unsafe fn load(self, from: *const f32, at: usize) -> __m256 {
                 // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
                 // do.

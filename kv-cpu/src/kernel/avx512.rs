@@ -36,6 +36,18 @@ macro_rules! primitives {
                 unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
             }
             #[inline(always)]
+            unsafe fn stream(self, from: &[u8; 64], to: &mut [u8; 64]) {
+                // SAFETY: the array, and the witness.
+                let line = unsafe { _mm512_loadu_si512(from.as_ptr().cast()) };
+                // SAFETY: the array, aligned by condition 1, and the witness.
+                unsafe { _mm512_stream_si512(to.as_mut_ptr().cast(), line) };
+            }
+            #[inline(always)]
+            fn fence(self) {
+                // SAFETY: SSE is part of x86-64.
+                unsafe { _mm_sfence() }
+            }
+            #[inline(always)]
             unsafe fn load(self, from: *const f32, at: usize) -> __m512 {
                 // SAFETY: condition 1 of `Simd::load`, and the witness.
                 unsafe { _mm512_loadu_ps(from.wrapping_add(at)) }

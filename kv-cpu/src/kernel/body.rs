@@ -254,3 +254,21 @@ pub(super) fn scale<S: Simd>(s: S, a: &mut [f32], x: f32) {
         *a *= x;
     }
 }
+
+/// Copies a row past the caches, if it is made of whole lines, and fetches another meanwhile.
+#[inline(always)]
+pub(super) fn copy_past<S: Simd>(s: S, from: &[u8], to: &mut [u8], ahead: &[u8]) {
+    const LINE: usize = 64;
+    assert_eq!(from.len(), to.len(), "rows of one length");
+    for at in (0..ahead.len()).step_by(LINE) {
+        s.prefetch(ahead.as_ptr().wrapping_add(at));
+    }
+    if !to.as_ptr().addr().is_multiple_of(LINE) || !to.len().is_multiple_of(LINE) {
+        to.copy_from_slice(from);
+        return;
+    }
+    for (from, to) in from.as_chunks::<LINE>().0.iter().zip(to.as_chunks_mut::<LINE>().0) {
+        // SAFETY: a line begins where `to` does, and every `LINE` bytes on.
+        unsafe { s.stream(from, to) };
+    }
+}

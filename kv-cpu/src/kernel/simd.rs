@@ -94,6 +94,19 @@ pub(crate) trait Simd: Copy {
     #[inline(always)]
     fn prefetch(self, _at: *const u8) {}
 
+    /// Writes a whole cache line past the caches, where that is possible: a line that is in no
+    /// cache is not read first. Others see it after a [`Self::fence`] at the latest.
+    ///
+    /// # Safety
+    /// 1. A cache line begins at `to`.
+    #[inline(always)]
+    unsafe fn stream(self, from: &[u8; 64], to: &mut [u8; 64]) {
+        *to = *from;
+    }
+    /// Makes what was streamed visible before what follows.
+    #[inline(always)]
+    fn fence(self) {}
+
     /// Loads `LANES` values from `from + at` on.
     ///
     /// # Safety

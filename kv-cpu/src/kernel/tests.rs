@@ -299,3 +299,28 @@ fn rows_are_scaled_and_combined() {
         }
     }
 }
+
+#[test]
+fn what_goes_past_the_caches_is_what_is_converted() {
+    #[repr(align(64))]
+    struct Lines([u8; 4096]);
+    let values: Vec<_> = awkward(&mut Random::new(3)).into_iter().take(500).collect();
+    for (name, kernels) in all() {
+        for (from, to) in ELEMENTS.into_iter().flat_map(|from| ELEMENTS.map(|to| (from, to))) {
+            for (len, begin) in [(0, 0), (1, 0), (64, 0), (64, 4), (96, 64), (256, 0), (500, 128)] {
+                let source = encoded(from, &values[..len]);
+                let (bytes, mut lines) = (len * to.size(), Lines([0xab; 4096]));
+                let past = kernels.past_caches();
+                past.convert((from, &source), (to, &mut lines.0[begin..][..bytes]), &source);
+                drop(past);
+                let mut expected = vec![0; bytes];
+                kernels.convert((from, &source), (to, &mut expected));
+                let (before, written) = lines.0.split_at(begin);
+                let (written, behind) = written.split_at(bytes);
+                assert_eq!(written, expected, "{name} {from:?} {to:?} {len}");
+                let kept = before.iter().chain(behind).all(|byte| *byte == 0xab);
+                assert!(kept, "{name} {from:?} {to:?} {len}: bytes beside the row");
+            }
+        }
+    }
+}
