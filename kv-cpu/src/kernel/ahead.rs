@@ -1,9 +1,10 @@
 //! Lines of memory that are wanted soon.
 //!
 //! A core has few lines under way at a time, and what asks for more waits. So kernels ask for the
-//! next tile all through the one at hand, a few lines a step: in the order in which they lie, since
-//! the memory's own fetching follows such runs, and not only where rows are read, since a pause is
-//! time in which nothing comes.
+//! next tile all through the one at hand, a few lines a step, and not only where rows are read, as
+//! nothing comes in a pause. They ask in four places by turns, a quarter of the tile's lines from
+//! each on: loops that only read got a third more that way than from one place
+//! (`docs/performance.md`).
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -67,7 +68,6 @@ impl<'a> Stream<'a> {
         stream
     }
 
-    #[inline(always)]
     fn next_run(&mut self) {
         if let Some((run, later)) = self.later.split_first() {
             let begin = run.as_ptr().addr();
