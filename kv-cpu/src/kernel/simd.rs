@@ -57,7 +57,7 @@ pub(crate) trait Simd: Copy {
         sums
     }
 
-    /// Eight maxima at once; no lane is NaN.
+    /// Eight maxima at once; where a lane is NaN, that or any other lane of its vector.
     #[inline(always)]
     fn reduce_max8(self, v: [Self::F; 8]) -> [f32; 8] {
         let mut tops = [0.0; 8];
