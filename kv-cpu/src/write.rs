@@ -20,10 +20,10 @@ const OPERATION: &str = "write_kv";
 const TOKENS_PER_UNIT: usize = 16;
 /// Fewer bytes than this are written faster by one thread.
 const BYTES_SIDE_BY_SIDE: u64 = 1 << 19;
-/// So many bytes of a prompt are written past the caches: what comes behind them is read from
-/// memory before anybody reads them, and a line that is written as a whole need not be read first.
+/// So many bytes of prompts and more are written past the caches: a line that is written as a whole
+/// need not be read first. What is encoded goes through them.
 const BYTES_PAST_CACHES: u64 = 1 << 18;
-/// Tokens of a sequence that are no prompt: they are read at once.
+/// As many new tokens of each sequence are no prompt.
 const TOKENS_IN_CACHES: u32 = 16;
 /// How many tokens ahead rows are fetched that are written past the caches.
 const TOKENS_AHEAD: u32 = 4;
@@ -77,14 +77,7 @@ pub(crate) fn write_kv(
         });
         return Ok(());
     }
-    let written = k_plane
-        .layout()
-        .block_bytes()
-        .saturating_add(v_plane.layout().block_bytes())
-        .checked_div(u64::from(k_plane.layout().block_size()))
-        .unwrap_or(0)
-        .saturating_mul(u64::from(plan.total_new()));
-    let past = written >= BYTES_PAST_CACHES && plan.new_len_max() > TOKENS_IN_CACHES;
+    let past = work >= BYTES_PAST_CACHES && plan.new_len_max() > TOKENS_IN_CACHES;
     let units = tokens.div_ceil(TOKENS_PER_UNIT);
     cpu.threads.run(units, side_by_side, &mut workspace.scratch, |scratch, unit| {
         let begin = unit.saturating_mul(TOKENS_PER_UNIT);

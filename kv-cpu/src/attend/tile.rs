@@ -31,7 +31,7 @@ pub(super) struct Tiles<'s> {
 
 impl Tiles<'_> {
     /// Those of one kv head, of as many rows as have scores.
-    pub(super) fn of_head(&mut self, index: usize) -> Tiles<'_> {
+    pub(super) fn of_head<'a>(&'a mut self, index: usize, ahead: Ahead<'a>) -> Tiles<'a> {
         let rows = self.tile_bias.len();
         let part = |len: usize| index * len..(index + 1) * len;
         let all = self.running.len();
@@ -43,7 +43,7 @@ impl Tiles<'_> {
             out: &mut self.out[part(rows * v)],
             scores: self.scores,
             running: &mut self.running[part(rows)],
-            ahead: self.ahead,
+            ahead,
         }
     }
 }

@@ -55,8 +55,7 @@ pub(super) fn for_tiles(
             v: Stored { rows: &v[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
             k_mean: alike.mean(job, bounds.0, head),
         };
-        let mut of_head = state.of_head(to_usize(head - first));
-        of_head.ahead = Ahead::of(&runs);
+        let mut of_head = state.of_head(to_usize(head - first), Ahead::of(&runs));
         if k_stage.is_empty() {
             meet(job, unit, sequence, &mut of_head, &tile);
         } else {

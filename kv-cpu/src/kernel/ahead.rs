@@ -3,7 +3,7 @@
 //! A core has few lines under way at a time, and what asks for more waits. So kernels ask for the
 //! next tile all through the one at hand, a few lines a step, and not only where rows are read, as
 //! nothing comes in a pause. They ask in four places by turns, a quarter of the tile's lines from
-//! each on: loops that only read got a third more that way than from one place
+//! each on: loops that only read got 10 to 40 % more that way than from one place
 //! (`docs/performance.md`).
 #![expect(
     clippy::arithmetic_side_effects,
@@ -12,10 +12,7 @@
     reason = "kernel code: addresses and counts of lines, which the runs bound"
 )]
 use super::TILE;
-use super::simd::Simd;
-
-const LINE_BITS: u32 = 6;
-const LINE: usize = 1 << LINE_BITS;
+use super::simd::{LINE, Simd};
 
 /// Runs of memory: at most one a row of K and of V of a tile.
 #[derive(Debug)]
@@ -50,7 +47,7 @@ fn lines(run: &[u8]) -> usize {
     ((run.as_ptr().addr() & (LINE - 1)) + run.len()).div_ceil(LINE)
 }
 
-/// A quarter of the lines of some runs, in their order.
+/// A place among the lines of some runs, and those behind it.
 #[derive(Debug, Clone, Copy, Default)]
 struct Stream<'a> {
     run: &'a [u8],
@@ -96,8 +93,8 @@ pub(crate) struct Ahead<'a> {
     streams: [Stream<'a>; STREAMS],
     /// Turns since the streams were there.
     turns: usize,
-    /// Turns after that until one of them comes to the end of a run.
-    even: usize,
+    /// So many, and one of them is at the end of a run.
+    until: usize,
     /// Turns that are left.
     left: usize,
     /// Lines of all runs.
@@ -109,8 +106,8 @@ pub(crate) struct Ahead<'a> {
 const STREAMS: usize = 4;
 const TURN: usize = 1 << 10;
 
-/// The part of a tile's lines that a kernel asks for, of [`PARTS`]: as much as its part of the
-/// time.
+/// The part of a tile's lines that a kernel asks for, of [`PARTS`]. That other parts were better
+/// could not be told from noise.
 pub(super) mod part {
     pub(in super::super) const SCORES: usize = 6;
     pub(in super::super) const SOFTMAX: usize = 4;
@@ -155,7 +152,7 @@ impl<'a> Ahead<'a> {
     /// A line of each stream; none once all have come.
     #[inline(always)]
     fn turn(&mut self) -> Option<[*const u8; STREAMS]> {
-        if self.turns == self.even {
+        if self.turns == self.until {
             self.go_on();
         }
         self.left = self.left.checked_sub(1)?;
@@ -173,7 +170,7 @@ impl<'a> Ahead<'a> {
         self.turns = 0;
         // Those that are at their end go on behind it.
         let left = self.streams.iter().map(|stream| stream.left).filter(|left| *left > 0);
-        self.even = left.min().unwrap_or(usize::MAX);
+        self.until = left.min().unwrap_or(usize::MAX);
     }
 }
 
@@ -194,15 +191,15 @@ mod tests {
             let wanted = |line: usize| {
                 runs.list[..runs.len].iter().any(|run| {
                     let begin = run.as_ptr().addr();
-                    (begin >> LINE_BITS..=(begin + len - 1) >> LINE_BITS).contains(&line)
+                    (begin / LINE..=(begin + len - 1) / LINE).contains(&line)
                 })
             };
             let mut ahead = Ahead::of(&runs);
             let mut came = Vec::new();
             while let Some(lines) = ahead.turn() {
-                came.extend(lines.map(|line| line.addr() >> LINE_BITS));
+                came.extend(lines.map(|line| line.addr() / LINE));
             }
-            let first = memory.as_ptr().addr() >> LINE_BITS;
+            let first = memory.as_ptr().addr() / LINE;
             for line in first..=first + memory.len() / LINE {
                 assert!(!wanted(line) || came.contains(&line), "{count} of {len}: line {line}");
             }

@@ -13,7 +13,7 @@
 )]
 use std::arch::x86_64::*;
 
-use super::simd::Simd;
+use super::simd::{LINE, Simd};
 
 /// Witness that the instructions may run: made only inside functions that carry the features.
 #[derive(Debug, Clone, Copy)]
@@ -45,7 +45,7 @@ macro_rules! primitives {
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
             }
             #[inline(always)]
-            unsafe fn stream(self, from: &[u8; 64], to: &mut [u8; 64]) {
+            unsafe fn stream(self, from: &[u8; LINE], to: &mut [u8; LINE]) {
                 for half in [0, 32] {
                     let (from, to) = (from.as_ptr().wrapping_add(half), to.as_mut_ptr());
                     // SAFETY: half of the array, and an `Avx2` exists only where the features do.

@@ -7,7 +7,7 @@
 )]
 use std::arch::x86_64::*;
 
-use super::simd::Simd;
+use super::simd::{LINE, Simd};
 
 /// Witness that the instructions may run: made only inside functions that carry the features.
 #[derive(Debug, Clone, Copy)]
@@ -37,7 +37,7 @@ macro_rules! primitives {
                 unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
             }
             #[inline(always)]
-            unsafe fn stream(self, from: &[u8; 64], to: &mut [u8; 64]) {
+            unsafe fn stream(self, from: &[u8; LINE], to: &mut [u8; LINE]) {
                 // SAFETY: the array, and the witness.
                 let line = unsafe { _mm512_loadu_si512(from.as_ptr().cast()) };
                 // SAFETY: the array, aligned by condition 1, and the witness.
@@ -133,6 +133,7 @@ macro_rules! primitives {
     };
 }
 
+/// One step of [`fold_eight`].
 macro_rules! fold {
     ($with:ident, $parts:expr) => {{
         let [a, b] = $parts;
@@ -256,8 +257,8 @@ primitives! {
     }
 }
 
-/// What a fold of two vectors adds up: halves of `a` come to lie in the lower half of both results,
-/// of `b` in the upper one.
+/// What a fold of two vectors brings together: halves of `a` come to lie in the lower half of both
+/// results, of `b` in the upper one.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn halves(a: __m512, b: __m512) -> [__m512; 2] {

@@ -12,7 +12,7 @@
               that carries the target features"
 )]
 use super::ahead::{Ahead, part};
-use super::simd::Simd;
+use super::simd::{LINE, Simd};
 use super::stored::{F32, GROUP, Plain, Stored, load_part, store_part, whole};
 use super::{Running, Softmax, TILE};
 use crate::encoding::RowLayout;
@@ -258,7 +258,6 @@ pub(super) fn scale<S: Simd>(s: S, a: &mut [f32], x: f32) {
 /// Copies a row past the caches, if it is made of whole lines, and fetches another meanwhile.
 #[inline(always)]
 pub(super) fn copy_past<S: Simd>(s: S, from: &[u8], to: &mut [u8], ahead: &[u8]) {
-    const LINE: usize = 64;
     assert_eq!(from.len(), to.len(), "rows of one length");
     for at in (0..ahead.len()).step_by(LINE) {
         s.prefetch(ahead.as_ptr().wrapping_add(at));

@@ -34,9 +34,9 @@ use kv_core::KvFormat;
 use crate::encoding::{Element, Encoding, RowLayout};
 use crate::isa::Isa;
 
-/// Tokens that are scored, weighed and summed together. A tile of K, one of V and what is fetched
-/// ahead should fit the first cache: 64 was slower for decoding by a tenth, and no better for
-/// prefill.
+/// Tokens that are scored, weighed and summed together. A tile of K, one of V and, where it is
+/// fetched there, the next of both should fit the first cache: 64 was slower for decoding by a
+/// tenth, and no better for prefill.
 pub(crate) const TILE: usize = 32;
 /// Query rows that share each load of a K or V vector.
 pub(crate) const ROWS: usize = 4;

@@ -19,6 +19,9 @@ use kv_quant::minifloat::E4M3;
 /// Widest vector of any instruction set, in `f32` lanes; scratch rows are padded to it.
 pub(crate) const LANES_MAX: usize = 16;
 
+/// Bytes of a cache line.
+pub(super) const LINE: usize = 64;
+
 /// One instruction set's vectors of `f32`.
 pub(crate) trait Simd: Copy {
     /// A vector.
@@ -100,7 +103,7 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// 1. A cache line begins at `to`.
     #[inline(always)]
-    unsafe fn stream(self, from: &[u8; 64], to: &mut [u8; 64]) {
+    unsafe fn stream(self, from: &[u8; LINE], to: &mut [u8; LINE]) {
         *to = *from;
     }
     /// Makes what was streamed visible before what follows.

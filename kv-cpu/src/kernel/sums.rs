@@ -99,11 +99,13 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     // Pairs of a group, and groups that `P` pairs span.
     let pairs = HALF / S::LANES;
     let span = P.div_ceil(pairs) * GROUP;
+    let passes = args.rows.div_ceil(R) * (dim / (2 * P * S::LANES));
+    let pace = ahead.pace(part::SUMS, passes * (args.range.1 - args.range.0).div_ceil(STEP));
     let mut group = 0;
     while group + span <= dim {
         let mut first = 0;
         while first < pairs {
-            sum_pairs::<S, E, R, P>(s, args, row, (group, first), ahead);
+            sum_pairs::<S, E, R, P>(s, args, row, (group, first), (&mut *ahead, pace));
             first += P;
         }
         group += span;
@@ -111,7 +113,7 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     // Where more than one group is taken at a time, some may be left.
     while P > pairs && group + GROUP <= dim {
         for first in 0..pairs {
-            sum_pairs::<S, E, R, 1>(s, args, row, (group, first), ahead);
+            sum_pairs::<S, E, R, 1>(s, args, row, (group, first), (&mut *ahead, pace));
         }
         group += GROUP;
     }
@@ -129,10 +131,10 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
     args: &mut Sums<'_>,
     row: usize,
     (group, first): (usize, usize),
-    ahead: &mut Ahead<'_>,
+    (ahead, pace): (&mut Ahead<'_>, usize),
 ) {
     let pairs = HALF / S::LANES;
-    let place = |p: usize, half: usize| {
+    let vector = |p: usize, half: usize| {
         let pair = first + p;
         (group + pair / pairs * GROUP, pair % pairs * S::LANES + half * HALF)
     };
@@ -143,22 +145,20 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
     for r in 0..R {
         for p in 0..P {
             for half in 0..2 {
-                let (group, offset) = place(p, half);
+                let (group, offset) = vector(p, half);
                 // SAFETY: the vector lies in output row `row + r`, see above.
                 sums[r][p][half] = unsafe { s.load(out, r * stride + group + offset) };
             }
         }
     }
     let (mut token, end) = args.range;
-    let passes = args.rows.div_ceil(R) * (args.layout.dim() / (2 * P * S::LANES));
-    let due = ahead.pace(part::SUMS, passes * (end - token).div_ceil(STEP));
     while token < end {
-        ahead.fetch(s, due);
+        ahead.fetch(s, pace);
         let stop = (token / STEP * STEP + STEP).min(end);
         for v in &args.v[token..stop] {
             let mut values = [[s.splat(0.0); 2]; P];
             for p in 0..P {
-                let (group, offset) = place(p, 0);
+                let (group, offset) = vector(p, 0);
                 // SAFETY: a whole group of a V row, see above.
                 values[p] = unsafe { E::load_pair(s, v.as_ptr(), args.layout, group, offset) };
             }
@@ -178,7 +178,7 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
     for r in 0..R {
         for p in 0..P {
             for half in 0..2 {
-                let (group, offset) = place(p, half);
+                let (group, offset) = vector(p, half);
                 // SAFETY: as for the loads.
                 unsafe { s.store(out, r * stride + group + offset, sums[r][p][half]) };
             }

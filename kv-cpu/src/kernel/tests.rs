@@ -108,20 +108,8 @@ fn exponentials_are_exact_to_two_ulp() {
             (scores[0], scores[1], scores[2], scores[3]) = (0.0, f32::NEG_INFINITY, -1e-8, -200.0);
             let before = scores.clone();
             let mut running = Running::EMPTY;
-            let mut out = [1.0; LANES_MAX];
-            softmax(
-                kernels,
-                &mut Softmax {
-                    scores: &mut scores,
-                    range: (0, TILE),
-                    bias: &[0.0],
-                    scale: 1.0,
-                    cap: None,
-                    running: std::slice::from_mut(&mut running),
-                    out: &mut out,
-                    stride: LANES_MAX,
-                },
-            );
+            let tile = (&mut scores[..], (0, TILE));
+            let out = softmax_of_one(kernels, tile, (0.0, 1.0, None), &mut running);
             assert_eq!((out, running.max), ([0.0; LANES_MAX], 0.0), "{name}");
             assert_eq!((scores[0], scores[1], scores[3]), (1.0, 0.0, 0.0), "{name}");
             for (x, y) in before.iter().zip(&scores) {
@@ -136,6 +124,28 @@ fn exponentials_are_exact_to_two_ulp() {
 
 fn softmax(kernels: Kernels, args: &mut Softmax<'_>) {
     kernels.softmax(args, &mut Ahead::default());
+}
+
+/// One row, whose sums were 1 in every lane. Returns them.
+fn softmax_of_one(
+    kernels: Kernels,
+    (scores, range): (&mut [f32], (usize, usize)),
+    (bias, scale, cap): (f32, f32, Option<f32>),
+    running: &mut Running,
+) -> [f32; LANES_MAX] {
+    let mut out = [1.0; LANES_MAX];
+    let args = &mut Softmax {
+        scores,
+        range,
+        bias: &[bias],
+        scale,
+        cap,
+        running: std::slice::from_mut(running),
+        out: &mut out,
+        stride: LANES_MAX,
+    };
+    softmax(kernels, args);
+    out
 }
 
 #[test]
@@ -203,20 +213,7 @@ fn softmax_keeps_to_its_range_and_passes_nan_on() {
             let mut scores = vec![1000.0; TILE];
             scores[range.0..range.1].fill(1.0);
             let mut running = Running { max: 3.0, sum: 2.0 };
-            let mut out = [1.0; LANES_MAX];
-            softmax(
-                kernels,
-                &mut Softmax {
-                    scores: &mut scores,
-                    range,
-                    bias: &[0.0],
-                    scale: 2.0,
-                    cap: None,
-                    running: std::slice::from_mut(&mut running),
-                    out: &mut out,
-                    stride: LANES_MAX,
-                },
-            );
+            let out = softmax_of_one(kernels, (&mut scores, range), (0.0, 2.0, None), &mut running);
             assert_eq!(out, [1.0; LANES_MAX], "{name}");
             let seen = (range.1 - range.0) as f32;
             assert!((running.sum - 2.0 - seen * (-1.0_f32).exp()).abs() < 1e-4);
@@ -225,35 +222,11 @@ fn softmax_keeps_to_its_range_and_passes_nan_on() {
         let mut scores = vec![0.5; TILE];
         scores[7] = f32::NAN;
         let mut running = Running::EMPTY;
-        softmax(
-            kernels,
-            &mut Softmax {
-                scores: &mut scores,
-                range: (4, 9),
-                bias: &[0.0],
-                scale: 1.0,
-                cap: None,
-                running: std::slice::from_mut(&mut running),
-                out: &mut [0.0; LANES_MAX],
-                stride: LANES_MAX,
-            },
-        );
+        softmax_of_one(kernels, (&mut scores, (4, 9)), (0.0, 1.0, None), &mut running);
         assert!(running.sum.is_nan(), "{name}");
         let mut scores = vec![f32::NEG_INFINITY; TILE];
         let mut running = Running::EMPTY;
-        softmax(
-            kernels,
-            &mut Softmax {
-                scores: &mut scores,
-                range: (0, 9),
-                bias: &[0.0],
-                scale: 1.0,
-                cap: None,
-                running: std::slice::from_mut(&mut running),
-                out: &mut [0.0; LANES_MAX],
-                stride: LANES_MAX,
-            },
-        );
+        softmax_of_one(kernels, (&mut scores, (0, 9)), (0.0, 1.0, None), &mut running);
         assert_eq!((running.max, running.sum), (f32::NEG_INFINITY, 0.0), "{name}");
     }
 }
@@ -264,19 +237,7 @@ fn a_bias_is_part_of_the_score() {
         for cap in [None, Some(2.0)] {
             let weigh = |scores: &mut [f32], bias| {
                 let mut running = Running::EMPTY;
-                softmax(
-                    kernels,
-                    &mut Softmax {
-                        scores,
-                        range: (1, 3),
-                        bias: &[bias],
-                        scale: 0.5,
-                        cap,
-                        running: std::slice::from_mut(&mut running),
-                        out: &mut [0.0; LANES_MAX],
-                        stride: LANES_MAX,
-                    },
-                );
+                softmax_of_one(kernels, (scores, (1, 3)), (bias, 0.5, cap), &mut running);
                 (running.max, running.sum)
             };
             let (mut plain, mut biased) = ([0.0; TILE], [0.0; TILE]);
