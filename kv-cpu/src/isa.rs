@@ -18,13 +18,17 @@ pub enum Isa {
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ and VL.
     Avx512,
+    /// The same with AMX, tiles of bf16. Linux is asked for them for the whole process as soon as
+    /// somebody wants to know whether they are there.
+    Amx,
     /// 64-bit Arm.
     Neon,
 }
 
 impl Isa {
     /// Every instruction set, least to most capable.
-    pub const ALL: &'static [Self] = &[Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512];
+    pub const ALL: &'static [Self] =
+        &[Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512, Self::Amx];
 
     /// Whether this CPU has it.
     pub fn is_available(self) -> bool {
@@ -43,6 +47,8 @@ impl Isa {
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
             }
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => Self::Avx512.is_available() && crate::kernel::has_amx(),
             #[cfg(target_arch = "aarch64")]
             Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
             _ => false,
@@ -93,6 +99,7 @@ impl fmt::Display for Isa {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Amx => "amx",
             Self::Neon => "neon",
         })
     }
@@ -101,11 +108,9 @@ impl fmt::Display for Isa {
 impl FromStr for Isa {
     type Err = UnknownName;
     fn from_str(name: &str) -> Result<Self, UnknownName> {
-        Self::ALL
-            .iter()
-            .copied()
-            .find(|isa| isa.to_string() == name)
-            .ok_or_else(|| UnknownName::new("instruction set", name, "scalar, avx2, avx512, neon"))
+        Self::ALL.iter().copied().find(|isa| isa.to_string() == name).ok_or_else(|| {
+            UnknownName::new("instruction set", name, "scalar, avx2, avx512, amx, neon")
+        })
     }
 }
 

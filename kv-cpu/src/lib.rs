@@ -2,8 +2,9 @@
 //!
 //! Host memory is the device: [`CpuBackend`] implements the contract of
 //! [`kv_core::backend`] with attention, writes and copies that use a caller's tensors in place. The
-//! inner loops exist once and are instantiated for scalar code, AVX2, AVX-512 and NEON ([`Isa`]);
-//! which of them runs is decided when the backend is opened, and `KV_CPU_ISA` forces it.
+//! inner loops exist once and are instantiated for scalar code, AVX2, AVX-512 and NEON; prompts
+//! over planes of 16 and 8 bits go to AMX where there is one ([`Isa`]). Which of them runs is
+//! decided when the backend is opened, and `KV_CPU_ISA` forces it.
 //!
 //! Element types of q, k, v and out are independent of the stored format; sums are kept in `f32`.
 //! Results are the same bits on repeat and for any number of threads, as long as the plan is the

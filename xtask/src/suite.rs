@@ -181,16 +181,30 @@ fn conform(_: &Workspace) -> Result<Outcome> {
 /// The stage before has used the best kernels of this machine, and has erased them too.
 fn conform_kernels(_: &Workspace) -> Result<Outcome> {
     #[cfg(target_arch = "x86_64")]
-    let below_best = is_x86_feature_detected!("avx512f").then_some("avx2");
+    let below_best: &[&str] = if !is_x86_feature_detected!("avx512f") {
+        &[]
+    } else if has_amx() {
+        &["avx2", "avx512"]
+    } else {
+        &["avx2"]
+    };
     #[cfg(not(target_arch = "x86_64"))]
-    let below_best = None;
-    for isa in std::iter::once("scalar").chain(below_best) {
-        let env = vec![("KV_CPU_ISA", isa.into())];
+    let below_best: &[&str] = &[];
+    for isa in std::iter::once(&"scalar").chain(below_best) {
+        let env = vec![("KV_CPU_ISA", (*isa).into())];
         let options = Options { args: vec!["cpu::".into()], env, ..Options::default() };
         let what = format!("with {isa} kernels");
         clean(isa, &conformance::run_variation("cpu", &what, &options)?)?;
     }
     Ok(Outcome::Passed)
+}
+
+/// Leaf 7 of CPUID: bit 22 of EDX (AMX-BF16).
+#[cfg(target_arch = "x86_64")]
+fn has_amx() -> bool {
+    use std::arch::x86_64::{__cpuid_count, __get_cpuid_max};
+    let (leaves, _) = __get_cpuid_max(0);
+    leaves >= 7 && __cpuid_count(7, 0).edx & 1 << 22 != 0
 }
 
 fn clean(what: &str, total: &conformance::Counts) -> Result<Outcome> {

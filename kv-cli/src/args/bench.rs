@@ -96,8 +96,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N,..", value_delimiter = ',')]
     pub(crate) threads: Vec<NonZeroUsize>,
 
-    /// Instruction sets of the CPU (scalar, avx2, avx512, neon), in a suite a list; the best there
-    /// is unless given
+    /// Instruction sets of the CPU (scalar, avx2, avx512, amx, neon), in a suite a list; the best
+    /// there is unless given
     #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
     pub(crate) isa: Vec<Isa>,
 

@@ -4,6 +4,7 @@
 //! Its content depends on the plan alone, so neither the number of threads nor their order changes
 //! a bit. Contexts cut into several parts leave partial results, which [`merge`] joins. What
 //! no query sees costs nothing: neither a unit nor a read.
+mod matrix;
 mod merge;
 mod reach;
 mod stage;
@@ -23,7 +24,7 @@ use crate::access::Access;
 use crate::backend::Cpu;
 use crate::buffer::CpuBuffer;
 use crate::encoding::unsupported;
-use crate::kernel::{LANES_MAX, Running, join_pairs};
+use crate::kernel::{LANES_MAX, Running};
 use crate::num::{to_u64, to_usize};
 use crate::rows::{PlaneRows, Room, RowAt, RowsIn, RowsOut};
 use crate::workspace::Workspace;
@@ -31,6 +32,8 @@ use crate::workspace::Workspace;
 const OPERATION: &str = "attend";
 /// Query rows of one unit, where a group of heads has no more: what stays in the second cache.
 const ROWS_PER_UNIT: usize = 128;
+/// The same where matrices are multiplied, which has more to do at once.
+const ROWS_BY_MATRIX: usize = 512;
 /// Multiplications below which one thread is faster than several.
 const WORK_SIDE_BY_SIDE: u64 = 1 << 17;
 
@@ -52,6 +55,8 @@ pub(crate) struct Job<'a> {
     k: PlaneRows<'a>,
     v: PlaneRows<'a>,
     heads: Heads,
+    /// Whether all rows of K and V go to a unit that multiplies matrices.
+    by_matrix: bool,
 }
 
 /// Head counts, and row lengths with their padding in scratch memory.
@@ -98,6 +103,9 @@ pub(crate) fn attend(
     // SAFETY: entered above; this operation writes no plane.
     let v = unsafe { PlaneRows::new(&locked, v_view, v_constants, blocks, planned, OPERATION) }?;
     let heads = Heads::new(q.rows().heads(), k.layout(), v.layout())?;
+    let (k, v) = (k.in_pairs(), v.in_pairs());
+    let layouts = [k.rows(false), k.rows(true), v.rows(false), v.rows(true)];
+    let by_matrix = layouts.iter().all(|rows| cpu.kernels.has_matrix(rows.encoding()));
     let job = Job {
         cpu,
         plan: *plan,
@@ -105,9 +113,10 @@ pub(crate) fn attend(
         q,
         out,
         lse: lse.transpose()?,
-        k: k.in_pairs(),
-        v: v.in_pairs(),
+        k,
+        v,
         heads,
+        by_matrix,
     };
     let partials = unit::plan(&job, units, merges, blanks);
     partial_running.resize(partial_running.len().max(partials), Running::EMPTY);
@@ -182,7 +191,7 @@ impl Job<'_> {
         } else {
             self.cpu.kernels.scale(row, running.weight_in(total));
             if self.v.is_in_pairs() {
-                join_pairs(row);
+                self.cpu.kernels.join_pairs(row);
             }
             let kv_head = head.checked_div(self.heads.group).unwrap_or(0);
             if let Some(constants) = self.v.transform(kv_head) {

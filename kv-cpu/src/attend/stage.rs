@@ -1,10 +1,7 @@
 //! Tiles that are decoded before many query rows meet them.
 #![expect(clippy::indexing_slicing, reason = "kernel code: memory and tiles are sized by the unit")]
-use kv_core::plan::PlannedSequence;
-
 use super::Job;
-use super::tile::{Stored, Tile, Tiles, meet};
-use super::unit::Unit;
+use super::tile::{Seen, Stored, Tile, Tiles, meet};
 use super::walk::TileRows;
 use crate::encoding::{Element, Encoding, RowLayout};
 use crate::kernel::{RowScale, TILE};
@@ -12,10 +9,9 @@ use crate::kernel::{RowScale, TILE};
 /// Lets all query rows meet a tile that is decoded first.
 pub(super) fn meet_staged(
     job: &Job<'_>,
-    unit: &Unit,
-    sequence: &PlannedSequence,
     state: &mut Tiles<'_>,
     tile: &Tile<'_>,
+    seen: &Seen<'_>,
     (k_stage, v_stage): (&mut [f32], &mut [f32]),
 ) {
     let heads = job.heads;
@@ -31,7 +27,7 @@ pub(super) fn meet_staged(
         v: stage(job, tile.v, v_memory),
         k_mean: tile.k_mean,
     };
-    meet(job, unit, sequence, state, &staged);
+    meet(job, state, &staged, seen);
 }
 
 /// Where a tile is staged: how its rows lie there, floats from one to the next, the floats, the

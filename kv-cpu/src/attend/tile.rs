@@ -34,13 +34,13 @@ impl Tiles<'_> {
     pub(super) fn of_head<'a>(&'a mut self, index: usize, ahead: Ahead<'a>) -> Tiles<'a> {
         let rows = self.tile_bias.len();
         let part = |len: usize| index * len..(index + 1) * len;
-        let all = self.running.len();
-        let (k, v) = (self.q.len() / all, self.out.len() / all);
+        let heads = self.running.len() / rows;
+        let (k, v) = (self.q.len() / heads, self.out.len() / heads);
         Tiles {
-            q: &self.q[part(rows * k)],
+            q: &self.q[part(k)],
             bias: &self.bias[part(rows)],
             tile_bias: self.tile_bias,
-            out: &mut self.out[part(rows * v)],
+            out: &mut self.out[part(v)],
             scores: self.scores,
             running: &mut self.running[part(rows)],
             ahead,
@@ -66,30 +66,46 @@ pub(super) struct Tile<'t> {
     pub(super) k_mean: Option<&'t [u8]>,
 }
 
-/// Lets all query rows meet a tile. All of them score before any of them sums, so that K is not
-/// pushed out of the first cache by V.
-pub(super) fn meet(
-    job: &Job<'_>,
-    unit: &Unit,
-    sequence: &PlannedSequence,
-    state: &mut Tiles<'_>,
-    tile: &Tile<'_>,
-) {
-    let rows = state.running.len();
-    let (begin, end) = tile.bounds;
-    let group = to_usize(job.heads.group);
-    let sinks = job.options.window().map_or(0, |_| job.options.num_sink_tokens());
-    let seen = |row: usize| {
-        let query = unit.q_begin + to_u32(row / group);
-        let (low, high) = job.options.visible(sequence, query);
+/// Which tokens of a tile each query row sees.
+pub(super) struct Seen<'a> {
+    job: &'a Job<'a>,
+    unit: &'a Unit,
+    sequence: &'a PlannedSequence,
+    /// Positions of the tile.
+    bounds: (u32, u32),
+}
+
+impl<'a> Seen<'a> {
+    pub(super) fn new(
+        job: &'a Job<'a>,
+        unit: &'a Unit,
+        sequence: &'a PlannedSequence,
+        tile: &Tile<'_>,
+    ) -> Self {
+        Self { job, unit, sequence, bounds: tile.bounds }
+    }
+
+    /// From one token of the tile to another, by a row.
+    pub(super) fn by(&self, row: usize) -> (usize, usize) {
+        let (begin, end) = self.bounds;
+        let options = &self.job.options;
+        let query = self.unit.q_begin + to_u32(row / to_usize(self.job.heads.group));
+        let sinks = options.window().map_or(0, |_| options.num_sink_tokens());
+        let (low, high) = options.visible(self.sequence, query);
         // A tile of sink tokens holds no other, and a query sees what lies before its end.
         let low = if begin < sinks { 0 } else { low };
         let (low, high) = (low.clamp(begin, end) - begin, high.clamp(begin, end) - begin);
         (to_usize(low), to_usize(high.max(low)))
-    };
+    }
+}
+
+/// Lets all query rows meet a tile. All of them score before any of them sums, so that K is not
+/// pushed out of the first cache by V.
+pub(super) fn meet(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>, seen: &Seen<'_>) {
+    let rows = state.running.len();
     bias_rows(job, state, tile);
     // Both ends of what a query sees move one way, so those between see what these do.
-    let (range, last) = (seen(0), seen(rows.saturating_sub(1)));
+    let (range, last) = (seen.by(0), seen.by(rows.saturating_sub(1)));
     if range == last {
         score(job, state, tile, (0, rows), range);
         weigh(job, state, (0, rows), range);
@@ -123,11 +139,11 @@ struct Neighbours {
 
 impl Neighbours {
     /// The rows from `first` on that are worked at together.
-    fn new(first: usize, rows: usize, seen: impl Fn(usize) -> (usize, usize)) -> Self {
+    fn new(first: usize, rows: usize, seen: &Seen<'_>) -> Self {
         let count = (rows - first).min(ROWS);
         let mut ranges = [(0, 0); ROWS];
         for (i, range) in ranges[..count].iter_mut().enumerate() {
-            *range = seen(first + i);
+            *range = seen.by(first + i);
         }
         let low = ranges[..count].iter().map(|r| r.0).max().unwrap_or(0);
         let high = ranges[..count].iter().map(|r| r.1).min().unwrap_or(0);
@@ -216,7 +232,7 @@ fn score(
 
 /// What is added to the scores of each row: its bias, and its product with the mean that is off the
 /// keys of the tile.
-fn bias_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>) {
+pub(super) fn bias_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>) {
     state.tile_bias.copy_from_slice(state.bias);
     if let Some(mean) = tile.k_mean {
         let rows = state.running.len();

@@ -13,18 +13,21 @@ use kv_core::plan::PlannedSequence;
 use kv_quant::block::BlockMean;
 use kv_quant::transform;
 
+use super::matrix::OnMatrix;
 use super::merge::Merge;
 use super::reach::Reach;
-use super::tile::Tiles;
+use super::stage::meet_staged;
+use super::tile::{Seen, Tiles, meet};
 use super::walk::for_tiles;
-use super::{Blank, Heads, Job, ROWS_PER_UNIT};
+use super::{Blank, Heads, Job, ROWS_BY_MATRIX, ROWS_PER_UNIT};
 use crate::encoding::RowLayout;
-use crate::kernel::{Ahead, Running, TILE, split_pairs};
+use crate::kernel::{Ahead, BLOCK, Running, TILE};
 use crate::num::{to_u32, to_usize};
 use crate::rows::RowAt;
 use crate::workspace::AlignedFloats;
 
-/// Query rows from which on a tile is decoded once instead of at each use.
+/// Query rows from which on a tile is decoded once instead of at each use, or goes to the unit that
+/// multiplies matrices.
 const ROWS_STAGED: usize = 16;
 /// Query rows of all heads of a unit that has several: what stays in the second cache.
 const ROWS_OF_HEADS: usize = 64;
@@ -59,6 +62,8 @@ pub(crate) struct Scratch {
     scores: AlignedFloats,
     k: AlignedFloats,
     v: AlignedFloats,
+    queries: AlignedFloats,
+    blocks: AlignedFloats,
     running: Vec<Running>,
     mean: BlockMean,
 }
@@ -89,8 +94,8 @@ pub(super) fn plan(
     units.clear();
     merges.clear();
     blanks.clear();
-    let per_unit = (ROWS_PER_UNIT / to_usize(job.heads.group)).max(1);
-    let per_unit = to_u32(per_unit);
+    let rows = if job.by_matrix { ROWS_BY_MATRIX } else { ROWS_PER_UNIT };
+    let per_unit = to_u32((rows / to_usize(job.heads.group)).max(1));
     let q_heads = to_usize(job.q.rows().heads());
     let kv_heads = job.k.layout().num_kv_heads();
     let mut partials = 0;
@@ -217,29 +222,16 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
     let rows = to_usize(unit.q_end - unit.q_begin) * group;
     let all = rows * to_usize(unit.kv_heads.1 - unit.kv_heads.0);
     let q = scratch.q.get(all * heads.stride_k);
+    load_queries(job, unit, &sequence, q, scratch.bias.get(all));
+    let many = rows >= ROWS_STAGED;
+    if !(many && job.by_matrix && meet_tiles(job, unit, &sequence, scratch, (rows, all), true)) {
+        meet_tiles(job, unit, &sequence, scratch, (rows, all), false);
+    }
     let out = scratch.out.get(all * heads.stride_v);
-    out.fill(0.0);
-    let bias = scratch.bias.get(all);
-    load_queries(job, unit, &sequence, q, bias);
-    scratch.running.clear();
-    scratch.running.resize(all, Running::EMPTY);
-    let mut state = Tiles {
-        q,
-        bias,
-        tile_bias: scratch.tile_bias.get(rows),
-        out,
-        scores: scratch.scores.get(rows * TILE),
-        running: &mut scratch.running,
-        ahead: Ahead::default(),
-    };
-    let staged_tokens = if rows >= ROWS_STAGED { TILE } else { 0 };
-    let k = scratch.k.get(staged_tokens * heads.stride_k);
-    let v = scratch.v.get(staged_tokens * heads.stride_v);
-    for_tiles(job, unit, &sequence, &mut state, (k, v));
     for index in 0..all {
         let (head, query) = unit.place(index, group);
-        let values = &mut state.out[index * heads.stride_v..][..heads.dim_v];
-        let running = state.running[index];
+        let values = &mut out[index * heads.stride_v..][..heads.dim_v];
+        let running = scratch.running[index];
         if let Some(first) = unit.partial {
             let q_heads = to_usize(job.q.rows().heads());
             let index = first + to_usize(query) * q_heads + to_usize(head);
@@ -251,6 +243,57 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
             unsafe { job.finish(at, head, running, values) };
         }
     }
+}
+
+/// Lets the query rows that are loaded, `rows` a kv head and `all` of them, meet all tiles of a
+/// unit, on the unit that multiplies matrices or not. Whether all sums came out finite.
+fn meet_tiles(
+    job: &Job<'_>,
+    unit: &Unit,
+    sequence: &PlannedSequence,
+    scratch: &mut Scratch,
+    (rows, all): (usize, usize),
+    by_matrix: bool,
+) -> bool {
+    let heads = job.heads;
+    let matrix = if by_matrix { job.cpu.kernels.matrix() } else { None };
+    // Output rows go by blocks there, and the last block is whole.
+    let whole = if matrix.is_some() { all.next_multiple_of(BLOCK) } else { all };
+    let q = &*scratch.q.get(all * heads.stride_k);
+    let out = scratch.out.get(whole * heads.stride_v);
+    out.fill(0.0);
+    scratch.running.clear();
+    scratch.running.resize(all, Running::EMPTY);
+    let matrix = matrix.map(|matrix| {
+        OnMatrix::new(matrix, (q, rows), heads, (&mut scratch.queries, &mut scratch.blocks))
+    });
+    let mut state = Tiles {
+        q,
+        bias: scratch.bias.get(all),
+        tile_bias: scratch.tile_bias.get(rows),
+        out,
+        scores: scratch.scores.get(rows.next_multiple_of(BLOCK) * TILE),
+        running: &mut scratch.running,
+        ahead: Ahead::default(),
+    };
+    if let Some(mut matrix) = matrix {
+        for_tiles(job, unit, sequence, &mut state, |head, state, tile| {
+            matrix.meet(job, (head, state), tile, &Seen::new(job, unit, sequence, tile));
+        });
+        return matrix.is_finite(&state, heads.stride_v);
+    }
+    let staged_tokens = if rows >= ROWS_STAGED { job.cpu.kernels.tokens() } else { 0 };
+    let k = scratch.k.get(staged_tokens * heads.stride_k);
+    let v = scratch.v.get(staged_tokens * heads.stride_v);
+    for_tiles(job, unit, sequence, &mut state, |_, state, tile| {
+        let seen = Seen::new(job, unit, sequence, tile);
+        if staged_tokens == 0 {
+            meet(job, state, tile, &seen);
+        } else {
+            meet_staged(job, state, tile, &seen, (k, v));
+        }
+    });
+    true
 }
 
 impl Unit {
@@ -287,7 +330,7 @@ fn load_queries(
             transform::query(values, &constants);
         }
         if job.k.is_in_pairs() {
-            split_pairs(values);
+            job.cpu.kernels.split_pairs(values);
         }
     }
 }

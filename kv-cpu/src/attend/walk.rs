@@ -14,8 +14,7 @@ use kv_core::{PlaneLayout, SlotMap};
 
 use super::Job;
 use super::reach::Reach;
-use super::stage::meet_staged;
-use super::tile::{Stored, Tile, Tiles, meet};
+use super::tile::{Stored, Tile, Tiles};
 use super::unit::Unit;
 use crate::kernel::{Ahead, Runs, TILE};
 use crate::num::{offset, to_u32, to_usize};
@@ -24,13 +23,14 @@ use crate::rows::PlaneRows;
 /// Encoded rows of the tokens of a tile.
 pub(super) type TileRows<'a> = [&'a [u8]; TILE];
 
-/// Meets every tile of the unit's keys that any of its queries sees.
+/// Lets rows meet every tile of the unit's keys that any of its queries sees: the index of a head,
+/// its rows, and the tile.
 pub(super) fn for_tiles(
     job: &Job<'_>,
     unit: &Unit,
     sequence: &PlannedSequence,
     state: &mut Tiles<'_>,
-    (k_stage, v_stage): (&mut [f32], &mut [f32]),
+    mut meet: impl FnMut(usize, &mut Tiles<'_>, &Tile<'_>),
 ) {
     let reach = Reach::of(&job.options, sequence, (unit.q_begin, unit.q_end))
         .within(unit.kv_begin, unit.kv_end);
@@ -55,12 +55,8 @@ pub(super) fn for_tiles(
             v: Stored { rows: &v[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
             k_mean: alike.mean(job, bounds.0, head),
         };
-        let mut of_head = state.of_head(to_usize(head - first), Ahead::of(&runs));
-        if k_stage.is_empty() {
-            meet(job, unit, sequence, &mut of_head, &tile);
-        } else {
-            meet_staged(job, unit, sequence, &mut of_head, &tile, (k_stage, v_stage));
-        }
+        let index = to_usize(head - first);
+        meet(index, &mut state.of_head(index, Ahead::of(&runs)), &tile);
         std::mem::swap(&mut rows, &mut later);
         (bounds, head) = (next, next_head);
     }
@@ -129,6 +125,8 @@ struct Alike<'a> {
     /// First position behind sink tokens that are seen besides a window. A tile ends there, so that
     /// every query sees one range of it.
     sink_tokens: u32,
+    /// Tokens of a tile.
+    tokens: u32,
 }
 
 impl<'a> Alike<'a> {
@@ -137,7 +135,8 @@ impl<'a> Alike<'a> {
         let map = layout.slot_map();
         let tail = map.tail_begin(sequence.kv_len, sequence.coded);
         let sink_tokens = job.options.window().map_or(0, |_| job.options.num_sink_tokens());
-        Self { map, sequence, tail, by_block: layout.has_block_means(), sink_tokens }
+        let tokens = to_u32(job.cpu.kernels.tokens());
+        Self { map, sequence, tail, by_block: layout.has_block_means(), sink_tokens, tokens }
     }
 
     /// The tile at `from` or, where nothing is seen there, the next one; empty behind the last.
@@ -148,7 +147,7 @@ impl<'a> Alike<'a> {
         if from >= end {
             return (end, end);
         }
-        let tile = to_u32(TILE);
+        let tile = self.tokens;
         let cut = if from < self.sink_tokens { self.sink_tokens } else { u32::MAX };
         let limit = self.end(from).min(cut).min(end);
         (from, (from / tile * tile).saturating_add(tile).min(limit))

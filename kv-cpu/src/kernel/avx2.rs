@@ -29,6 +29,7 @@ macro_rules! primitives {
             type I = __m256i;
             const LANES: usize = 8;
             const SUMS: usize = 8;
+            const TOKENS: usize = 32;
             $(#[inline(always)]
             fn $name(self, $($arg: $type),*) -> $result {
                 #[inline]

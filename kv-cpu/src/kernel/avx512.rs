@@ -7,11 +7,18 @@
 )]
 use std::arch::x86_64::*;
 
-use super::simd::{LINE, Simd};
+use super::simd::{LINE, Simd, exp};
 
 /// Witness that the instructions may run: made only inside functions that carry the features.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Avx512(());
+
+impl Avx512 {
+    /// The witness, for functions that carry the features.
+    pub(super) const fn witness() -> Self {
+        Self(())
+    }
+}
 
 /// Writes each primitive twice: behind the features, and as the trait's method that calls it.
 macro_rules! primitives {
@@ -21,6 +28,7 @@ macro_rules! primitives {
             type I = __m512i;
             const LANES: usize = 16;
             const SUMS: usize = 16;
+            const TOKENS: usize = 64;
             $(#[inline(always)]
             fn $name(self, $($arg: $type),*) -> $result {
                 #[inline]
@@ -193,6 +201,22 @@ primitives! {
     fn zero_below(x: __m512, limit: f32, value: __m512) -> __m512 {
         let keep = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(limit));
         _mm512_maskz_mov_ps(keep, value)
+    }
+    // As the trait has it, but the exponent is set by an instruction that takes any.
+    fn exp(x: __m512) -> __m512 {
+        let n = _mm512_mul_ps(x, _mm512_set1_ps(std::f32::consts::LOG2_E));
+        let n = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(n);
+        let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(exp::LN2_HIGH), x);
+        let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(exp::LN2_LOW), r);
+        let [first, second, third, fourth, fifth, sixth] = exp::SERIES;
+        let p = _mm512_fmadd_ps(_mm512_set1_ps(first), r, _mm512_set1_ps(second));
+        let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(third));
+        let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(fourth));
+        let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(fifth));
+        let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(sixth));
+        let p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0));
+        let keep = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(exp::LEAST));
+        _mm512_maskz_scalef_ps(keep, p, n)
     }
     fn reduce_add(v: __m512) -> f32 {
         _mm512_reduce_add_ps(v)

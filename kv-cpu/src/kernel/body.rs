@@ -30,7 +30,7 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>, ahead: &mut Ahead<'
         "a token range lies inside its tile, and rows inside their slices"
     );
     let pace = ahead.pace(part::SOFTMAX, rows);
-    if args.range == (0, TILE) && args.cap.is_none() {
+    if begin == 0 && end > 0 && end.is_multiple_of(S::LANES) && args.cap.is_none() {
         let mut row = 0;
         while row < rows {
             let some = (rows - row).min(TOGETHER);
@@ -50,8 +50,8 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>, ahead: &mut Ahead<'
 /// Rows whose maxima and sums are taken together.
 const TOGETHER: usize = 8;
 
-/// As [`weigh`] does for one, with the same bits: several rows of a whole tile, so that those wait
-/// for each other's reductions less.
+/// As [`weigh`] does for one, with the same bits: several rows of whole vectors from a tile's begin
+/// on, so that those wait for each other's reductions less.
 #[inline(always)]
 fn weigh_tile<S: Simd>(
     s: S,
@@ -60,12 +60,14 @@ fn weigh_tile<S: Simd>(
     (ahead, pace): (&mut Ahead<'_>, usize),
 ) {
     let scores = args.scores[first * TILE..][..rows * TILE].as_mut_ptr();
+    let end = args.range.1;
+    assert!(end <= TILE && end.is_multiple_of(S::LANES), "whole vectors of a tile");
     let mut tops = [s.splat(f32::NEG_INFINITY); TOGETHER];
     for row in 0..rows {
         let (bias, scale) = (s.splat(args.bias[first + row]), s.splat(args.scale));
         let mut i = row * TILE;
-        while i < (row + 1) * TILE {
-            // SAFETY: `i + LANES <= rows * TILE`, as `LANES` divides `TILE`.
+        while i < row * TILE + end {
+            // SAFETY: `i + LANES <= row * TILE + end`, inside the scores by the assertion.
             let score = unsafe { s.load(scores, i) };
             let scaled = s.mul(s.add(score, bias), scale);
             // SAFETY: as above.
@@ -80,7 +82,7 @@ fn weigh_tile<S: Simd>(
     for row in 0..rows {
         let base = base(args.running[first + row].max.max(tops[row]));
         let mut i = row * TILE;
-        while i < (row + 1) * TILE {
+        while i < row * TILE + end {
             // SAFETY: as above.
             let score = unsafe { s.load(scores, i) };
             let weight = s.exp(s.add(score, s.splat(-base)));
@@ -135,7 +137,7 @@ fn weigh<S: Simd>(
     running: &mut Running,
 ) -> f32 {
     assert!(scores.len() == TILE && end <= TILE, "a range of a tile");
-    // Whole vectors around the range; TILE is a multiple of every vector's length.
+    // Whole vectors around the range; `TILE` is a multiple of every vector's length.
     let first = begin / S::LANES * S::LANES;
     let last = end.div_ceil(S::LANES) * S::LANES;
     let mut i = first;

@@ -25,6 +25,7 @@ impl Simd for Wide {
     type I = [u32; 16];
     const LANES: usize = 16;
     const SUMS: usize = 16;
+    const TOKENS: usize = 64;
     #[inline(never)]
     fn splat(self, x: f32) -> [f32; 16] {
         [x; 16]

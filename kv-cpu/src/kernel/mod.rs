@@ -7,6 +7,17 @@
 mod ahead;
 mod body;
 mod codes;
+mod convert;
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(
+        dead_code,
+        unused_imports,
+        unused_macros,
+        reason = "no other architecture has a unit, but tests emulate one"
+    )
+)]
+mod matrix;
 mod scores;
 mod simd;
 mod stored;
@@ -26,18 +37,19 @@ mod scalar;
 mod tests;
 
 pub(crate) use ahead::{Ahead, Runs};
+pub(crate) use convert::PastCaches;
+pub(crate) use matrix::{BLOCK, Matrix, Memory, Queries, QueryShape, TileRows};
 pub(crate) use simd::LANES_MAX;
-pub(crate) use stored::{join_pairs, split_pairs};
 
 use kv_core::KvFormat;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use matrix::amx::is_available as has_amx;
 
 use crate::encoding::{Element, Encoding, RowLayout};
 use crate::isa::Isa;
 
-/// Tokens that are scored, weighed and summed together. A tile of K, one of V and, where it is
-/// fetched there, the next of both should fit the first cache: 64 was slower for decoding by a
-/// tenth, and no better for prefill.
-pub(crate) const TILE: usize = 32;
+/// Most tokens that are scored, weighed and summed together; [`Kernels::tokens`] says how many are.
+pub(crate) const TILE: usize = 64;
 /// Query rows that share each load of a K or V vector.
 pub(crate) const ROWS: usize = 4;
 
@@ -119,6 +131,7 @@ type Encode = unsafe fn(&[f32], &mut [u8]);
 
 /// The kernels of one instruction set. Calling one is sound only on a CPU that has the set.
 pub(crate) struct Table {
+    tokens: usize,
     scores: [unsafe fn(&mut Scores<'_>, &mut Ahead<'_>); Encoding::COUNT],
     sums: [unsafe fn(&mut Sums<'_>, &mut Ahead<'_>); Encoding::COUNT],
     decode: [Decode; Encoding::COUNT],
@@ -128,13 +141,15 @@ pub(crate) struct Table {
     softmax: unsafe fn(&mut Softmax<'_>, &mut Ahead<'_>),
     combine: unsafe fn(&mut [f32], f32, &[f32], f32),
     scale: unsafe fn(&mut [f32], f32),
+    split_pairs: unsafe fn(&mut [f32]),
+    join_pairs: unsafe fn(&mut [f32]),
     copy_past: unsafe fn(&[u8], &mut [u8], &[u8]),
     fence: unsafe fn(),
 }
 
 /// A table whose instruction set this CPU has.
 #[derive(Clone, Copy)]
-pub(crate) struct Kernels(&'static Table);
+pub(crate) struct Kernels(&'static Table, Option<&'static matrix::Table>);
 
 impl std::fmt::Debug for Kernels {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -148,24 +163,36 @@ impl Kernels {
         if !isa.is_available() {
             return None;
         }
-        Some(Self(match isa {
-            Isa::Scalar => &scalar::TABLE,
+        Some(match isa {
+            Isa::Scalar => Self(&scalar::TABLE, None),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => &avx2::TABLE,
+            Isa::Avx2 => Self(&avx2::TABLE, None),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => &avx512::TABLE,
+            Isa::Avx512 => Self(&avx512::TABLE, None),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => Self(&avx512::TABLE, Some(&matrix::amx::TABLE)),
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon => &neon::TABLE,
+            Isa::Neon => Self(&neon::TABLE, None),
             _ => return None,
-        }))
+        })
     }
 
     /// Sixteen lanes that run on any CPU.
     #[cfg(test)]
     pub(crate) fn emulated() -> Self {
-        Self(&emulated::TABLE)
+        Self(&emulated::TABLE, None)
     }
 
+    /// The same, and blocks of matrices.
+    #[cfg(test)]
+    pub(crate) fn emulated_matrix() -> Self {
+        Self(&emulated::TABLE, Some(&matrix::emulated::TABLE))
+    }
+
+    /// Tokens of a tile: [`TILE`] or fewer.
+    pub(crate) fn tokens(self) -> usize {
+        self.0.tokens
+    }
     /// Scores a tile of K. Asks for some of `ahead` meanwhile, as the next two do.
     pub(crate) fn scores(self, args: &mut Scores<'_>, ahead: &mut Ahead<'_>) {
         let kernel = of_encoding(&self.0.scores, args.layout.encoding());
@@ -217,6 +244,17 @@ impl Kernels {
         unsafe { (self.0.scale)(a, x) }
     }
 
+    /// Brings a row into the order of [`Encoding::Bf16Pairs`].
+    pub(crate) fn split_pairs(self, row: &mut [f32]) {
+        // SAFETY: the CPU has the instruction set, by `Self::of`.
+        unsafe { (self.0.split_pairs)(row) }
+    }
+    /// Brings a row back into its own order.
+    pub(crate) fn join_pairs(self, row: &mut [f32]) {
+        // SAFETY: the CPU has the instruction set, by `Self::of`.
+        unsafe { (self.0.join_pairs)(row) }
+    }
+
     /// Decodes a row with its own scale, or the given one: `kv_quant::row::decode_row` to the bit.
     pub(crate) fn decode_scaled(self, layout: &RowLayout, given: f32, from: &[u8], to: &mut [f32]) {
         if layout.encoding() == Encoding::Nvfp4 {
@@ -234,72 +272,6 @@ impl Kernels {
         if scale.to_bits() != 1.0_f32.to_bits() {
             self.scale(to, scale);
         }
-    }
-
-    /// Copies a run of values from one element type to another, through `f32` where they differ.
-    pub(crate) fn convert(self, from: (Element, &[u8]), to: (Element, &mut [u8])) {
-        self.convert_with(from, to, |from, to| to.copy_from_slice(from));
-    }
-
-    /// As [`Self::convert`]; `copy` brings what has the right type to its place.
-    fn convert_with(
-        self,
-        (from_element, from): (Element, &[u8]),
-        (to_element, to): (Element, &mut [u8]),
-        mut copy: impl FnMut(&[u8], &mut [u8]),
-    ) {
-        const CHUNK: usize = 256;
-        if from_element == to_element {
-            copy(from, to);
-            return;
-        }
-        let (mut values, mut encoded) = ([0.0; CHUNK], [0; 4 * CHUNK]);
-        let from = from.chunks(CHUNK.saturating_mul(from_element.size()));
-        let to = to.chunks_mut(CHUNK.saturating_mul(to_element.size()));
-        for (from, to) in from.zip(to) {
-            let len = to.len().checked_div(to_element.size()).unwrap_or(0);
-            let (Some(values), Some(encoded)) =
-                (values.get_mut(..len), encoded.get_mut(..to.len()))
-            else {
-                continue;
-            };
-            self.decode(&RowLayout::plain(from_element, len), from, values);
-            self.encode(to_element, values, encoded);
-            copy(encoded, to);
-        }
-    }
-
-    /// To write past the caches.
-    pub(crate) fn past_caches(self) -> PastCaches {
-        PastCaches(self)
-    }
-}
-
-/// Writes past the caches, where the CPU can. What was written is there for other threads once this
-/// is dropped.
-#[derive(Debug)]
-pub(crate) struct PastCaches(Kernels);
-
-impl PastCaches {
-    /// As [`Kernels::convert`]. Fetches `ahead` meanwhile, which is wanted soon.
-    pub(crate) fn convert(
-        &self,
-        from: (Element, &[u8]),
-        to: (Element, &mut [u8]),
-        mut ahead: &[u8],
-    ) {
-        let Self(kernels) = self;
-        kernels.convert_with(from, to, |from, to| {
-            // SAFETY: the CPU has the instruction set, by `Kernels::of`.
-            unsafe { (kernels.0.copy_past)(from, to, std::mem::take(&mut ahead)) }
-        });
-    }
-}
-
-impl Drop for PastCaches {
-    fn drop(&mut self) {
-        // SAFETY: the CPU has the instruction set, by `Kernels::of`.
-        unsafe { (self.0.0.fence)() }
     }
 }
 
@@ -352,6 +324,14 @@ macro_rules! table {
                 body::scale($simd, a, x)
             }
             $(#[$attribute])*
+            fn split_pairs(row: &mut [f32]) {
+                super::stored::split_pairs(row);
+            }
+            $(#[$attribute])*
+            fn join_pairs(row: &mut [f32]) {
+                super::stored::join_pairs(row);
+            }
+            $(#[$attribute])*
             fn copy_past(from: &[u8], to: &mut [u8], ahead: &[u8]) {
                 body::copy_past($simd, from, to, ahead)
             }
@@ -383,6 +363,7 @@ macro_rules! table {
                 };
             }
             Table {
+                tokens: super::simd::tokens($simd),
                 scores: each!(scores),
                 sums: each!(sums),
                 decode: each!(decode),
@@ -391,6 +372,8 @@ macro_rules! table {
                 softmax,
                 combine,
                 scale,
+                split_pairs,
+                join_pairs,
                 copy_past,
                 fence,
             }

@@ -24,6 +24,7 @@ macro_rules! primitives {
             type I = uint32x4_t;
             const LANES: usize = 4;
             const SUMS: usize = 8;
+            const TOKENS: usize = 32;
             $(#[inline(always)]
             fn $name(self, $($arg: $type),*) -> $result {
                 #[inline]

@@ -22,6 +22,7 @@ impl Simd for Scalar {
     type I = u32;
     const LANES: usize = 1;
     const SUMS: usize = 4;
+    const TOKENS: usize = 32;
     #[inline(always)]
     fn splat(self, x: f32) -> f32 {
         x

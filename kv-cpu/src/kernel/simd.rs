@@ -22,6 +22,24 @@ pub(crate) const LANES_MAX: usize = 16;
 /// Bytes of a cache line.
 pub(super) const LINE: usize = 64;
 
+/// Tokens of a tile for these vectors.
+pub(super) const fn tokens<S: Simd>(_: S) -> usize {
+    const { assert!(S::TOKENS <= super::TILE && S::TOKENS.is_multiple_of(S::LANES)) };
+    S::TOKENS
+}
+
+/// Numbers of [`Simd::exp`].
+pub(super) mod exp {
+    /// The natural logarithm of 2 in two parts, the first of few bits.
+    pub(in super::super) const LN2_HIGH: f32 = 0.693_359_4;
+    pub(in super::super) const LN2_LOW: f32 = -2.121_944_4e-4;
+    /// Below it the result would be less than the least normal number.
+    pub(in super::super) const LEAST: f32 = -87.336;
+    /// Of `(e^r - 1 - r) / r^2`, highest power first.
+    pub(in super::super) const SERIES: [f32; 6] =
+        [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.0e-1];
+}
+
 /// One instruction set's vectors of `f32`.
 pub(crate) trait Simd: Copy {
     /// A vector.
@@ -33,6 +51,9 @@ pub(crate) trait Simd: Copy {
     /// Sums that loops keep in registers besides what they add: as many vectors, or pairs of them
     /// where values come in pairs. 4, 8 or 16.
     const SUMS: usize;
+    /// Tokens of a tile: a multiple of `LANES`, [`super::TILE`] at most. A tile of K, one of V and
+    /// the next of both should fit the cache into which the next one is fetched.
+    const TOKENS: usize;
 
     fn splat(self, x: f32) -> Self::F;
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
@@ -74,23 +95,18 @@ pub(crate) trait Simd: Copy {
     /// number, NaN for NaN. Cephes' `expf`: `2^n * p(x - n ln 2)`.
     #[inline(always)]
     fn exp(self, x: Self::F) -> Self::F {
-        const LN2_HIGH: f32 = 0.693_359_4;
-        const LN2_LOW: f32 = -2.121_944_4e-4;
-        const LEAST: f32 = -87.336;
         let clamped = self.max(self.splat(-88.0), x);
         let n = self.round(self.mul(clamped, self.splat(std::f32::consts::LOG2_E)));
-        let r = self.fma(n, self.splat(-LN2_HIGH), clamped);
-        let r = self.fma(n, self.splat(-LN2_LOW), r);
-        let mut p = self.splat(1.987_569_1e-4);
-        p = self.fma(p, r, self.splat(1.398_2e-3));
-        p = self.fma(p, r, self.splat(8.333_452e-3));
-        p = self.fma(p, r, self.splat(4.166_579_6e-2));
-        p = self.fma(p, r, self.splat(1.666_666_5e-1));
-        p = self.fma(p, r, self.splat(5.0e-1));
+        let r = self.fma(n, self.splat(-exp::LN2_HIGH), clamped);
+        let r = self.fma(n, self.splat(-exp::LN2_LOW), r);
+        let mut p = self.splat(exp::SERIES[0]);
+        for term in &exp::SERIES[1..] {
+            p = self.fma(p, r, self.splat(*term));
+        }
         p = self.fma(self.mul(p, r), r, r);
         p = self.add(p, self.splat(1.0));
         // `n` is -127 only below `LEAST`, where the result is replaced.
-        self.zero_below(x, LEAST, self.mul(p, self.pow2(n)))
+        self.zero_below(x, exp::LEAST, self.mul(p, self.pow2(n)))
     }
 
     /// Starts to fetch the cache line at `at`; never faults.

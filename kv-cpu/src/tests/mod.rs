@@ -67,6 +67,8 @@ fn backends() -> Vec<(String, CpuBackend)> {
     }
     let wide = open(Isa::Scalar, 1).unwrap().with_kernels(Kernels::emulated());
     list.push(("emulated".to_owned(), wide));
+    let matrix = open(Isa::Scalar, 1).unwrap().with_kernels(Kernels::emulated_matrix());
+    list.push(("emulated matrices".to_owned(), matrix));
     let threads = open(Isa::detect(), 3).unwrap();
     list.push((format!("{} on 3 threads", Isa::detect()), threads));
     list

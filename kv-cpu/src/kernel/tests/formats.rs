@@ -65,15 +65,15 @@ fn every_code_of_a_byte_decodes() {
 }
 
 /// A tile of rows and what they decode to.
-struct Tiled {
-    layout: RowLayout,
-    bytes: Vec<Vec<u8>>,
-    values: Vec<Vec<f32>>,
+pub(super) struct Tiled {
+    pub(super) layout: RowLayout,
+    pub(super) bytes: Vec<Vec<u8>>,
+    pub(super) values: Vec<Vec<f32>>,
     given: f32,
 }
 
 impl Tiled {
-    fn new(random: &mut Random, format: KvFormat, dim: usize) -> Self {
+    pub(super) fn new(random: &mut Random, format: KvFormat, dim: usize) -> Self {
         let layout = layout(format, dim);
         let (mut bytes, mut values) = (Vec::new(), Vec::new());
         for _ in 0..TILE {
@@ -87,7 +87,7 @@ impl Tiled {
         }
         Self { layout, bytes, values, given: given(format) }
     }
-    fn scale(&self) -> RowScale<'static> {
+    pub(super) fn scale(&self) -> RowScale<'static> {
         if self.layout.has_scale() { RowScale::Stored } else { RowScale::Given(self.given) }
     }
 }
@@ -201,18 +201,18 @@ fn pairs_of_bf16_are_its_values_in_another_order() {
         let q: Vec<_> = (0..QUERIES * stride)
             .map(|i| if i % stride < dim { random.unit() } else { 0.0 })
             .collect();
-        let mut split = q.clone();
-        split.chunks_mut(stride).for_each(|row| split_pairs(&mut row[..dim]));
         let pairs = tile.layout.in_pairs();
         let k: Vec<&[u8]> = tile.bytes.iter().map(Vec::as_slice).collect();
         for (name, kernels) in all() {
             let name = format!("{name} {dim}");
+            let mut split = q.clone();
+            split.chunks_mut(stride).for_each(|row| kernels.split_pairs(&mut row[..dim]));
             for (row, values) in tile.bytes.iter().zip(&tile.values) {
                 let mut decoded = vec![0.0; dim];
                 kernels.decode(&pairs, row, &mut decoded);
-                join_pairs(&mut decoded);
+                kernels.join_pairs(&mut decoded);
                 assert_eq!(&decoded, values, "{name}");
-                split_pairs(&mut decoded);
+                kernels.split_pairs(&mut decoded);
                 let mut again = vec![0.0; dim];
                 kernels.decode(&pairs, row, &mut again);
                 assert_eq!(decoded, again, "{name}");
@@ -231,7 +231,7 @@ fn pairs_of_bf16_are_its_values_in_another_order() {
                 scores_and_sums(kernels, (&split, stride), (&rows, &plain, given), (4, range));
             assert_eq!(bits(&again[0]), bits(&taken[0]), "{name} staged");
             assert_eq!(bits(&again[1]), bits(&taken[1]), "{name} staged");
-            taken[1].chunks_mut(stride).for_each(|row| join_pairs(&mut row[..dim]));
+            taken[1].chunks_mut(stride).for_each(|row| kernels.join_pairs(&mut row[..dim]));
             for (natural, taken) in natural.iter().flatten().zip(taken.iter().flatten()) {
                 let near = (natural - taken).abs() <= 2e-4 * (1.0 + natural.abs());
                 assert!(near || natural.is_nan(), "{name}: {natural} {taken}");

@@ -1,0 +1,149 @@
+//! One tile of K and V against all query rows of a unit at once, on a unit that multiplies
+//! matrices.
+//!
+//! Every row scores every token of the tile; what a row does not see gets no weight. Where a result
+//! is not finite, the unit runs again as in `tile.rs`, each row with the tokens that it sees.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::indexing_slicing,
+    reason = "kernel code: rows and tokens are counted by the unit that owns the memory"
+)]
+use super::tile::{Seen, Tile, Tiles, bias_rows};
+use super::{Heads, Job};
+use crate::encoding::Element;
+use crate::kernel::{Ahead, BLOCK, Matrix, Memory, Queries, QueryShape, Softmax, TILE, TileRows};
+use crate::num::to_usize;
+use crate::workspace::AlignedFloats;
+
+/// A unit's query rows as the matrix unit takes them, and memory for tiles.
+pub(super) struct OnMatrix<'s> {
+    matrix: Matrix,
+    /// Of one kv head.
+    shape: QueryShape,
+    /// Of all of them, one after another.
+    words: &'s [u32],
+    memory: Memory<'s>,
+}
+
+impl<'s> OnMatrix<'s> {
+    /// Takes query rows, `rows` a kv head.
+    pub(super) fn new(
+        matrix: Matrix,
+        (q, rows): (&[f32], usize),
+        heads: Heads,
+        (words, memory): (&'s mut AlignedFloats, &'s mut AlignedFloats),
+    ) -> Self {
+        let shape = QueryShape { rows, dim: heads.dim_k, terms: matrix.terms(q) };
+        let of_head = rows * heads.stride_k;
+        let words = words.get(q.len() / of_head * shape.words());
+        let words: &mut [u32] = bytemuck::cast_slice_mut(words);
+        for (q, words) in q.chunks_exact(of_head).zip(words.chunks_exact_mut(shape.words())) {
+            matrix.queries((q, heads.stride_k), shape, words);
+        }
+        let memory = memory.get(Memory::words(heads.dim_k, heads.dim_v));
+        let memory = Memory::new(bytemuck::cast_slice_mut(memory), heads.dim_k, heads.dim_v);
+        Self { matrix, shape, words, memory }
+    }
+
+    /// Whether all sums, in rows `stride` floats apart, are finite, and may be taken for what they
+    /// are.
+    pub(super) fn is_finite(&self, state: &Tiles<'_>, stride: usize) -> bool {
+        self.matrix.is_finite(&state.out[..state.running.len() * stride])
+            && state.running.iter().all(|row| row.sum.is_finite())
+    }
+
+    /// Lets all query rows of the kv head at `head` of the unit meet a tile.
+    pub(super) fn meet(
+        &mut self,
+        job: &Job<'_>,
+        (head, state): (usize, &mut Tiles<'_>),
+        tile: &Tile<'_>,
+        seen: &Seen<'_>,
+    ) {
+        let (rows, stride) = (state.running.len(), job.heads.stride_v);
+        let words = &self.words[head * self.shape.words()..][..self.shape.words()];
+        let queries = Queries { shape: self.shape, words };
+        let exact = job.out.element() == Element::F32;
+        bias_rows(job, state, tile);
+        let [k, v] = [tile.k, tile.v].map(|plane| TileRows {
+            rows: plane.rows,
+            layout: plane.layout,
+            scale: plane.scale,
+        });
+        self.matrix.stage([&k, &v], &mut self.memory, &mut state.ahead);
+        let (begin, end) = seeing(rows, seen, tile);
+        for first in (begin..end).step_by(BLOCK) {
+            let scores = &mut state.scores[first * TILE..][..BLOCK * TILE];
+            self.matrix.scores(&queries, first, &self.memory, scores);
+        }
+        for_alike(job, (begin, end), seen, |row, rows, range| {
+            weigh(job, state, (row, rows), range);
+        });
+        for first in (begin..end).step_by(BLOCK) {
+            let weights = &mut state.scores[first * TILE..][..BLOCK * TILE];
+            let out = &mut state.out[first * stride..][..BLOCK * stride];
+            self.matrix.sums(&mut self.memory, weights, exact, (out, stride));
+        }
+    }
+}
+
+/// The rows that see some of a tile, from a multiple of [`BLOCK`] on.
+fn seeing(rows: usize, seen: &Seen<'_>, tile: &Tile<'_>) -> (usize, usize) {
+    // Both ends of what a query sees move one way: some rows do not see it yet, some no longer.
+    let (mut begin, mut end) = (0, rows);
+    while begin + BLOCK < end && seen.by(begin + BLOCK - 1).1 == 0 {
+        begin += BLOCK;
+    }
+    while begin + BLOCK < end && seen.by((end - 1) / BLOCK * BLOCK).0 == tile.k.rows.len() {
+        end = (end - 1) / BLOCK * BLOCK;
+    }
+    (begin, end)
+}
+
+/// Makes the scores of some rows weights of the tokens that they see, and zero for others.
+fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, rows): (usize, usize), range: (usize, usize)) {
+    let stride = job.heads.stride_v;
+    let scores = &mut state.scores[row * TILE..][..rows * TILE];
+    if range.0 < range.1 {
+        let mut args = Softmax {
+            scores: &mut *scores,
+            range,
+            bias: &state.tile_bias[row..][..rows],
+            scale: job.options.scale(),
+            cap: job.options.cap(),
+            running: &mut state.running[row..][..rows],
+            out: &mut state.out[row * stride..][..rows * stride],
+            stride,
+        };
+        job.cpu.kernels.softmax(&mut args, &mut Ahead::default());
+    }
+    if range != (0, TILE) {
+        for weights in scores.chunks_exact_mut(TILE) {
+            weights[..range.0].fill(0.0);
+            weights[range.1..].fill(0.0);
+        }
+    }
+}
+
+/// Calls with neighbours of the rows from `first` to `end` that see the same tokens of a tile: the
+/// first, their number, and the tokens.
+fn for_alike(
+    job: &Job<'_>,
+    (first, end): (usize, usize),
+    seen: &Seen<'_>,
+    mut call: impl FnMut(usize, usize, (usize, usize)),
+) {
+    // Both ends of what a query sees move one way, so those between see what these do.
+    let range = seen.by(first);
+    if range == seen.by(end - 1) {
+        call(first, end - first, range);
+        return;
+    }
+    let group = to_usize(job.heads.group);
+    let mut row = first;
+    while row < end {
+        let next = ((row / group + 1) * group).min(end);
+        call(row, next - row, seen.by(row));
+        row = next;
+    }
+}

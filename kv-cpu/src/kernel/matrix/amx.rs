@@ -1,0 +1,306 @@
+//! AMX: blocks of 16 rows of 64 bytes, in tile registers that only assembly reaches.
+//!
+//! No register carries anything from one piece of assembly to the next but the shapes of the tiles,
+//! which nothing else in the process sets.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::inline_always,
+    reason = "kernel code: bounds are asserted at the entry, and helpers must melt into the \
+              function that carries the target features"
+)]
+use std::arch::asm;
+use std::arch::x86_64::{
+    __m512, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_set1_epi32,
+    _mm512_setzero_ps, _mm512_shuffle_ps, _mm512_srli_epi32, _mm512_storeu_si512,
+    _mm512_ternarylogic_epi32, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
+};
+use std::sync::OnceLock;
+
+use super::super::avx512::Avx512;
+use super::super::simd::{LINE, Simd};
+use super::unit::{Unit, Words};
+use super::{BLOCK, PARTS, UPPER, WORDS};
+
+/// Witness that the tiles are set up: made only inside functions that need it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Amx(());
+
+/// Whether the CPU has tiles of bf16 and the system lets this process use them, which it is asked
+/// once.
+pub(crate) fn is_available() -> bool {
+    static ALLOWED: OnceLock<bool> = OnceLock::new();
+    *ALLOWED.get_or_init(|| has_tiles() && is_allowed())
+}
+
+/// Leaf 7 of CPUID: bits 22 (AMX-BF16) and 24 (AMX-TILE) of EDX.
+fn has_tiles() -> bool {
+    use std::arch::x86_64::{__cpuid_count, __get_cpuid_max};
+    const BOTH: u32 = 1 << 22 | 1 << 24;
+    let (leaves, _) = __get_cpuid_max(0);
+    leaves >= 7 && __cpuid_count(7, 0).edx & BOTH == BOTH
+}
+
+/// Asks Linux for the state of tiles, which it keeps for processes that want it alone.
+#[cfg(target_os = "linux")]
+fn is_allowed() -> bool {
+    const ARCH_PRCTL: i64 = 158;
+    const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
+    const XTILEDATA: i64 = 18;
+    let result: i64;
+    // SAFETY: the call reads its arguments alone, and changes nothing but what the process may use;
+    // the instruction overwrites rcx and r11.
+    unsafe {
+        asm!("syscall", inlateout("rax") ARCH_PRCTL => result, in("rdi") ARCH_REQ_XCOMP_PERM,
+             in("rsi") XTILEDATA, out("rcx") _, out("r11") _, options(nostack));
+    }
+    result == 0
+}
+#[cfg(not(target_os = "linux"))]
+fn is_allowed() -> bool {
+    false
+}
+
+/// Shapes of the tiles: palette 1, bytes of a row and rows of each.
+#[repr(C, align(64))]
+struct Shapes {
+    palette: u8,
+    start: [u8; 15],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+/// Sets up all tiles as blocks.
+///
+/// # Safety
+/// 1. The CPU has AMX, and the process may use it.
+unsafe fn enter() {
+    let mut shapes = Shapes { palette: 1, start: [0; 15], row_bytes: [0; 16], rows: [0; 16] };
+    shapes.row_bytes[..8].fill(64);
+    shapes.rows[..8].fill(16);
+    // SAFETY: a configuration that is valid for palette 1; condition 1.
+    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly)) };
+}
+
+/// # Safety
+/// 1. The CPU has AMX, and the process may use it.
+unsafe fn leave() {
+    // SAFETY: condition 1.
+    unsafe { asm!("tilerelease", options(nomem, nostack)) };
+}
+
+impl Unit for Amx {
+    #[inline(always)]
+    unsafe fn dots(
+        self,
+        q: *const u32,
+        k: *const u32,
+        steps: usize,
+        (to, stride): (*mut f32, usize),
+        more: bool,
+    ) {
+        let part = steps * WORDS;
+        // SAFETY: the blocks are those of conditions 1 and 2, and the tiles are set up, by the
+        // witness.
+        unsafe {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                "test {more}, {more}",
+                "jz 2f",
+                "tileloadd tmm0, [{to} + {stride}]",
+                "tileloadd tmm1, [{to} + {stride} + 64]",
+                "tileloadd tmm2, [{to} + {stride} + 128]",
+                "tileloadd tmm3, [{to} + {stride} + 192]",
+                "2:",
+                "tileloadd tmm4, [{q} + {line}]",
+                "tileloadd tmm5, [{first} + {line}]",
+                "tdpbf16ps tmm0, tmm4, tmm5",
+                "tileloadd tmm6, [{second} + {line}]",
+                "tdpbf16ps tmm1, tmm4, tmm6",
+                "tileloadd tmm5, [{third} + {line}]",
+                "tdpbf16ps tmm2, tmm4, tmm5",
+                "tileloadd tmm6, [{fourth} + {line}]",
+                "tdpbf16ps tmm3, tmm4, tmm6",
+                "add {q}, 1024",
+                "add {first}, 1024",
+                "add {second}, 1024",
+                "add {third}, 1024",
+                "add {fourth}, 1024",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{to} + {stride}], tmm0",
+                "tilestored [{to} + {stride} + 64], tmm1",
+                "tilestored [{to} + {stride} + 128], tmm2",
+                "tilestored [{to} + {stride} + 192], tmm3",
+                first = inout(reg) k => _, second = inout(reg) k.wrapping_add(part) => _,
+                third = inout(reg) k.wrapping_add(2 * part) => _,
+                fourth = inout(reg) k.wrapping_add(3 * part) => _,
+                q = inout(reg) q => _, steps = inout(reg) steps => _,
+                to = in(reg) to, stride = in(reg) 4 * stride, line = in(reg) LINE,
+                more = in(reg) usize::from(more),
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _,
+                options(nostack),
+            );
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add<const LEFT: usize, const RIGHT: usize>(
+        self,
+        weights: *const u32,
+        (values, apart): (*const u32, usize),
+        columns: usize,
+        (to, stride): (*mut f32, usize),
+    ) {
+        // SAFETY: the blocks are those of conditions 1 and 2, and the tiles are set up, by the
+        // witness.
+        unsafe {
+            asm!(
+                "tileloadd tmm2, [{w} + {line}]",
+                "tileloadd tmm3, [{w} + {line} + 1024]",
+                ".if {left} == 3",
+                "tileloadd tmm4, [{w} + {line} + 2048]",
+                ".endif",
+                "tileloadd tmm5, [{w} + {line} + 1024 * {left}]",
+                "tileloadd tmm6, [{w} + {line} + 1024 * {left} + 1024]",
+                ".if {left} == 3",
+                "tileloadd tmm7, [{w} + {line} + 1024 * {left} + 2048]",
+                ".endif",
+                "2:",
+                "tileloadd tmm0, [{to} + {stride}]",
+                // Of both halves of the tile, the values' second terms, if any, and their first.
+                "lea {half}, [{v} + {apart}]",
+                ".if {right} == 2",
+                "tileloadd tmm1, [{half} + {line}]",
+                ".if {left} == 3",
+                "tdpbf16ps tmm0, tmm3, tmm1",
+                ".endif",
+                "tdpbf16ps tmm0, tmm2, tmm1",
+                "lea {half}, [{half} + 2 * {apart}]",
+                "tileloadd tmm1, [{half} + {line}]",
+                ".if {left} == 3",
+                "tdpbf16ps tmm0, tmm6, tmm1",
+                ".endif",
+                "tdpbf16ps tmm0, tmm5, tmm1",
+                "sub {half}, {apart}",
+                ".endif",
+                "tileloadd tmm1, [{v} + {line}]",
+                ".if {left} == 3",
+                "tdpbf16ps tmm0, tmm4, tmm1",
+                ".endif",
+                "tdpbf16ps tmm0, tmm3, tmm1",
+                "tdpbf16ps tmm0, tmm2, tmm1",
+                "tileloadd tmm1, [{half} + {line}]",
+                ".if {left} == 3",
+                "tdpbf16ps tmm0, tmm7, tmm1",
+                ".endif",
+                "tdpbf16ps tmm0, tmm6, tmm1",
+                "tdpbf16ps tmm0, tmm5, tmm1",
+                "tilestored [{to} + {stride}], tmm0",
+                "add {v}, 1024",
+                "add {to}, 64",
+                "dec {columns}",
+                "jnz 2b",
+                left = const LEFT, right = const RIGHT, half = out(reg) _,
+                w = in(reg) weights, v = inout(reg) values => _, apart = in(reg) 4 * apart,
+                columns = inout(reg) columns => _,
+                to = inout(reg) to => _, stride = in(reg) 4 * stride, line = in(reg) LINE,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            );
+        }
+    }
+}
+
+impl Words for Avx512 {
+    #[inline(always)]
+    fn cut(self, v: __m512) -> __m512 {
+        #[inline]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        fn inner(v: __m512) -> __m512 {
+            let upper = _mm512_set1_epi32(UPPER.cast_signed());
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), upper))
+        }
+        // SAFETY: an `Avx512` exists only where the features do.
+        unsafe { inner(v) }
+    }
+    #[inline(always)]
+    unsafe fn store_words(self, to: *mut u32, low: __m512, high: __m512) {
+        #[inline]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+        unsafe fn inner(to: *mut u32, low: __m512, high: __m512) {
+            let upper = _mm512_set1_epi32(UPPER.cast_signed());
+            let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));
+            // `low`, or `high` where `upper` is set.
+            let words = _mm512_ternarylogic_epi32::<0xca>(upper, _mm512_castps_si512(high), low);
+            // SAFETY: the caller's condition.
+            unsafe { _mm512_storeu_si512(to.cast(), words) };
+        }
+        // SAFETY: an `Avx512` exists only where the features do; condition 1.
+        unsafe { inner(to, low, high) }
+    }
+    #[inline(always)]
+    unsafe fn turn(self, from: *const u32, to: *mut u32) {
+        for first in (0..BLOCK).step_by(4) {
+            // SAFETY: condition 1.
+            let columns = unsafe { columns(self, from.wrapping_add(first).cast()) };
+            for (i, column) in columns.into_iter().enumerate() {
+                let to = to.wrapping_add((first + i) * BLOCK).cast();
+                // SAFETY: a row of the block, by condition 1.
+                unsafe { self.store(to, 0, column) };
+            }
+        }
+    }
+}
+
+/// The first four columns of a block. Lane `i` of vector `j` is those of row `4 i + j`, and four
+/// vectors are turned at once.
+///
+/// # Safety
+/// 1. They are readable.
+#[inline(always)]
+unsafe fn columns(_witness: Avx512, from: *const f32) -> [__m512; 4] {
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn inner(from: *const f32) -> [__m512; 4] {
+        let mut rows = [_mm512_setzero_ps(); 4];
+        for (j, row) in rows.iter_mut().enumerate() {
+            let from = from.wrapping_add(j * BLOCK);
+            // Blends with what is loaded. The compiler would make them insertions, for which there
+            // is one port.
+            // SAFETY: four floats of four rows, by the caller's condition.
+            unsafe {
+                asm!(
+                    "vmovups {row:x}, [{from}]",
+                    "vbroadcastf32x4 {row}{{{second}}}, [{from} + 256]",
+                    "vbroadcastf32x4 {row}{{{third}}}, [{from} + 512]",
+                    "vbroadcastf32x4 {row}{{{fourth}}}, [{from} + 768]",
+                    row = out(zmm_reg) *row, from = in(reg) from,
+                    second = in(kreg) 0xf0_u16, third = in(kreg) 0xf00_u16,
+                    fourth = in(kreg) 0xf000_u16,
+                    options(nostack, readonly, preserves_flags),
+                );
+            }
+        }
+        let [a, b, c, d] = rows;
+        let [ab, cd] = [_mm512_unpacklo_ps(a, b), _mm512_unpacklo_ps(c, d)];
+        let [ab_high, cd_high] = [_mm512_unpackhi_ps(a, b), _mm512_unpackhi_ps(c, d)];
+        [
+            _mm512_shuffle_ps::<0b01_00_01_00>(ab, cd),
+            _mm512_shuffle_ps::<0b11_10_11_10>(ab, cd),
+            _mm512_shuffle_ps::<0b01_00_01_00>(ab_high, cd_high),
+            _mm512_shuffle_ps::<0b11_10_11_10>(ab_high, cd_high),
+        ]
+    }
+    // SAFETY: an `Avx512` exists only where the features do; condition 1.
+    unsafe { inner(from) }
+}
+
+const _: () = assert!(PARTS == 4 && WORDS * 4 == 1024, "what the assembly counts on");
+
+super::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]]
+Avx512::witness(), Amx(()), enter, leave }
