@@ -76,9 +76,7 @@ impl<'s> OnMatrix<'s> {
             let scores = &mut state.scores[first * TILE..][..BLOCK * TILE];
             self.matrix.scores(&queries, first, &self.memory, scores);
         }
-        for_alike(job, (begin, end), seen, |row, rows, range| {
-            weigh(job, state, (row, rows), range);
-        });
+        weigh_all(job, state, (begin, end), seen);
         for first in (begin..end).step_by(BLOCK) {
             let weights = &mut state.scores[first * TILE..][..BLOCK * TILE];
             let out = &mut state.out[first * stride..][..BLOCK * stride];
@@ -101,6 +99,36 @@ fn seeing(rows: usize, seen: &Seen<'_>, tile: &Tile<'_>) -> (usize, usize) {
 }
 
 /// Makes the scores of some rows weights of the tokens that they see, and zero for others.
+fn weigh_all(job: &Job<'_>, state: &mut Tiles<'_>, (begin, end): (usize, usize), seen: &Seen<'_>) {
+    // Both ends of what a query sees move one way, so those between see what these do.
+    let range = seen.by(begin);
+    if range == seen.by(end - 1) {
+        weigh(job, state, (begin, end - begin), range);
+        return;
+    }
+    // The weight of minus infinity is zero, if scaling leaves it what it is.
+    let together = job.options.cap().is_none() && job.options.scale() > 0.0;
+    let group = to_usize(job.heads.group);
+    let mut first = begin;
+    while first < end {
+        let (low, high) = seen.by(first);
+        let next = ((first / group + 1) * group).min(end);
+        if together {
+            for scores in state.scores[first * TILE..next * TILE].chunks_exact_mut(TILE) {
+                scores[..low].fill(f32::NEG_INFINITY);
+                scores[high..].fill(f32::NEG_INFINITY);
+            }
+        } else {
+            weigh(job, state, (first, next - first), (low, high));
+        }
+        first = next;
+    }
+    if together {
+        weigh(job, state, (begin, end - begin), (0, TILE));
+    }
+}
+
+/// The same for rows that see the same tokens.
 fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, rows): (usize, usize), range: (usize, usize)) {
     let stride = job.heads.stride_v;
     let scores = &mut state.scores[row * TILE..][..rows * TILE];
@@ -122,28 +150,5 @@ fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, rows): (usize, usize), rang
             weights[..range.0].fill(0.0);
             weights[range.1..].fill(0.0);
         }
-    }
-}
-
-/// Calls with neighbours of the rows from `first` to `end` that see the same tokens of a tile: the
-/// first, their number, and the tokens.
-fn for_alike(
-    job: &Job<'_>,
-    (first, end): (usize, usize),
-    seen: &Seen<'_>,
-    mut call: impl FnMut(usize, usize, (usize, usize)),
-) {
-    // Both ends of what a query sees move one way, so those between see what these do.
-    let range = seen.by(first);
-    if range == seen.by(end - 1) {
-        call(first, end - first, range);
-        return;
-    }
-    let group = to_usize(job.heads.group);
-    let mut row = first;
-    while row < end {
-        let next = ((row / group + 1) * group).min(end);
-        call(row, next - row, seen.by(row));
-        row = next;
     }
 }

@@ -218,6 +218,16 @@ primitives! {
         let keep = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(exp::LEAST));
         _mm512_maskz_scalef_ps(keep, p, n)
     }
+    fn split_pairs(group: &mut [f32; 32]) -> () {
+        let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        let odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+        permute(group, [even, odd]);
+    }
+    fn join_pairs(group: &mut [f32; 32]) -> () {
+        let first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        let second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+        permute(group, [first, second]);
+    }
     fn reduce_add(v: __m512) -> f32 {
         _mm512_reduce_add_ps(v)
     }
@@ -278,6 +288,22 @@ primitives! {
     }
     fn splat_f16(bits: u16) -> __m512 {
         _mm512_cvtph_ps(_mm256_set1_epi16(bits.cast_signed()))
+    }
+}
+
+/// Takes each half of 32 values from the places given.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn permute(group: &mut [f32; 32], from: [__m512i; 2]) {
+    let [first, second] = [0, 16].map(|at| group.as_ptr().wrapping_add(at));
+    // SAFETY: the first sixteen.
+    let first = unsafe { _mm512_loadu_ps(first) };
+    // SAFETY: the other sixteen.
+    let second = unsafe { _mm512_loadu_ps(second) };
+    for (half, from) in group.as_chunks_mut::<16>().0.iter_mut().zip(from) {
+        let values = _mm512_permutex2var_ps(first, from, second);
+        // SAFETY: sixteen floats.
+        unsafe { _mm512_storeu_ps(half.as_mut_ptr(), values) };
     }
 }
 

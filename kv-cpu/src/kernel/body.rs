@@ -34,7 +34,12 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>, ahead: &mut Ahead<'
         let mut row = 0;
         while row < rows {
             let some = (rows - row).min(TOGETHER);
-            weigh_tile(s, args, (row, some), (&mut *ahead, pace));
+            // Loops of a known length are better code.
+            if end == S::TOKENS {
+                weigh_tile(s, args, (row, some, S::TOKENS), (&mut *ahead, pace));
+            } else {
+                weigh_tile(s, args, (row, some, end), (&mut *ahead, pace));
+            }
             row += some;
         }
         return;
@@ -56,41 +61,22 @@ const TOGETHER: usize = 8;
 fn weigh_tile<S: Simd>(
     s: S,
     args: &mut Softmax<'_>,
-    (first, rows): (usize, usize),
+    (first, rows, end): (usize, usize, usize),
     (ahead, pace): (&mut Ahead<'_>, usize),
 ) {
-    let scores = args.scores[first * TILE..][..rows * TILE].as_mut_ptr();
-    let end = args.range.1;
     assert!(end <= TILE && end.is_multiple_of(S::LANES), "whole vectors of a tile");
+    let scores = args.scores[first * TILE..][..rows * TILE].as_mut_ptr();
     let mut tops = [s.splat(f32::NEG_INFINITY); TOGETHER];
     for row in 0..rows {
         let (bias, scale) = (s.splat(args.bias[first + row]), s.splat(args.scale));
-        let mut i = row * TILE;
-        while i < row * TILE + end {
-            // SAFETY: `i + LANES <= row * TILE + end`, inside the scores by the assertion.
-            let score = unsafe { s.load(scores, i) };
-            let scaled = s.mul(s.add(score, bias), scale);
-            // SAFETY: as above.
-            unsafe { s.store(scores, i, scaled) };
-            tops[row] = s.max(tops[row], scaled);
-            i += S::LANES;
-        }
+        tops[row] = scale_row(s, scores.wrapping_add(row * TILE), end, (bias, scale));
         ahead.fetch(s, pace);
     }
     let tops = s.reduce_max8(tops);
     let mut sums = [s.splat(0.0); TOGETHER];
     for row in 0..rows {
         let base = base(args.running[first + row].max.max(tops[row]));
-        let mut i = row * TILE;
-        while i < row * TILE + end {
-            // SAFETY: as above.
-            let score = unsafe { s.load(scores, i) };
-            let weight = s.exp(s.add(score, s.splat(-base)));
-            sums[row] = s.add(sums[row], weight);
-            // SAFETY: as above.
-            unsafe { s.store(scores, i, weight) };
-            i += S::LANES;
-        }
+        sums[row] = weigh_row(s, scores.wrapping_add(row * TILE), end, s.splat(-base));
     }
     let sums = s.reduce_add8(sums);
     for row in 0..rows {
@@ -98,6 +84,39 @@ fn weigh_tile<S: Simd>(
         let factor = running.add(running.max.max(tops[row]), sums[row]);
         rescale(s, &mut args.out[(first + row) * args.stride..][..args.stride], factor);
     }
+}
+
+/// Biases and scales the scores of a row up to `end`. Returns the greatest, lane by lane.
+/// `weigh_tile` has asserted that they lie inside their slice and fill vectors.
+#[inline(always)]
+fn scale_row<S: Simd>(s: S, scores: *mut f32, end: usize, (bias, scale): (S::F, S::F)) -> S::F {
+    let (mut top, mut i) = (s.splat(f32::NEG_INFINITY), 0);
+    while i < end {
+        // SAFETY: `i + LANES <= end`, see above.
+        let score = unsafe { s.load(scores, i) };
+        let scaled = s.mul(s.add(score, bias), scale);
+        // SAFETY: as above.
+        unsafe { s.store(scores, i, scaled) };
+        top = s.max(top, scaled);
+        i += S::LANES;
+    }
+    top
+}
+
+/// Makes them weights. Returns their sum, lane by lane.
+#[inline(always)]
+fn weigh_row<S: Simd>(s: S, scores: *mut f32, end: usize, minus_base: S::F) -> S::F {
+    let (mut sum, mut i) = (s.splat(0.0), 0);
+    while i < end {
+        // SAFETY: as in `scale_row`.
+        let score = unsafe { s.load(scores, i) };
+        let weight = s.exp(s.add(score, minus_base));
+        sum = s.add(sum, weight);
+        // SAFETY: as above.
+        unsafe { s.store(scores, i, weight) };
+        i += S::LANES;
+    }
+    sum
 }
 
 /// What weights are relative to: 0 as long as every score is minus infinity, as the difference of

@@ -325,11 +325,11 @@ macro_rules! table {
             }
             $(#[$attribute])*
             fn split_pairs(row: &mut [f32]) {
-                super::stored::split_pairs(row);
+                super::stored::split_pairs($simd, row);
             }
             $(#[$attribute])*
             fn join_pairs(row: &mut [f32]) {
-                super::stored::join_pairs(row);
+                super::stored::join_pairs($simd, row);
             }
             $(#[$attribute])*
             fn copy_past(from: &[u8], to: &mut [u8], ahead: &[u8]) {

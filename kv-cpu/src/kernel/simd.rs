@@ -163,6 +163,25 @@ pub(crate) trait Simd: Copy {
     /// As [`Self::store`].
     unsafe fn store_bf16(self, to: *mut u16, at: usize, v: Self::F);
 
+    /// Brings the even ones of 32 values before the odd ones.
+    #[inline(always)]
+    fn split_pairs(self, group: &mut [f32; 32]) {
+        let from = *group;
+        let (even, odd) = group.split_at_mut(16);
+        for ((even, odd), [a, b]) in even.iter_mut().zip(odd).zip(from.as_chunks().0) {
+            (*even, *odd) = (*a, *b);
+        }
+    }
+    /// Brings them back.
+    #[inline(always)]
+    fn join_pairs(self, group: &mut [f32; 32]) {
+        let from = *group;
+        let (even, odd) = from.split_at(16);
+        for (([a, b], even), odd) in group.as_chunks_mut().0.iter_mut().zip(even).zip(odd) {
+            (*a, *b) = (*even, *odd);
+        }
+    }
+
     /// Every lane `word`.
     fn splat_bits(self, word: u32) -> Self::I;
     /// Logical shifts by fewer than 32 bits.

@@ -214,25 +214,17 @@ impl Stored for Bf16Pairs {
 
 /// Brings a row into the order of [`Bf16Pairs`].
 #[inline(always)]
-pub(crate) fn split_pairs(row: &mut [f32]) {
+pub(crate) fn split_pairs<S: Simd>(s: S, row: &mut [f32]) {
     for group in row.as_chunks_mut::<GROUP>().0 {
-        let from = *group;
-        let (even, odd) = group.split_at_mut(GROUP / 2);
-        for ((even, odd), [a, b]) in even.iter_mut().zip(odd).zip(from.as_chunks().0) {
-            (*even, *odd) = (*a, *b);
-        }
+        s.split_pairs(group);
     }
 }
 
 /// Brings a row back into its own order.
 #[inline(always)]
-pub(crate) fn join_pairs(row: &mut [f32]) {
+pub(crate) fn join_pairs<S: Simd>(s: S, row: &mut [f32]) {
     for group in row.as_chunks_mut::<GROUP>().0 {
-        let from = *group;
-        let (even, odd) = from.split_at(GROUP / 2);
-        for (([a, b], even), odd) in group.as_chunks_mut().0.iter_mut().zip(even).zip(odd) {
-            (*a, *b) = (*even, *odd);
-        }
+        s.join_pairs(group);
     }
 }
 

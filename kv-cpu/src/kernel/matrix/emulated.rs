@@ -78,7 +78,7 @@ impl Unit for Emulated {
             // SAFETY: a sum.
             let mut sum = unsafe { to.read() };
             for (half, (left, right)) in
-                (0..2).flat_map(|h| pairs(LEFT, RIGHT).map(move |p| (h, p)))
+                (0..2).flat_map(|h| pairs(LEFT, RIGHT).iter().map(move |p| (h, *p)))
             {
                 for i in 0..BLOCK {
                     let at = (half * LEFT + left) * WORDS + row * BLOCK + i;

@@ -33,7 +33,7 @@ pub(super) fn scores<W: Words, U: Unit>(
     );
     let scores = &mut out[..BLOCK * TILE];
     let to = scores.as_mut_ptr();
-    for (i, (of_q, of_k)) in pairs(shape.terms, k.terms).enumerate() {
+    for (i, (of_q, of_k)) in pairs(shape.terms, k.terms).iter().enumerate() {
         let q = queries.words[(first / BLOCK * shape.terms + of_q) * step_words..].as_ptr();
         let k = k.words[of_k * PARTS * step_words..].as_ptr();
         // SAFETY: blocks of all terms, and score rows, by the assertion.

@@ -1,6 +1,5 @@
 //! The primitives of matrix products: those of the unit, and those of vectors that serve it.
 use super::super::simd::Simd;
-use super::TERMS;
 
 /// A unit that multiplies blocks. A token of it exists only where its instructions may run.
 pub(crate) trait Unit: Copy {
@@ -52,8 +51,15 @@ pub(crate) trait Words: Simd {
     unsafe fn turn(self, from: *const u32, to: *mut u32);
 }
 
-/// Pairs of terms of two values that have so many, those whose products count, smallest first.
-pub(super) fn pairs(left: usize, right: usize) -> impl Iterator<Item = (usize, usize)> {
-    let by_size = (0..TERMS).rev().flat_map(|size| (0..=size).zip((0..=size).rev()));
-    by_size.filter(move |(i, j)| *i < left && *j < right)
+/// Pairs of terms whose products count, smallest first: of a query or weight of 1 to 3 terms, and
+/// of a row's value of 1 or 2.
+pub(super) const fn pairs(left: usize, right: usize) -> &'static [(usize, usize)] {
+    match (left, right) {
+        (1, 1) => &[(0, 0)],
+        (2, 1) => &[(1, 0), (0, 0)],
+        (_, 1) => &[(2, 0), (1, 0), (0, 0)],
+        (1, _) => &[(0, 1), (0, 0)],
+        (2, _) => &[(1, 1), (0, 1), (1, 0), (0, 0)],
+        _ => &[(2, 0), (1, 1), (0, 1), (1, 0), (0, 0)],
+    }
 }
