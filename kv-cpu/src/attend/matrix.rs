@@ -1,8 +1,8 @@
-//! One tile of K and V against all query rows of a unit at once, on a unit that multiplies
-//! matrices.
+//! One tile of K and V against all query rows of a unit of work at once, by products of matrices.
 //!
 //! Every row scores every token of the tile; what a row does not see gets no weight. Where a result
-//! is not finite, the unit runs again as in `tile.rs`, each row with the tokens that it sees.
+//! is not finite, the unit of work runs again as in `tile.rs`, each row with the tokens that it
+//! sees.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -15,7 +15,7 @@ use crate::kernel::{Ahead, BLOCK, Matrix, Memory, Queries, QueryShape, Softmax, 
 use crate::num::to_usize;
 use crate::workspace::AlignedFloats;
 
-/// A unit's query rows as the matrix unit takes them, and memory for tiles.
+/// Query rows of a unit of work as they are multiplied, and memory for tiles.
 pub(super) struct OnMatrix<'s> {
     matrix: Matrix,
     /// Of one kv head.
@@ -52,7 +52,7 @@ impl<'s> OnMatrix<'s> {
             && state.running.iter().all(|row| row.sum.is_finite())
     }
 
-    /// Lets all query rows of the kv head at `head` of the unit meet a tile.
+    /// Lets all query rows of one of the kv heads meet a tile.
     pub(super) fn meet(
         &mut self,
         job: &Job<'_>,

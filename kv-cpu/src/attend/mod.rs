@@ -55,7 +55,7 @@ pub(crate) struct Job<'a> {
     k: PlaneRows<'a>,
     v: PlaneRows<'a>,
     heads: Heads,
-    /// Whether all rows of K and V go to a unit that multiplies matrices.
+    /// Whether rows of K and V are such as can be multiplied as matrices here.
     by_matrix: bool,
 }
 

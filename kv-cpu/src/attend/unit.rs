@@ -26,8 +26,8 @@ use crate::num::{to_u32, to_usize};
 use crate::rows::RowAt;
 use crate::workspace::AlignedFloats;
 
-/// Query rows from which on a tile is decoded once instead of at each use, or goes to the unit that
-/// multiplies matrices.
+/// Query rows from which on a tile is decoded once instead of at each use, or multiplied as a
+/// matrix.
 const ROWS_STAGED: usize = 16;
 /// Query rows of all heads of a unit that has several: what stays in the second cache.
 const ROWS_OF_HEADS: usize = 64;
@@ -246,7 +246,7 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
 }
 
 /// Lets the query rows that are loaded, `rows` a kv head and `all` of them, meet all tiles of a
-/// unit, on the unit that multiplies matrices or not. Whether all sums came out finite.
+/// unit, as matrices or not. Whether the results may be taken.
 fn meet_tiles(
     job: &Job<'_>,
     unit: &Unit,

@@ -5,8 +5,11 @@
     clippy::wildcard_imports,
     reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
 )]
+mod fold;
+
 use std::arch::x86_64::*;
 
+use self::fold::{fold, fold_eight, halves, pairs, quarters};
 use super::simd::{LINE, Simd, exp};
 
 /// Witness that the instructions may run: made only inside functions that carry the features.
@@ -141,38 +144,6 @@ macro_rules! primitives {
     };
 }
 
-/// One step of [`fold_eight`].
-macro_rules! fold {
-    ($with:ident, $parts:expr) => {{
-        let [a, b] = $parts;
-        $with(a, b)
-    }};
-}
-
-/// Folds eight vectors: halves, quarters, pairs, neighbours, which is the order of `reduce_add`.
-/// What one of two vectors keeps the other gives up, so a blend and a permutation serve both. A
-/// macro, as closures do not carry the features.
-macro_rules! fold_eight {
-    ($v:expr, $with:ident) => {{
-        let [a, b, c, d, e, f, g, h] = $v;
-        let [ab, cd, ef, gh] = [
-            fold!($with, halves(a, b)),
-            fold!($with, halves(c, d)),
-            fold!($with, halves(e, f)),
-            fold!($with, halves(g, h)),
-        ];
-        let [abcd, efgh] = [fold!($with, quarters(ab, cd)), fold!($with, quarters(ef, gh))];
-        let all = fold!($with, pairs(abcd, efgh));
-        let all = $with(all, _mm512_permute_ps::<0b10_11_00_01>(all));
-        let order = _mm512_setr_epi32(0, 8, 4, 12, 2, 10, 6, 14, 0, 0, 0, 0, 0, 0, 0, 0);
-        let folded = _mm512_castps512_ps256(_mm512_permutexvar_ps(order, all));
-        let mut to = [0.0; 8];
-        // SAFETY: the array has room for eight floats.
-        unsafe { _mm256_storeu_ps(to.as_mut_ptr(), folded) };
-        to
-    }};
-}
-
 primitives! {
     fn splat(x: f32) -> __m512 {
         _mm512_set1_ps(x)
@@ -305,29 +276,6 @@ fn permute(group: &mut [f32; 32], from: [__m512i; 2]) {
         // SAFETY: sixteen floats.
         unsafe { _mm512_storeu_ps(half.as_mut_ptr(), values) };
     }
-}
-
-/// What a fold of two vectors brings together: halves of `a` come to lie in the lower half of both
-/// results, of `b` in the upper one.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn halves(a: __m512, b: __m512) -> [__m512; 2] {
-    [_mm512_mask_blend_ps(0xff00, a, b), _mm512_shuffle_f32x4::<0b01_00_11_10>(a, b)]
-}
-
-/// The same within halves: quarters of `a` in the even ones, of `b` in the odd ones.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn quarters(a: __m512, b: __m512) -> [__m512; 2] {
-    let order = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
-    [_mm512_mask_blend_ps(0xf0f0, a, b), _mm512_permutex2var_ps(a, order, b)]
-}
-
-/// The same within quarters.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn pairs(a: __m512, b: __m512) -> [__m512; 2] {
-    [_mm512_mask_blend_ps(0xcccc, a, b), _mm512_shuffle_ps::<0b01_00_11_10>(a, b)]
 }
 
 /// Conversions with shorter vectors, which the trait does not name.

@@ -193,6 +193,25 @@ fn bits_do_not_depend_on_the_other_queries() {
     }
 }
 
+/// What is not finite reaches the queries that see it and no other, however many come together.
+#[test]
+fn a_broken_row_spoils_what_sees_it() {
+    for (value, token) in [(f32::NAN, 40), (f32::INFINITY, 40), (f32::NEG_INFINITY, 63)] {
+        for formats in [[KvFormat::Bf16; 2], [KvFormat::F16; 2]] {
+            let broken = vec![(token, value)];
+            let case = Case { formats, broken, ..case(vec![entry(0, 0, 70, 70)]) };
+            for (name, backend) in backends() {
+                let world = World::new(&backend, case.clone());
+                let [out, _] = world.attend(&name, &backend, &Choice::default());
+                let of_token = 4 * 16;
+                let (before, behind) = out.split_at(token * of_token);
+                assert!(before.iter().all(|x| x.is_finite()), "{name} {value}");
+                assert!(behind.iter().any(|x| !x.is_finite()), "{name} {value}");
+            }
+        }
+    }
+}
+
 #[test]
 fn queries_without_keys_are_zero() {
     let batch = vec![entry(0, 0, 0, 3), entry(1, 0, 2, 5), entry(2, 0, 0, 0), entry(3, 6, 0, 0)];

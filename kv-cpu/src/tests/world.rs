@@ -324,8 +324,8 @@ impl World {
         let check = |what: &str, got: &[f32], expected: &[f64], dtype| {
             for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
                 let near = (f64::from(*got) - expected).abs() <= tolerance(*expected, dtype);
-                let same = f64::from(*got) == *expected;
-                let exact = *expected == 0.0 || expected.is_infinite();
+                let same = f64::from(*got) == *expected || got.is_nan() && expected.is_nan();
+                let exact = *expected == 0.0 || !expected.is_finite();
                 assert!(
                     if exact { same } else { near },
                     "{name}: {what}[{i}] is {got}, not {expected}: {case:?} {choice:?}"
