@@ -8,41 +8,35 @@
     clippy::indexing_slicing,
     reason = "kernel code: rows and tokens are counted by the unit that owns the memory"
 )]
-use super::tile::{Seen, Tile, Tiles, bias_rows};
+use super::tile::{Seen, Tile, Tiles, bias_rows, weigh};
 use super::{Heads, Job};
 use crate::encoding::Element;
-use crate::kernel::{Ahead, BLOCK, Matrix, Memory, Queries, QueryShape, Softmax, TILE, TileRows};
+use crate::kernel::{BLOCK, Matrix, Memory, Queries, QueryShape, TILE};
 use crate::num::to_usize;
 use crate::workspace::AlignedFloats;
 
 /// Query rows of a unit of work as they are multiplied, and memory for tiles.
 pub(super) struct OnMatrix<'s> {
     matrix: Matrix,
-    /// Of one kv head.
-    shape: QueryShape,
-    /// Of all of them, one after another.
-    words: &'s [u32],
+    queries: Queries<'s>,
     memory: Memory<'s>,
 }
 
 impl<'s> OnMatrix<'s> {
-    /// Takes query rows, `rows` a kv head.
+    /// Takes so many query rows, all of one kv head: units have several for few rows only.
     pub(super) fn new(
         matrix: Matrix,
         (q, rows): (&[f32], usize),
         heads: Heads,
         (words, memory): (&'s mut AlignedFloats, &'s mut AlignedFloats),
     ) -> Self {
+        assert_eq!(q.len(), rows * heads.stride_k, "rows of one kv head");
         let shape = QueryShape { rows, dim: heads.dim_k, terms: matrix.terms(q) };
-        let of_head = rows * heads.stride_k;
-        let words = words.get(q.len() / of_head * shape.words());
-        let words: &mut [u32] = bytemuck::cast_slice_mut(words);
-        for (q, words) in q.chunks_exact(of_head).zip(words.chunks_exact_mut(shape.words())) {
-            matrix.queries((q, heads.stride_k), shape, words);
-        }
+        let words: &mut [u32] = bytemuck::cast_slice_mut(words.get(shape.words()));
+        matrix.queries((q, heads.stride_k), shape, words);
         let memory = memory.get(Memory::words(heads.dim_k, heads.dim_v));
         let memory = Memory::new(bytemuck::cast_slice_mut(memory), heads.dim_k, heads.dim_v);
-        Self { matrix, shape, words, memory }
+        Self { matrix, queries: Queries { shape, words }, memory }
     }
 
     /// Whether all sums, in rows `stride` floats apart, are finite, and may be taken for what they
@@ -52,29 +46,22 @@ impl<'s> OnMatrix<'s> {
             && state.running.iter().all(|row| row.sum.is_finite())
     }
 
-    /// Lets all query rows of one of the kv heads meet a tile.
+    /// Lets all query rows meet a tile.
     pub(super) fn meet(
         &mut self,
         job: &Job<'_>,
-        (head, state): (usize, &mut Tiles<'_>),
+        state: &mut Tiles<'_>,
         tile: &Tile<'_>,
         seen: &Seen<'_>,
     ) {
         let (rows, stride) = (state.running.len(), job.heads.stride_v);
-        let words = &self.words[head * self.shape.words()..][..self.shape.words()];
-        let queries = Queries { shape: self.shape, words };
         let exact = job.out.element() == Element::F32;
         bias_rows(job, state, tile);
-        let [k, v] = [tile.k, tile.v].map(|plane| TileRows {
-            rows: plane.rows,
-            layout: plane.layout,
-            scale: plane.scale,
-        });
-        self.matrix.stage([&k, &v], &mut self.memory, &mut state.ahead);
+        self.matrix.stage([&tile.k, &tile.v], &mut self.memory, &mut state.ahead);
         let (begin, end) = seeing(rows, seen, tile);
         for first in (begin..end).step_by(BLOCK) {
             let scores = &mut state.scores[first * TILE..][..BLOCK * TILE];
-            self.matrix.scores(&queries, first, &self.memory, scores);
+            self.matrix.scores(&self.queries, first, &self.memory, scores);
         }
         weigh_all(job, state, (begin, end), seen);
         for first in (begin..end).step_by(BLOCK) {
@@ -103,7 +90,7 @@ fn weigh_all(job: &Job<'_>, state: &mut Tiles<'_>, (begin, end): (usize, usize),
     // Both ends of what a query sees move one way, so those between see what these do.
     let range = seen.by(begin);
     if range == seen.by(end - 1) {
-        weigh(job, state, (begin, end - begin), range);
+        weigh_alike(job, state, (begin, end - begin), range);
         return;
     }
     // The weight of minus infinity is zero, if scaling leaves it what it is.
@@ -119,7 +106,7 @@ fn weigh_all(job: &Job<'_>, state: &mut Tiles<'_>, (begin, end): (usize, usize),
                 scores[high..].fill(f32::NEG_INFINITY);
             }
         } else {
-            weigh(job, state, (first, next - first), (low, high));
+            weigh_alike(job, state, (first, next - first), (low, high));
         }
         first = next;
     }
@@ -129,26 +116,17 @@ fn weigh_all(job: &Job<'_>, state: &mut Tiles<'_>, (begin, end): (usize, usize),
 }
 
 /// The same for rows that see the same tokens.
-fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, rows): (usize, usize), range: (usize, usize)) {
-    let stride = job.heads.stride_v;
-    let scores = &mut state.scores[row * TILE..][..rows * TILE];
+fn weigh_alike(
+    job: &Job<'_>,
+    state: &mut Tiles<'_>,
+    (row, rows): (usize, usize),
+    range: (usize, usize),
+) {
     if range.0 < range.1 {
-        let mut args = Softmax {
-            scores: &mut *scores,
-            range,
-            bias: &state.tile_bias[row..][..rows],
-            scale: job.options.scale(),
-            cap: job.options.cap(),
-            running: &mut state.running[row..][..rows],
-            out: &mut state.out[row * stride..][..rows * stride],
-            stride,
-        };
-        job.cpu.kernels.softmax(&mut args, &mut Ahead::default());
+        weigh(job, state, (row, rows), range);
     }
-    if range != (0, TILE) {
-        for weights in scores.chunks_exact_mut(TILE) {
-            weights[..range.0].fill(0.0);
-            weights[range.1..].fill(0.0);
-        }
+    for weights in state.scores[row * TILE..][..rows * TILE].chunks_exact_mut(TILE) {
+        weights[..range.0].fill(0.0);
+        weights[range.1..].fill(0.0);
     }
 }

@@ -1,10 +1,10 @@
 //! Tiles that are decoded before many query rows meet them.
 #![expect(clippy::indexing_slicing, reason = "kernel code: memory and tiles are sized by the unit")]
 use super::Job;
-use super::tile::{Seen, Stored, Tile, Tiles, meet};
+use super::tile::{Seen, Tile, Tiles, meet};
 use super::walk::TileRows;
 use crate::encoding::{Element, Encoding, RowLayout};
-use crate::kernel::{RowScale, TILE};
+use crate::kernel::{RowScale, StoredRows, TILE};
 
 /// Lets all query rows meet a tile that is decoded first.
 pub(super) fn meet_staged(
@@ -37,7 +37,7 @@ type Stage<'s, 't> =
 
 /// Decodes the rows of a tile, unless they are `f32` already. Scales of rows stay apart, so that
 /// results have the bits of a tile that is not staged.
-fn stage<'s: 't, 't>(job: &Job<'_>, from: Stored<'t>, to: Stage<'s, 't>) -> Stored<'t> {
+fn stage<'s: 't, 't>(job: &Job<'_>, from: StoredRows<'t>, to: Stage<'s, 't>) -> StoredRows<'t> {
     if from.layout.encoding() == Encoding::F32 {
         return from;
     }
@@ -56,5 +56,5 @@ fn stage<'s: 't, 't>(job: &Job<'_>, from: Stored<'t>, to: Stage<'s, 't>) -> Stor
         }
         other => other,
     };
-    Stored { rows: &staged[..from.rows.len()], layout, scale }
+    StoredRows { rows: &staged[..from.rows.len()], layout, scale }
 }

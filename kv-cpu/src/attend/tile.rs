@@ -12,7 +12,7 @@ use kv_core::plan::PlannedSequence;
 use super::Job;
 use super::unit::Unit;
 use crate::encoding::{Element, RowLayout};
-use crate::kernel::{Ahead, ROWS, RowScale, Running, Scores, Softmax, Sums, TILE};
+use crate::kernel::{Ahead, ROWS, RowScale, Running, Scores, Softmax, StoredRows, Sums, TILE};
 use crate::num::{to_u32, to_usize};
 
 /// The state of a unit's rows between tiles, head by head.
@@ -48,20 +48,12 @@ impl Tiles<'_> {
     }
 }
 
-/// Rows of a tile that are stored alike.
-#[derive(Clone, Copy)]
-pub(super) struct Stored<'t> {
-    pub(super) rows: &'t [&'t [u8]],
-    pub(super) layout: &'t RowLayout,
-    pub(super) scale: RowScale<'t>,
-}
-
 /// One tile of K and V.
 pub(super) struct Tile<'t> {
     /// Positions of its tokens.
     pub(super) bounds: (u32, u32),
-    pub(super) k: Stored<'t>,
-    pub(super) v: Stored<'t>,
+    pub(super) k: StoredRows<'t>,
+    pub(super) v: StoredRows<'t>,
     /// The mean of the block that is off its keys, in f16.
     pub(super) k_mean: Option<&'t [u8]>,
 }
@@ -253,7 +245,13 @@ pub(super) fn bias_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>) {
     }
 }
 
-fn weigh(job: &Job<'_>, state: &mut Tiles<'_>, (row, rows): (usize, usize), range: (usize, usize)) {
+/// Turns the scores of some tokens by some rows into weights.
+pub(super) fn weigh(
+    job: &Job<'_>,
+    state: &mut Tiles<'_>,
+    (row, rows): (usize, usize),
+    range: (usize, usize),
+) {
     let stride = job.heads.stride_v;
     let mut args = Softmax {
         scores: &mut state.scores[row * TILE..],

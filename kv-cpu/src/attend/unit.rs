@@ -277,15 +277,15 @@ fn meet_tiles(
         ahead: Ahead::default(),
     };
     if let Some(mut matrix) = matrix {
-        for_tiles(job, unit, sequence, &mut state, |head, state, tile| {
-            matrix.meet(job, (head, state), tile, &Seen::new(job, unit, sequence, tile));
+        for_tiles(job, unit, sequence, &mut state, |state, tile| {
+            matrix.meet(job, state, tile, &Seen::new(job, unit, sequence, tile));
         });
         return matrix.is_finite(&state, heads.stride_v);
     }
     let staged_tokens = if rows >= ROWS_STAGED { job.cpu.kernels.tokens() } else { 0 };
     let k = scratch.k.get(staged_tokens * heads.stride_k);
     let v = scratch.v.get(staged_tokens * heads.stride_v);
-    for_tiles(job, unit, sequence, &mut state, |_, state, tile| {
+    for_tiles(job, unit, sequence, &mut state, |state, tile| {
         let seen = Seen::new(job, unit, sequence, tile);
         if staged_tokens == 0 {
             meet(job, state, tile, &seen);

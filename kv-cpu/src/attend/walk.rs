@@ -14,23 +14,22 @@ use kv_core::{PlaneLayout, SlotMap};
 
 use super::Job;
 use super::reach::Reach;
-use super::tile::{Stored, Tile, Tiles};
+use super::tile::{Tile, Tiles};
 use super::unit::Unit;
-use crate::kernel::{Ahead, Runs, TILE};
+use crate::kernel::{Ahead, Runs, StoredRows, TILE};
 use crate::num::{offset, to_u32, to_usize};
 use crate::rows::PlaneRows;
 
 /// Encoded rows of the tokens of a tile.
 pub(super) type TileRows<'a> = [&'a [u8]; TILE];
 
-/// Lets rows meet every tile of the unit's keys that any of its queries sees: the index of a head,
-/// its rows, and the tile.
+/// Lets the rows of each head meet every tile of the unit's keys that any of its queries sees.
 pub(super) fn for_tiles(
     job: &Job<'_>,
     unit: &Unit,
     sequence: &PlannedSequence,
     state: &mut Tiles<'_>,
-    mut meet: impl FnMut(usize, &mut Tiles<'_>, &Tile<'_>),
+    mut meet: impl FnMut(&mut Tiles<'_>, &Tile<'_>),
 ) {
     let reach = Reach::of(&job.options, sequence, (unit.q_begin, unit.q_end))
         .within(unit.kv_begin, unit.kv_end);
@@ -51,12 +50,11 @@ pub(super) fn for_tiles(
         let stored = |plane: &'_ PlaneRows<'_>| plane.scale(head, is_wide);
         let tile = Tile {
             bounds,
-            k: Stored { rows: &k[..len], layout: job.k.rows(is_wide), scale: stored(&job.k) },
-            v: Stored { rows: &v[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
+            k: StoredRows { rows: &k[..len], layout: job.k.rows(is_wide), scale: stored(&job.k) },
+            v: StoredRows { rows: &v[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
             k_mean: alike.mean(job, bounds.0, head),
         };
-        let index = to_usize(head - first);
-        meet(index, &mut state.of_head(index, Ahead::of(&runs)), &tile);
+        meet(&mut state.of_head(to_usize(head - first), Ahead::of(&runs)), &tile);
         std::mem::swap(&mut rows, &mut later);
         (bounds, head) = (next, next_head);
     }

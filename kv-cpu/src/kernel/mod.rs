@@ -38,7 +38,7 @@ mod tests;
 
 pub(crate) use ahead::{Ahead, Runs};
 pub(crate) use convert::PastCaches;
-pub(crate) use matrix::{BLOCK, Matrix, Memory, Queries, QueryShape, TileRows};
+pub(crate) use matrix::{BLOCK, Matrix, Memory, Queries, QueryShape, StoredRows};
 pub(crate) use simd::LANES_MAX;
 
 use kv_core::KvFormat;

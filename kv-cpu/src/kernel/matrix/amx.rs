@@ -1,9 +1,10 @@
 //! AMX: blocks of 16 rows of 64 bytes, in tile registers that only assembly reaches.
 //!
 //! No register carries anything from one piece of assembly to the next but the shapes of the tiles,
-//! which nothing else in the process sets.
+//! which nothing else sets between `enter` and `leave`.
 #![expect(
     clippy::arithmetic_side_effects,
+    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: bounds are asserted at the entry, and helpers must melt into the \
               function that carries the target features"
@@ -19,7 +20,7 @@ use std::sync::OnceLock;
 use super::super::avx512::Avx512;
 use super::super::simd::{LINE, Simd};
 use super::unit::{Unit, Words};
-use super::{BLOCK, PARTS, UPPER, WORDS};
+use super::{BLOCK, PARTS, Setting, UPPER, WORDS};
 
 /// Witness that the tiles are set up: made only inside functions that need it.
 #[derive(Debug, Clone, Copy)]
@@ -60,32 +61,39 @@ fn is_allowed() -> bool {
     false
 }
 
-/// Shapes of the tiles: palette 1, bytes of a row and rows of each.
-#[repr(C, align(64))]
-struct Shapes {
-    palette: u8,
-    start: [u8; 15],
-    row_bytes: [u16; 16],
-    rows: [u8; 16],
-}
-
-/// Sets up all tiles as blocks.
+/// Sets up all tiles as blocks. Returns how they were set up: other libraries may count on that.
 ///
 /// # Safety
 /// 1. The CPU has AMX, and the process may use it.
-unsafe fn enter() {
-    let mut shapes = Shapes { palette: 1, start: [0; 15], row_bytes: [0; 16], rows: [0; 16] };
-    shapes.row_bytes[..8].fill(64);
-    shapes.rows[..8].fill(16);
-    // SAFETY: a configuration that is valid for palette 1; condition 1.
-    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const shapes, options(nostack, readonly)) };
+unsafe fn enter() -> Setting {
+    let mut before = Setting([0; 64]);
+    // SAFETY: 64 bytes of the setting's form; condition 1.
+    unsafe { asm!("sttilecfg [{}]", in(reg) &raw mut before, options(nostack)) };
+    // SAFETY: a configuration that is valid; condition 1.
+    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const BLOCKS, options(nostack, readonly)) };
+    before
 }
 
+/// Palette 1; from byte 16 on bytes of a row, two for each tile; from byte 48 on rows of each.
+static BLOCKS: Setting = {
+    let (mut bytes, mut tile) = ([0; 64], 0);
+    bytes[0] = 1;
+    while tile < 8 {
+        bytes[16 + 2 * tile] = 64;
+        bytes[48 + tile] = 16;
+        tile += 1;
+    }
+    Setting(bytes)
+};
+
+/// Sets up the tiles as they were, or gives them back.
+///
 /// # Safety
 /// 1. The CPU has AMX, and the process may use it.
-unsafe fn leave() {
-    // SAFETY: condition 1.
-    unsafe { asm!("tilerelease", options(nomem, nostack)) };
+/// 2. The setting comes from `enter`.
+unsafe fn leave(before: &Setting) {
+    // SAFETY: conditions 1 and 2. Of palette 0, all zeros, nothing is left in use.
+    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const *before, options(nostack, readonly)) };
 }
 
 impl Unit for Amx {

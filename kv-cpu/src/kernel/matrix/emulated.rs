@@ -5,7 +5,7 @@ use std::cell::Cell;
 use super::super::TILE;
 use super::super::emulated::Wide;
 use super::unit::{Unit, Words, pairs};
-use super::{BLOCK, UPPER, WORDS};
+use super::{BLOCK, Setting, UPPER, WORDS};
 
 /// A unit that works where the thread has entered it.
 #[derive(Debug, Clone, Copy)]
@@ -15,12 +15,13 @@ thread_local! {
     static ENTERED: Cell<bool> = const { Cell::new(false) };
 }
 
-fn enter() {
-    assert!(!ENTERED.replace(true), "a unit is entered once");
+fn enter() -> Setting {
+    Setting([u8::from(ENTERED.replace(true)); 64])
 }
 
-fn leave() {
-    assert!(ENTERED.replace(false), "a unit was entered");
+fn leave(before: &Setting) {
+    let Setting([was_entered, ..]) = before;
+    assert!(ENTERED.replace(*was_entered != 0), "a unit was entered");
 }
 
 /// Two bf16 of a word; those below the least normal number are zero.

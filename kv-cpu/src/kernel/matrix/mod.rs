@@ -38,8 +38,9 @@ const PARTS: usize = TILE / BLOCK;
 /// What the unit of one instruction set computes. Calling an entry is sound only on a CPU that has
 /// the set, and between `enter` and `leave` on the same thread.
 pub(crate) struct Table {
-    enter: unsafe fn(),
-    leave: unsafe fn(),
+    /// Sets the unit up and returns how it was; the other sets it back.
+    enter: unsafe fn() -> Setting,
+    leave: unsafe fn(&Setting),
     terms: unsafe fn(&[f32]) -> usize,
     is_finite: unsafe fn(&[f32]) -> bool,
     queries: unsafe fn((&[f32], usize), QueryShape, &mut [u32]),
@@ -51,19 +52,25 @@ pub(crate) struct Table {
 }
 
 type SumsBy = unsafe fn(&mut Memory<'_>, &mut [f32], (&mut [f32], usize));
-type Stage = unsafe fn(&TileRows<'_>, &mut Memory<'_>, &mut Ahead<'_>);
+type Stage = unsafe fn(&StoredRows<'_>, &mut Memory<'_>, &mut Ahead<'_>);
 
-/// Rows of the tokens of a tile.
+/// Rows of a tile that are stored alike.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct TileRows<'a> {
+pub(crate) struct StoredRows<'a> {
     pub(crate) rows: &'a [&'a [u8]],
     pub(crate) layout: &'a RowLayout,
     pub(crate) scale: RowScale<'a>,
 }
 
+/// How a thread's unit is set up, in the unit's own form.
+#[repr(C, align(64))]
+struct Setting([u8; 64]);
+
 /// The unit, at work for one thread.
 pub(crate) struct Matrix {
     table: &'static Table,
+    /// How the unit was set up before, perhaps by another library.
+    before: Setting,
     /// The unit is the thread's.
     here: PhantomData<*const ()>,
 }
@@ -156,8 +163,8 @@ impl Kernels {
     pub(crate) fn matrix(self) -> Option<Matrix> {
         let table = self.1?;
         // SAFETY: the CPU has the instruction set, by `Kernels::of`.
-        unsafe { (table.enter)() };
-        Some(Matrix { table, here: PhantomData })
+        let before = unsafe { (table.enter)() };
+        Some(Matrix { table, before, here: PhantomData })
     }
 }
 
@@ -185,7 +192,7 @@ impl Matrix {
     /// encodings are such as [`Kernels::has_matrix`] knows.
     pub(crate) fn stage(
         &self,
-        [k, v]: [&TileRows<'_>; 2],
+        [k, v]: [&StoredRows<'_>; 2],
         memory: &mut Memory<'_>,
         ahead: &mut Ahead<'_>,
     ) {
@@ -231,7 +238,7 @@ impl Matrix {
 impl Drop for Matrix {
     fn drop(&mut self) {
         // SAFETY: the unit is at work, as there is a `Matrix`.
-        unsafe { (self.table.leave)() }
+        unsafe { (self.table.leave)(&self.before) }
     }
 }
 
@@ -243,7 +250,7 @@ macro_rules! table {
             use super::super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, Int8};
             use super::super::Ahead;
             use super::stage::Terms;
-            use super::{Memory, Queries, QueryShape, Stage, Table, TileRows};
+            use super::{Memory, Queries, QueryShape, Stage, Table, StoredRows};
             use crate::encoding::Encoding;
 
             $(#[$attribute])*
@@ -260,7 +267,7 @@ macro_rules! table {
             }
             $(#[$attribute])*
             fn keys<E: Terms>(
-                tile: &TileRows<'_>,
+                tile: &StoredRows<'_>,
                 memory: &mut Memory<'_>,
                 ahead: &mut Ahead<'_>,
             ) {
@@ -268,7 +275,7 @@ macro_rules! table {
             }
             $(#[$attribute])*
             fn values<E: Terms>(
-                tile: &TileRows<'_>,
+                tile: &StoredRows<'_>,
                 memory: &mut Memory<'_>,
                 ahead: &mut Ahead<'_>,
             ) {

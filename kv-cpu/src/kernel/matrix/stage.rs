@@ -12,7 +12,7 @@ use super::super::simd::Simd;
 use super::super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, F32, GROUP, Int8, Stored, whole};
 use super::super::tile::{check_rows, factors};
 use super::unit::Words;
-use super::{BLOCK, Blocks, PARTS, QueryShape, TileRows, UPPER, WORDS};
+use super::{BLOCK, Blocks, PARTS, QueryShape, StoredRows, UPPER, WORDS};
 use crate::encoding::{Element, RowLayout};
 
 /// An encoding whose values are the sum of few bf16.
@@ -129,7 +129,7 @@ pub(super) fn queries<W: Words>(
 #[inline(always)]
 pub(super) fn keys<W: Words, E: Terms>(
     w: W,
-    tile: &TileRows<'_>,
+    tile: &StoredRows<'_>,
     to: &mut Blocks<'_>,
     ahead: &mut Ahead<'_>,
 ) {
@@ -176,7 +176,7 @@ pub(super) fn keys<W: Words, E: Terms>(
 #[inline(always)]
 pub(super) fn values<W: Words, E: Terms>(
     w: W,
-    tile: &TileRows<'_>,
+    tile: &StoredRows<'_>,
     to: &mut Blocks<'_>,
     ahead: &mut Ahead<'_>,
 ) {
@@ -207,7 +207,7 @@ pub(super) fn values<W: Words, E: Terms>(
 /// Checks the rows of a tile and the room for their blocks, `apart` words a term, and notes what is
 /// known of them.
 #[inline(always)]
-fn begin<W: Words, E: Terms>(w: W, tile: &TileRows<'_>, to: &mut Blocks<'_>, apart: usize) {
+fn begin<W: Words, E: Terms>(w: W, tile: &StoredRows<'_>, to: &mut Blocks<'_>, apart: usize) {
     let all = (0, tile.rows.len());
     check_rows(tile.rows, all, tile.layout);
     assert!(

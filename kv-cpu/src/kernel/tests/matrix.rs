@@ -3,7 +3,7 @@ use kv_core::KvFormat;
 
 use super::formats::Tiled;
 use super::*;
-use crate::kernel::{Matrix, Memory, Queries, QueryShape, TileRows};
+use crate::kernel::{Matrix, Memory, Queries, QueryShape, StoredRows};
 
 fn units() -> Vec<(String, Kernels)> {
     all().into_iter().filter(|(_, kernels)| kernels.has_matrix(Encoding::Bf16)).collect()
@@ -100,9 +100,11 @@ fn blocks_are_multiplied_as_the_numbers_they_hold() {
                 })
                 .collect();
             let unit = kernels.matrix().unwrap();
+            // Whoever uses the unit in between leaves it as it was.
+            drop(kernels.matrix());
             let mut words = vec![u32::MAX; Memory::words(dim, dim)];
             let mut memory = Memory::new(&mut words, dim, dim);
-            let tile = TileRows { rows: &rows, layout: &layout, scale: tile.scale() };
+            let tile = StoredRows { rows: &rows, layout: &layout, scale: tile.scale() };
             unit.stage([&tile, &tile], &mut memory, &mut Ahead::default());
             let mut staged = Staged { unit: &unit, memory, dim, tokens: &in_order };
             staged.scores_are_products(&mut random, &name);
