@@ -2,8 +2,9 @@
 //!
 //! [`scores`], [`sums`] and [`body`] hold each loop once, [`stored`] and [`codes`] each encoding
 //! once, written in the primitives of [`simd`]; the other files here supply the primitives and
-//! instantiate the loops behind their target features. [`Kernels`] is the safe way in: arguments
-//! are slices whose bounds each kernel asserts once. Knows nothing of plans, blocks or threads.
+//! instantiate the loops behind their target features. [`matrix`] multiplies whole tiles where a
+//! unit for that exists. [`Kernels`] is the safe way in: arguments are slices whose bounds each
+//! kernel asserts once. Knows nothing of plans, blocks or threads.
 mod ahead;
 mod body;
 mod codes;
