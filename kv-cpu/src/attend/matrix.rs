@@ -8,45 +8,72 @@
     clippy::indexing_slicing,
     reason = "kernel code: rows and tokens are counted by the unit that owns the memory"
 )]
+use super::Job;
 use super::tile::{Seen, Tile, Tiles, bias_rows, weigh};
-use super::{Heads, Job};
-use crate::encoding::Element;
+use crate::encoding::{Element, Encoding};
 use crate::kernel::{BLOCK, Matrix, Memory, Queries, QueryShape, TILE};
 use crate::num::to_usize;
+use crate::rows::PlaneRows;
 use crate::workspace::AlignedFloats;
 
 /// Query rows of a unit of work as they are multiplied, and memory for tiles.
 pub(super) struct OnMatrix<'s> {
     matrix: Matrix,
-    queries: Queries<'s>,
+    /// Of each kv head.
+    shape: QueryShape,
+    /// Those of all heads: for each, so many words for rows of 16 and 8 bits, and so many for rows
+    /// of signed bytes.
+    words: &'s [u32],
+    of_head: (usize, usize),
     memory: Memory<'s>,
 }
 
 impl<'s> OnMatrix<'s> {
-    /// Takes so many query rows, all of one kv head: units have several for few rows only.
+    /// Takes the query rows of some kv heads, `rows` each; fewer than a block are columns.
     pub(super) fn new(
-        matrix: Matrix,
+        mut matrix: Matrix,
         (q, rows): (&[f32], usize),
-        heads: Heads,
+        job: &Job<'_>,
         (words, memory): (&'s mut AlignedFloats, &'s mut AlignedFloats),
     ) -> Self {
-        assert_eq!(q.len(), rows * heads.stride_k, "rows of one kv head");
-        let shape = QueryShape { rows, dim: heads.dim_k, terms: matrix.terms(q) };
-        let words: &mut [u32] = bytemuck::cast_slice_mut(words.get(shape.words()));
-        matrix.queries((q, heads.stride_k), shape, words);
-        let memory = memory.get(Memory::words(heads.dim_k, heads.dim_v));
-        let memory = Memory::new(bytemuck::cast_slice_mut(memory), heads.dim_k, heads.dim_v);
-        Self { matrix, queries: Queries { shape, words }, memory }
+        let heads = job.heads;
+        let (dim, terms) = (heads.dim_k, matrix.terms(q));
+        let k = [true, false].map(|is_wide| job.k.rows(is_wide).encoding() == Encoding::Int8);
+        let (shape, of_head) = if rows < BLOCK {
+            let shape = matrix.narrow((rows, dim, terms), is_exact(job), k.contains(&true));
+            let words = |wanted: bool, words: usize| if wanted { words } else { 0 };
+            let terms = words(k.contains(&false), shape.column_words());
+            (shape, (terms, words(k.contains(&true), shape.byte_words())))
+        } else {
+            let shape = QueryShape { rows, dim, terms, columns: BLOCK };
+            (shape, (shape.words(), 0))
+        };
+        let of_rows = q.chunks_exact(rows * heads.stride_k);
+        let len = of_head.0 + of_head.1;
+        let words: &mut [u32] = bytemuck::cast_slice_mut(words.get(of_rows.len() * len));
+        for (q, words) in of_rows.zip(words.chunks_exact_mut(len)) {
+            let (q, (words, bytes)) = ((q, heads.stride_k), words.split_at_mut(of_head.0));
+            if rows >= BLOCK {
+                matrix.queries(q, shape, words);
+                continue;
+            }
+            for (words, for_bytes) in [(words, false), (bytes, true)] {
+                if !words.is_empty() {
+                    matrix.columns(q, shape, (words, for_bytes));
+                }
+            }
+        }
+        let memory = memory.get(Memory::len(heads.dim_k, heads.dim_v));
+        let memory = Memory::new(memory, heads.dim_k, heads.dim_v);
+        Self { matrix, shape, words, of_head, memory }
     }
 
-    /// Whether all sums, in rows `stride` floats apart, are finite, and may be taken for what they
-    /// are.
-    pub(super) fn is_finite(&self, state: &Tiles<'_>, stride: usize) -> bool {
-        self.matrix.is_finite(&state.out[..state.running.len() * stride])
-            && state.running.iter().all(|row| row.sum.is_finite())
+    /// Whether all sums are finite, and may be taken for what they are.
+    pub(super) fn is_finite(&self, state: &Tiles<'_>) -> bool {
+        self.matrix.is_finite(state.out) && state.running.iter().all(|row| row.sum.is_finite())
     }
 
-    /// Lets all query rows meet a tile.
+    /// Lets all query rows of a kv head meet a tile.
     pub(super) fn meet(
         &mut self,
         job: &Job<'_>,
@@ -54,22 +81,75 @@ impl<'s> OnMatrix<'s> {
         tile: &Tile<'_>,
         seen: &Seen<'_>,
     ) {
-        let (rows, stride) = (state.running.len(), job.heads.stride_v);
-        let exact = job.out.element() == Element::F32;
         bias_rows(job, state, tile);
+        let len = self.of_head.0 + self.of_head.1;
+        let (words, bytes) = self.words[state.head * len..][..len].split_at(self.of_head.0);
+        let queries = Queries { shape: self.shape, words, bytes };
+        if self.shape.rows < BLOCK {
+            self.meet_few(job, state, (tile, seen), &queries);
+        } else {
+            self.meet_many(job, state, (tile, seen), &queries);
+        }
+    }
+
+    fn meet_few(
+        &mut self,
+        job: &Job<'_>,
+        state: &mut Tiles<'_>,
+        (tile, seen): (&Tile<'_>, &Seen<'_>),
+        queries: &Queries<'_>,
+    ) {
+        let (rows, stride) = (self.shape.rows, job.heads.stride_v);
+        let k = (&tile.k, &mut self.memory);
+        self.matrix.scores_of_few(queries, k, state.scores, &mut state.ahead);
+        // The unit would sleep if softmax waited for memory, so what is next is not asked for
+        // there.
+        let ahead = std::mem::take(&mut state.ahead);
+        weigh_all(job, state, (0, rows), seen);
+        state.ahead = ahead;
+        let weights = (&mut state.scores[..rows * TILE], is_exact(job));
+        let v = (&tile.v, &mut self.memory);
+        self.matrix.sums_of_few(v, weights, (state.out, stride), &mut state.ahead);
+    }
+
+    fn meet_many(
+        &mut self,
+        job: &Job<'_>,
+        state: &mut Tiles<'_>,
+        (tile, seen): (&Tile<'_>, &Seen<'_>),
+        queries: &Queries<'_>,
+    ) {
+        let stride = job.heads.stride_v;
         self.matrix.stage([&tile.k, &tile.v], &mut self.memory, &mut state.ahead);
-        let (begin, end) = seeing(rows, seen, tile);
+        let (begin, end) = seeing(self.shape.rows, seen, tile);
         for first in (begin..end).step_by(BLOCK) {
             let scores = &mut state.scores[first * TILE..][..BLOCK * TILE];
-            self.matrix.scores(&self.queries, first, &self.memory, scores);
+            self.matrix.scores(queries, first, &self.memory, scores);
         }
         weigh_all(job, state, (begin, end), seen);
         for first in (begin..end).step_by(BLOCK) {
             let weights = &mut state.scores[first * TILE..][..BLOCK * TILE];
             let out = &mut state.out[first * stride..][..BLOCK * stride];
-            self.matrix.sums(&mut self.memory, weights, exact, (out, stride));
+            self.matrix.sums(&mut self.memory, weights, is_exact(job), (out, stride));
         }
     }
+}
+
+/// Whether so many query rows of a kv head are multiplied as matrices: a product of blocks takes as
+/// long for one as for sixteen, so vectors are faster with few (`docs/performance.md`).
+pub(super) fn is_worth_it(job: &Job<'_>, rows: usize) -> bool {
+    let fewest = |plane: &PlaneRows<'_>| match plane.rows(false).encoding() {
+        Encoding::Int8 => 4,
+        Encoding::E4m3 | Encoding::E5m2 => 5,
+        Encoding::Bf16 | Encoding::Bf16Pairs => 7,
+        _ => 13,
+    };
+    job.by_matrix && rows >= fewest(&job.k).max(fewest(&job.v))
+}
+
+/// Whether outputs have use for all bits of a weight.
+fn is_exact(job: &Job<'_>) -> bool {
+    job.out.element() == Element::F32
 }
 
 /// The rows that see some of a tile, from a multiple of [`BLOCK`] on.

@@ -1,10 +1,8 @@
 //! Tiles that are decoded before many query rows meet them.
-#![expect(clippy::indexing_slicing, reason = "kernel code: memory and tiles are sized by the unit")]
 use super::Job;
 use super::tile::{Seen, Tile, Tiles, meet};
-use super::walk::TileRows;
 use crate::encoding::{Element, Encoding, RowLayout};
-use crate::kernel::{RowScale, StoredRows, TILE};
+use crate::kernel::{RowScale, StoredRows, TILE, TileRows};
 
 /// Lets all query rows meet a tile that is decoded first.
 pub(super) fn meet_staged(
@@ -15,7 +13,7 @@ pub(super) fn meet_staged(
     (k_stage, v_stage): (&mut [f32], &mut [f32]),
 ) {
     let heads = job.heads;
-    let (mut k, mut v): (TileRows<'_>, TileRows<'_>) = ([&[]; TILE], [&[]; TILE]);
+    let (mut k, mut v) = (TileRows::new(), TileRows::new());
     let layouts = [heads.dim_k, heads.dim_v].map(|dim| RowLayout::plain(Element::F32, dim));
     let [k_layout, v_layout] = &layouts;
     let (mut k_scales, mut v_scales) = ([1.0; TILE], [1.0; TILE]);
@@ -42,12 +40,11 @@ fn stage<'s: 't, 't>(job: &Job<'_>, from: StoredRows<'t>, to: Stage<'s, 't>) -> 
         return from;
     }
     let (layout, stride, memory, staged, scales) = to;
-    for ((row, memory), to) in
-        from.rows.iter().zip(memory.chunks_exact_mut(stride)).zip(staged.iter_mut())
-    {
+    staged.clear(layout.bytes());
+    for (row, memory) in from.rows.iter().zip(memory.chunks_exact_mut(stride)) {
         let (values, _) = memory.split_at_mut(layout.dim());
         job.cpu.kernels.decode(from.layout, row, values);
-        *to = bytemuck::cast_slice(values);
+        staged.push(bytemuck::cast_slice(values), 0, 1);
     }
     let scale = match from.scale {
         RowScale::Stored => {
@@ -56,5 +53,5 @@ fn stage<'s: 't, 't>(job: &Job<'_>, from: StoredRows<'t>, to: Stage<'s, 't>) -> 
         }
         other => other,
     };
-    StoredRows { rows: &staged[..from.rows.len()], layout, scale }
+    StoredRows { rows: staged, layout, scale }
 }

@@ -12,11 +12,15 @@ use kv_core::plan::PlannedSequence;
 use super::Job;
 use super::unit::Unit;
 use crate::encoding::{Element, RowLayout};
-use crate::kernel::{Ahead, ROWS, RowScale, Running, Scores, Softmax, StoredRows, Sums, TILE};
+use crate::kernel::{
+    Ahead, ROWS, RowScale, Running, Scores, Softmax, StoredRows, Sums, TILE, TileRows,
+};
 use crate::num::{to_u32, to_usize};
 
 /// The state of a unit's rows between tiles, head by head.
 pub(super) struct Tiles<'s> {
+    /// Which one of the unit's kv heads it is that meets a tile.
+    pub(super) head: usize,
     pub(super) q: &'s [f32],
     /// What is added to every score of a query row.
     pub(super) bias: &'s [f32],
@@ -37,6 +41,7 @@ impl Tiles<'_> {
         let heads = self.running.len() / rows;
         let (k, v) = (self.q.len() / heads, self.out.len() / heads);
         Tiles {
+            head: index,
             q: &self.q[part(k)],
             bias: &self.bias[part(rows)],
             tile_bias: self.tile_bias,
@@ -228,12 +233,13 @@ pub(super) fn bias_rows(job: &Job<'_>, state: &mut Tiles<'_>, tile: &Tile<'_>) {
     state.tile_bias.copy_from_slice(state.bias);
     if let Some(mean) = tile.k_mean {
         let rows = state.running.len();
+        let layout = RowLayout::plain(Element::F16, job.heads.dim_k);
         let mut args = Scores {
             rows,
             q: state.q,
             stride: job.heads.stride_k,
-            k: &[mean],
-            layout: &RowLayout::plain(Element::F16, job.heads.dim_k),
+            k: &TileRows::of([mean], layout.bytes()),
+            layout: &layout,
             scale: RowScale::Given(1.0),
             range: (0, 1),
             out: state.scores,

@@ -13,7 +13,7 @@ use kv_core::plan::PlannedSequence;
 use kv_quant::block::BlockMean;
 use kv_quant::transform;
 
-use super::matrix::OnMatrix;
+use super::matrix::{OnMatrix, is_worth_it};
 use super::merge::Merge;
 use super::reach::Reach;
 use super::stage::meet_staged;
@@ -223,8 +223,15 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit, scratch: &mut Scratch, partials: &
     let all = rows * to_usize(unit.kv_heads.1 - unit.kv_heads.0);
     let q = scratch.q.get(all * heads.stride_k);
     load_queries(job, unit, &sequence, q, scratch.bias.get(all));
-    let many = rows >= ROWS_STAGED;
-    if !(many && job.by_matrix && meet_tiles(job, unit, &sequence, scratch, (rows, all), true)) {
+    let by_matrix = is_worth_it(job, rows);
+    if !(by_matrix && meet_tiles(job, unit, &sequence, scratch, (rows, all), true)) {
+        if by_matrix && all > rows {
+            // Whether a head runs again is not to depend on those that share a unit with it.
+            for head in unit.kv_heads.0..unit.kv_heads.1 {
+                run(job, &Unit { kv_heads: (head, head + 1), ..*unit }, scratch, partials);
+            }
+            return;
+        }
         meet_tiles(job, unit, &sequence, scratch, (rows, all), false);
     }
     let out = scratch.out.get(all * heads.stride_v);
@@ -257,17 +264,19 @@ fn meet_tiles(
 ) -> bool {
     let heads = job.heads;
     let matrix = if by_matrix { job.cpu.kernels.matrix() } else { None };
-    // Output rows go by blocks there, and the last block is whole.
-    let whole = if matrix.is_some() { all.next_multiple_of(BLOCK) } else { all };
+    // Many output rows go by blocks there, and the last block is whole.
+    let by_blocks = matrix.is_some() && rows >= BLOCK;
+    let whole = if by_blocks { all.next_multiple_of(BLOCK) } else { all };
     let q = &*scratch.q.get(all * heads.stride_k);
     let out = scratch.out.get(whole * heads.stride_v);
     out.fill(0.0);
     scratch.running.clear();
     scratch.running.resize(all, Running::EMPTY);
     let matrix = matrix.map(|matrix| {
-        OnMatrix::new(matrix, (q, rows), heads, (&mut scratch.queries, &mut scratch.blocks))
+        OnMatrix::new(matrix, (q, rows), job, (&mut scratch.queries, &mut scratch.blocks))
     });
     let mut state = Tiles {
+        head: 0,
         q,
         bias: scratch.bias.get(all),
         tile_bias: scratch.tile_bias.get(rows),
@@ -280,7 +289,7 @@ fn meet_tiles(
         for_tiles(job, unit, sequence, &mut state, |state, tile| {
             matrix.meet(job, state, tile, &Seen::new(job, unit, sequence, tile));
         });
-        return matrix.is_finite(&state, heads.stride_v);
+        return matrix.is_finite(&state);
     }
     let staged_tokens = if rows >= ROWS_STAGED { job.cpu.kernels.tokens() } else { 0 };
     let k = scratch.k.get(staged_tokens * heads.stride_k);

@@ -16,12 +16,9 @@ use super::Job;
 use super::reach::Reach;
 use super::tile::{Tile, Tiles};
 use super::unit::Unit;
-use crate::kernel::{Ahead, Runs, StoredRows, TILE};
+use crate::kernel::{Ahead, Runs, StoredRows, TILE, TileRows};
 use crate::num::{offset, to_u32, to_usize};
 use crate::rows::PlaneRows;
-
-/// Encoded rows of the tokens of a tile.
-pub(super) type TileRows<'a> = [&'a [u8]; TILE];
 
 /// Lets the rows of each head meet every tile of the unit's keys that any of its queries sees.
 pub(super) fn for_tiles(
@@ -34,24 +31,28 @@ pub(super) fn for_tiles(
     let reach = Reach::of(&job.options, sequence, (unit.q_begin, unit.q_end))
         .within(unit.kv_begin, unit.kv_end);
     let alike = Alike::new(job, sequence);
-    let (mut some, mut others) = ([[&[][..]; TILE]; 2], [[&[][..]; TILE]; 2]);
+    let [mut some, mut others] = [const { [const { TileRows::new() }; 2] }; 2];
     let (mut rows, mut later) = (&mut some, &mut others);
+    let mut found = [const { Found::new() }; 2];
     let mut runs = Runs::new();
     let (first, end) = unit.kv_heads;
     let (mut bounds, mut head) = (alike.tile(reach, unit.kv_begin), first);
-    find_rows(job, (sequence, head), bounds, rows, &mut runs);
+    find(job, sequence, bounds, &mut found);
+    of_head(&found, head, rows, &mut runs);
     while bounds.0 < bounds.1 {
         let (next, next_head) =
             if head + 1 < end { (bounds, head + 1) } else { (alike.tile(reach, bounds.1), first) };
-        find_rows(job, (sequence, next_head), next, later, &mut runs);
+        if next != bounds {
+            find(job, sequence, next, &mut found);
+        }
+        of_head(&found, next_head, later, &mut runs);
         let [k, v] = &*rows;
-        let len = to_usize(bounds.1 - bounds.0);
         let is_wide = alike.is_wide(bounds.0);
         let stored = |plane: &'_ PlaneRows<'_>| plane.scale(head, is_wide);
         let tile = Tile {
             bounds,
-            k: StoredRows { rows: &k[..len], layout: job.k.rows(is_wide), scale: stored(&job.k) },
-            v: StoredRows { rows: &v[..len], layout: job.v.rows(is_wide), scale: stored(&job.v) },
+            k: StoredRows { rows: k, layout: job.k.rows(is_wide), scale: stored(&job.k) },
+            v: StoredRows { rows: v, layout: job.v.rows(is_wide), scale: stored(&job.v) },
             k_mean: alike.mean(job, bounds.0, head),
         };
         meet(&mut state.of_head(to_usize(head - first), Ahead::of(&runs)), &tile);
@@ -60,55 +61,93 @@ pub(super) fn for_tiles(
     }
 }
 
-/// Looks up the rows of K and V of tokens `begin..end` of a sequence, which are all wide or none,
-/// and the runs of memory that they lie in.
-fn find_rows<'a>(
+/// Looks up the rows of K and V of a tile.
+fn find<'a>(
     job: &Job<'a>,
-    at: (&PlannedSequence, u32),
+    sequence: &PlannedSequence,
     bounds: (u32, u32),
-    [k, v]: &mut [TileRows<'a>; 2],
+    [k, v]: &mut [Found<'a>; 2],
+) {
+    k.find(job, &job.k, sequence, bounds);
+    v.find(job, &job.v, sequence, bounds);
+}
+
+/// Those of a kv head, and the runs of memory that they lie in.
+fn of_head<'a>(
+    [k, v]: &[Found<'a>; 2],
+    head: u32,
+    [k_rows, v_rows]: &mut [TileRows<'a>; 2],
     runs: &mut Runs<'a>,
 ) {
     runs.clear();
-    find_plane(job, &job.k, at, bounds, (k, runs));
-    find_plane(job, &job.v, at, bounds, (v, runs));
+    k.of_head(head, k_rows, runs);
+    v.of_head(head, v_rows, runs);
 }
 
-fn find_plane<'a>(
-    job: &Job<'a>,
-    plane: &PlaneRows<'a>,
-    (sequence, head): (&PlannedSequence, u32),
-    (begin, end): (u32, u32),
-    (rows, runs): (&mut TileRows<'a>, &mut Runs<'a>),
-) {
-    let table = job.plan.tables().row(sequence.row);
-    let layout = plane.layout();
-    let block_size = layout.block_size();
-    let mut position = begin;
-    while position < end {
-        let found = layout.slot_map().place_in(position, sequence.coded);
-        let bytes = plane.rows(found.is_wide).bytes();
-        // Wide rows are few and leave gaps; the others follow each other to the end of a block.
-        let (tokens, stride) = if found.is_wide {
-            (1, bytes)
-        } else {
-            ((block_size - found.inside).min(end - position), offset(layout.token_stride()))
-        };
-        // One bounds check a block: from the first token's row to the end of the last one's.
-        let reach = to_usize(tokens - 1) * stride + bytes;
-        let run = plane.get(table[to_usize(found.index)].0, layout.row_begin(found, head), reach);
-        let to = &mut rows[to_usize(position - begin)..][..to_usize(tokens)];
-        for (row, from) in to.iter_mut().zip(run.chunks(stride)) {
-            *row = &from[..bytes];
+/// Where the rows of a tile lie in the blocks of a plane, for all kv heads.
+struct Found<'a> {
+    /// Memory of a block from the first head's first row on, and how many tokens follow there.
+    runs: [(&'a [u8], usize); TILE],
+    len: usize,
+    /// Of a row.
+    bytes: usize,
+    /// Bytes from a token to the next one of a run, and from a head to the next.
+    strides: (usize, usize),
+}
+
+impl<'a> Found<'a> {
+    const fn new() -> Self {
+        Self { runs: [(&[], 0); TILE], len: 0, bytes: 0, strides: (0, 0) }
+    }
+
+    /// Looks up tokens `begin..end` of a sequence, which are all wide or none.
+    fn find(
+        &mut self,
+        job: &Job<'a>,
+        plane: &PlaneRows<'a>,
+        sequence: &PlannedSequence,
+        (begin, end): (u32, u32),
+    ) {
+        let table = job.plan.tables().row(sequence.row);
+        let layout = plane.layout();
+        self.len = 0;
+        let mut position = begin;
+        while position < end {
+            let found = layout.slot_map().place_in(position, sequence.coded);
+            self.bytes = plane.rows(found.is_wide).bytes();
+            let at = layout.row_begin(found, 0);
+            let per_head = offset(layout.row_begin(found, 1)) - offset(at);
+            // Wide rows are few and leave gaps; the others follow each other to the end of a block.
+            let (tokens, stride) = if found.is_wide {
+                (1, self.bytes)
+            } else {
+                let left = layout.block_size() - found.inside;
+                (left.min(end - position), offset(layout.token_stride()))
+            };
+            self.strides = (stride, per_head);
+            let rest = offset(layout.block_bytes()) - offset(at);
+            let block = plane.get(table[to_usize(found.index)].0, at, rest);
+            self.runs[self.len] = (block, to_usize(tokens));
+            self.len += 1;
+            position += tokens;
         }
-        if stride == bytes {
-            runs.push(run);
-        } else {
-            for row in to {
-                runs.push(row);
+    }
+
+    /// The rows of a head, and the runs of memory that they lie in.
+    fn of_head(&self, head: u32, rows: &mut TileRows<'a>, runs: &mut Runs<'a>) {
+        let (stride, per_head) = self.strides;
+        rows.clear(self.bytes);
+        for (block, tokens) in &self.runs[..self.len] {
+            let begin = to_usize(head) * per_head;
+            // One bounds check a block: from the first token's row to the end of the last one's.
+            let run = &block[begin..][..(tokens - 1) * stride + self.bytes];
+            rows.push(run, stride, *tokens);
+            if stride == self.bytes {
+                runs.push(run);
+            } else {
+                run.chunks(stride).for_each(|row| runs.push(&row[..self.bytes]));
             }
         }
-        position += tokens;
     }
 }
 
@@ -125,6 +164,9 @@ struct Alike<'a> {
     sink_tokens: u32,
     /// Tokens of a tile.
     tokens: u32,
+    /// Where tiles begin, modulo their length: where blocks do, which sinks shift, so that a tile
+    /// has few runs of memory.
+    shift: u32,
 }
 
 impl<'a> Alike<'a> {
@@ -134,12 +176,18 @@ impl<'a> Alike<'a> {
         let tail = map.tail_begin(sequence.kv_len, sequence.coded);
         let sink_tokens = job.options.window().map_or(0, |_| job.options.num_sink_tokens());
         let tokens = to_u32(job.cpu.kernels.tokens());
-        Self { map, sequence, tail, by_block: layout.has_block_means(), sink_tokens, tokens }
+        let step = layout.block_size().clamp(1, tokens);
+        let fits = tokens.is_multiple_of(step) && layout.block_size().is_multiple_of(step);
+        // Every block has room for a sink, so this many blocks hold codes as well.
+        let blocks = map.sinks().saturating_add(1);
+        let shift = if fits { map.tokens(blocks) % step } else { 0 };
+        let by_block = layout.has_block_means();
+        Self { map, sequence, tail, by_block, sink_tokens, tokens, shift }
     }
 
     /// The tile at `from` or, where nothing is seen there, the next one; empty behind the last.
-    /// Tiles lie at multiples of their length, so that a sum's order does not depend on the
-    /// queries.
+    /// Tiles lie at multiples of their length from the same place on, so that a sum's order does
+    /// not depend on the queries.
     fn tile(&self, reach: Reach, from: u32) -> (u32, u32) {
         let (from, end) = reach.seen_from(from);
         if from >= end {
@@ -148,7 +196,8 @@ impl<'a> Alike<'a> {
         let tile = self.tokens;
         let cut = if from < self.sink_tokens { self.sink_tokens } else { u32::MAX };
         let limit = self.end(from).min(cut).min(end);
-        (from, (from / tile * tile).saturating_add(tile).min(limit))
+        let passed = from.saturating_add(tile - self.shift) / tile * tile;
+        (from, passed.saturating_add(self.shift).min(limit))
     }
 
     fn is_wide(&self, position: u32) -> bool {

@@ -76,6 +76,22 @@ macro_rules! primitives {
                 widen_f16(self, bits)
             }
             #[inline(always)]
+            unsafe fn gather_f16(self, from: *const u8, stride: u32) -> __m512 {
+                #[inline]
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+                unsafe fn inner(from: *const u8, stride: u32) -> __m512 {
+                    let lanes =
+                        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+                    let at = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(stride.cast_signed()));
+                    let from = from.wrapping_sub(2).cast();
+                    // SAFETY: words whose upper halves are the values, by the caller's condition.
+                    let words = unsafe { _mm512_i32gather_epi32::<1>(at, from) };
+                    _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(words)))
+                }
+                // SAFETY: condition 1, and the witness.
+                unsafe { inner(from, stride) }
+            }
+            #[inline(always)]
             unsafe fn load_bf16(self, from: *const u16, at: usize) -> __m512 {
                 // SAFETY: condition 1 of `Simd::load`, and the witness.
                 let bits = unsafe { _mm256_loadu_si256(from.wrapping_add(at).cast()) };

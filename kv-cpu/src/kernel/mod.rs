@@ -19,6 +19,7 @@ mod convert;
     )
 )]
 mod matrix;
+mod rows;
 mod scores;
 mod simd;
 mod stored;
@@ -40,6 +41,7 @@ mod tests;
 pub(crate) use ahead::{Ahead, Runs};
 pub(crate) use convert::PastCaches;
 pub(crate) use matrix::{BLOCK, Matrix, Memory, Queries, QueryShape, StoredRows};
+pub(crate) use rows::TileRows;
 pub(crate) use simd::LANES_MAX;
 
 use kv_core::KvFormat;
@@ -73,7 +75,7 @@ pub(crate) struct Scores<'a> {
     pub(crate) q: &'a [f32],
     pub(crate) stride: usize,
     /// Encoded K rows of the tile.
-    pub(crate) k: &'a [&'a [u8]],
+    pub(crate) k: &'a TileRows<'a>,
     pub(crate) layout: &'a RowLayout,
     pub(crate) scale: RowScale<'a>,
     /// Tokens of the tile to score: `begin..end`.
@@ -89,7 +91,7 @@ pub(crate) struct Sums<'a> {
     /// Weights, [`TILE`] an output row; multiplied by the scales of the tokens of the range.
     pub(crate) weights: &'a mut [f32],
     /// Encoded V rows of the tile.
-    pub(crate) v: &'a [&'a [u8]],
+    pub(crate) v: &'a TileRows<'a>,
     pub(crate) layout: &'a RowLayout,
     pub(crate) scale: RowScale<'a>,
     /// Tokens of the tile to add: `begin..end`.
@@ -138,7 +140,7 @@ pub(crate) struct Table {
     decode: [Decode; Encoding::COUNT],
     /// By element type.
     encode: [Encode; 3],
-    row_scales: unsafe fn(&[&[u8]], &RowLayout) -> [f32; TILE],
+    row_scales: unsafe fn(&TileRows<'_>, &RowLayout) -> [f32; TILE],
     softmax: unsafe fn(&mut Softmax<'_>, &mut Ahead<'_>),
     combine: unsafe fn(&mut [f32], f32, &[f32], f32),
     scale: unsafe fn(&mut [f32], f32),
@@ -219,7 +221,7 @@ impl Kernels {
         unsafe { kernel(layout, from, to) }
     }
     /// The f16 scales behind the rows of a tile.
-    pub(crate) fn row_scales(self, rows: &[&[u8]], layout: &RowLayout) -> [f32; TILE] {
+    pub(crate) fn row_scales(self, rows: &TileRows<'_>, layout: &RowLayout) -> [f32; TILE] {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { (self.0.row_scales)(rows, layout) }
     }
@@ -265,7 +267,8 @@ impl Kernels {
         }
         self.decode(layout, from, to);
         let scale = if layout.has_scale() {
-            let [scale, ..] = self.row_scales(&[from], layout);
+            let row = TileRows::of([from], layout.bytes());
+            let [scale, ..] = self.row_scales(&row, layout);
             scale
         } else {
             given
@@ -289,7 +292,9 @@ macro_rules! table {
         pub(super) static TABLE: super::Table = {
             use super::codes::{L3, L4, L6, Lloyd, Nvfp4, Q4Block, Q8Block};
             use super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, F32, Int8, Plain, Stored};
-            use super::{Ahead, Scores, Softmax, Sums, TILE, Table, body, scores, sums, tile};
+            use super::{
+                Ahead, Scores, Softmax, Sums, TILE, Table, TileRows, body, scores, sums, tile,
+            };
             use crate::encoding::RowLayout;
 
             $(#[$attribute])*
@@ -309,7 +314,7 @@ macro_rules! table {
                 body::encode::<_, E>($simd, from, to)
             }
             $(#[$attribute])*
-            fn row_scales(rows: &[&[u8]], layout: &RowLayout) -> [f32; TILE] {
+            fn row_scales(rows: &TileRows<'_>, layout: &RowLayout) -> [f32; TILE] {
                 tile::row_scales($simd, rows, layout)
             }
             $(#[$attribute])*

@@ -61,13 +61,13 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
     assert!(row + R <= args.rows, "rows lie inside their slices, by what `scores` asserts");
     let steps = args.rows.div_ceil(R) * (args.range.1 - args.range.0).div_ceil(T);
     let pace = ahead.pace(part::SCORES, steps);
-    let q = args.q.as_ptr().wrapping_add(row * args.stride);
+    let (q, keys) = (args.q.as_ptr().wrapping_add(row * args.stride), args.k.at());
     let out = args.out.as_mut_ptr().wrapping_add(row * TILE);
     let (mut token, end) = args.range;
     while token + T <= end {
         let mut k = [(std::ptr::null(), std::ptr::null()); T];
         for j in 0..T {
-            k[j] = (args.k[token + j].as_ptr(), rests[token + j].as_ptr().cast());
+            k[j] = (keys[token + j], rests[token + j].as_ptr().cast());
         }
         ahead.fetch(s, pace);
         let dots = dot::<S, E, R, T>(s, (q, args.stride), k, args.layout);
@@ -90,7 +90,7 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
         token += T;
     }
     while T > 1 && token < end {
-        let k = [(args.k[token].as_ptr(), rests[token].as_ptr().cast())];
+        let k = [(keys[token], rests[token].as_ptr().cast())];
         ahead.fetch(s, pace);
         let dots = dot::<S, E, R, 1>(s, (q, args.stride), k, args.layout);
         for r in 0..R {

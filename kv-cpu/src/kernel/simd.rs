@@ -141,6 +141,23 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// As [`Self::load`].
     unsafe fn load_f16(self, from: *const u16, at: usize) -> Self::F;
+    /// `LANES` values of binary16, the first at `from`, each `stride` bytes behind the one
+    /// before, less than 2^27.
+    ///
+    /// # Safety
+    /// 1. They are readable, and so are the two bytes before each. Alignment is not needed.
+    #[inline(always)]
+    unsafe fn gather_f16(self, from: *const u8, stride: u32) -> Self::F {
+        let stride = crate::num::to_usize(stride);
+        let mut bits = [0; LANES_MAX];
+        for i in 0..Self::LANES {
+            let at = from.wrapping_add(i * stride).cast::<[u8; 2]>();
+            // SAFETY: condition 1.
+            bits[i] = u16::from_le_bytes(unsafe { at.read() });
+        }
+        // SAFETY: an array of as many.
+        unsafe { self.load_f16(bits.as_ptr(), 0) }
+    }
     /// As [`Self::load`], from bfloat16.
     ///
     /// # Safety

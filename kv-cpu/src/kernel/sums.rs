@@ -66,7 +66,7 @@ fn sum_last<S: Simd, E: Stored>(
         while d < dim {
             let value = if d < whole {
                 // SAFETY: a vector of a V row, `d + LANES <= whole`.
-                unsafe { E::load(s, args.v[token].as_ptr(), args.layout, group, d - group) }
+                unsafe { E::load(s, args.v.at()[token], args.layout, group, d - group) }
             } else {
                 // SAFETY: the rest is written, since there is one; `d - whole` is a multiple of
                 // `LANES` below `GROUP`.
@@ -155,12 +155,12 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
     while token < end {
         ahead.fetch(s, pace);
         let stop = (token / STEP * STEP + STEP).min(end);
-        for v in &args.v[token..stop] {
+        for v in &args.v.at()[token..stop] {
             let mut values = [[s.splat(0.0); 2]; P];
             for p in 0..P {
                 let (group, offset) = vector(p, 0);
                 // SAFETY: a whole group of a V row, see above.
-                values[p] = unsafe { E::load_pair(s, v.as_ptr(), args.layout, group, offset) };
+                values[p] = unsafe { E::load_pair(s, *v, args.layout, group, offset) };
             }
             for r in 0..R {
                 let weight = weights.wrapping_add(r * TILE + token);

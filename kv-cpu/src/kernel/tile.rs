@@ -21,25 +21,23 @@ use std::mem::MaybeUninit;
 
 use super::simd::Simd;
 use super::stored::{GROUP, Rest, Stored, whole};
-use super::{RowScale, TILE};
+use super::{BLOCK, RowScale, TILE, TileRows};
 use crate::encoding::RowLayout;
+use crate::num::to_u32;
 
 /// From one vector of a pair to the other.
 pub(super) const HALF: usize = GROUP / 2;
 
-pub(super) fn check_rows(rows: &[&[u8]], (begin, end): (usize, usize), layout: &RowLayout) {
-    assert!(begin <= end && end <= rows.len() && end <= TILE, "a token range lies inside its tile");
-    assert!(
-        rows[begin..end].iter().all(|row| row.len() >= layout.bytes()),
-        "a row holds its values"
-    );
+pub(super) fn check_rows(rows: &TileRows<'_>, (begin, end): (usize, usize), layout: &RowLayout) {
+    assert!(begin <= end && end <= rows.len(), "a token range lies inside its tile");
+    assert!(rows.bytes() >= layout.bytes(), "a row holds its values");
 }
 
 /// What the tokens of a range are multiplied with, 1 outside of it; `None` where that is 1 for all.
 #[inline(always)]
 pub(super) fn factors<S: Simd>(
     s: S,
-    rows: &[&[u8]],
+    rows: &TileRows<'_>,
     (begin, end): (usize, usize),
     layout: &RowLayout,
     scale: RowScale<'_>,
@@ -53,14 +51,29 @@ pub(super) fn factors<S: Simd>(
         RowScale::Stored => {
             let mut bits = [ONE; TILE];
             let at = layout.scales();
-            for (bits, row) in bits[begin..end].iter_mut().zip(&rows[begin..end]) {
-                *bits = u16::from_le_bytes([row[at], row[at + 1]]);
-            }
             let mut i = 0;
             while i < TILE {
+                let even =
+                    rows.even(i / BLOCK).filter(|_| at >= 2 && begin <= i && i + BLOCK <= end);
+                let values = if let Some((first, stride)) = even
+                    && stride < 1 << 27
+                {
+                    let first = first.wrapping_add(i % BLOCK * stride + at);
+                    // SAFETY: scales behind the codes of rows, which callers have checked, and
+                    // bytes of codes before them; not too far from each other.
+                    unsafe { s.gather_f16(first, to_u32(stride)) }
+                } else {
+                    let first = begin.max(i).min(end);
+                    let some = first..end.min(i + S::LANES).max(first);
+                    for (bits, row) in bits[some.clone()].iter_mut().zip(&rows.at()[some]) {
+                        let scale = row.wrapping_add(at).cast::<[u8; 2]>();
+                        // SAFETY: the scale behind the codes of a row, which callers have checked.
+                        *bits = u16::from_le_bytes(unsafe { scale.read() });
+                    }
+                    // SAFETY: `i + LANES <= TILE`.
+                    unsafe { s.load_f16(bits.as_ptr(), i) }
+                };
                 // SAFETY: `i + LANES <= TILE`.
-                let values = unsafe { s.load_f16(bits.as_ptr(), i) };
-                // SAFETY: as above.
                 unsafe { s.store(factors.as_mut_ptr(), i, values) };
                 i += S::LANES;
             }
@@ -71,7 +84,7 @@ pub(super) fn factors<S: Simd>(
 
 /// The scales of a tile's rows.
 #[inline(always)]
-pub(super) fn row_scales<S: Simd>(s: S, rows: &[&[u8]], layout: &RowLayout) -> [f32; TILE] {
+pub(super) fn row_scales<S: Simd>(s: S, rows: &TileRows<'_>, layout: &RowLayout) -> [f32; TILE] {
     check_rows(rows, (0, rows.len()), layout);
     factors(s, rows, (0, rows.len()), layout, RowScale::Stored).unwrap_or([1.0; TILE])
 }
@@ -101,16 +114,16 @@ pub(super) const NO_RESTS: Rests = [const { MaybeUninit::uninit() }; TILE];
 #[inline(always)]
 pub(super) fn decode_rests<S: Simd, E: Stored>(
     s: S,
-    rows: &[&[u8]],
+    rows: &TileRows<'_>,
     (begin, end): (usize, usize),
     layout: &RowLayout,
     rests: &mut Rests,
 ) {
     let whole = whole::<S, E>(layout.dim());
     if whole < layout.dim() {
-        for (row, rest) in rows[begin..end].iter().zip(&mut rests[begin..end]) {
+        for (row, rest) in rows.at()[begin..end].iter().zip(&mut rests[begin..end]) {
             // SAFETY: a row of the layout, as callers have asserted, and where its rest begins.
-            rest.write(unsafe { E::rest(s, row.as_ptr(), layout, whole) });
+            rest.write(unsafe { E::rest(s, *row, layout, whole) });
         }
     }
 }

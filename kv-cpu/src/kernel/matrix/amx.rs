@@ -9,36 +9,33 @@
     reason = "kernel code: bounds are asserted at the entry, and helpers must melt into the \
               function that carries the target features"
 )]
+mod words;
+
 use std::arch::asm;
-use std::arch::x86_64::{
-    __m512, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_set1_epi32,
-    _mm512_setzero_ps, _mm512_shuffle_ps, _mm512_srli_epi32, _mm512_storeu_si512,
-    _mm512_ternarylogic_epi32, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
-};
 use std::sync::OnceLock;
 
 use super::super::avx512::Avx512;
-use super::super::simd::{LINE, Simd};
-use super::unit::{Unit, Words};
-use super::{BLOCK, PARTS, Setting, UPPER, WORDS};
+use super::super::simd::LINE;
+use super::unit::{Side, Unit};
+use super::{BLOCK, PARTS, Setting, WORDS};
 
 /// Witness that the tiles are set up: made only inside functions that need it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Amx(());
 
-/// Whether the CPU has tiles of bf16 and the system lets this process use them, which it is asked
-/// once.
+/// Whether the CPU has tiles of bf16 and of bytes and the system lets this process use them, which
+/// it is asked once.
 pub(crate) fn is_available() -> bool {
     static ALLOWED: OnceLock<bool> = OnceLock::new();
     *ALLOWED.get_or_init(|| has_tiles() && is_allowed())
 }
 
-/// Leaf 7 of CPUID: bits 22 (AMX-BF16) and 24 (AMX-TILE) of EDX.
+/// Leaf 7 of CPUID: bits 22 (AMX-BF16), 24 (AMX-TILE) and 25 (AMX-INT8) of EDX.
 fn has_tiles() -> bool {
     use std::arch::x86_64::{__cpuid_count, __get_cpuid_max};
-    const BOTH: u32 = 1 << 22 | 1 << 24;
+    const ALL: u32 = 1 << 22 | 1 << 24 | 1 << 25;
     let (leaves, _) = __get_cpuid_max(0);
-    leaves >= 7 && __cpuid_count(7, 0).edx & BOTH == BOTH
+    leaves >= 7 && __cpuid_count(7, 0).edx & ALL == ALL
 }
 
 /// Asks Linux for the state of tiles, which it keeps for processes that want it alone.
@@ -69,9 +66,24 @@ unsafe fn enter() -> Setting {
     let mut before = Setting([0; 64]);
     // SAFETY: 64 bytes of the setting's form; condition 1.
     unsafe { asm!("sttilecfg [{}]", in(reg) &raw mut before, options(nostack)) };
-    // SAFETY: a configuration that is valid; condition 1.
-    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const BLOCKS, options(nostack, readonly)) };
+    // SAFETY: condition 1; the setting is valid.
+    unsafe { set_up(&BLOCKS) };
     before
+}
+
+/// Sets up tiles 0 to 5 for [`Unit::multiply`]: scores of so many columns, a multiple of four, sums
+/// of so many rows; both at least 1 and [`BLOCK`] at most.
+///
+/// # Safety
+/// 1. Between `enter` and `leave`.
+unsafe fn narrow(columns: usize, rows: usize) {
+    let Setting(mut bytes) = BLOCKS;
+    assert!((1..=BLOCK).contains(&columns) && (1..=BLOCK).contains(&rows), "sizes of tiles");
+    let [columns, rows] = [4 * columns, rows].map(|size| u8::try_from(size).unwrap_or(0));
+    (bytes[16], bytes[20]) = (columns, columns);
+    (bytes[51], bytes[52]) = (rows, rows);
+    // SAFETY: condition 1; the setting is valid.
+    unsafe { set_up(&Setting(bytes)) };
 }
 
 /// Palette 1; from byte 16 on bytes of a row, two for each tile; from byte 48 on rows of each.
@@ -86,14 +98,14 @@ static BLOCKS: Setting = {
     Setting(bytes)
 };
 
-/// Sets up the tiles as they were, or gives them back.
+/// Sets up the tiles, or gives them back.
 ///
 /// # Safety
 /// 1. The CPU has AMX, and the process may use it.
-/// 2. The setting comes from `enter`.
-unsafe fn leave(before: &Setting) {
+/// 2. The setting is valid, as one that comes from `enter` is.
+unsafe fn set_up(setting: &Setting) {
     // SAFETY: conditions 1 and 2. Of palette 0, all zeros, nothing is left in use.
-    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const *before, options(nostack, readonly)) };
+    unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const *setting, options(nostack, readonly)) };
 }
 
 impl Unit for Amx {
@@ -222,93 +234,63 @@ impl Unit for Amx {
             );
         }
     }
-}
 
-impl Words for Avx512 {
     #[inline(always)]
-    fn cut(self, v: __m512) -> __m512 {
-        #[inline]
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-        fn inner(v: __m512) -> __m512 {
-            let upper = _mm512_set1_epi32(UPPER.cast_signed());
-            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), upper))
-        }
-        // SAFETY: an `Avx512` exists only where the features do.
-        unsafe { inner(v) }
-    }
-    #[inline(always)]
-    unsafe fn store_words(self, to: *mut u32, low: __m512, high: __m512) {
-        #[inline]
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-        unsafe fn inner(to: *mut u32, low: __m512, high: __m512) {
-            let upper = _mm512_set1_epi32(UPPER.cast_signed());
-            let low = _mm512_srli_epi32::<16>(_mm512_castps_si512(low));
-            // `low`, or `high` where `upper` is set.
-            let words = _mm512_ternarylogic_epi32::<0xca>(upper, _mm512_castps_si512(high), low);
-            // SAFETY: the caller's condition.
-            unsafe { _mm512_storeu_si512(to.cast(), words) };
-        }
-        // SAFETY: an `Avx512` exists only where the features do; condition 1.
-        unsafe { inner(to, low, high) }
-    }
-    #[inline(always)]
-    unsafe fn turn(self, from: *const u32, to: *mut u32) {
-        for first in (0..BLOCK).step_by(4) {
-            // SAFETY: condition 1.
-            let columns = unsafe { columns(self, from.wrapping_add(first).cast()) };
-            for (i, column) in columns.into_iter().enumerate() {
-                let to = to.wrapping_add((first + i) * BLOCK).cast();
-                // SAFETY: a row of the block, by condition 1.
-                unsafe { self.store(to, 0, column) };
-            }
+    fn stay_awake(self) {
+        // SAFETY: tiles are set up for this product, by the witness; all registers are free between
+        // pieces of assembly.
+        unsafe {
+            asm!("tdpbf16ps tmm3, tmm4, tmm5", out("tmm3") _, options(nomem, nostack));
         }
     }
-}
 
-/// The first four columns of a block. Lane `i` of vector `j` is those of row `4 i + j`, and four
-/// vectors are turned at once.
-///
-/// # Safety
-/// 1. They are readable.
-#[inline(always)]
-unsafe fn columns(_witness: Avx512, from: *const f32) -> [__m512; 4] {
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn inner(from: *const f32) -> [__m512; 4] {
-        let mut rows = [_mm512_setzero_ps(); 4];
-        for (j, row) in rows.iter_mut().enumerate() {
-            let from = from.wrapping_add(j * BLOCK);
-            // Blends with what is loaded. The compiler would make them insertions, for which there
-            // is one port.
-            // SAFETY: four floats of four rows, by the caller's condition.
-            unsafe {
-                asm!(
-                    "vmovups {row:x}, [{from}]",
-                    "vbroadcastf32x4 {row}{{{second}}}, [{from} + 256]",
-                    "vbroadcastf32x4 {row}{{{third}}}, [{from} + 512]",
-                    "vbroadcastf32x4 {row}{{{fourth}}}, [{from} + 768]",
-                    row = out(zmm_reg) *row, from = in(reg) from,
-                    second = in(kreg) 0xf0_u16, third = in(kreg) 0xf00_u16,
-                    fourth = in(kreg) 0xf000_u16,
-                    options(nostack, readonly, preserves_flags),
-                );
-            }
+    #[inline(always)]
+    unsafe fn multiply<const SCORES: bool, const BYTES: bool>(
+        self,
+        left: Side,
+        right: Side,
+        steps: usize,
+        (to, more): (*mut [f32; WORDS], bool),
+    ) {
+        // SAFETY: the blocks are those of conditions 1 and 2, and the tiles are set up, by the
+        // witness.
+        unsafe {
+            asm!(
+                "tilezero tmm{to_tile}",
+                "test {more}, {more}",
+                "jz 2f",
+                "tileloadd tmm{to_tile}, [{to} + {line}]",
+                "2:",
+                "tileloadd tmm{left_tile}, [{left} + {stride}]",
+                "tileloadd tmm{right_tile}, [{right} + {columns}]",
+                ".if {bytes}",
+                "tdpbssd tmm{to_tile}, tmm{left_tile}, tmm{right_tile}",
+                ".else",
+                "tdpbf16ps tmm{to_tile}, tmm{left_tile}, tmm{right_tile}",
+                ".endif",
+                "add {left}, {step}",
+                "add {right}, {apart}",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{to} + {line}], tmm{to_tile}",
+                bytes = const if BYTES { 1 } else { 0 },
+                to_tile = const if SCORES { 0 } else { 3 },
+                left_tile = const if SCORES { 1 } else { 4 },
+                right_tile = const if SCORES { 2 } else { 5 },
+                left = inout(reg) left.at => _, stride = in(reg) left.stride,
+                step = in(reg) left.step, right = inout(reg) right.at => _,
+                columns = in(reg) right.stride, apart = in(reg) right.step,
+                steps = inout(reg) steps => _,
+                to = in(reg) to, line = in(reg) LINE, more = in(reg) usize::from(more),
+                out("tmm0") _, out("tmm1") _, out("tmm2") _,
+                out("tmm3") _, out("tmm4") _, out("tmm5") _,
+                options(nostack),
+            );
         }
-        let [a, b, c, d] = rows;
-        let [ab, cd] = [_mm512_unpacklo_ps(a, b), _mm512_unpacklo_ps(c, d)];
-        let [ab_high, cd_high] = [_mm512_unpackhi_ps(a, b), _mm512_unpackhi_ps(c, d)];
-        [
-            _mm512_shuffle_ps::<0b01_00_01_00>(ab, cd),
-            _mm512_shuffle_ps::<0b11_10_11_10>(ab, cd),
-            _mm512_shuffle_ps::<0b01_00_01_00>(ab_high, cd_high),
-            _mm512_shuffle_ps::<0b11_10_11_10>(ab_high, cd_high),
-        ]
     }
-    // SAFETY: an `Avx512` exists only where the features do; condition 1.
-    unsafe { inner(from) }
 }
 
 const _: () = assert!(PARTS == 4 && WORDS * 4 == 1024, "what the assembly counts on");
 
-super::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]]
-Avx512::witness(), Amx(()), enter, leave }
+super::table::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]]
+Avx512::witness(), Amx(()), enter, set_up, narrow }

@@ -1,10 +1,17 @@
 //! A unit in plain Rust, so that its loops are tested on any CPU.
-#![expect(clippy::arithmetic_side_effects, reason = "tests: blocks of memory")]
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    reason = "tests: blocks of memory, and small integers"
+)]
 use std::cell::Cell;
 
 use super::super::TILE;
 use super::super::emulated::Wide;
-use super::unit::{Unit, Words, pairs};
+use super::super::simd::LINE;
+use super::unit::{Side, Unit, Words, pairs};
 use super::{BLOCK, Setting, UPPER, WORDS};
 
 /// A unit that works where the thread has entered it.
@@ -12,16 +19,32 @@ use super::{BLOCK, Setting, UPPER, WORDS};
 pub(crate) struct Emulated;
 
 thread_local! {
-    static ENTERED: Cell<bool> = const { Cell::new(false) };
+    /// Columns of scores and rows of sums; zeros before the unit is entered.
+    static SIZES: Cell<(u8, u8)> = const { Cell::new((0, 0)) };
 }
 
 fn enter() -> Setting {
-    Setting([u8::from(ENTERED.replace(true)); 64])
+    let mut before = Setting([0; 64]);
+    (before.0[0], before.0[1]) = SIZES.replace((16, 16));
+    before
 }
 
 fn leave(before: &Setting) {
-    let Setting([was_entered, ..]) = before;
-    assert!(ENTERED.replace(*was_entered != 0), "a unit was entered");
+    let Setting([columns, rows, ..]) = before;
+    let (_, entered) = SIZES.replace((*columns, *rows));
+    assert!(entered > 0, "a unit was entered");
+}
+
+fn narrow(columns: usize, rows: usize) {
+    let [columns, rows] = [columns, rows].map(|size| u8::try_from(size).unwrap_or(0));
+    assert!(columns.is_multiple_of(4) && (1..=16).contains(&columns), "columns of a block");
+    let (_, entered) = SIZES.replace((columns, rows));
+    assert!(entered > 0 && (1..=16).contains(&rows), "a unit was entered, and rows of a block");
+}
+
+/// Whether the unit is entered, and set up for whole blocks.
+fn is_whole() -> bool {
+    SIZES.get() == (16, 16)
 }
 
 /// Two bf16 of a word; those below the least normal number are zero.
@@ -38,6 +61,13 @@ fn add(sum: f32, left: u32, right: u32) -> f32 {
     values(left).iter().zip(values(right)).fold(sum, |sum, (a, b)| flush(a.mul_add(b, sum)))
 }
 
+/// The same of integers, four signed bytes of a word.
+fn add_bytes(sum: f32, left: u32, right: u32) -> f32 {
+    let bytes = |word: u32| word.to_le_bytes().map(|byte| i32::from(byte.cast_signed()));
+    let products = bytes(left).into_iter().zip(bytes(right)).map(|(a, b)| a * b);
+    f32::from_bits((sum.to_bits().cast_signed() + products.sum::<i32>()).cast_unsigned())
+}
+
 impl Unit for Emulated {
     unsafe fn dots(
         self,
@@ -47,7 +77,7 @@ impl Unit for Emulated {
         (to, stride): (*mut f32, usize),
         more: bool,
     ) {
-        assert!(ENTERED.get() && steps > 0, "a unit that was entered");
+        assert!(is_whole() && steps > 0, "a unit that was entered");
         for (row, token) in (0..BLOCK).flat_map(|row| (0..TILE).map(move |token| (row, token))) {
             let to = to.wrapping_add(row * stride + token);
             // SAFETY: a sum.
@@ -72,7 +102,7 @@ impl Unit for Emulated {
         columns: usize,
         (to, stride): (*mut f32, usize),
     ) {
-        assert!(ENTERED.get() && columns > 0, "a unit that was entered");
+        assert!(is_whole() && columns > 0, "a unit that was entered");
         for (row, column) in (0..BLOCK).flat_map(|row| (0..columns * BLOCK).map(move |c| (row, c)))
         {
             let to = to.wrapping_add(row * stride + column);
@@ -95,6 +125,37 @@ impl Unit for Emulated {
             unsafe { to.write(sum) };
         }
     }
+
+    fn stay_awake(self) {}
+
+    unsafe fn multiply<const SCORES: bool, const BYTES: bool>(
+        self,
+        left: Side,
+        right: Side,
+        steps: usize,
+        (to, more): (*mut [f32; WORDS], bool),
+    ) {
+        let (columns, rows) = SIZES.get();
+        let (rows, columns) = if SCORES { (16, columns) } else { (rows, 16) };
+        assert!(rows > 0 && columns > 0 && steps > 0, "a unit that was entered");
+        for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |c| (row, c))) {
+            let [row, column] = [row, column].map(usize::from);
+            let to = to.cast::<f32>().wrapping_add(row * BLOCK + column);
+            // SAFETY: a sum, by condition 1.
+            let mut sum = if more { unsafe { to.read() } } else { 0.0 };
+            for (step, i) in (0..steps).flat_map(|step| (0..BLOCK).map(move |i| (step, i))) {
+                let from = left.at.wrapping_byte_add(step * left.step + row * left.stride);
+                // SAFETY: a word of the left, by condition 1.
+                let left = unsafe { from.wrapping_add(i).read_unaligned() };
+                let from = right.at.wrapping_byte_add(step * right.step + i * right.stride);
+                // SAFETY: a word of the right.
+                let right = unsafe { from.wrapping_add(column).read() };
+                sum = if BYTES { add_bytes(sum, left, right) } else { add(sum, left, right) };
+            }
+            // SAFETY: a sum, by condition 1.
+            unsafe { to.write(sum) };
+        }
+    }
 }
 
 impl Words for Wide {
@@ -107,14 +168,40 @@ impl Words for Wide {
         // SAFETY: condition 1.
         unsafe { to.cast::<[u32; 16]>().write_unaligned(words) };
     }
-    unsafe fn turn(self, from: *const u32, to: *mut u32) {
-        for (row, column) in (0..BLOCK).flat_map(|row| (0..BLOCK).map(move |c| (row, c))) {
+    unsafe fn store_halves(self, to: [*mut u32; 2], low: [u32; 16], high: [u32; 16]) {
+        let lower = std::array::from_fn(|i| low[i] & !UPPER | high[i] << 16);
+        let upper = std::array::from_fn(|i| low[i] >> 16 | high[i] & UPPER);
+        for (to, words) in to.into_iter().zip([lower, upper]) {
+            // SAFETY: condition 1.
+            unsafe { to.cast::<[u32; 16]>().write_unaligned(words) };
+        }
+    }
+    unsafe fn store_digits(self, to: *mut u8, numbers: [[f32; 16]; 4], scale: f32) {
+        let numbers = numbers.map(|some| some.map(|x| (x * scale).round_ties_even() as i64));
+        for (digit, at) in (0..4).flat_map(|digit| (0..LINE).map(move |at| (digit, at))) {
+            let (word, byte) = (at / 4, at % 4);
+            let mut rest = numbers[word % 4][word / 4 * 4 + byte];
+            let mut last = 0;
+            for _ in 0..=digit {
+                last = (rest + 128).rem_euclid(256) - 128;
+                rest = (rest - last) / 256;
+            }
+            // SAFETY: condition 1.
+            unsafe { to.wrapping_add(digit * LINE + at).write((last as i8).cast_unsigned()) };
+        }
+    }
+    fn integers(self, words: [u32; 16]) -> [f32; 16] {
+        words.map(|word| word.cast_signed() as f32)
+    }
+    unsafe fn turn(self, from: *const u32, (to, stride): (*mut u32, usize), wanted: usize) {
+        let wanted = wanted.next_multiple_of(4);
+        for (row, column) in (0..BLOCK).flat_map(|row| (0..wanted).map(move |c| (row, c))) {
             // SAFETY: a word of the block, by condition 1.
             let word = unsafe { from.wrapping_add(row * BLOCK + column).read() };
             // SAFETY: as above.
-            unsafe { to.wrapping_add(column * BLOCK + row).write(word) };
+            unsafe { to.wrapping_add(column * stride + row).write(word) };
         }
     }
 }
 
-super::table! { [] Wide, Emulated, enter, leave }
+super::table::table! { [] Wide, Emulated, enter, leave, narrow }

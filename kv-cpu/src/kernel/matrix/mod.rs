@@ -13,17 +13,23 @@
 //! that are not finite are worth nothing. Numbers below the least normal `f32` count as zero.
 #[cfg(target_arch = "x86_64")]
 pub(super) mod amx;
+mod bytes;
 #[cfg(test)]
 pub(super) mod emulated;
+mod few;
 mod products;
 mod stage;
+mod table;
 mod unit;
 
 use std::marker::PhantomData;
 
+pub(super) use table::Table;
+
 use super::ahead::Ahead;
+use super::simd::LINE;
 use super::stored::GROUP;
-use super::{Kernels, RowScale, TILE};
+use super::{Kernels, RowScale, TILE, TileRows};
 use crate::encoding::{Encoding, RowLayout};
 
 /// Rows and columns of a block, and words of its rows.
@@ -35,29 +41,10 @@ const TERMS: usize = 3;
 /// Blocks that the tokens of a tile fill.
 const PARTS: usize = TILE / BLOCK;
 
-/// What the unit of one instruction set computes. Calling an entry is sound only on a CPU that has
-/// the set, and between `enter` and `leave` on the same thread.
-pub(crate) struct Table {
-    /// Sets the unit up and returns how it was; the other sets it back.
-    enter: unsafe fn() -> Setting,
-    leave: unsafe fn(&Setting),
-    terms: unsafe fn(&[f32]) -> usize,
-    is_finite: unsafe fn(&[f32]) -> bool,
-    queries: unsafe fn((&[f32], usize), QueryShape, &mut [u32]),
-    /// What brings K of an encoding into blocks, and V.
-    stage: fn(Encoding) -> Option<[Stage; 2]>,
-    scores: unsafe fn(&Queries<'_>, usize, &Memory<'_>, &mut [f32]),
-    /// With weights of two terms, and of three.
-    sums: [SumsBy; 2],
-}
-
-type SumsBy = unsafe fn(&mut Memory<'_>, &mut [f32], (&mut [f32], usize));
-type Stage = unsafe fn(&StoredRows<'_>, &mut Memory<'_>, &mut Ahead<'_>);
-
 /// Rows of a tile that are stored alike.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StoredRows<'a> {
-    pub(crate) rows: &'a [&'a [u8]],
+    pub(crate) rows: &'a TileRows<'a>,
     pub(crate) layout: &'a RowLayout,
     pub(crate) scale: RowScale<'a>,
 }
@@ -75,12 +62,15 @@ pub(crate) struct Matrix {
     here: PhantomData<*const ()>,
 }
 
-/// Query rows of one kv head as the unit takes them: by 16 rows, by term, by 32 values.
+/// Query rows of one kv head as the unit takes them: by 16 rows, by term, by 32 values; or, where
+/// they are few, as columns of both, by 32 values.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Queries<'a> {
     pub(crate) shape: QueryShape,
     /// As many as the shape says.
     pub(crate) words: &'a [u32],
+    /// The same for rows of bytes, if they are few.
+    pub(crate) bytes: &'a [u32],
 }
 
 /// How many rows of how many values there are, and how many terms each value has.
@@ -89,6 +79,8 @@ pub(crate) struct QueryShape {
     pub(crate) rows: usize,
     pub(crate) dim: usize,
     pub(crate) terms: usize,
+    /// Columns of a block of few rows, a multiple of four.
+    pub(crate) columns: usize,
 }
 
 impl QueryShape {
@@ -107,6 +99,10 @@ pub(crate) struct Memory<'a> {
     k: Blocks<'a>,
     v: Blocks<'a>,
     weights: &'a mut [u32],
+    /// Blocks of products, of few query rows.
+    products: &'a mut [f32],
+    /// Rows that do not follow each other.
+    rows: &'a mut [u8],
 }
 
 /// Rows of a tile in blocks, term by term.
@@ -124,7 +120,8 @@ struct Blocks<'a> {
 impl<'a> Blocks<'a> {
     /// Words of two terms: a word is two values, and the last group of a row is whole.
     fn words(dim: usize) -> usize {
-        dim.div_ceil(GROUP).saturating_mul(2 * PARTS * WORDS)
+        // Few rows have two groups there at once.
+        dim.div_ceil(GROUP).max(2).saturating_mul(2 * PARTS * WORDS)
     }
 
     fn new(words: &'a mut [u32], dim: usize) -> Self {
@@ -135,21 +132,34 @@ impl<'a> Blocks<'a> {
 impl<'a> Memory<'a> {
     const WEIGHTS: usize = 2 * TERMS * WORDS;
 
-    /// Words for rows of K and V of so many values.
-    pub(crate) fn words(dim_k: usize, dim_v: usize) -> usize {
+    /// Blocks of a tile's tokens, or of two groups of columns and all terms of weights.
+    const PRODUCTS: usize = 4 * TERMS * WORDS;
+
+    /// Floats for rows of K and V of so many values.
+    pub(crate) fn len(dim_k: usize, dim_v: usize) -> usize {
         let blocks = Blocks::words(dim_k).saturating_add(Blocks::words(dim_v));
-        blocks.saturating_add(Self::WEIGHTS)
+        let others = Self::WEIGHTS + Self::PRODUCTS;
+        blocks.saturating_add(others).saturating_add(Self::rows(dim_k, dim_v))
     }
 
-    /// Takes [`Self::words`] of them.
+    /// Rows of whole lines of 16 bits a value, and a scale behind them.
+    fn rows(dim_k: usize, dim_v: usize) -> usize {
+        let bytes = dim_k.max(dim_v).next_multiple_of(LINE).saturating_add(1).saturating_mul(2);
+        bytes.saturating_mul(TILE).div_ceil(4)
+    }
+
+    /// Takes [`Self::len`] of them.
     ///
     /// # Panics
     /// When they are fewer.
-    pub(crate) fn new(words: &'a mut [u32], dim_k: usize, dim_v: usize) -> Self {
+    pub(crate) fn new(floats: &'a mut [f32], dim_k: usize, dim_v: usize) -> Self {
+        let (products, words) = floats.split_at_mut(Self::PRODUCTS);
+        let words: &mut [u32] = bytemuck::cast_slice_mut(words);
         let (k, words) = words.split_at_mut(Blocks::words(dim_k));
         let (v, words) = words.split_at_mut(Blocks::words(dim_v));
-        let (weights, _) = words.split_at_mut(Self::WEIGHTS);
-        Self { k: Blocks::new(k, dim_k), v: Blocks::new(v, dim_v), weights }
+        let (weights, rows) = words.split_at_mut(Self::WEIGHTS);
+        let rows = bytemuck::cast_slice_mut(rows);
+        Self { k: Blocks::new(k, dim_k), v: Blocks::new(v, dim_v), weights, products, rows }
     }
 }
 
@@ -235,91 +245,78 @@ impl Matrix {
     }
 }
 
+/// Fewer query rows than a block.
+impl Matrix {
+    /// The shape of few rows, and sets the unit up for them, and for them alone from here on.
+    /// `exact` is that of [`Self::sums_of_few`]. Of K, some rows are `bytes`.
+    pub(crate) fn narrow(
+        &mut self,
+        (rows, dim, terms): (usize, usize, usize),
+        exact: bool,
+        bytes: bool,
+    ) -> QueryShape {
+        // Parts of a row fill a block together or are left to the next one.
+        let filled = |parts: usize| {
+            BLOCK.checked_div(parts).map_or(0, |most| rows.min(most).saturating_mul(parts))
+        };
+        let digits = filled(if bytes { bytes::DIGITS } else { 0 });
+        let columns = filled(terms).max(digits).next_multiple_of(4);
+        let weights = filled(if exact { TERMS } else { TERMS - 1 });
+        // SAFETY: the unit is at work, as there is a `Matrix`.
+        unsafe { (self.table.narrow)(columns, weights) }
+        QueryShape { rows, dim, terms, columns }
+    }
+
+    /// Brings query rows, floats and how many from one row to the next, into columns of
+    /// [`Queries`], for rows of bytes or for others.
+    pub(crate) fn columns(
+        &self,
+        rows: (&[f32], usize),
+        shape: QueryShape,
+        (to, for_bytes): (&mut [u32], bool),
+    ) {
+        let [terms, digits] = self.table.columns;
+        let kernel = if for_bytes { digits } else { terms };
+        // SAFETY: the unit is at work, as there is a `Matrix`.
+        unsafe { kernel(rows, shape, to) }
+    }
+
+    /// Scores of query rows that are columns by a tile of K, [`TILE`] a row; there is room for a
+    /// block of rows. The encoding is one that [`Kernels::has_matrix`] knows, here and below.
+    pub(crate) fn scores_of_few(
+        &self,
+        queries: &Queries<'_>,
+        (k, memory): (&StoredRows<'_>, &mut Memory<'_>),
+        out: &mut [f32],
+        ahead: &mut Ahead<'_>,
+    ) {
+        if let Some(few) = (self.table.few)(k.layout.encoding()) {
+            // SAFETY: the unit is at work, as there is a `Matrix`.
+            unsafe { (few.scores)(queries, k, memory, out, ahead) }
+        }
+    }
+
+    /// Adds a tile of V, by [`TILE`] weights a row, to as many rows of outputs. See
+    /// [`Self::sums`].
+    pub(crate) fn sums_of_few(
+        &self,
+        (v, memory): (&StoredRows<'_>, &mut Memory<'_>),
+        (weights, exact): (&mut [f32], bool),
+        out: (&mut [f32], usize),
+        ahead: &mut Ahead<'_>,
+    ) {
+        if let Some(few) = (self.table.few)(v.layout.encoding()) {
+            let [two, three] = few.sums;
+            let kernel = if exact { three } else { two };
+            // SAFETY: the unit is at work, as there is a `Matrix`.
+            unsafe { kernel(v, memory, weights, out, ahead) }
+        }
+    }
+}
+
 impl Drop for Matrix {
     fn drop(&mut self) {
         // SAFETY: the unit is at work, as there is a `Matrix`.
         unsafe { (self.table.leave)(&self.before) }
     }
 }
-
-/// Instantiates the loops for one unit and the vectors that serve it, behind the attributes given.
-macro_rules! table {
-    ([$(#[$attribute:meta])*] $simd:expr, $unit:expr, $enter:path, $leave:path) => {
-        /// The unit's loops.
-        pub(in super::super) static TABLE: super::Table = {
-            use super::super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, Int8};
-            use super::super::Ahead;
-            use super::stage::Terms;
-            use super::{Memory, Queries, QueryShape, Stage, Table, StoredRows};
-            use crate::encoding::Encoding;
-
-            $(#[$attribute])*
-            fn terms(queries: &[f32]) -> usize {
-                super::stage::terms(queries)
-            }
-            $(#[$attribute])*
-            fn is_finite(values: &[f32]) -> bool {
-                super::stage::is_finite(values)
-            }
-            $(#[$attribute])*
-            fn queries(rows: (&[f32], usize), shape: QueryShape, to: &mut [u32]) {
-                super::stage::queries($simd, rows, shape, to);
-            }
-            $(#[$attribute])*
-            fn keys<E: Terms>(
-                tile: &StoredRows<'_>,
-                memory: &mut Memory<'_>,
-                ahead: &mut Ahead<'_>,
-            ) {
-                super::stage::keys::<_, E>($simd, tile, &mut memory.k, ahead);
-            }
-            $(#[$attribute])*
-            fn values<E: Terms>(
-                tile: &StoredRows<'_>,
-                memory: &mut Memory<'_>,
-                ahead: &mut Ahead<'_>,
-            ) {
-                super::stage::values::<_, E>($simd, tile, &mut memory.v, ahead);
-            }
-            $(#[$attribute])*
-            fn scores(
-                queries: &Queries<'_>,
-                first: usize,
-                memory: &Memory<'_>,
-                out: &mut [f32],
-            ) {
-                super::products::scores(($simd, $unit), (queries, first), memory, out);
-            }
-            $(#[$attribute])*
-            fn sums<const TERMS: usize>(
-                memory: &mut Memory<'_>,
-                weights: &mut [f32],
-                out: (&mut [f32], usize),
-            ) {
-                super::products::sums::<_, _, TERMS>(($simd, $unit), memory, weights, out);
-            }
-            fn of<E: Terms>() -> Option<[Stage; 2]> {
-                Some([keys::<E>, values::<E>])
-            }
-            Table {
-                enter: $enter,
-                leave: $leave,
-                terms,
-                is_finite,
-                queries,
-                stage: |encoding| match encoding {
-                    Encoding::F16 => of::<F16>(),
-                    Encoding::Bf16 => of::<Bf16>(),
-                    Encoding::E4m3 => of::<E4m3>(),
-                    Encoding::E5m2 => of::<E5m2>(),
-                    Encoding::Int8 => of::<Int8>(),
-                    Encoding::Bf16Pairs => of::<Bf16Pairs>(),
-                    _ => None,
-                },
-                scores,
-                sums: [sums::<2>, sums::<3>],
-            }
-        };
-    };
-}
-use table;

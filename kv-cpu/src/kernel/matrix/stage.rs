@@ -16,9 +16,65 @@ use super::{BLOCK, Blocks, PARTS, QueryShape, StoredRows, UPPER, WORDS};
 use crate::encoding::{Element, RowLayout};
 
 /// An encoding whose values are the sum of few bf16.
-pub(super) trait Terms: Stored {
+pub(super) trait Terms: Stored + Sized {
     /// How few: 1 or 2.
     const TERMS: usize = 1;
+    /// Whether words of memory are those that a block has.
+    const IN_PLACE: bool = false;
+
+    /// Brings the values of a group of some pairs of tokens into a row of words a pair, for each
+    /// half of the group, which are [`WORDS`] apart, and for each term, which are twice as far.
+    ///
+    /// # Safety
+    /// 1. The bytes of the rows are readable, and the rows of words are writable.
+    /// 2. `begin` is a multiple of [`GROUP`] and less than a row has values.
+    #[inline(always)]
+    unsafe fn pairs<W: Words>(
+        w: W,
+        rows: [EvenRows; 2],
+        (layout, begin): (&RowLayout, usize),
+        to: *mut u32,
+    ) {
+        for i in 0..PAIRS {
+            let to = to.wrapping_add(i * BLOCK);
+            // SAFETY: conditions 1 and 2.
+            let mut first = unsafe { group::<W, Self>(w, rows[0].at(i), layout, begin) };
+            // SAFETY: as above.
+            let mut second = unsafe { group::<W, Self>(w, rows[1].at(i), layout, begin) };
+            for term in 0..Self::TERMS {
+                for half in 0..2 {
+                    let to = to.wrapping_add((2 * term + half) * WORDS);
+                    // SAFETY: a row of words, by condition 1.
+                    unsafe { w.store_words(to, first[half], second[half]) };
+                }
+                if term + 1 < Self::TERMS {
+                    (first, second) = (rest(w, first), rest(w, second));
+                }
+            }
+        }
+    }
+}
+
+/// Pairs of tokens that are brought in together.
+pub(super) const PAIRS: usize = 8;
+
+/// Rows that follow each other, so many bytes apart.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct EvenRows {
+    pub(super) first: *const u8,
+    pub(super) stride: usize,
+}
+
+impl EvenRows {
+    #[inline(always)]
+    pub(super) fn at(self, index: usize) -> *const u8 {
+        self.first.wrapping_add(index * self.stride)
+    }
+    /// Those from a row on.
+    #[inline(always)]
+    pub(super) fn from(self, index: usize) -> Self {
+        Self { first: self.at(index), ..self }
+    }
 }
 
 impl Terms for F16 {
@@ -28,7 +84,32 @@ impl Terms for Bf16 {}
 impl Terms for E4m3 {}
 impl Terms for E5m2 {}
 impl Terms for Int8 {}
-impl Terms for Bf16Pairs {}
+impl Terms for Bf16Pairs {
+    const IN_PLACE: bool = true;
+
+    #[inline(always)]
+    unsafe fn pairs<W: Words>(
+        w: W,
+        rows: [EvenRows; 2],
+        (layout, begin): (&RowLayout, usize),
+        to: *mut u32,
+    ) {
+        if begin + GROUP > layout.dim() {
+            // SAFETY: the conditions are passed on; what is no whole group is in order.
+            return unsafe { Bf16::pairs(w, rows, (layout, begin), to) };
+        }
+        for i in 0..PAIRS {
+            let [a, b] = rows.map(|rows| rows.at(i).wrapping_add(2 * begin).cast());
+            // SAFETY: a whole group, by condition 1.
+            let a = unsafe { w.load_bits(a, 0) };
+            // SAFETY: as above.
+            let b = unsafe { w.load_bits(b, 0) };
+            let to = to.wrapping_add(i * BLOCK);
+            // SAFETY: rows of words, by condition 1.
+            unsafe { w.store_halves([to, to.wrapping_add(WORDS)], a, b) };
+        }
+    }
+}
 
 /// The values of a group, zeros behind the row's last one.
 ///
@@ -36,7 +117,7 @@ impl Terms for Bf16Pairs {}
 /// 1. The bytes of the row are readable.
 /// 2. `begin` is a multiple of [`GROUP`] and less than the row has values.
 #[inline(always)]
-unsafe fn group<S: Simd, E: Stored>(
+pub(super) unsafe fn group<S: Simd, E: Stored>(
     s: S,
     row: *const u8,
     layout: &RowLayout,
@@ -69,7 +150,7 @@ unsafe fn group<S: Simd, E: Stored>(
 
 /// What values are more than their first terms.
 #[inline(always)]
-fn rest<W: Words>(w: W, [a, b]: [W::F; 2]) -> [W::F; 2] {
+pub(super) fn rest<W: Words>(w: W, [a, b]: [W::F; 2]) -> [W::F; 2] {
     let minus = w.splat(-1.0);
     [w.fma(w.cut(a), minus, a), w.fma(w.cut(b), minus, b)]
 }
@@ -133,7 +214,7 @@ pub(super) fn keys<W: Words, E: Terms>(
     to: &mut Blocks<'_>,
     ahead: &mut Ahead<'_>,
 ) {
-    let (rows, layout) = (tile.rows, tile.layout);
+    let (rows, layout) = (tile.rows.at(), tile.layout);
     let steps = layout.dim().div_ceil(GROUP);
     let apart = PARTS * steps * WORDS;
     begin::<W, E>(w, tile, to, apart);
@@ -151,7 +232,7 @@ pub(super) fn keys<W: Words, E: Terms>(
                     ahead.fetch(w, pace);
                 }
                 // SAFETY: a row of the layout, and values that it has.
-                let mut values = unsafe { group::<W, E>(w, row.as_ptr(), layout, step * GROUP) };
+                let mut values = unsafe { group::<W, E>(w, *row, layout, step * GROUP) };
                 for (term, block) in blocks.iter_mut().enumerate().take(E::TERMS) {
                     let words = block[i * BLOCK..][..BLOCK].as_mut_ptr();
                     // SAFETY: a row of words.
@@ -165,7 +246,7 @@ pub(super) fn keys<W: Words, E: Terms>(
                 let at = term * apart + (part * steps + step) * WORDS;
                 let to = to.words.as_mut_ptr().wrapping_add(at);
                 // SAFETY: blocks, by what `begin` asserts.
-                unsafe { w.turn(block.as_ptr(), to) };
+                unsafe { w.turn(block.as_ptr(), (to, BLOCK), BLOCK) };
             }
         }
     }
@@ -178,25 +259,25 @@ pub(super) fn values<W: Words, E: Terms>(
     w: W,
     tile: &StoredRows<'_>,
     to: &mut Blocks<'_>,
-    ahead: &mut Ahead<'_>,
+    (ahead, part): (&mut Ahead<'_>, usize),
 ) {
-    let (rows, layout) = (tile.rows, tile.layout);
+    let (rows, layout) = (tile.rows.at(), tile.layout);
     let apart = layout.dim().div_ceil(GROUP) * 2 * WORDS;
     begin::<W, E>(w, tile, to, 2 * apart);
-    let pace = ahead.pace(part::SOFTMAX + part::SUMS, TILE / 2);
+    let pace = ahead.pace(part, TILE / 2);
     for token in (0..BLOCK).chain(GROUP..GROUP + BLOCK) {
         ahead.fetch(w, pace);
         let half = token / GROUP * E::TERMS * apart;
         let to = to.words.as_mut_ptr().wrapping_add(half + token % GROUP * BLOCK);
         match (rows.get(token), rows.get(token + BLOCK)) {
             (Some(first), Some(second)) => {
-                let rows = [first.as_ptr(), second.as_ptr()];
+                let rows = [*first, *second];
                 // SAFETY: rows of the layout, and rows of the blocks by what `begin` asserts.
                 unsafe { value_words::<W, E, 2>(w, rows, layout, (to, apart)) };
             }
             (Some(first), None) => {
                 // SAFETY: as above.
-                unsafe { value_words::<W, E, 1>(w, [first.as_ptr()], layout, (to, apart)) };
+                unsafe { value_words::<W, E, 1>(w, [*first], layout, (to, apart)) };
             }
             // SAFETY: as above.
             _ => unsafe { value_words::<W, E, 0>(w, [], layout, (to, apart)) },

@@ -1,5 +1,16 @@
 //! The primitives of matrix products: those of the unit, and those of vectors that serve it.
 use super::super::simd::Simd;
+use super::WORDS;
+
+/// Blocks of one side of a product, one for each step.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Side {
+    pub(crate) at: *const u32,
+    /// Bytes from one row to the next.
+    pub(crate) stride: usize,
+    /// Bytes from one block to the next.
+    pub(crate) step: usize,
+}
 
 /// A unit that multiplies blocks. A token of it exists only where its instructions may run.
 pub(crate) trait Unit: Copy {
@@ -33,6 +44,27 @@ pub(crate) trait Unit: Copy {
         columns: usize,
         to: (*mut f32, usize),
     );
+
+    /// Multiplies something, after [`super::Matrix::narrow`], only so that the unit stays awake: it
+    /// sleeps when it had nothing to do for half a microsecond, and takes a quarter to awake.
+    fn stay_awake(self);
+
+    /// Writes a block of sums, over `steps` blocks of both sides; adds them to what is there if
+    /// `more`. A word of a row of the left ones is multiplied with the row of the right ones that
+    /// has its index: two bf16, or four signed `BYTES`, and then sums are integers. Of scores, all
+    /// blocks but the left ones have so many columns as the unit was told; of sums, all but the
+    /// right ones so many rows.
+    ///
+    /// # Safety
+    /// 1. The blocks are readable, and that of sums is writable, and readable if `more`.
+    /// 2. `steps` is not 0.
+    unsafe fn multiply<const SCORES: bool, const BYTES: bool>(
+        self,
+        left: Side,
+        right: Side,
+        steps: usize,
+        to: (*mut [f32; WORDS], bool),
+    );
 }
 
 /// Vectors of sixteen that bring values into blocks and back.
@@ -44,11 +76,27 @@ pub(crate) trait Words: Simd {
     /// # Safety
     /// 1. `to[..16]` is writable.
     unsafe fn store_words(self, to: *mut u32, low: Self::F, high: Self::F);
-    /// Makes the columns of a block the rows of another one.
+    /// Stores two rows of words: the lower halves of both, and the upper ones, those of `high`
+    /// above the others.
     ///
     /// # Safety
-    /// 1. `from` is readable, and `to` is writable for a block.
-    unsafe fn turn(self, from: *const u32, to: *mut u32);
+    /// 1. `to[..16]` of both is writable.
+    unsafe fn store_halves(self, to: [*mut u32; 2], low: Self::I, high: Self::I);
+    /// Rounds the products of 64 numbers and a scale, of up to 31 bits, to integers, and stores
+    /// four rows of bytes, a cache line apart: the lowest of four digits of base 256, -128 to 127,
+    /// of each, and so on. Word `4 i + j` of a row is of numbers `16 j + 4 i` to `16 j + 4 i + 3`.
+    ///
+    /// # Safety
+    /// 1. `to` is writable for as many.
+    unsafe fn store_digits(self, to: *mut u8, numbers: [Self::F; 4], scale: f32);
+    /// Signed integers as numbers.
+    fn integers(self, words: Self::I) -> Self::F;
+    /// Makes the first columns of a block, so many, rows that lie `stride` words apart.
+    ///
+    /// # Safety
+    /// 1. `from` is readable for a block, and `to` is writable for as many rows, up to the next
+    ///    multiple of four.
+    unsafe fn turn(self, from: *const u32, to: (*mut u32, usize), columns: usize);
 }
 
 /// Pairs of terms whose products count, smallest first: of a query or weight of 1 to 3 terms, and

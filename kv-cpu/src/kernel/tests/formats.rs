@@ -127,6 +127,7 @@ fn scores_and_sums(
     for row in k {
         runs.push(row);
     }
+    let k = &TileRows::of(k.iter().copied(), layout.bytes());
     for first in (0..QUERIES).step_by(rows) {
         let rows = rows.min(QUERIES - first);
         let mut ahead = Ahead::of(&runs);
@@ -169,8 +170,11 @@ fn check_tile(name: &str, kernels: Kernels, tile: &Tiled, (q, stride): (&[f32], 
     }
     let staged: Vec<Vec<u8>> = k.iter().map(|row| staged(kernels, layout, row)).collect();
     let staged: Vec<&[u8]> = staged.iter().map(Vec::as_slice).collect();
-    let scales =
-        if layout.has_scale() { kernels.row_scales(&k, layout) } else { [tile.given; TILE] };
+    let scales = if layout.has_scale() {
+        kernels.row_scales(&TileRows::of(k.iter().copied(), layout.bytes()), layout)
+    } else {
+        [tile.given; TILE]
+    };
     let plain = RowLayout::plain(Element::F32, dim);
     let again = (staged.as_slice(), &plain, RowScale::Each(&scales));
     let again = scores_and_sums(kernels, (q, stride), again, (ROWS, range));

@@ -26,12 +26,12 @@ struct Staged<'a> {
 impl Staged<'_> {
     fn scores_are_products(&self, random: &mut Random, name: &str) {
         for terms in 1..=3 {
-            let shape = QueryShape { rows: 2 * BLOCK + 1, dim: self.dim, terms };
+            let shape = QueryShape { rows: 2 * BLOCK + 1, dim: self.dim, terms, columns: BLOCK };
             let q = values(random, terms, shape.rows * self.dim);
             assert!(self.unit.terms(&q) <= terms, "{name}: terms");
             let mut words = vec![u32::MAX; shape.words()];
             self.unit.queries((&q, self.dim), shape, &mut words);
-            let queries = Queries { shape, words: &words };
+            let queries = Queries { shape, words: &words, bytes: &[] };
             let mut out = vec![f32::NAN; 3 * BLOCK * TILE];
             for first in [0, BLOCK, 2 * BLOCK] {
                 self.unit.scores(&queries, first, &self.memory, &mut out[first * TILE..]);
@@ -81,7 +81,8 @@ fn blocks_are_multiplied_as_the_numbers_they_hold() {
     {
         let tile = Tiled::new(&mut random, format, dim);
         let layouts = [tile.layout, tile.layout.in_pairs()];
-        let rows: Vec<&[u8]> = tile.bytes[..tokens].iter().map(Vec::as_slice).collect();
+        let rows = tile.bytes[..tokens].iter().map(Vec::as_slice);
+        let rows = TileRows::of(rows, tile.layout.bytes());
         for ((name, kernels), layout) in
             units().iter().flat_map(|unit| layouts.map(|layout| (unit.clone(), layout)))
         {
@@ -102,7 +103,7 @@ fn blocks_are_multiplied_as_the_numbers_they_hold() {
             let unit = kernels.matrix().unwrap();
             // Whoever uses the unit in between leaves it as it was.
             drop(kernels.matrix());
-            let mut words = vec![u32::MAX; Memory::words(dim, dim)];
+            let mut words = vec![f32::NAN; Memory::len(dim, dim)];
             let mut memory = Memory::new(&mut words, dim, dim);
             let tile = StoredRows { rows: &rows, layout: &layout, scale: tile.scale() };
             unit.stage([&tile, &tile], &mut memory, &mut Ahead::default());
@@ -122,6 +123,101 @@ fn what_is_not_finite_is_seen() {
         for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             values[76] = odd;
             assert!(!unit.is_finite(&values), "{name} {odd}");
+        }
+    }
+}
+
+/// Few rows, of which there may be one or several blocks of columns, by a tile whose rows follow
+/// each other or do not.
+fn few_rows_are_multiplied(
+    (name, kernels): (&str, Kernels),
+    random: &mut Random,
+    (tile, tokens): (&StoredRows<'_>, &[Vec<f64>]),
+    (rows, terms): (usize, usize),
+) {
+    let dim = tile.layout.dim();
+    let mut unit = kernels.matrix().unwrap();
+    let q = values(random, terms, rows * dim);
+    let is_bytes = tile.layout.encoding() == Encoding::Int8;
+    for (exact, allowed) in [(true, 2e-6), (false, 4e-5)] {
+        let shape = unit.narrow((rows, dim, unit.terms(&q)), exact, is_bytes);
+        let (mut words, mut bytes) =
+            (vec![u32::MAX; shape.column_words()], vec![u32::MAX; shape.byte_words()]);
+        unit.columns((&q, dim), shape, (&mut words, false));
+        unit.columns((&q, dim), shape, (&mut bytes, true));
+        let queries = Queries { shape, words: &words, bytes: &bytes };
+        let mut floats = vec![f32::NAN; Memory::len(dim, dim)];
+        let mut memory = Memory::new(&mut floats, dim, dim);
+        let mut scores = vec![f32::NAN; BLOCK * TILE];
+        let ahead = &mut Ahead::default();
+        unit.scores_of_few(&queries, (tile, &mut memory), &mut scores, ahead);
+        let near = |got: f32, products: &mut dyn Iterator<Item = f64>, allowed: f64| {
+            let (sum, size) = products.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()));
+            let off = (f64::from(got) - sum).abs();
+            assert!(off <= allowed * size, "{name} {rows} {terms}: {off} of {size}");
+        };
+        for (row, q) in q.chunks(dim).enumerate() {
+            for (token, k) in tokens.iter().enumerate() {
+                let mut products = q.iter().zip(k).map(|(q, k)| f64::from(*q) * k);
+                near(scores[row * TILE + token], &mut products, 2e-6);
+            }
+        }
+        let stride = dim.next_multiple_of(BLOCK);
+        let mut weights = random.units(rows * TILE);
+        weights.chunks_mut(TILE).for_each(|row| row[tokens.len()..].fill(0.0));
+        let before = random.units(rows * stride);
+        let mut out = before.clone();
+        let given = (&mut weights.clone()[..], exact);
+        unit.sums_of_few((tile, &mut memory), given, (&mut out, stride), ahead);
+        for (row, d) in (0..rows).flat_map(|row| (0..dim).map(move |d| (row, d))) {
+            let products = weights[row * TILE..].iter().zip(tokens);
+            let products = products.map(|(weight, v)| f64::from(*weight) * v[d]);
+            let old = f64::from(before[row * stride + d]);
+            near(out[row * stride + d], &mut products.chain([old]), allowed);
+        }
+    }
+}
+
+#[test]
+fn few_query_rows_are_columns() {
+    let mut random = Random::new(13);
+    let cases = [(1, 1), (31, 16), (33, 40), (64, TILE), (80, TILE), (128, TILE), (128, 50)];
+    for (format, (dim, tokens)) in
+        KvFormat::all().flat_map(|format| cases.into_iter().map(move |case| (format, case)))
+    {
+        let tile = Tiled::new(&mut random, format, dim);
+        let run: Vec<u8> = tile.bytes[..tokens].concat();
+        let bytes = tile.layout.bytes();
+        let mut even = TileRows::new();
+        even.clear(bytes);
+        even.push(&run, bytes, tokens);
+        let apart = TileRows::of(tile.bytes[..tokens].iter().map(Vec::as_slice), bytes);
+        for ((name, kernels), layout) in units()
+            .iter()
+            .flat_map(|unit| [tile.layout, tile.layout.in_pairs()].map(|layout| (unit, layout)))
+        {
+            if !kernels.has_matrix(layout.encoding()) {
+                continue;
+            }
+            let name = format!("{name} {format} {dim} {tokens} {:?}", layout.encoding());
+            let in_order: Vec<Vec<f64>> = tile.values[..tokens]
+                .iter()
+                .map(|row| {
+                    let mut row = row.clone();
+                    if layout.encoding() == Encoding::Bf16Pairs {
+                        kernels.split_pairs(&mut row);
+                    }
+                    row.into_iter().map(f64::from).collect()
+                })
+                .collect();
+            let both = [(&even, [(1, 1), (4, 2), (15, 3)]), (&apart, [(3, 3), (5, 1), (8, 2)])];
+            for (rows, counts) in both {
+                let stored = StoredRows { rows, layout: &layout, scale: tile.scale() };
+                for count in counts {
+                    let with = (&stored, in_order.as_slice());
+                    few_rows_are_multiplied((&name, *kernels), &mut random, with, count);
+                }
+            }
         }
     }
 }

@@ -1,0 +1,397 @@
+//! Few query rows, fewer than a block: they are columns, and tokens are rows.
+//!
+//! So K need not be turned, and rows of bf16 that follow each other are multiplied where they lie.
+//! Terms of a query are columns of their own, and terms of a weight rows of their own, as a product
+//! of blocks takes as long for one row as for sixteen.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::indexing_slicing,
+    clippy::inline_always,
+    reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
+              that carries the target features"
+)]
+use super::super::ahead::{Ahead, part};
+use super::super::simd::LINE;
+use super::super::stored::{F32, GROUP};
+use super::super::tile::{check_rows, factors, multiply};
+use super::super::{TILE, TileRows};
+use super::stage::{EvenRows, PAIRS, Terms, group, rest};
+use super::unit::{Side, Unit, Words};
+use super::{BLOCK, Memory, PARTS, Queries, QueryShape, StoredRows, WORDS};
+use crate::encoding::{Element, RowLayout};
+
+impl QueryShape {
+    /// Words of the rows as columns.
+    pub(crate) fn column_words(self) -> usize {
+        let blocks = self.rows.div_ceil(BLOCK / self.terms);
+        blocks.saturating_mul(self.dim.div_ceil(GROUP)).saturating_mul(BLOCK * self.columns)
+    }
+}
+
+/// Brings query rows into blocks, a column of words for each term of each.
+#[inline(always)]
+pub(super) fn columns<W: Words>(
+    w: W,
+    (rows, stride): (&[f32], usize),
+    shape: QueryShape,
+    to: &mut [u32],
+) {
+    let (steps, per_block) = (shape.dim.div_ceil(GROUP), BLOCK / shape.terms);
+    assert!(
+        rows.len() >= shape.rows * stride
+            && (1..=stride).contains(&shape.dim)
+            && to.len() >= shape.column_words(),
+        "rows lie inside their slices"
+    );
+    let layout = RowLayout::plain(Element::F32, shape.dim);
+    let columns = shape.columns;
+    let blocks = rows[..shape.rows * stride].chunks(per_block * stride);
+    for (rows, to) in blocks.zip(to.chunks_exact_mut(steps * BLOCK * columns)) {
+        for (step, to) in to.chunks_exact_mut(BLOCK * columns).enumerate() {
+            // A row of words for each column, before the block is turned.
+            let (mut block, mut turned) = ([0_u32; WORDS], [0_u32; WORDS]);
+            for (i, row) in rows.chunks_exact(stride).enumerate() {
+                // SAFETY: a row of `dim` floats, whose groups are `steps`.
+                let mut values =
+                    unsafe { group::<W, F32>(w, row.as_ptr().cast(), &layout, step * GROUP) };
+                for term in 0..shape.terms {
+                    let words = block[(i * shape.terms + term) * BLOCK..][..BLOCK].as_mut_ptr();
+                    // SAFETY: a row of words.
+                    unsafe { w.store_words(words, values[0], values[1]) };
+                    values = rest(w, values);
+                }
+            }
+            // SAFETY: blocks.
+            unsafe { w.turn(block.as_ptr(), (turned.as_mut_ptr(), BLOCK), BLOCK) };
+            for (to, from) in to.chunks_exact_mut(columns).zip(turned.as_chunks::<BLOCK>().0) {
+                to.copy_from_slice(&from[..columns]);
+            }
+        }
+    }
+}
+
+/// Scores of query rows that are columns by the tokens of a tile.
+#[inline(always)]
+pub(super) fn scores<W: Words, U: Unit, E: Terms>(
+    (w, unit): (W, U),
+    queries: &Queries<'_>,
+    (tile, memory): (&StoredRows<'_>, &mut Memory<'_>),
+    out: &mut [f32],
+    ahead: &mut Ahead<'_>,
+) {
+    let (shape, layout, tokens) = (queries.shape, tile.layout, tile.rows.len());
+    let steps = shape.dim.div_ceil(GROUP);
+    check_rows(tile.rows, (0, tokens), layout);
+    assert!(
+        (1..=TILE).contains(&tokens)
+            && shape.dim > 0
+            && shape.dim == layout.dim()
+            && queries.words.len() >= shape.column_words()
+            && memory.k.words.len() >= E::TERMS * steps * WORDS
+            && memory.products.len() >= PARTS * WORDS
+            && memory.rows.len() >= TILE * tile.rows.bytes()
+            && out.len() >= shape.rows.next_multiple_of(BLOCK) * TILE,
+        "blocks and score rows lie inside their slices"
+    );
+    let pace = ahead.pace(part::SCORES, PARTS);
+    let bytes = tile.rows.bytes();
+    let from = even_parts(tile.rows, (bytes, bytes), memory.rows);
+    let products = memory.products.as_chunks_mut::<WORDS>().0;
+    let of_step = BLOCK * shape.columns;
+    for (block, q) in queries.words.chunks_exact(steps * of_step).enumerate() {
+        let q = Side { at: q.as_ptr(), stride: 4 * shape.columns, step: 4 * of_step };
+        for (rows, products) in from.iter().zip(&mut *products).take(tokens.div_ceil(BLOCK)) {
+            // SAFETY: rows of the layout, and room for their blocks, by the assertion.
+            let left = unsafe { lefts::<W, E>(w, *rows, layout, memory.k.words) };
+            // Small products first.
+            for (i, left) in left[..E::TERMS].iter().rev().enumerate() {
+                // SAFETY: rows of K, blocks of queries and one of results.
+                unsafe { unit.multiply::<true, false>(*left, q, steps, (products, i > 0)) };
+            }
+            ahead.fetch(w, pace);
+        }
+        // Not right after each product: what a unit has stored is there late.
+        let first = block * (BLOCK / shape.terms);
+        let rows = (shape.rows - first).min(BLOCK / shape.terms);
+        for (part, products) in products.iter().enumerate().take(tokens.div_ceil(BLOCK)) {
+            let to = &mut out[first * TILE + part * BLOCK..];
+            add_columns(w, products, (rows, shape.terms), to);
+        }
+    }
+    if let Some(factors) = factors(w, tile.rows, (0, tokens), layout, tile.scale) {
+        for row in out.chunks_exact_mut(TILE).take(shape.rows) {
+            multiply(w, row.as_ptr(), &factors, row.as_mut_ptr());
+        }
+    }
+}
+
+/// Writes the sums of `terms` columns each to as many rows of scores.
+#[inline(always)]
+fn add_columns<W: Words>(
+    w: W,
+    products: &[f32; WORDS],
+    (rows, terms): (usize, usize),
+    to: &mut [f32],
+) {
+    let mut turned = [0.0_f32; WORDS];
+    let columns = rows * terms;
+    let written = if terms == 1 { rows.next_multiple_of(4) } else { rows };
+    assert!(
+        columns <= BLOCK && to.len() >= (written - 1) * TILE + BLOCK,
+        "sums lie inside their slice"
+    );
+    if terms == 1 {
+        // SAFETY: a block, and rows of scores by the assertion, up to a multiple of four.
+        unsafe { w.turn(products.as_ptr().cast(), (to.as_mut_ptr().cast(), TILE), columns) };
+        return;
+    }
+    // SAFETY: blocks.
+    unsafe { w.turn(products.as_ptr().cast(), (turned.as_mut_ptr().cast(), BLOCK), columns) };
+    for (row, terms) in turned.chunks_exact(terms * BLOCK).enumerate().take(rows) {
+        // SAFETY: a row of the block.
+        let mut sum = unsafe { w.load(terms.as_ptr(), terms.len() - BLOCK) };
+        for at in (0..terms.len() - BLOCK).step_by(BLOCK).rev() {
+            // SAFETY: as above.
+            sum = w.add(sum, unsafe { w.load(terms.as_ptr(), at) });
+        }
+        // SAFETY: a row of scores, by the assertion.
+        unsafe { w.store(to.as_mut_ptr(), row * TILE, sum) };
+    }
+}
+
+/// Where terms of a block of rows may be multiplied: where they lie, or in blocks.
+///
+/// # Safety
+/// 1. The rows are of the layout, there is one at least, and there is room for blocks of all terms.
+#[inline(always)]
+unsafe fn lefts<W: Words, E: Terms>(
+    w: W,
+    rows: EvenRows,
+    layout: &RowLayout,
+    blocks: &mut [u32],
+) -> [Side; 2] {
+    let steps = layout.dim().div_ceil(GROUP);
+    if E::IN_PLACE && layout.dim().is_multiple_of(GROUP) {
+        return [Side { at: rows.first.cast(), stride: rows.stride, step: LINE }; 2];
+    }
+    for step in 0..steps {
+        for i in 0..BLOCK {
+            // SAFETY: a row of the layout, and values that it has.
+            let mut values = unsafe { group::<W, E>(w, rows.at(i), layout, step * GROUP) };
+            for term in 0..E::TERMS {
+                let words = &mut blocks[(term * steps + step) * WORDS..][i * BLOCK..][..BLOCK];
+                // SAFETY: a row of words.
+                unsafe { w.store_words(words.as_mut_ptr(), values[0], values[1]) };
+                if term + 1 < E::TERMS {
+                    values = rest(w, values);
+                }
+            }
+        }
+    }
+    [0, (E::TERMS - 1) * steps * WORDS].map(|begin| Side {
+        at: blocks[begin..].as_ptr(),
+        stride: LINE,
+        step: BLOCK * LINE,
+    })
+}
+
+/// Adds `weight * V` to output rows that are fewer than a block; weights have `TERMS` terms, 2 or
+/// 3. A group of values goes all the way before the next one, so that its blocks stay in the first
+/// cache.
+#[inline(always)]
+pub(super) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
+    (w, unit): (W, U),
+    (tile, memory): (&StoredRows<'_>, &mut Memory<'_>),
+    weights: &mut [f32],
+    (out, stride): (&mut [f32], usize),
+    ahead: &mut Ahead<'_>,
+) {
+    let (rows, layout, tokens) = (weights.len() / TILE, tile.layout, tile.rows.len());
+    let groups = layout.dim().div_ceil(GROUP);
+    let blocks = rows.div_ceil(BLOCK / TERMS);
+    let of_group = 4 * E::TERMS * WORDS;
+    check_rows(tile.rows, (0, tokens), layout);
+    assert!(
+        rows > 0
+            && stride.is_multiple_of(BLOCK)
+            && (1..=stride).contains(&layout.dim())
+            && memory.rows.len() >= TILE * tile.rows.bytes()
+            && memory.v.words.len() >= 2 * of_group
+            && memory.products.len() >= 4 * blocks * WORDS
+            && memory.weights.len() >= 2 * blocks * WORDS
+            && out.len() >= rows * stride,
+        "blocks, weights and output rows lie inside their slices"
+    );
+    unit.stay_awake();
+    if let Some(factors) = factors(w, tile.rows, (0, tokens), layout, tile.scale) {
+        for row in weights.chunks_exact_mut(TILE) {
+            multiply(w, row.as_ptr(), &factors, row.as_mut_ptr());
+        }
+    }
+    weight_rows::<W, TERMS>(w, weights, memory.weights);
+    let bytes = tile.rows.bytes();
+    let from = even_parts(tile.rows, (bytes, bytes), memory.rows);
+    let pace = ahead.pace(part::SOFTMAX + part::SUMS, groups * 4);
+    let weights = &memory.weights[..2 * blocks * WORDS];
+    for index in 0..=groups {
+        // Two groups at once: what one has stored is loaded while the other is brought in.
+        let odd = index % 2;
+        if index < groups {
+            let words = memory.v.words[odd * of_group..][..of_group].as_mut_ptr();
+            // SAFETY: rows of the layout, a group that it has, and room for its blocks.
+            unsafe { pairs_of::<W, E>(w, &from, (layout, index * GROUP), words, (ahead, pace)) };
+            let to = &mut memory.products[odd * 2 * blocks * WORDS..];
+            // SAFETY: blocks of the group.
+            unsafe { multiply_group::<U, E>(unit, weights, words, to.as_chunks_mut().0) };
+        }
+        if let Some(index) = index.checked_sub(1) {
+            let products = &memory.products[(1 - odd) * 2 * blocks * WORDS..];
+            add_group::<W, TERMS>(w, products.as_chunks().0, (rows, index), (out, stride));
+        }
+    }
+}
+
+/// Multiplies blocks of weights with those of a group: two blocks of products for each.
+///
+/// # Safety
+/// 1. The blocks of the group are readable.
+#[inline(always)]
+unsafe fn multiply_group<U: Unit, E: Terms>(
+    unit: U,
+    weights: &[u32],
+    words: *const u32,
+    to: &mut [[f32; WORDS]],
+) {
+    for (left, to) in weights.chunks_exact(2 * WORDS).zip(to.chunks_exact_mut(2)) {
+        let left = Side { at: left.as_ptr(), stride: LINE, step: BLOCK * LINE };
+        for (column, to) in to.iter_mut().enumerate() {
+            // Small products first.
+            for (i, term) in (0..E::TERMS).rev().enumerate() {
+                let right = words.wrapping_add((2 * term + column) * WORDS);
+                let step = 4 * E::TERMS * BLOCK * LINE / 2;
+                let right = Side { at: right, stride: LINE, step };
+                // SAFETY: blocks of both halves, by condition 1, and one of results.
+                unsafe { unit.multiply::<false, false>(left, right, 2, (to, i > 0)) };
+            }
+        }
+    }
+}
+
+/// Adds the products of a group to the output rows.
+#[inline(always)]
+fn add_group<W: Words, const TERMS: usize>(
+    w: W,
+    products: &[[f32; WORDS]],
+    (rows, index): (usize, usize),
+    (out, stride): (&mut [f32], usize),
+) {
+    let blocks = rows.div_ceil(BLOCK / TERMS);
+    for (i, products) in products.iter().enumerate().take(2 * blocks) {
+        let (first, column) = (i / 2 * (BLOCK / TERMS), 2 * index + i % 2);
+        if column * BLOCK < stride {
+            let rows = (rows - first).min(BLOCK / TERMS);
+            add_rows::<W, TERMS>(w, products, rows, (&mut out[first * stride..], stride, column));
+        }
+    }
+}
+
+/// Brings one group of the values of all tokens of a tile into blocks: of each half of the tile by
+/// term, of each term by column.
+///
+/// # Safety
+/// 1. The rows are of the layout, which has the group, and there is room for the blocks.
+#[inline(always)]
+unsafe fn pairs_of<W: Words, E: Terms>(
+    w: W,
+    from: &[EvenRows; PARTS],
+    (layout, begin): (&RowLayout, usize),
+    to: *mut u32,
+    (ahead, pace): (&mut Ahead<'_>, usize),
+) {
+    for (half, rows) in from.as_chunks::<2>().0.iter().enumerate() {
+        for i in (0..BLOCK).step_by(PAIRS) {
+            let to = to.wrapping_add(half * 2 * E::TERMS * WORDS + i * BLOCK);
+            let rows = rows.map(|rows| rows.from(i));
+            // SAFETY: rows, a group that they have, and rows of words.
+            unsafe { E::pairs(w, rows, (layout, begin), to) };
+            ahead.fetch(w, pace);
+        }
+    }
+}
+
+/// The rows of each block of tokens, so many bytes of each made so many by zeros: where they lie
+/// or, if they do not follow each other or are too short, where they are copied to; zeros for
+/// tokens that there are not.
+#[inline(always)]
+pub(super) fn even_parts(
+    rows: &TileRows<'_>,
+    (bytes, width): (usize, usize),
+    to: &mut [u8],
+) -> [EvenRows; PARTS] {
+    let mut parts = [EvenRows { first: to.as_ptr(), stride: width }; PARTS];
+    for (part, (even, to)) in parts.iter_mut().zip(to.chunks_exact_mut(BLOCK * width)).enumerate() {
+        if let Some((first, stride)) = rows.even(part).filter(|_| bytes == width) {
+            *even = EvenRows { first, stride };
+            continue;
+        }
+        to.fill(0);
+        let rows = rows.iter().skip(part * BLOCK).take(BLOCK);
+        for (to, row) in to.chunks_exact_mut(width).zip(rows) {
+            to[..bytes].copy_from_slice(&row[..bytes]);
+        }
+        even.first = to.as_ptr();
+    }
+    parts
+}
+
+/// Brings weights into blocks, those of each half of a tile a row of words for each term of each
+/// row.
+#[inline(always)]
+fn weight_rows<W: Words, const TERMS: usize>(w: W, weights: &[f32], to: &mut [u32]) {
+    for (block, weights) in weights.chunks(BLOCK / TERMS * TILE).enumerate() {
+        for half in 0..2 {
+            let to = &mut to[(2 * block + half) * WORDS..][..WORDS];
+            for (row, weights) in weights.chunks_exact(TILE).enumerate() {
+                // SAFETY: `GROUP` of `TILE` weights.
+                let first = unsafe { w.load(weights.as_ptr(), half * GROUP) };
+                // SAFETY: as above.
+                let second = unsafe { w.load(weights.as_ptr(), half * GROUP + BLOCK) };
+                let mut values = [first, second];
+                for term in 0..TERMS {
+                    let words = to[(row * TERMS + term) * BLOCK..][..BLOCK].as_mut_ptr();
+                    // SAFETY: a row of words.
+                    unsafe { w.store_words(words, values[0], values[1]) };
+                    if term + 1 < TERMS {
+                        values = rest(w, values);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Adds the sums of `TERMS` rows each to one block of columns of as many output rows.
+#[inline(always)]
+fn add_rows<W: Words, const TERMS: usize>(
+    w: W,
+    products: &[f32; WORDS],
+    rows: usize,
+    (out, stride, column): (&mut [f32], usize, usize),
+) {
+    assert!(
+        rows * TERMS <= BLOCK && out.len() >= (rows - 1) * stride + (column + 1) * BLOCK,
+        "sums lie inside their slices"
+    );
+    for row in 0..rows {
+        let at = row * stride + column * BLOCK;
+        // SAFETY: columns of an output row, by the assertion.
+        let mut sum = unsafe { w.load(out.as_ptr(), at) };
+        for term in (0..TERMS).rev() {
+            // SAFETY: a row of the block, by the assertion.
+            let products = unsafe { w.load(products.as_ptr(), (row * TERMS + term) * BLOCK) };
+            sum = w.add(sum, products);
+        }
+        // SAFETY: as above.
+        unsafe { w.store(out.as_mut_ptr(), at, sum) };
+    }
+}
