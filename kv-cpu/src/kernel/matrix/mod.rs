@@ -8,6 +8,9 @@
 //! Words of 32 bits hold two values each, 16 apart in a group of 32: values of a row for scores,
 //! tokens of a tile for sums. That is how [`super::stored::Stored::load_pair`] brings them.
 //!
+//! Query rows that fill a block or more are rows, and K is turned: `stage` and `products`.
+//! Fewer are columns, and K stays as it is: `few`, and `bytes` where K is signed bytes.
+//!
 //! Only finite numbers are the sum of terms. Of others comes a number that is not finite either,
 //! but perhaps another one, and in all rows that met it, whether they see it or not; so results
 //! that are not finite are worth nothing. Numbers below the least normal `f32` count as zero.
