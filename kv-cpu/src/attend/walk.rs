@@ -164,9 +164,6 @@ struct Alike<'a> {
     sink_tokens: u32,
     /// Tokens of a tile.
     tokens: u32,
-    /// Where tiles begin, modulo their length: where blocks do, which sinks shift, so that a tile
-    /// has few runs of memory.
-    shift: u32,
 }
 
 impl<'a> Alike<'a> {
@@ -176,17 +173,12 @@ impl<'a> Alike<'a> {
         let tail = map.tail_begin(sequence.kv_len, sequence.coded);
         let sink_tokens = job.options.window().map_or(0, |_| job.options.num_sink_tokens());
         let tokens = to_u32(job.cpu.kernels.tokens());
-        let step = layout.block_size().clamp(1, tokens);
-        let fits = tokens.is_multiple_of(step) && layout.block_size().is_multiple_of(step);
-        // Every block has room for a sink, so this many blocks hold codes as well.
-        let blocks = map.sinks().saturating_add(1);
-        let shift = if fits { map.tokens(blocks) % step } else { 0 };
         let by_block = layout.has_block_means();
-        Self { map, sequence, tail, by_block, sink_tokens, tokens, shift }
+        Self { map, sequence, tail, by_block, sink_tokens, tokens }
     }
 
     /// The tile at `from` or, where nothing is seen there, the next one; empty behind the last.
-    /// Tiles lie at multiples of their length from the same place on, so that a sum's order does
+    /// Tiles lie at multiples of their length, so that a sum's order does
     /// not depend on the queries.
     fn tile(&self, reach: Reach, from: u32) -> (u32, u32) {
         let (from, end) = reach.seen_from(from);
@@ -196,8 +188,7 @@ impl<'a> Alike<'a> {
         let tile = self.tokens;
         let cut = if from < self.sink_tokens { self.sink_tokens } else { u32::MAX };
         let limit = self.end(from).min(cut).min(end);
-        let passed = from.saturating_add(tile - self.shift) / tile * tile;
-        (from, passed.saturating_add(self.shift).min(limit))
+        (from, (from / tile * tile).saturating_add(tile).min(limit))
     }
 
     fn is_wide(&self, position: u32) -> bool {
