@@ -139,9 +139,7 @@ impl<'s> OnMatrix<'s> {
 /// long for one as for sixteen, so vectors are faster with few (`docs/performance.md`).
 pub(super) fn is_worth_it(job: &Job<'_>, rows: usize) -> bool {
     let fewest = |plane: &PlaneRows<'_>| match plane.rows(false).encoding() {
-        // Sinks shift blocks against tiles, whose rows are then copied first.
-        Encoding::Int8 if plane.layout().slot_map().sinks() == 0 => 4,
-        Encoding::Int8 => 8,
+        Encoding::Int8 => 4,
         Encoding::E4m3 | Encoding::E5m2 => 5,
         Encoding::Bf16 | Encoding::Bf16Pairs => 7,
         _ => 13,

@@ -16,7 +16,7 @@ use super::Job;
 use super::reach::Reach;
 use super::tile::{Tile, Tiles};
 use super::unit::Unit;
-use crate::kernel::{Ahead, Runs, StoredRows, TILE, TileRows};
+use crate::kernel::{Ahead, BLOCK, Runs, StoredRows, TILE, TileRows};
 use crate::num::{offset, to_u32, to_usize};
 use crate::rows::PlaneRows;
 
@@ -164,6 +164,8 @@ struct Alike<'a> {
     sink_tokens: u32,
     /// Tokens of a tile.
     tokens: u32,
+    /// How far the first code lies behind a multiple of [`BLOCK`] slots.
+    odd_slots: u32,
 }
 
 impl<'a> Alike<'a> {
@@ -174,21 +176,26 @@ impl<'a> Alike<'a> {
         let sink_tokens = job.options.window().map_or(0, |_| job.options.num_sink_tokens());
         let tokens = to_u32(job.cpu.kernels.tokens());
         let by_block = layout.has_block_means();
-        Self { map, sequence, tail, by_block, sink_tokens, tokens }
+        let odd_slots = map.sinks().wrapping_mul(map.wide_slots()) % to_u32(BLOCK);
+        Self { map, sequence, tail, by_block, sink_tokens, tokens, odd_slots }
     }
 
     /// The tile at `from` or, where nothing is seen there, the next one; empty behind the last.
-    /// Tiles lie at multiples of their length, so that a sum's order does
-    /// not depend on the queries.
+    /// Tiles lie at multiples of their length, so that a sum's order does not depend on the
+    /// queries; those of codes behind sinks are moved to where blocks of [`BLOCK`] slots begin. Sinks
+    /// count as if no block ended between them, so that the order does not depend on blocks either.
     fn tile(&self, reach: Reach, from: u32) -> (u32, u32) {
         let (from, end) = reach.seen_from(from);
         if from >= end {
             return (end, end);
         }
-        let tile = self.tokens;
         let cut = if from < self.sink_tokens { self.sink_tokens } else { u32::MAX };
         let limit = self.end(from).min(cut).min(end);
-        (from, (from / tile * tile).saturating_add(tile).min(limit))
+        let inside = match from.checked_sub(self.map.sinks()) {
+            Some(behind) => behind % self.tokens + self.odd_slots,
+            None => from,
+        };
+        (from, from.saturating_add(self.tokens - inside % self.tokens).min(limit))
     }
 
     fn is_wide(&self, position: u32) -> bool {
