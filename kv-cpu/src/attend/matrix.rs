@@ -11,7 +11,7 @@
 use super::Job;
 use super::tile::{Seen, Tile, Tiles, bias_rows, weigh};
 use crate::encoding::{Element, Encoding};
-use crate::kernel::{BLOCK, Matrix, Memory, Queries, QueryShape, TILE};
+use crate::kernel::{BLOCK, GROUP, Matrix, Memory, Queries, QueryShape, TILE, VISIT};
 use crate::num::to_usize;
 use crate::rows::PlaneRows;
 use crate::workspace::AlignedFloats;
@@ -105,7 +105,8 @@ impl<'s> OnMatrix<'s> {
         // The unit would sleep if softmax waited for memory, so what is next is not asked for
         // there.
         let ahead = std::mem::take(&mut state.ahead);
-        weigh_all(job, state, (0, rows), seen);
+        let padded = tile.k.rows.len().next_multiple_of(GROUP);
+        weigh_all(job, state, (0, rows), (seen, padded));
         state.ahead = ahead;
         let weights = (&mut state.scores[..rows * TILE], is_exact(job));
         let v = (&tile.v, &mut self.memory);
@@ -126,7 +127,8 @@ impl<'s> OnMatrix<'s> {
             let scores = &mut state.scores[first * TILE..][..BLOCK * TILE];
             self.matrix.scores(queries, first, &self.memory, scores);
         }
-        weigh_all(job, state, (begin, end), seen);
+        let padded = tile.k.rows.len().next_multiple_of(VISIT);
+        weigh_all(job, state, (begin, end), (seen, padded));
         for first in (begin..end).step_by(BLOCK) {
             let weights = &mut state.scores[first * TILE..][..BLOCK * TILE];
             let out = &mut state.out[first * stride..][..BLOCK * stride];
@@ -139,13 +141,22 @@ impl<'s> OnMatrix<'s> {
 /// long for one as for sixteen, so vectors are faster with few (`docs/performance.md`).
 pub(super) fn is_worth_it(job: &Job<'_>, rows: usize) -> bool {
     let fewest = |plane: &PlaneRows<'_>| match plane.rows(false).encoding() {
-        Encoding::Int8 => 4,
-        Encoding::E4m3 | Encoding::E5m2 => 5,
-        Encoding::Bf16 | Encoding::Bf16Pairs => 7,
+        Encoding::E4m3 => 1,
+        Encoding::E5m2 | Encoding::Int8 => 3,
+        Encoding::Bf16 | Encoding::Bf16Pairs => 5,
         _ => 13,
     };
     job.by_matrix && rows >= fewest(&job.k).max(fewest(&job.v))
 }
+
+/// Tokens of a tile for so many query rows of a kv head. Each tile costs something of its own, but
+/// a tile of K should fit the first cache beside others; many rows keep it in blocks.
+pub(super) fn tokens(job: &Job<'_>, rows: usize) -> usize {
+    let bytes = job.k.rows(false).bytes();
+    if rows >= BLOCK || bytes * TILE <= BYTES_OF_FEW { TILE } else { VISIT }
+}
+/// Bytes of a tile of K for few rows.
+const BYTES_OF_FEW: usize = 20 << 10;
 
 /// Whether outputs have use for all bits of a weight.
 fn is_exact(job: &Job<'_>) -> bool {
@@ -165,12 +176,18 @@ fn seeing(rows: usize, seen: &Seen<'_>, tile: &Tile<'_>) -> (usize, usize) {
     (begin, end)
 }
 
-/// Makes the scores of some rows weights of the tokens that they see, and zero for others.
-fn weigh_all(job: &Job<'_>, state: &mut Tiles<'_>, (begin, end): (usize, usize), seen: &Seen<'_>) {
+/// Makes the scores of some rows weights of the tokens that they see, and zero for others, `padded`
+/// in all.
+fn weigh_all(
+    job: &Job<'_>,
+    state: &mut Tiles<'_>,
+    (begin, end): (usize, usize),
+    (seen, padded): (&Seen<'_>, usize),
+) {
     // Both ends of what a query sees move one way, so those between see what these do.
     let range = seen.by(begin);
     if range == seen.by(end - 1) {
-        weigh_alike(job, state, (begin, end - begin), range);
+        weigh_alike(job, state, (begin, end - begin), (range, padded));
         return;
     }
     // The weight of minus infinity is zero, if scaling leaves it what it is.
@@ -183,15 +200,15 @@ fn weigh_all(job: &Job<'_>, state: &mut Tiles<'_>, (begin, end): (usize, usize),
         if together {
             for scores in state.scores[first * TILE..next * TILE].chunks_exact_mut(TILE) {
                 scores[..low].fill(f32::NEG_INFINITY);
-                scores[high..].fill(f32::NEG_INFINITY);
+                scores[high..padded].fill(f32::NEG_INFINITY);
             }
         } else {
-            weigh_alike(job, state, (first, next - first), (low, high));
+            weigh_alike(job, state, (first, next - first), ((low, high), padded));
         }
         first = next;
     }
     if together {
-        weigh(job, state, (begin, end - begin), (0, TILE));
+        weigh(job, state, (begin, end - begin), (0, padded));
     }
 }
 
@@ -200,13 +217,13 @@ fn weigh_alike(
     job: &Job<'_>,
     state: &mut Tiles<'_>,
     (row, rows): (usize, usize),
-    range: (usize, usize),
+    (range, padded): ((usize, usize), usize),
 ) {
     if range.0 < range.1 {
         weigh(job, state, (row, rows), range);
     }
     for weights in state.scores[row * TILE..][..rows * TILE].chunks_exact_mut(TILE) {
         weights[..range.0].fill(0.0);
-        weights[range.1..].fill(0.0);
+        weights[range.1..padded].fill(0.0);
     }
 }

@@ -19,6 +19,8 @@ use crate::num::{to_u32, to_usize};
 
 /// The state of a unit's rows between tiles, head by head.
 pub(super) struct Tiles<'s> {
+    /// Tokens of a tile.
+    pub(super) tokens: usize,
     /// Which one of the unit's kv heads it is that meets a tile.
     pub(super) head: usize,
     pub(super) q: &'s [f32],
@@ -41,6 +43,7 @@ impl Tiles<'_> {
         let heads = self.running.len() / rows;
         let (k, v) = (self.q.len() / heads, self.out.len() / heads);
         Tiles {
+            tokens: self.tokens,
             head: index,
             q: &self.q[part(k)],
             bias: &self.bias[part(rows)],

@@ -13,7 +13,7 @@ use kv_core::plan::PlannedSequence;
 use kv_quant::block::BlockMean;
 use kv_quant::transform;
 
-use super::matrix::{OnMatrix, is_worth_it};
+use super::matrix::{OnMatrix, is_worth_it, tokens};
 use super::merge::Merge;
 use super::reach::Reach;
 use super::stage::meet_staged;
@@ -21,7 +21,7 @@ use super::tile::{Seen, Tiles, meet};
 use super::walk::for_tiles;
 use super::{Blank, Heads, Job, ROWS_BY_MATRIX, ROWS_PER_UNIT};
 use crate::encoding::RowLayout;
-use crate::kernel::{Ahead, BLOCK, Running, TILE};
+use crate::kernel::{Ahead, BLOCK, LANES_MAX, Running, TILE};
 use crate::num::{to_u32, to_usize};
 use crate::rows::RowAt;
 use crate::workspace::AlignedFloats;
@@ -275,7 +275,9 @@ fn meet_tiles(
     let matrix = matrix.map(|matrix| {
         OnMatrix::new(matrix, (q, rows), job, (&mut scratch.queries, &mut scratch.blocks))
     });
+    let tokens = if matrix.is_some() { tokens(job, rows) } else { job.cpu.kernels.tokens() };
     let mut state = Tiles {
+        tokens,
         head: 0,
         q,
         bias: scratch.bias.get(all),
@@ -291,7 +293,7 @@ fn meet_tiles(
         });
         return matrix.is_finite(&state);
     }
-    let staged_tokens = if rows >= ROWS_STAGED { job.cpu.kernels.tokens() } else { 0 };
+    let staged_tokens = if rows >= ROWS_STAGED { tokens } else { 0 };
     let k = scratch.k.get(staged_tokens * heads.stride_k);
     let v = scratch.v.get(staged_tokens * heads.stride_v);
     for_tiles(job, unit, sequence, &mut state, |state, tile| {
@@ -335,11 +337,22 @@ fn load_queries(
         job.cpu.kernels.decode(&source, job.q.get(at, head, 1), values);
         *bias = 0.0;
         if let Some(constants) = job.k.transform(head / heads.group) {
-            *bias = values.iter().zip(constants.mean).map(|(q, mean)| q * mean).sum();
+            *bias = dot(values, constants.mean);
             transform::query(values, &constants);
         }
         if job.k.is_in_pairs() {
             job.cpu.kernels.split_pairs(values);
         }
     }
+}
+
+/// The product of two rows, by sums of their own for each lane of a vector.
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0; LANES_MAX];
+    for (a, b) in a.chunks(LANES_MAX).zip(b.chunks(LANES_MAX)) {
+        for (sum, (a, b)) in sums.iter_mut().zip(a.iter().zip(b)) {
+            *sum += a * b;
+        }
+    }
+    sums.iter().sum()
 }

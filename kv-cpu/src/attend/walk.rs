@@ -30,7 +30,7 @@ pub(super) fn for_tiles(
 ) {
     let reach = Reach::of(&job.options, sequence, (unit.q_begin, unit.q_end))
         .within(unit.kv_begin, unit.kv_end);
-    let alike = Alike::new(job, sequence);
+    let alike = Alike::new(job, sequence, state.tokens);
     let [mut some, mut others] = [const { [const { TileRows::new() }; 2] }; 2];
     let (mut rows, mut later) = (&mut some, &mut others);
     let mut found = [const { Found::new() }; 2];
@@ -169,21 +169,21 @@ struct Alike<'a> {
 }
 
 impl<'a> Alike<'a> {
-    fn new(job: &'a Job<'_>, sequence: &'a PlannedSequence) -> Self {
+    fn new(job: &'a Job<'_>, sequence: &'a PlannedSequence, tokens: usize) -> Self {
         let layout: &PlaneLayout = job.k.layout();
         let map = layout.slot_map();
         let tail = map.tail_begin(sequence.kv_len, sequence.coded);
         let sink_tokens = job.options.window().map_or(0, |_| job.options.num_sink_tokens());
-        let tokens = to_u32(job.cpu.kernels.tokens());
         let by_block = layout.has_block_means();
         let odd_slots = map.sinks().wrapping_mul(map.wide_slots()) % to_u32(BLOCK);
-        Self { map, sequence, tail, by_block, sink_tokens, tokens, odd_slots }
+        Self { map, sequence, tail, by_block, sink_tokens, tokens: to_u32(tokens), odd_slots }
     }
 
     /// The tile at `from` or, where nothing is seen there, the next one; empty behind the last.
     /// Tiles lie at multiples of their length, so that a sum's order does not depend on the
-    /// queries; those of codes behind sinks are moved to where blocks of [`BLOCK`] slots begin. Sinks
-    /// count as if no block ended between them, so that the order does not depend on blocks either.
+    /// queries; those of codes behind sinks are moved to where blocks of [`BLOCK`] slots begin.
+    /// Sinks count as if no block ended between them, so that the order does not depend on blocks
+    /// either.
     fn tile(&self, reach: Reach, from: u32) -> (u32, u32) {
         let (from, end) = reach.seen_from(from);
         if from >= end {

@@ -37,6 +37,8 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>, ahead: &mut Ahead<'
             // Loops of a known length are better code.
             if end == S::TOKENS {
                 weigh_tile(s, args, (row, some, S::TOKENS), (&mut *ahead, pace));
+            } else if end == TILE {
+                weigh_tile(s, args, (row, some, TILE), (&mut *ahead, pace));
             } else {
                 weigh_tile(s, args, (row, some, end), (&mut *ahead, pace));
             }

@@ -40,9 +40,10 @@ mod tests;
 
 pub(crate) use ahead::{Ahead, Runs};
 pub(crate) use convert::PastCaches;
-pub(crate) use matrix::{BLOCK, Matrix, Memory, Queries, QueryShape, StoredRows};
+pub(crate) use matrix::{BLOCK, Matrix, Memory, Queries, QueryShape, StoredRows, VISIT};
 pub(crate) use rows::TileRows;
 pub(crate) use simd::LANES_MAX;
+pub(crate) use stored::GROUP;
 
 use kv_core::KvFormat;
 #[cfg(target_arch = "x86_64")]
@@ -51,8 +52,8 @@ pub(crate) use matrix::amx::is_available as has_amx;
 use crate::encoding::{Element, Encoding, RowLayout};
 use crate::isa::Isa;
 
-/// Most tokens that are scored, weighed and summed together; [`Kernels::tokens`] says how many are.
-pub(crate) const TILE: usize = 64;
+/// Most tokens that are scored, weighed and summed together.
+pub(crate) const TILE: usize = 128;
 /// Query rows that share each load of a K or V vector.
 pub(crate) const ROWS: usize = 4;
 
@@ -192,7 +193,7 @@ impl Kernels {
         Self(&emulated::TABLE, Some(&matrix::emulated::TABLE))
     }
 
-    /// Tokens of a tile: [`TILE`] or fewer.
+    /// Tokens of a tile for loops over vectors: [`TILE`] or fewer.
     pub(crate) fn tokens(self) -> usize {
         self.0.tokens
     }

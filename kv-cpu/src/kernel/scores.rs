@@ -10,7 +10,7 @@
 use super::ahead::{Ahead, part};
 use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Stored, whole};
-use super::tile::{HALF, NO_RESTS, Rests, check_rows, decode_rests, factors, multiply};
+use super::tile::{Factors, HALF, NO_RESTS, Rests, check_rows, decode_rests};
 use super::{ROWS, Scores, TILE};
 use crate::encoding::RowLayout;
 
@@ -41,10 +41,8 @@ pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>, ahead: &mu
             _ => score_rows::<S, E, ROWS, 4>(s, args, row, &rests, ahead),
         };
     }
-    if let Some(factors) = factors(s, args.k, args.range, args.layout, args.scale) {
-        for row in args.out.chunks_exact_mut(TILE).take(args.rows) {
-            multiply(s, row.as_ptr(), &factors, row.as_mut_ptr());
-        }
+    if let Some(factors) = Factors::of(s, args.k, args.range, args.layout, args.scale) {
+        factors.apply(s, &mut args.out[..args.rows * TILE]);
     }
 }
 

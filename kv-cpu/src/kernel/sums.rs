@@ -10,7 +10,7 @@
 use super::ahead::{Ahead, part};
 use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Stored, whole};
-use super::tile::{HALF, NO_RESTS, Rests, check_rows, decode_rests, factors, multiply};
+use super::tile::{Factors, HALF, NO_RESTS, Rests, check_rows, decode_rests};
 use super::{ROWS, Sums, TILE};
 
 /// Adds `weight * V` of the tokens of a range to output rows.
@@ -24,10 +24,8 @@ pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>, ahead: &mut Ah
             && args.weights.len() >= args.rows * TILE,
         "output and weight rows lie inside their slices"
     );
-    if let Some(factors) = factors(s, args.v, args.range, args.layout, args.scale) {
-        for row in args.weights.chunks_exact_mut(TILE).take(args.rows) {
-            multiply(s, row.as_ptr(), &factors, row.as_mut_ptr());
-        }
+    if let Some(factors) = Factors::of(s, args.v, args.range, args.layout, args.scale) {
+        factors.apply(s, &mut args.weights[..args.rows * TILE]);
     }
     let dim = args.layout.dim();
     let mut rests = NO_RESTS;

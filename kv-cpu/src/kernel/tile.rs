@@ -19,7 +19,7 @@
 )]
 use std::mem::MaybeUninit;
 
-use super::simd::Simd;
+use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Rest, Stored, whole};
 use super::{BLOCK, RowScale, TILE, TileRows};
 use crate::encoding::RowLayout;
@@ -33,75 +33,97 @@ pub(super) fn check_rows(rows: &TileRows<'_>, (begin, end): (usize, usize), layo
     assert!(rows.bytes() >= layout.bytes(), "a row holds its values");
 }
 
-/// What the tokens of a range are multiplied with, 1 outside of it; `None` where that is 1 for all.
-#[inline(always)]
-pub(super) fn factors<S: Simd>(
-    s: S,
-    rows: &TileRows<'_>,
-    (begin, end): (usize, usize),
-    layout: &RowLayout,
-    scale: RowScale<'_>,
-) -> Option<[f32; TILE]> {
-    const ONE: u16 = 0x3c00;
-    let mut factors = [1.0; TILE];
-    match scale {
-        RowScale::Given(scale) if scale.to_bits() == 1.0_f32.to_bits() => return None,
-        RowScale::Given(scale) => factors[begin..end].fill(scale),
-        RowScale::Each(scales) => factors[begin..end].copy_from_slice(&scales[begin..end]),
-        RowScale::Stored => {
-            let mut bits = [ONE; TILE];
-            let at = layout.scales();
+/// What the tokens of a tile are multiplied with.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Factors {
+    /// By token; 1 outside of their range.
+    all: [f32; TILE],
+    /// One past the last that may be something else, in whole vectors.
+    end: usize,
+}
+
+impl Factors {
+    /// Those of the tokens of a range; `None` where that is 1 for all.
+    #[inline(always)]
+    pub(super) fn of<S: Simd>(
+        s: S,
+        rows: &TileRows<'_>,
+        (begin, end): (usize, usize),
+        layout: &RowLayout,
+        scale: RowScale<'_>,
+    ) -> Option<Self> {
+        let mut all = [1.0; TILE];
+        match scale {
+            RowScale::Given(scale) if scale.to_bits() == 1.0_f32.to_bits() => return None,
+            RowScale::Given(scale) => all[begin..end].fill(scale),
+            RowScale::Each(scales) => all[begin..end].copy_from_slice(&scales[begin..end]),
+            RowScale::Stored => stored(s, rows, (begin, end), layout, &mut all),
+        }
+        Some(Self { all, end: end.next_multiple_of(S::LANES) })
+    }
+
+    /// Multiplies rows of scores or weights of a tile.
+    #[inline(always)]
+    pub(super) fn apply<S: Simd>(&self, s: S, rows: &mut [f32]) {
+        for row in rows.as_chunks_mut::<TILE>().0 {
             let mut i = 0;
-            while i < TILE {
-                let even =
-                    rows.even(i / BLOCK).filter(|_| at >= 2 && begin <= i && i + BLOCK <= end);
-                let values = if let Some((first, stride)) = even
-                    && stride < 1 << 27
-                {
-                    let first = first.wrapping_add(i % BLOCK * stride + at);
-                    // SAFETY: scales behind the codes of rows, which callers have checked, and
-                    // bytes of codes before them; not too far from each other.
-                    unsafe { s.gather_f16(first, to_u32(stride)) }
-                } else {
-                    let first = begin.max(i).min(end);
-                    let some = first..end.min(i + S::LANES).max(first);
-                    for (bits, row) in bits[some.clone()].iter_mut().zip(&rows.at()[some]) {
-                        let scale = row.wrapping_add(at).cast::<[u8; 2]>();
-                        // SAFETY: the scale behind the codes of a row, which callers have checked.
-                        *bits = u16::from_le_bytes(unsafe { scale.read() });
-                    }
-                    // SAFETY: `i + LANES <= TILE`.
-                    unsafe { s.load_f16(bits.as_ptr(), i) }
-                };
-                // SAFETY: `i + LANES <= TILE`.
-                unsafe { s.store(factors.as_mut_ptr(), i, values) };
+            while i < self.end {
+                // SAFETY: `i + LANES <= TILE`, as `LANES` divides both.
+                let values = unsafe { s.load(row.as_ptr(), i) };
+                // SAFETY: as above.
+                let factors = unsafe { s.load(self.all.as_ptr(), i) };
+                // SAFETY: as above.
+                unsafe { s.store(row.as_mut_ptr(), i, s.mul(values, factors)) };
                 i += S::LANES;
             }
         }
     }
-    Some(factors)
+}
+
+/// The scales behind the codes of the rows of a range; leaves others as they are.
+#[inline(always)]
+fn stored<S: Simd>(
+    s: S,
+    rows: &TileRows<'_>,
+    (begin, end): (usize, usize),
+    layout: &RowLayout,
+    to: &mut [f32; TILE],
+) {
+    const ONE: u16 = 0x3c00;
+    let at = layout.scales();
+    let mut i = begin / S::LANES * S::LANES;
+    while i < end {
+        let even = rows.even(i / BLOCK).filter(|_| at >= 2 && begin <= i && i + BLOCK <= end);
+        let values = if let Some((first, stride)) = even
+            && stride < 1 << 27
+        {
+            let first = first.wrapping_add(i % BLOCK * stride + at);
+            // SAFETY: scales behind the codes of rows, which callers have checked, and bytes of
+            // codes before them; not too far from each other.
+            unsafe { s.gather_f16(first, to_u32(stride)) }
+        } else {
+            let mut bits = [ONE; LANES_MAX];
+            for token in begin.max(i)..end.min(i + S::LANES) {
+                let scale = rows.at()[token].wrapping_add(at).cast::<[u8; 2]>();
+                // SAFETY: the scale behind the codes of a row, which callers have checked.
+                bits[token - i] = u16::from_le_bytes(unsafe { scale.read() });
+            }
+            // SAFETY: an array of as many.
+            unsafe { s.load_f16(bits.as_ptr(), 0) }
+        };
+        // SAFETY: `i + LANES <= TILE`, as `LANES` divides both.
+        unsafe { s.store(to.as_mut_ptr(), i, values) };
+        i += S::LANES;
+    }
 }
 
 /// The scales of a tile's rows.
 #[inline(always)]
 pub(super) fn row_scales<S: Simd>(s: S, rows: &TileRows<'_>, layout: &RowLayout) -> [f32; TILE] {
     check_rows(rows, (0, rows.len()), layout);
-    factors(s, rows, (0, rows.len()), layout, RowScale::Stored).unwrap_or([1.0; TILE])
-}
-
-/// `to = from * factors`, a tile of scores or weights.
-#[inline(always)]
-pub(super) fn multiply<S: Simd>(s: S, from: *const f32, factors: &[f32; TILE], to: *mut f32) {
-    let mut i = 0;
-    while i < TILE {
-        // SAFETY: callers have `TILE` values at `from` and at `to`, and `i + LANES <= TILE`.
-        let values = unsafe { s.load(from, i) };
-        // SAFETY: `i + LANES <= TILE`.
-        let factors = unsafe { s.load(factors.as_ptr(), i) };
-        // SAFETY: as for the values.
-        unsafe { s.store(to, i, s.mul(values, factors)) };
-        i += S::LANES;
-    }
+    let mut scales = [1.0; TILE];
+    stored(s, rows, (0, rows.len()), layout, &mut scales);
+    scales
 }
 
 /// Rests of the rows of a tile. Most rows have none, and four kilobytes are not cleared for them.

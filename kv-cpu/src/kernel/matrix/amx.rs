@@ -9,6 +9,7 @@
     reason = "kernel code: bounds are asserted at the entry, and helpers must melt into the \
               function that carries the target features"
 )]
+mod codes;
 mod words;
 
 use std::arch::asm;
@@ -16,18 +17,21 @@ use std::sync::OnceLock;
 
 use super::super::avx512::Avx512;
 use super::super::simd::LINE;
+use super::codes::Codes;
 use super::unit::{Side, Unit};
-use super::{BLOCK, PARTS, Setting, WORDS};
+use super::{BLOCK, Setting, VISIT, WORDS};
 
 /// Witness that the tiles are set up: made only inside functions that need it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Amx(());
 
-/// Whether the CPU has tiles of bf16 and of bytes and the system lets this process use them, which
-/// it is asked once.
+/// Whether the CPU has tiles of bf16 and of bytes, and permutations of bytes, as all with tiles
+/// have, and the system lets this process use them, which it is asked once.
 pub(crate) fn is_available() -> bool {
     static ALLOWED: OnceLock<bool> = OnceLock::new();
-    *ALLOWED.get_or_init(|| has_tiles() && is_allowed())
+    *ALLOWED.get_or_init(|| {
+        has_tiles() && std::arch::is_x86_feature_detected!("avx512vbmi") && is_allowed()
+    })
 }
 
 /// Leaf 7 of CPUID: bits 22 (AMX-BF16), 24 (AMX-TILE) and 25 (AMX-INT8) of EDX.
@@ -288,9 +292,21 @@ impl Unit for Amx {
             );
         }
     }
+
+    #[inline(always)]
+    unsafe fn code_words(self, codes: &Codes, from: [*const u8; 4], to: [*mut u32; 4]) {
+        // SAFETY: condition 1, and the CPU has what is there where tiles are, by the witness.
+        unsafe { codes::words::<false>(codes, from, to) }
+    }
+
+    #[inline(always)]
+    unsafe fn code_pairs(self, codes: &Codes, from: [*const u8; 4], to: [*mut u32; 4]) {
+        // SAFETY: as above.
+        unsafe { codes::words::<true>(codes, from, to) }
+    }
 }
 
-const _: () = assert!(PARTS == 4 && WORDS * 4 == 1024, "what the assembly counts on");
+const _: () = assert!(VISIT == 4 * BLOCK && WORDS * 4 == 1024, "what the assembly counts on");
 
-super::table::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]]
+super::table::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")]]
 Avx512::witness(), Amx(()), enter, set_up, narrow }

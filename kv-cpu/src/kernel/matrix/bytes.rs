@@ -15,10 +15,10 @@
 use super::super::TILE;
 use super::super::ahead::{Ahead, part};
 use super::super::simd::LINE;
-use super::super::tile::{check_rows, factors, multiply};
-use super::few::even_parts;
+use super::super::tile::{Factors, check_rows};
+use super::even::even_parts;
 use super::unit::{Side, Unit, Words};
-use super::{BLOCK, Memory, PARTS, Queries, QueryShape, StoredRows, WORDS};
+use super::{BLOCK, Memory, Queries, QueryShape, StoredRows, WORDS};
 
 /// Digits of a number.
 pub(super) const DIGITS: usize = 4;
@@ -59,7 +59,7 @@ const SIGN: u32 = 1 << 31;
 /// [`Words::store_digits`]. Returns what the integers are multiplied with to be the numbers, which
 /// is NaN where one is not finite.
 #[inline(always)]
-fn digits<W: Words>(w: W, numbers: &[f32; TILE], largest: f32, to: &mut [u8]) -> f32 {
+fn digits<W: Words>(w: W, numbers: &[f32; LINE], largest: f32, to: &mut [u8]) -> f32 {
     assert!(to.len() == DIGITS * LINE, "rows of bytes");
     if !largest.is_finite() {
         to.fill(0);
@@ -103,7 +103,7 @@ pub(super) fn columns<W: Words>(
             for (i, (row, to)) in rows.chunks_exact(stride).zip(of_row).enumerate() {
                 let row = &row[..shape.dim];
                 let some = &row[step * LINE..shape.dim.min((step + 1) * LINE)];
-                let mut line = [0.0; TILE];
+                let mut line = [0.0; LINE];
                 line[..some.len()].copy_from_slice(some);
                 inverses[block * ROWS + i] = digits(w, &line, largest(row), to).to_bits();
             }
@@ -129,42 +129,48 @@ pub(super) fn scores<W: Words, U: Unit>(
     ahead: &mut Ahead<'_>,
 ) {
     let (shape, layout, tokens) = (queries.shape, tile.layout, tile.rows.len());
-    let steps = shape.byte_steps();
+    let (steps, blocks) = (shape.byte_steps(), shape.rows.div_ceil(ROWS));
     check_rows(tile.rows, (0, tokens), layout);
     assert!(
         (1..=TILE).contains(&tokens)
             && shape.dim > 0
             && shape.dim == layout.dim()
-            && queries.bytes.len() >= shape.byte_words()
-            && memory.products.len() >= PARTS * WORDS
+            && queries.bytes.len() == shape.byte_words()
+            && memory.products.len() >= 2 * blocks * WORDS
             && memory.rows.len() >= TILE * steps * LINE
             && out.len() >= shape.rows * TILE,
         "blocks and score rows lie inside their slices"
     );
-    let pace = ahead.pace(part::SCORES, PARTS);
-    let from = even_parts(tile.rows, (shape.dim, steps * LINE), memory.rows);
-    let products = memory.products.as_chunks_mut::<WORDS>().0;
+    let parts = tokens.div_ceil(BLOCK);
+    let from = even_parts(tile.rows, (parts, shape.dim, steps * LINE), memory.rows);
     let of_step = BLOCK * shape.columns;
-    let (words, inverses) = queries.bytes.split_at(shape.rows.div_ceil(ROWS) * steps * of_step);
-    for (block, q) in words.chunks_exact(steps * of_step).enumerate() {
-        let right = Side { at: q.as_ptr(), stride: 4 * shape.columns, step: 4 * of_step };
-        for (rows, products) in from.iter().zip(&mut *products).take(tokens.div_ceil(BLOCK)) {
+    let (words, inverses) = queries.bytes.split_at(blocks * steps * of_step);
+    let pace = ahead.pace(part::SCORES, parts);
+    for next in 0..=parts {
+        // Two parts at once: what a unit has stored is there late.
+        let products = &mut memory.products[next % 2 * blocks * WORDS..];
+        if let Some(rows) = from[..parts].get(next) {
             let left = Side { at: rows.first.cast(), stride: rows.stride, step: LINE };
-            // SAFETY: rows of K, blocks of queries and one of results.
-            unsafe { unit.multiply::<true, true>(left, right, steps, (products, false)) };
+            let products = products.as_chunks_mut::<WORDS>().0;
+            for (q, products) in words.chunks_exact(steps * of_step).zip(products) {
+                let right = Side { at: q.as_ptr(), stride: 4 * shape.columns, step: 4 * of_step };
+                // SAFETY: rows of K, blocks of queries and one of results.
+                unsafe { unit.multiply::<true, true>(left, right, steps, (products, false)) };
+            }
             ahead.fetch(w, pace);
         }
-        // Not right after each product: what a unit has stored is there late.
-        for (part, products) in products.iter().enumerate().take(tokens.div_ceil(BLOCK)) {
-            let inverses = inverses[block * ROWS..shape.rows].chunks(ROWS).next();
-            let to = &mut out[block * ROWS * TILE + part * BLOCK..];
-            add_columns(w, products, inverses.unwrap_or_default(), to);
+        if let Some(part) = next.checked_sub(1) {
+            let products = &memory.products[part % 2 * blocks * WORDS..];
+            let all =
+                products.as_chunks::<WORDS>().0.iter().zip(inverses[..shape.rows].chunks(ROWS));
+            for (block, (products, inverses)) in all.enumerate() {
+                let to = &mut out[block * ROWS * TILE + part * BLOCK..];
+                add_columns(w, products, inverses, to);
+            }
         }
     }
-    if let Some(factors) = factors(w, tile.rows, (0, tokens), layout, tile.scale) {
-        for row in out.chunks_exact_mut(TILE).take(shape.rows) {
-            multiply(w, row.as_ptr(), &factors, row.as_mut_ptr());
-        }
+    if let Some(factors) = Factors::of(w, tile.rows, (0, tokens), layout, tile.scale) {
+        factors.apply(w, &mut out[..shape.rows * TILE]);
     }
 }
 

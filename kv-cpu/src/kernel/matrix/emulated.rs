@@ -8,11 +8,11 @@
 )]
 use std::cell::Cell;
 
-use super::super::TILE;
 use super::super::emulated::Wide;
 use super::super::simd::LINE;
+use super::codes::Codes;
 use super::unit::{Side, Unit, Words, pairs};
-use super::{BLOCK, Setting, UPPER, WORDS};
+use super::{BLOCK, Setting, UPPER, VISIT, WORDS};
 
 /// A unit that works where the thread has entered it.
 #[derive(Debug, Clone, Copy)]
@@ -78,7 +78,7 @@ impl Unit for Emulated {
         more: bool,
     ) {
         assert!(is_whole() && steps > 0, "a unit that was entered");
-        for (row, token) in (0..BLOCK).flat_map(|row| (0..TILE).map(move |token| (row, token))) {
+        for (row, token) in (0..BLOCK).flat_map(|row| (0..VISIT).map(move |token| (row, token))) {
             let to = to.wrapping_add(row * stride + token);
             // SAFETY: a sum.
             let mut sum = if more { unsafe { to.read() } } else { 0.0 };
@@ -155,6 +155,35 @@ impl Unit for Emulated {
             // SAFETY: a sum, by condition 1.
             unsafe { to.write(sum) };
         }
+    }
+
+    unsafe fn code_words(self, codes: &Codes, from: [*const u8; 4], to: [*mut u32; 4]) {
+        for (from, to) in from.into_iter().zip(to) {
+            // SAFETY: condition 1.
+            unsafe { code_row(codes, [from, from.wrapping_add(BLOCK)], to) };
+        }
+    }
+
+    unsafe fn code_pairs(self, codes: &Codes, [a, b, c, d]: [*const u8; 4], to: [*mut u32; 4]) {
+        let second = |from: *const u8| from.wrapping_add(BLOCK);
+        let from = [[a, b], [second(a), second(b)], [c, d], [second(c), second(d)]];
+        for (from, to) in from.into_iter().zip(to) {
+            // SAFETY: condition 1.
+            unsafe { code_row(codes, from, to) };
+        }
+    }
+}
+
+/// A row of words, of as many codes from both places on.
+///
+/// # Safety
+/// 1. They are readable, and the words are writable.
+unsafe fn code_row(codes: &Codes, from: [*const u8; 2], to: *mut u32) {
+    for i in 0..BLOCK {
+        // SAFETY: condition 1.
+        let [low, high] = from.map(|from| codes.of(unsafe { from.wrapping_add(i).read() }));
+        // SAFETY: condition 1.
+        unsafe { to.wrapping_add(i).write(u32::from(low) | u32::from(high) << 16) };
     }
 }
 

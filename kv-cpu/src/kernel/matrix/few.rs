@@ -10,14 +10,15 @@
     reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
               that carries the target features"
 )]
+use super::super::TILE;
 use super::super::ahead::{Ahead, part};
 use super::super::simd::LINE;
 use super::super::stored::{F32, GROUP};
-use super::super::tile::{check_rows, factors, multiply};
-use super::super::{TILE, TileRows};
-use super::stage::{EvenRows, PAIRS, Terms, group, rest};
+use super::super::tile::{Factors, check_rows};
+use super::even::{EvenRows, even_parts};
+use super::stage::{PAIRS, Terms, group, rest};
 use super::unit::{Side, Unit, Words};
-use super::{BLOCK, Memory, PARTS, Queries, QueryShape, StoredRows, WORDS};
+use super::{BLOCK, Memory, Queries, QueryShape, StoredRows, WORDS};
 use crate::encoding::{Element, RowLayout};
 
 impl QueryShape {
@@ -80,48 +81,53 @@ pub(super) fn scores<W: Words, U: Unit, E: Terms>(
     ahead: &mut Ahead<'_>,
 ) {
     let (shape, layout, tokens) = (queries.shape, tile.layout, tile.rows.len());
-    let steps = shape.dim.div_ceil(GROUP);
+    let (steps, of_block) = (shape.dim.div_ceil(GROUP), BLOCK / shape.terms);
+    let blocks = shape.rows.div_ceil(of_block);
     check_rows(tile.rows, (0, tokens), layout);
     assert!(
         (1..=TILE).contains(&tokens)
             && shape.dim > 0
             && shape.dim == layout.dim()
-            && queries.words.len() >= shape.column_words()
+            && queries.words.len() == shape.column_words()
             && memory.k.words.len() >= E::TERMS * steps * WORDS
-            && memory.products.len() >= PARTS * WORDS
+            && memory.products.len() >= 2 * blocks * WORDS
             && memory.rows.len() >= TILE * tile.rows.bytes()
             && out.len() >= shape.rows.next_multiple_of(BLOCK) * TILE,
         "blocks and score rows lie inside their slices"
     );
-    let pace = ahead.pace(part::SCORES, PARTS);
-    let bytes = tile.rows.bytes();
-    let from = even_parts(tile.rows, (bytes, bytes), memory.rows);
-    let products = memory.products.as_chunks_mut::<WORDS>().0;
+    let (parts, bytes) = (tokens.div_ceil(BLOCK), tile.rows.bytes());
+    let from = even_parts(tile.rows, (parts, bytes, bytes), memory.rows);
     let of_step = BLOCK * shape.columns;
-    for (block, q) in queries.words.chunks_exact(steps * of_step).enumerate() {
-        let q = Side { at: q.as_ptr(), stride: 4 * shape.columns, step: 4 * of_step };
-        for (rows, products) in from.iter().zip(&mut *products).take(tokens.div_ceil(BLOCK)) {
+    let pace = ahead.pace(part::SCORES, parts);
+    for next in 0..=parts {
+        // Two parts at once: what a unit has stored is there late.
+        if let Some(rows) = from[..parts].get(next) {
             // SAFETY: rows of the layout, and room for their blocks, by the assertion.
-            let left = unsafe { lefts::<W, E>(w, *rows, layout, memory.k.words) };
-            // Small products first.
-            for (i, left) in left[..E::TERMS].iter().rev().enumerate() {
-                // SAFETY: rows of K, blocks of queries and one of results.
-                unsafe { unit.multiply::<true, false>(*left, q, steps, (products, i > 0)) };
+            let left = unsafe { lefts::<W, U, E>((w, unit), *rows, layout, memory.k.words) };
+            let products = &mut memory.products[next % 2 * blocks * WORDS..];
+            let products = products.as_chunks_mut::<WORDS>().0;
+            for (q, products) in queries.words.chunks_exact(steps * of_step).zip(products) {
+                let q = Side { at: q.as_ptr(), stride: 4 * shape.columns, step: 4 * of_step };
+                // Small products first.
+                for (i, left) in left[..E::TERMS].iter().rev().enumerate() {
+                    // SAFETY: rows of K, blocks of queries and one of results.
+                    unsafe { unit.multiply::<true, false>(*left, q, steps, (products, i > 0)) };
+                }
             }
             ahead.fetch(w, pace);
         }
-        // Not right after each product: what a unit has stored is there late.
-        let first = block * (BLOCK / shape.terms);
-        let rows = (shape.rows - first).min(BLOCK / shape.terms);
-        for (part, products) in products.iter().enumerate().take(tokens.div_ceil(BLOCK)) {
-            let to = &mut out[first * TILE + part * BLOCK..];
-            add_columns(w, products, (rows, shape.terms), to);
+        if let Some(part) = next.checked_sub(1) {
+            let products = &memory.products[part % 2 * blocks * WORDS..];
+            let all = products.as_chunks::<WORDS>().0.iter();
+            for (products, first) in all.zip((0..shape.rows).step_by(of_block)) {
+                let rows = (shape.rows - first).min(of_block);
+                let to = &mut out[first * TILE + part * BLOCK..];
+                add_columns(w, products, (rows, shape.terms), to);
+            }
         }
     }
-    if let Some(factors) = factors(w, tile.rows, (0, tokens), layout, tile.scale) {
-        for row in out.chunks_exact_mut(TILE).take(shape.rows) {
-            multiply(w, row.as_ptr(), &factors, row.as_mut_ptr());
-        }
+    if let Some(factors) = Factors::of(w, tile.rows, (0, tokens), layout, tile.scale) {
+        factors.apply(w, &mut out[..shape.rows * TILE]);
     }
 }
 
@@ -164,8 +170,8 @@ fn add_columns<W: Words>(
 /// # Safety
 /// 1. The rows are of the layout, there is one at least, and there is room for blocks of all terms.
 #[inline(always)]
-unsafe fn lefts<W: Words, E: Terms>(
-    w: W,
+unsafe fn lefts<W: Words, U: Unit, E: Terms>(
+    of: (W, U),
     rows: EvenRows,
     layout: &RowLayout,
     blocks: &mut [u32],
@@ -175,18 +181,9 @@ unsafe fn lefts<W: Words, E: Terms>(
         return [Side { at: rows.first.cast(), stride: rows.stride, step: LINE }; 2];
     }
     for step in 0..steps {
-        for i in 0..BLOCK {
-            // SAFETY: a row of the layout, and values that it has.
-            let mut values = unsafe { group::<W, E>(w, rows.at(i), layout, step * GROUP) };
-            for term in 0..E::TERMS {
-                let words = &mut blocks[(term * steps + step) * WORDS..][i * BLOCK..][..BLOCK];
-                // SAFETY: a row of words.
-                unsafe { w.store_words(words.as_mut_ptr(), values[0], values[1]) };
-                if term + 1 < E::TERMS {
-                    values = rest(w, values);
-                }
-            }
-        }
+        let to = blocks[step * WORDS..].as_mut_ptr();
+        // SAFETY: condition 1, and a group that the rows have.
+        unsafe { E::words(of, rows, (layout, step * GROUP), (to, steps * WORDS)) };
     }
     [0, (E::TERMS - 1) * steps * WORDS].map(|begin| Side {
         at: blocks[begin..].as_ptr(),
@@ -208,8 +205,10 @@ pub(super) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
 ) {
     let (rows, layout, tokens) = (weights.len() / TILE, tile.layout, tile.rows.len());
     let groups = layout.dim().div_ceil(GROUP);
+    // Parts of as many tokens, which a product takes together.
+    let parts = tokens.div_ceil(GROUP);
     let blocks = rows.div_ceil(BLOCK / TERMS);
-    let of_group = 4 * E::TERMS * WORDS;
+    let of_group = 2 * parts * E::TERMS * WORDS;
     check_rows(tile.rows, (0, tokens), layout);
     assert!(
         rows > 0
@@ -218,31 +217,32 @@ pub(super) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
             && memory.rows.len() >= TILE * tile.rows.bytes()
             && memory.v.words.len() >= 2 * of_group
             && memory.products.len() >= 4 * blocks * WORDS
-            && memory.weights.len() >= 2 * blocks * WORDS
+            && memory.weights.len() >= parts * blocks * WORDS
             && out.len() >= rows * stride,
         "blocks, weights and output rows lie inside their slices"
     );
     unit.stay_awake();
-    if let Some(factors) = factors(w, tile.rows, (0, tokens), layout, tile.scale) {
-        for row in weights.chunks_exact_mut(TILE) {
-            multiply(w, row.as_ptr(), &factors, row.as_mut_ptr());
-        }
+    if let Some(factors) = Factors::of(w, tile.rows, (0, tokens), layout, tile.scale) {
+        factors.apply(w, weights);
     }
-    weight_rows::<W, TERMS>(w, weights, memory.weights);
+    weight_rows::<W, TERMS>(w, (weights, parts), memory.weights);
     let bytes = tile.rows.bytes();
-    let from = even_parts(tile.rows, (bytes, bytes), memory.rows);
-    let pace = ahead.pace(part::SOFTMAX + part::SUMS, groups * 4);
-    let weights = &memory.weights[..2 * blocks * WORDS];
+    let from = even_parts(tile.rows, (2 * parts, bytes, bytes), memory.rows);
+    let pace = ahead.pace(part::SOFTMAX + part::SUMS, groups * parts * (BLOCK / PAIRS));
+    let from = &from.as_chunks::<2>().0[..parts];
+    let weights = &memory.weights[..parts * blocks * WORDS];
     for index in 0..=groups {
         // Two groups at once: what one has stored is loaded while the other is brought in.
         let odd = index % 2;
         if index < groups {
             let words = memory.v.words[odd * of_group..][..of_group].as_mut_ptr();
             // SAFETY: rows of the layout, a group that it has, and room for its blocks.
-            unsafe { pairs_of::<W, E>(w, &from, (layout, index * GROUP), words, (ahead, pace)) };
+            unsafe {
+                pairs_of::<W, U, E>((w, unit), from, (layout, index * GROUP), words, (ahead, pace));
+            }
             let to = &mut memory.products[odd * 2 * blocks * WORDS..];
             // SAFETY: blocks of the group.
-            unsafe { multiply_group::<U, E>(unit, weights, words, to.as_chunks_mut().0) };
+            unsafe { multiply_group::<U, E>(unit, (weights, parts), words, to.as_chunks_mut().0) };
         }
         if let Some(index) = index.checked_sub(1) {
             let products = &memory.products[(1 - odd) * 2 * blocks * WORDS..];
@@ -258,20 +258,20 @@ pub(super) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
 #[inline(always)]
 unsafe fn multiply_group<U: Unit, E: Terms>(
     unit: U,
-    weights: &[u32],
+    (weights, parts): (&[u32], usize),
     words: *const u32,
     to: &mut [[f32; WORDS]],
 ) {
-    for (left, to) in weights.chunks_exact(2 * WORDS).zip(to.chunks_exact_mut(2)) {
+    for (left, to) in weights.chunks_exact(parts * WORDS).zip(to.chunks_exact_mut(2)) {
         let left = Side { at: left.as_ptr(), stride: LINE, step: BLOCK * LINE };
         for (column, to) in to.iter_mut().enumerate() {
             // Small products first.
             for (i, term) in (0..E::TERMS).rev().enumerate() {
                 let right = words.wrapping_add((2 * term + column) * WORDS);
-                let step = 4 * E::TERMS * BLOCK * LINE / 2;
+                let step = 2 * E::TERMS * BLOCK * LINE;
                 let right = Side { at: right, stride: LINE, step };
-                // SAFETY: blocks of both halves, by condition 1, and one of results.
-                unsafe { unit.multiply::<false, false>(left, right, 2, (to, i > 0)) };
+                // SAFETY: blocks of all parts, by condition 1, and one of results.
+                unsafe { unit.multiply::<false, false>(left, right, parts, (to, i > 0)) };
             }
         }
     }
@@ -295,67 +295,46 @@ fn add_group<W: Words, const TERMS: usize>(
     }
 }
 
-/// Brings one group of the values of all tokens of a tile into blocks: of each half of the tile by
-/// term, of each term by column.
+/// Brings one group of the values of all tokens of a tile into blocks: of each [`GROUP`] of tokens
+/// by term, of each term by column.
 ///
 /// # Safety
 /// 1. The rows are of the layout, which has the group, and there is room for the blocks.
 #[inline(always)]
-unsafe fn pairs_of<W: Words, E: Terms>(
-    w: W,
-    from: &[EvenRows; PARTS],
+unsafe fn pairs_of<W: Words, U: Unit, E: Terms>(
+    of: (W, U),
+    from: &[[EvenRows; 2]],
     (layout, begin): (&RowLayout, usize),
     to: *mut u32,
     (ahead, pace): (&mut Ahead<'_>, usize),
 ) {
-    for (half, rows) in from.as_chunks::<2>().0.iter().enumerate() {
+    for (part, rows) in from.iter().enumerate() {
         for i in (0..BLOCK).step_by(PAIRS) {
-            let to = to.wrapping_add(half * 2 * E::TERMS * WORDS + i * BLOCK);
+            let to = to.wrapping_add(part * 2 * E::TERMS * WORDS + i * BLOCK);
             let rows = rows.map(|rows| rows.from(i));
             // SAFETY: rows, a group that they have, and rows of words.
-            unsafe { E::pairs(w, rows, (layout, begin), to) };
-            ahead.fetch(w, pace);
+            unsafe { E::pairs(of, rows, (layout, begin), (to, 2 * WORDS)) };
+            ahead.fetch(of.0, pace);
         }
     }
 }
 
-/// The rows of each block of tokens, so many bytes of each made so many by zeros: where they lie
-/// or, if they do not follow each other or are too short, where they are copied to; zeros for
-/// tokens that there are not.
+/// Brings weights into blocks, those of each [`GROUP`] of tokens, so many, a row of words for each
+/// term of each row.
 #[inline(always)]
-pub(super) fn even_parts(
-    rows: &TileRows<'_>,
-    (bytes, width): (usize, usize),
-    to: &mut [u8],
-) -> [EvenRows; PARTS] {
-    let mut parts = [EvenRows { first: to.as_ptr(), stride: width }; PARTS];
-    for (part, (even, to)) in parts.iter_mut().zip(to.chunks_exact_mut(BLOCK * width)).enumerate() {
-        if let Some((first, stride)) = rows.even(part).filter(|_| bytes == width) {
-            *even = EvenRows { first, stride };
-            continue;
-        }
-        to.fill(0);
-        let rows = rows.iter().skip(part * BLOCK).take(BLOCK);
-        for (to, row) in to.chunks_exact_mut(width).zip(rows) {
-            to[..bytes].copy_from_slice(&row[..bytes]);
-        }
-        even.first = to.as_ptr();
-    }
-    parts
-}
-
-/// Brings weights into blocks, those of each half of a tile a row of words for each term of each
-/// row.
-#[inline(always)]
-fn weight_rows<W: Words, const TERMS: usize>(w: W, weights: &[f32], to: &mut [u32]) {
+fn weight_rows<W: Words, const TERMS: usize>(
+    w: W,
+    (weights, parts): (&[f32], usize),
+    to: &mut [u32],
+) {
     for (block, weights) in weights.chunks(BLOCK / TERMS * TILE).enumerate() {
-        for half in 0..2 {
-            let to = &mut to[(2 * block + half) * WORDS..][..WORDS];
+        for part in 0..parts {
+            let to = &mut to[(parts * block + part) * WORDS..][..WORDS];
             for (row, weights) in weights.chunks_exact(TILE).enumerate() {
                 // SAFETY: `GROUP` of `TILE` weights.
-                let first = unsafe { w.load(weights.as_ptr(), half * GROUP) };
+                let first = unsafe { w.load(weights.as_ptr(), part * GROUP) };
                 // SAFETY: as above.
-                let second = unsafe { w.load(weights.as_ptr(), half * GROUP + BLOCK) };
+                let second = unsafe { w.load(weights.as_ptr(), part * GROUP + BLOCK) };
                 let mut values = [first, second];
                 for term in 0..TERMS {
                     let words = to[(row * TERMS + term) * BLOCK..][..BLOCK].as_mut_ptr();

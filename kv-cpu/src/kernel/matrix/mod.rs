@@ -17,8 +17,10 @@
 #[cfg(target_arch = "x86_64")]
 pub(super) mod amx;
 mod bytes;
+mod codes;
 #[cfg(test)]
 pub(super) mod emulated;
+mod even;
 mod few;
 mod products;
 mod stage;
@@ -32,6 +34,7 @@ pub(super) use table::Table;
 use super::ahead::Ahead;
 use super::simd::LINE;
 use super::stored::GROUP;
+use super::tile::Factors;
 use super::{Kernels, RowScale, TILE, TileRows};
 use crate::encoding::{Encoding, RowLayout};
 
@@ -41,6 +44,8 @@ pub(crate) const BLOCK: usize = 16;
 const WORDS: usize = BLOCK * BLOCK;
 /// Most terms that a value has.
 const TERMS: usize = 3;
+/// Tokens that many query rows meet at a time.
+pub(crate) const VISIT: usize = 4 * BLOCK;
 /// Blocks that the tokens of a tile fill.
 const PARTS: usize = TILE / BLOCK;
 
@@ -112,12 +117,13 @@ pub(crate) struct Memory<'a> {
 #[derive(Debug)]
 struct Blocks<'a> {
     words: &'a mut [u32],
-    /// How many terms there are.
+    /// How many terms there are, and tokens.
     terms: usize,
+    tokens: usize,
     /// Values of a row.
     dim: usize,
-    /// What scores or weights are multiplied with, by token.
-    factors: Option<[f32; TILE]>,
+    /// What scores or weights are multiplied with.
+    factors: Option<Factors>,
 }
 
 impl<'a> Blocks<'a> {
@@ -128,12 +134,12 @@ impl<'a> Blocks<'a> {
     }
 
     fn new(words: &'a mut [u32], dim: usize) -> Self {
-        Self { words, terms: 0, dim, factors: None }
+        Self { words, terms: 0, tokens: 0, dim, factors: None }
     }
 }
 
 impl<'a> Memory<'a> {
-    const WEIGHTS: usize = 2 * TERMS * WORDS;
+    const WEIGHTS: usize = PARTS / 2 * TERMS * WORDS;
 
     /// Blocks of a tile's tokens, or of two groups of columns and all terms of weights.
     const PRODUCTS: usize = 4 * TERMS * WORDS;

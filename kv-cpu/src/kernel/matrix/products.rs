@@ -8,9 +8,8 @@
 )]
 use super::super::TILE;
 use super::super::stored::GROUP;
-use super::super::tile::multiply;
 use super::unit::{Unit, Words, pairs};
-use super::{BLOCK, Memory, PARTS, Queries, WORDS, stage};
+use super::{BLOCK, Memory, PARTS, Queries, VISIT, WORDS, stage};
 
 /// Scores of a block of query rows, the one that begins with row `first`.
 #[inline(always)]
@@ -27,22 +26,24 @@ pub(super) fn scores<W: Words, U: Unit>(
             && shape.dim == k.dim
             && first < shape.rows
             && queries.words.len() >= shape.words()
+            && k.tokens <= TILE
             && k.words.len() >= k.terms * PARTS * step_words
             && out.len() >= BLOCK * TILE,
         "blocks and score rows lie inside their slices"
     );
     let scores = &mut out[..BLOCK * TILE];
     let to = scores.as_mut_ptr();
-    for (i, (of_q, of_k)) in pairs(shape.terms, k.terms).iter().enumerate() {
-        let q = queries.words[(first / BLOCK * shape.terms + of_q) * step_words..].as_ptr();
-        let k = k.words[of_k * PARTS * step_words..].as_ptr();
-        // SAFETY: blocks of all terms, and score rows, by the assertion.
-        unsafe { unit.dots(q, k, step_words / WORDS, (to, TILE), i > 0) };
+    for token in (0..k.tokens).step_by(VISIT) {
+        for (i, (of_q, of_k)) in pairs(shape.terms, k.terms).iter().enumerate() {
+            let q = queries.words[(first / BLOCK * shape.terms + of_q) * step_words..].as_ptr();
+            let k = k.words[(of_k * PARTS + token / BLOCK) * step_words..].as_ptr();
+            let to = to.wrapping_add(token);
+            // SAFETY: blocks of all terms, and score rows, by the assertion.
+            unsafe { unit.dots(q, k, step_words / WORDS, (to, TILE), i > 0) };
+        }
     }
     if let Some(factors) = &k.factors {
-        for row in scores.chunks_exact_mut(TILE) {
-            multiply(w, row.as_ptr(), factors, row.as_mut_ptr());
-        }
+        factors.apply(w, scores);
     }
 }
 
@@ -60,30 +61,32 @@ pub(super) fn sums<W: Words, U: Unit, const TERMS: usize>(
         stride.is_multiple_of(BLOCK)
             && (1..=stride).contains(&v.dim)
             && columns * WORDS <= apart
-            && v.words.len() >= 2 * v.terms * apart
+            && v.tokens <= TILE
+            && v.words.len() >= PARTS / 2 * v.terms * apart
             && memory.weights.len() >= 2 * TERMS * WORDS
             && weights.len() == BLOCK * TILE
             && out.len() >= BLOCK * stride,
         "blocks, weights and output rows lie inside their slices"
     );
     if let Some(factors) = &v.factors {
-        for row in weights.chunks_exact_mut(TILE) {
-            multiply(w, row.as_ptr(), factors, row.as_mut_ptr());
+        factors.apply(w, weights);
+    }
+    for token in (0..v.tokens).step_by(VISIT) {
+        for half in 0..2 {
+            let to = &mut memory.weights[half * TERMS * WORDS..];
+            stage::weights::<W, TERMS>(w, (&*weights, token + half * GROUP), to);
         }
-    }
-    for half in 0..2 {
-        let to = &mut memory.weights[half * TERMS * WORDS..];
-        stage::weights::<W, TERMS>(w, (&*weights, half * GROUP), to);
-    }
-    let (weights, values) = (memory.weights.as_ptr(), (v.words.as_ptr(), apart));
-    let to = (out.as_mut_ptr(), stride);
-    if v.terms == 1 {
-        // SAFETY: blocks of all terms, and output rows, by the assertion.
-        unsafe { unit.add::<TERMS, 1>(weights, values, columns, to) }
-    } else {
-        // SAFETY: as above.
-        unsafe { unit.add::<TERMS, 2>(weights, values, columns, to) }
+        let weights = memory.weights.as_ptr();
+        let values = (v.words[token / GROUP * v.terms * apart..].as_ptr(), apart);
+        let to = (out.as_mut_ptr(), stride);
+        if v.terms == 1 {
+            // SAFETY: blocks of all terms, and output rows, by the assertion.
+            unsafe { unit.add::<TERMS, 1>(weights, values, columns, to) }
+        } else {
+            // SAFETY: as above.
+            unsafe { unit.add::<TERMS, 2>(weights, values, columns, to) }
+        }
     }
 }
 
-const _: () = assert!(TILE == 2 * GROUP, "a tile has two halves");
+const _: () = assert!(VISIT == 2 * GROUP && TILE.is_multiple_of(VISIT), "tokens in two halves");

@@ -1,4 +1,4 @@
-//! How values are brought into blocks.
+//! How values are brought into blocks: terms of queries, of rows, of weights.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -10,9 +10,11 @@ use super::super::TILE;
 use super::super::ahead::{Ahead, part};
 use super::super::simd::Simd;
 use super::super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, F32, GROUP, Int8, Stored, whole};
-use super::super::tile::{check_rows, factors};
-use super::unit::Words;
-use super::{BLOCK, Blocks, PARTS, QueryShape, StoredRows, UPPER, WORDS};
+use super::super::tile::{Factors, check_rows};
+use super::codes::{self, Codes};
+use super::even::{EvenRows, even_parts};
+use super::unit::{Unit, Words};
+use super::{BLOCK, Blocks, Memory, PARTS, QueryShape, StoredRows, UPPER, VISIT, WORDS};
 use crate::encoding::{Element, RowLayout};
 
 /// An encoding whose values are the sum of few bf16.
@@ -21,20 +23,69 @@ pub(super) trait Terms: Stored + Sized {
     const TERMS: usize = 1;
     /// Whether words of memory are those that a block has.
     const IN_PLACE: bool = false;
+    /// What its codes are, if a value is a code of a byte.
+    const CODES: Option<&'static Codes> = None;
+
+    /// Brings a group of each of a block's rows into a block, a row of words each; terms lie
+    /// `apart` words from each other.
+    ///
+    /// # Safety
+    /// 1. The bytes of the rows are readable, and the blocks are writable.
+    /// 2. `begin` is a multiple of [`GROUP`] and less than a row has values.
+    #[inline(always)]
+    unsafe fn words<W: Words, U: Unit>(
+        (w, unit): (W, U),
+        rows: EvenRows,
+        (layout, begin): (&RowLayout, usize),
+        (to, apart): (*mut u32, usize),
+    ) {
+        if let Some(codes) = Self::CODES.filter(|_| begin + GROUP <= layout.dim()) {
+            for i in (0..BLOCK).step_by(4) {
+                let all = [i, i + 1, i + 2, i + 3];
+                let from = all.map(|i| rows.at(i).wrapping_add(begin));
+                // SAFETY: groups of rows, by condition 2, and rows of words.
+                unsafe { unit.code_words(codes, from, all.map(|i| to.wrapping_add(i * BLOCK))) };
+            }
+            return;
+        }
+        for i in 0..BLOCK {
+            // SAFETY: conditions 1 and 2.
+            let mut values = unsafe { group::<W, Self>(w, rows.at(i), layout, begin) };
+            for term in 0..Self::TERMS {
+                let to = to.wrapping_add(term * apart + i * BLOCK);
+                // SAFETY: a row of words, by condition 1.
+                unsafe { w.store_words(to, values[0], values[1]) };
+                if term + 1 < Self::TERMS {
+                    values = rest(w, values);
+                }
+            }
+        }
+    }
 
     /// Brings the values of a group of some pairs of tokens into a row of words a pair, for each
-    /// half of the group, which are [`WORDS`] apart, and for each term, which are twice as far.
+    /// half of the group, which are [`WORDS`] apart, and for each term, which are `apart`.
     ///
     /// # Safety
     /// 1. The bytes of the rows are readable, and the rows of words are writable.
     /// 2. `begin` is a multiple of [`GROUP`] and less than a row has values.
     #[inline(always)]
-    unsafe fn pairs<W: Words>(
-        w: W,
+    unsafe fn pairs<W: Words, U: Unit>(
+        (w, unit): (W, U),
         rows: [EvenRows; 2],
         (layout, begin): (&RowLayout, usize),
-        to: *mut u32,
+        (to, apart): (*mut u32, usize),
     ) {
+        if let Some(codes) = Self::CODES.filter(|_| begin + GROUP <= layout.dim()) {
+            for i in (0..PAIRS).step_by(2) {
+                let from = |row: usize| rows.map(|rows| rows.at(row).wrapping_add(begin));
+                let ([a, b], [c, d]) = (from(i), from(i + 1));
+                let [first, second] = [i, i + 1].map(|i| to.wrapping_add(i * BLOCK));
+                let to = [first, first.wrapping_add(WORDS), second, second.wrapping_add(WORDS)];
+                // SAFETY: groups of rows, by condition 2, and rows of words.
+                unsafe { unit.code_pairs(codes, [a, b, c, d], to) };
+            }
+            return;
+        }
         for i in 0..PAIRS {
             let to = to.wrapping_add(i * BLOCK);
             // SAFETY: conditions 1 and 2.
@@ -43,7 +94,7 @@ pub(super) trait Terms: Stored + Sized {
             let mut second = unsafe { group::<W, Self>(w, rows[1].at(i), layout, begin) };
             for term in 0..Self::TERMS {
                 for half in 0..2 {
-                    let to = to.wrapping_add((2 * term + half) * WORDS);
+                    let to = to.wrapping_add(term * apart + half * WORDS);
                     // SAFETY: a row of words, by condition 1.
                     unsafe { w.store_words(to, first[half], second[half]) };
                 }
@@ -58,55 +109,42 @@ pub(super) trait Terms: Stored + Sized {
 /// Pairs of tokens that are brought in together.
 pub(super) const PAIRS: usize = 8;
 
-/// Rows that follow each other, so many bytes apart.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct EvenRows {
-    pub(super) first: *const u8,
-    pub(super) stride: usize,
-}
-
-impl EvenRows {
-    #[inline(always)]
-    pub(super) fn at(self, index: usize) -> *const u8 {
-        self.first.wrapping_add(index * self.stride)
-    }
-    /// Those from a row on.
-    #[inline(always)]
-    pub(super) fn from(self, index: usize) -> Self {
-        Self { first: self.at(index), ..self }
-    }
-}
-
 impl Terms for F16 {
     const TERMS: usize = 2;
 }
 impl Terms for Bf16 {}
-impl Terms for E4m3 {}
-impl Terms for E5m2 {}
-impl Terms for Int8 {}
+impl Terms for E4m3 {
+    const CODES: Option<&'static Codes> = Some(&codes::E4M3);
+}
+impl Terms for E5m2 {
+    const CODES: Option<&'static Codes> = Some(&codes::E5M2);
+}
+impl Terms for Int8 {
+    const CODES: Option<&'static Codes> = Some(&codes::INT8);
+}
 impl Terms for Bf16Pairs {
     const IN_PLACE: bool = true;
 
     #[inline(always)]
-    unsafe fn pairs<W: Words>(
-        w: W,
+    unsafe fn pairs<W: Words, U: Unit>(
+        of: (W, U),
         rows: [EvenRows; 2],
         (layout, begin): (&RowLayout, usize),
-        to: *mut u32,
+        to: (*mut u32, usize),
     ) {
         if begin + GROUP > layout.dim() {
             // SAFETY: the conditions are passed on; what is no whole group is in order.
-            return unsafe { Bf16::pairs(w, rows, (layout, begin), to) };
+            return unsafe { Bf16::pairs(of, rows, (layout, begin), to) };
         }
         for i in 0..PAIRS {
             let [a, b] = rows.map(|rows| rows.at(i).wrapping_add(2 * begin).cast());
             // SAFETY: a whole group, by condition 1.
-            let a = unsafe { w.load_bits(a, 0) };
+            let a = unsafe { of.0.load_bits(a, 0) };
             // SAFETY: as above.
-            let b = unsafe { w.load_bits(b, 0) };
-            let to = to.wrapping_add(i * BLOCK);
+            let b = unsafe { of.0.load_bits(b, 0) };
+            let to = to.0.wrapping_add(i * BLOCK);
             // SAFETY: rows of words, by condition 1.
-            unsafe { w.store_halves([to, to.wrapping_add(WORDS)], a, b) };
+            unsafe { of.0.store_halves([to, to.wrapping_add(WORDS)], a, b) };
         }
     }
 }
@@ -208,43 +246,30 @@ pub(super) fn queries<W: Words>(
 /// Brings K of a tile into blocks, a column of words for each token, zeros for tokens that there
 /// are not.
 #[inline(always)]
-pub(super) fn keys<W: Words, E: Terms>(
-    w: W,
+pub(super) fn keys<W: Words, U: Unit, E: Terms>(
+    (w, unit): (W, U),
     tile: &StoredRows<'_>,
-    to: &mut Blocks<'_>,
+    memory: &mut Memory<'_>,
     ahead: &mut Ahead<'_>,
 ) {
-    let (rows, layout) = (tile.rows.at(), tile.layout);
-    let steps = layout.dim().div_ceil(GROUP);
+    let steps = tile.layout.dim().div_ceil(GROUP);
     let apart = PARTS * steps * WORDS;
-    begin::<W, E>(w, tile, to, apart);
-    let pace = ahead.pace(part::SCORES, TILE / 4);
+    let from = begin::<W, E>(w, tile, (&mut memory.k, apart), memory.rows);
+    let parts = tile.rows.len().div_ceil(VISIT) * (VISIT / BLOCK);
+    let pace = ahead.pace(part::SCORES, parts * steps);
     // A row of words for each token, before a block is turned.
     let mut blocks = [[0_u32; WORDS]; 2];
-    for part in 0..PARTS {
-        let rows = &rows[rows.len().min(part * BLOCK)..rows.len().min((part + 1) * BLOCK)];
-        for block in &mut blocks[..E::TERMS] {
-            block[rows.len() * BLOCK..].fill(0);
-        }
+    for (part, rows) in from.into_iter().enumerate().take(parts) {
         for step in 0..steps {
-            for (i, row) in rows.iter().enumerate() {
-                if step == 0 && i % 4 == 0 {
-                    ahead.fetch(w, pace);
-                }
-                // SAFETY: a row of the layout, and values that it has.
-                let mut values = unsafe { group::<W, E>(w, *row, layout, step * GROUP) };
-                for (term, block) in blocks.iter_mut().enumerate().take(E::TERMS) {
-                    let words = block[i * BLOCK..][..BLOCK].as_mut_ptr();
-                    // SAFETY: a row of words.
-                    unsafe { w.store_words(words, values[0], values[1]) };
-                    if term + 1 < E::TERMS {
-                        values = rest(w, values);
-                    }
-                }
+            ahead.fetch(w, pace);
+            let words = blocks.as_mut_ptr().cast();
+            // SAFETY: rows of the layout, a group that they have, and a block for each term.
+            unsafe {
+                E::words((w, unit), rows, (tile.layout, step * GROUP), (words, WORDS));
             }
             for (term, block) in blocks.iter().enumerate().take(E::TERMS) {
                 let at = term * apart + (part * steps + step) * WORDS;
-                let to = to.words.as_mut_ptr().wrapping_add(at);
+                let to = memory.k.words.as_mut_ptr().wrapping_add(at);
                 // SAFETY: blocks, by what `begin` asserts.
                 unsafe { w.turn(block.as_ptr(), (to, BLOCK), BLOCK) };
             }
@@ -255,32 +280,28 @@ pub(super) fn keys<W: Words, E: Terms>(
 /// Brings V of a tile into blocks of 16 values, of each half of the tile two tokens a row of words,
 /// zeros for tokens that there are not.
 #[inline(always)]
-pub(super) fn values<W: Words, E: Terms>(
-    w: W,
+pub(super) fn values<W: Words, U: Unit, E: Terms>(
+    (w, unit): (W, U),
     tile: &StoredRows<'_>,
-    to: &mut Blocks<'_>,
+    memory: &mut Memory<'_>,
     (ahead, part): (&mut Ahead<'_>, usize),
 ) {
-    let (rows, layout) = (tile.rows.at(), tile.layout);
-    let apart = layout.dim().div_ceil(GROUP) * 2 * WORDS;
-    begin::<W, E>(w, tile, to, 2 * apart);
-    let pace = ahead.pace(part, TILE / 2);
-    for token in (0..BLOCK).chain(GROUP..GROUP + BLOCK) {
-        ahead.fetch(w, pace);
-        let half = token / GROUP * E::TERMS * apart;
-        let to = to.words.as_mut_ptr().wrapping_add(half + token % GROUP * BLOCK);
-        match (rows.get(token), rows.get(token + BLOCK)) {
-            (Some(first), Some(second)) => {
-                let rows = [*first, *second];
-                // SAFETY: rows of the layout, and rows of the blocks by what `begin` asserts.
-                unsafe { value_words::<W, E, 2>(w, rows, layout, (to, apart)) };
+    let groups = tile.layout.dim().div_ceil(GROUP);
+    let apart = groups * 2 * WORDS;
+    let from = begin::<W, E>(w, tile, (&mut memory.v, PARTS / 2 * apart), memory.rows);
+    let halves = 2 * tile.rows.len().div_ceil(VISIT);
+    let pace = ahead.pace(part, groups * halves * (BLOCK / PAIRS));
+    for group in 0..groups {
+        for (half, rows) in from.as_chunks::<2>().0.iter().enumerate().take(halves) {
+            for i in (0..BLOCK).step_by(PAIRS) {
+                ahead.fetch(w, pace);
+                let at = half * E::TERMS * apart + group * 2 * WORDS + i * BLOCK;
+                let to = memory.v.words.as_mut_ptr().wrapping_add(at);
+                let rows = rows.map(|rows| rows.from(i));
+                // SAFETY: rows of the layout, a group that they have, and rows of the blocks by
+                // what `begin` asserts.
+                unsafe { E::pairs((w, unit), rows, (tile.layout, group * GROUP), (to, apart)) };
             }
-            (Some(first), None) => {
-                // SAFETY: as above.
-                unsafe { value_words::<W, E, 1>(w, [*first], layout, (to, apart)) };
-            }
-            // SAFETY: as above.
-            _ => unsafe { value_words::<W, E, 0>(w, [], layout, (to, apart)) },
         }
     }
 }
@@ -288,49 +309,24 @@ pub(super) fn values<W: Words, E: Terms>(
 /// Checks the rows of a tile and the room for their blocks, `apart` words a term, and notes what is
 /// known of them.
 #[inline(always)]
-fn begin<W: Words, E: Terms>(w: W, tile: &StoredRows<'_>, to: &mut Blocks<'_>, apart: usize) {
+fn begin<W: Words, E: Terms>(
+    w: W,
+    tile: &StoredRows<'_>,
+    (to, apart): (&mut Blocks<'_>, usize),
+    copies: &mut [u8],
+) -> [EvenRows; PARTS] {
     let all = (0, tile.rows.len());
     check_rows(tile.rows, all, tile.layout);
     assert!(
-        tile.layout.dim() == to.dim && to.words.len() >= E::TERMS * apart,
+        tile.layout.dim() == to.dim
+            && to.words.len() >= E::TERMS * apart
+            && copies.len() >= TILE * tile.rows.bytes(),
         "blocks of all terms"
     );
-    to.terms = E::TERMS;
-    to.factors = factors(w, tile.rows, all, tile.layout, tile.scale);
-}
-
-/// Words of the rows of two tokens, or of fewer. They go to one row of each block; terms lie
-/// `apart` words from each other.
-///
-/// # Safety
-/// 1. The bytes of the rows are readable, and the blocks' rows are writable.
-#[inline(always)]
-unsafe fn value_words<W: Words, E: Terms, const N: usize>(
-    w: W,
-    rows: [*const u8; N],
-    layout: &RowLayout,
-    (to, apart): (*mut u32, usize),
-) {
-    let mut begin = 0;
-    while begin < layout.dim() {
-        let mut values = [[w.splat(0.0); 2]; 2];
-        for i in 0..N {
-            // SAFETY: a row, and values that it has.
-            values[i] = unsafe { group::<W, E>(w, rows[i], layout, begin) };
-        }
-        let [mut first, mut second] = values;
-        for term in 0..E::TERMS {
-            for column in 0..2 {
-                let at = term * apart + (begin / BLOCK + column) * WORDS;
-                // SAFETY: a row of words, by condition 1.
-                unsafe { w.store_words(to.wrapping_add(at), first[column], second[column]) };
-            }
-            if term + 1 < E::TERMS {
-                (first, second) = (rest(w, first), rest(w, second));
-            }
-        }
-        begin += GROUP;
-    }
+    (to.terms, to.tokens) = (E::TERMS, tile.rows.len());
+    to.factors = Factors::of(w, tile.rows, all, tile.layout, tile.scale);
+    let (parts, bytes) = (tile.rows.len().div_ceil(VISIT) * (VISIT / BLOCK), tile.rows.bytes());
+    even_parts(tile.rows, (parts, bytes, bytes), copies)
 }
 
 /// Brings weights of [`GROUP`] tokens from `token` on into blocks, one a term: a row of words for

@@ -68,7 +68,7 @@ macro_rules! table {
                 memory: &mut Memory<'_>,
                 ahead: &mut Ahead<'_>,
             ) {
-                super::stage::keys::<_, E>($simd, tile, &mut memory.k, ahead);
+                super::stage::keys::<_, _, E>(($simd, $unit), tile, memory, ahead);
             }
             $(#[$attribute])*
             fn values<E: Terms>(
@@ -77,7 +77,7 @@ macro_rules! table {
                 ahead: &mut Ahead<'_>,
             ) {
                 let ahead = (ahead, part::SOFTMAX + part::SUMS);
-                super::stage::values::<_, E>($simd, tile, &mut memory.v, ahead);
+                super::stage::values::<_, _, E>(($simd, $unit), tile, memory, ahead);
             }
             $(#[$attribute])*
             fn scores(

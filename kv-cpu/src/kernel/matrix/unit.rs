@@ -1,6 +1,7 @@
 //! The primitives of matrix products: those of the unit, and those of vectors that serve it.
 use super::super::simd::Simd;
 use super::WORDS;
+use super::codes::Codes;
 
 /// Blocks of one side of a product, one for each step.
 #[derive(Debug, Clone, Copy)]
@@ -14,9 +15,10 @@ pub(crate) struct Side {
 
 /// A unit that multiplies blocks. A token of it exists only where its instructions may run.
 pub(crate) trait Unit: Copy {
-    /// Writes 16 rows of sums, `stride` floats apart, of a tile's tokens: over `steps` blocks the
-    /// products of queries and K; adds them if `more`. Blocks of queries have a row for each, those
-    /// of K a column for each token; they follow each other by step, K by 16 tokens before that.
+    /// Writes 16 rows of sums, `stride` floats apart, of [`super::VISIT`] tokens: over `steps`
+    /// blocks the products of queries and K; adds them if `more`. Blocks of queries have a row for
+    /// each, those of K a column for each token; they follow each other by step, K by 16 tokens
+    /// before that.
     ///
     /// # Safety
     /// 1. The blocks are readable, and the rows of sums are writable, and readable if `more`.
@@ -31,8 +33,9 @@ pub(crate) trait Unit: Copy {
     );
 
     /// Adds the products of weights and values to 16 rows of sums, `stride` floats apart. Of each
-    /// half of a tile, the weights are a block for each of `LEFT` terms; the values have `RIGHT`
-    /// terms, `apart` words from each other, and a block for each 16 columns of sums.
+    /// half of [`super::VISIT`] tokens, the weights are a block for each of `LEFT` terms; the
+    /// values have `RIGHT` terms, `apart` words from each other, and a block for each 16 columns of
+    /// sums.
     ///
     /// # Safety
     /// 1. Weights and values are readable, and `columns` blocks of sums are writable.
@@ -65,6 +68,20 @@ pub(crate) trait Unit: Copy {
         steps: usize,
         to: (*mut [f32; WORDS], bool),
     );
+
+    /// Writes four rows of words, each of a group of codes of a byte from one place on: word `i` is
+    /// codes `i` and `i + 16` of the group, as bf16.
+    ///
+    /// # Safety
+    /// 1. The groups are readable, and 16 words from each `to` on are writable.
+    unsafe fn code_words(self, codes: &Codes, from: [*const u8; 4], to: [*mut u32; 4]);
+
+    /// Writes two rows of words of the first two groups, and two of the others: word `i` is code
+    /// `i` of both, in the second row `i + 16` of both.
+    ///
+    /// # Safety
+    /// As above.
+    unsafe fn code_pairs(self, codes: &Codes, from: [*const u8; 4], to: [*mut u32; 4]);
 }
 
 /// Vectors of sixteen that bring values into blocks and back.

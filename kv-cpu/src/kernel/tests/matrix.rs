@@ -1,5 +1,5 @@
 //! Scores and sums by blocks, on the real unit where there is one and on the emulated one.
-use kv_core::KvFormat;
+use kv_core::{KvFormat, Scaling};
 
 use super::formats::Tiled;
 use super::*;
@@ -13,6 +13,18 @@ fn units() -> Vec<(String, Kernels)> {
 fn values(random: &mut Random, terms: usize, len: usize) -> Vec<f32> {
     let keep = [u32::MAX << 16, u32::MAX << 9, u32::MAX][terms - 1];
     (0..len).map(|_| f32::from_bits(random.unit().to_bits() & keep)).collect()
+}
+
+/// Rows in the order in which kernels take them.
+fn in_order(kernels: Kernels, layout: &RowLayout, rows: &[Vec<f32>]) -> Vec<Vec<f64>> {
+    let row = |row: &Vec<f32>| {
+        let mut row = row.clone();
+        if layout.encoding() == Encoding::Bf16Pairs {
+            kernels.split_pairs(&mut row);
+        }
+        row.into_iter().map(f64::from).collect()
+    };
+    rows.iter().map(row).collect()
 }
 
 /// A tile as some tokens of it, in blocks.
@@ -75,7 +87,8 @@ impl Staged<'_> {
 #[test]
 fn blocks_are_multiplied_as_the_numbers_they_hold() {
     let mut random = Random::new(12);
-    let cases = [(1, 1), (16, 15), (31, 16), (32, 17), (33, TILE - 1), (80, TILE), (128, TILE)];
+    let cases =
+        [(1, 1), (16, 15), (31, 16), (32, 17), (64, 65), (33, TILE - 1), (80, TILE), (128, TILE)];
     for (format, (dim, tokens)) in
         KvFormat::all().flat_map(|format| cases.into_iter().map(move |case| (format, case)))
     {
@@ -90,16 +103,7 @@ fn blocks_are_multiplied_as_the_numbers_they_hold() {
                 continue;
             }
             let name = format!("{name} {format} {dim} {tokens} {:?}", layout.encoding());
-            let in_order: Vec<Vec<f64>> = tile.values[..tokens]
-                .iter()
-                .map(|row| {
-                    let mut row = row.clone();
-                    if layout.encoding() == Encoding::Bf16Pairs {
-                        kernels.split_pairs(&mut row);
-                    }
-                    row.into_iter().map(f64::from).collect()
-                })
-                .collect();
+            let in_order = in_order(kernels, &layout, &tile.values[..tokens]);
             let unit = kernels.matrix().unwrap();
             // Whoever uses the unit in between leaves it as it was.
             drop(kernels.matrix());
@@ -181,7 +185,8 @@ fn few_rows_are_multiplied(
 #[test]
 fn few_query_rows_are_columns() {
     let mut random = Random::new(13);
-    let cases = [(1, 1), (31, 16), (33, 40), (64, TILE), (80, TILE), (128, TILE), (128, 50)];
+    let cases =
+        [(1, 1), (31, 16), (33, 40), (64, TILE), (80, TILE), (128, TILE), (128, 50), (64, 97)];
     for (format, (dim, tokens)) in
         KvFormat::all().flat_map(|format| cases.into_iter().map(move |case| (format, case)))
     {
@@ -200,16 +205,7 @@ fn few_query_rows_are_columns() {
                 continue;
             }
             let name = format!("{name} {format} {dim} {tokens} {:?}", layout.encoding());
-            let in_order: Vec<Vec<f64>> = tile.values[..tokens]
-                .iter()
-                .map(|row| {
-                    let mut row = row.clone();
-                    if layout.encoding() == Encoding::Bf16Pairs {
-                        kernels.split_pairs(&mut row);
-                    }
-                    row.into_iter().map(f64::from).collect()
-                })
-                .collect();
+            let in_order = in_order(*kernels, &layout, &tile.values[..tokens]);
             let both = [(&even, [(1, 1), (4, 2), (15, 3)]), (&apart, [(3, 3), (5, 1), (8, 2)])];
             for (rows, counts) in both {
                 let stored = StoredRows { rows, layout: &layout, scale: tile.scale() };
@@ -217,6 +213,60 @@ fn few_query_rows_are_columns() {
                     let with = (&stored, in_order.as_slice());
                     few_rows_are_multiplied((&name, *kernels), &mut random, with, count);
                 }
+            }
+        }
+    }
+}
+
+/// Every code of a byte comes out of products with ones and zeros as the number that it is.
+#[test]
+fn every_code_of_a_byte_is_multiplied_as_its_number() {
+    const DIM: usize = 64;
+    let formats = [KvFormat::Fp8E4m3, KvFormat::Fp8E5m2, KvFormat::Int8];
+    for (format, (name, kernels)) in formats
+        .map(|of| of(Scaling::Tensor))
+        .into_iter()
+        .flat_map(|format| units().into_iter().map(move |unit| (format, unit)))
+    {
+        let layout = RowLayout::of(format, DIM as u32).unwrap();
+        let (codes, mut values) = ((0..=255).collect::<Vec<u8>>(), vec![0.0; 256]);
+        kernels.decode(&RowLayout::of(format, 256).unwrap(), &codes, &mut values);
+        let code = |token: usize, d: usize| match (token * DIM + d) as u8 {
+            code if values[usize::from(code)].is_finite() => code,
+            _ => 0,
+        };
+        let bytes: Vec<Vec<u8>> =
+            (0..TILE).map(|token| (0..DIM).map(|d| code(token, d)).collect()).collect();
+        let value = |token: usize, d: usize| values[usize::from(code(token, d))];
+        let rows = TileRows::of(bytes.iter().map(Vec::as_slice), DIM);
+        let tile = StoredRows { rows: &rows, layout: &layout, scale: RowScale::Given(1.0) };
+        let mut floats = vec![f32::NAN; Memory::len(DIM, DIM)];
+        let mut memory = Memory::new(&mut floats, DIM, DIM);
+        let ahead = &mut Ahead::default();
+        for first in 0..DIM {
+            let (mut q, mut scores) = (vec![0.0; DIM], vec![f32::NAN; BLOCK * TILE]);
+            q[first] = 1.0;
+            let mut unit = kernels.matrix().unwrap();
+            let shape = unit.narrow((1, DIM, 1), true, format == KvFormat::Int8(Scaling::Tensor));
+            let (mut words, mut bytes) =
+                (vec![0; shape.column_words()], vec![0; shape.byte_words()]);
+            unit.columns((&q, DIM), shape, (&mut words, false));
+            unit.columns((&q, DIM), shape, (&mut bytes, true));
+            let queries = Queries { shape, words: &words, bytes: &bytes };
+            unit.scores_of_few(&queries, (&tile, &mut memory), &mut scores, ahead);
+            for (token, score) in scores[..TILE].iter().enumerate() {
+                assert_eq!(*score, value(token, first), "{name} {format}: score of {token}");
+            }
+        }
+        for token in 0..TILE {
+            let (mut weights, mut out) = (vec![0.0; TILE], vec![0.0; DIM]);
+            weights[token] = 1.0;
+            let mut unit = kernels.matrix().unwrap();
+            unit.narrow((1, DIM, 1), true, false);
+            let given = (&mut weights[..], true);
+            unit.sums_of_few((&tile, &mut memory), given, (&mut out, DIM), ahead);
+            for (d, sum) in out.iter().enumerate() {
+                assert_eq!(*sum, value(token, d), "{name} {format}: sum of {token}, {d}");
             }
         }
     }
