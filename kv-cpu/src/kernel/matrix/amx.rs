@@ -195,7 +195,7 @@ impl Unit for Amx {
                 ".endif",
                 "2:",
                 "tileloadd tmm0, [{to} + {stride}]",
-                // Of both halves of the tile, the values' second terms, if any, and their first.
+                // Of both halves of the tokens, the values' second terms, if any, and their first.
                 "lea {half}, [{v} + {apart}]",
                 ".if {right} == 2",
                 "tileloadd tmm1, [{half} + {line}]",

@@ -277,7 +277,7 @@ pub(super) fn keys<W: Words, U: Unit, E: Terms>(
     }
 }
 
-/// Brings V of a tile into blocks of 16 values, of each half of the tile two tokens a row of words,
+/// Brings V of a tile into blocks of 16 values, of each [`GROUP`] of tokens two a row of words,
 /// zeros for tokens that there are not.
 #[inline(always)]
 pub(super) fn values<W: Words, U: Unit, E: Terms>(
