@@ -1,4 +1,8 @@
-//! Who does the work: the calling thread, rayon's global pool, or a pool of one's own.
+//! Who does the work: the calling thread, with rayon's global pool or a pool of one's own beside
+//! it.
+//!
+//! The calling thread works too, as threads of a pool sleep and take long to wake: a short call is
+//! half done by then.
 //!
 //! Units of work are taken from a counter, so which thread does which is left open and results may
 //! not depend on it. Knows nothing of what a unit is.
@@ -17,7 +21,7 @@ pub(crate) enum Threads {
     One,
     /// Rayon's global pool.
     Global(usize),
-    /// A pool of this backend.
+    /// A pool of this backend, of one thread less.
     Own(Arc<rayon::ThreadPool>),
 }
 
@@ -28,7 +32,7 @@ impl Threads {
             Some(0) => Err(unsupported("open cpu", "0 threads given, at least 1 is needed")),
             Some(1) => Ok(Self::One),
             Some(count) => rayon::ThreadPoolBuilder::new()
-                .num_threads(count)
+                .num_threads(count.saturating_sub(1))
                 .thread_name(|index| format!("kv-cpu-{index}"))
                 .build()
                 .map(|pool| Self::Own(Arc::new(pool)))
@@ -61,7 +65,7 @@ impl Threads {
         match self {
             Self::One => 1,
             Self::Global(count) => *count,
-            Self::Own(pool) => pool.current_num_threads(),
+            Self::Own(pool) => pool.current_num_threads().saturating_add(1),
         }
     }
 
@@ -85,17 +89,22 @@ impl Threads {
         }
         let next = AtomicUsize::new(0);
         let (next, work) = (&next, &work);
-        let tasks = locals.iter_mut().take(units);
+        let Some((own, others)) = locals.split_first_mut() else {
+            return;
+        };
+        let others = others.iter_mut().take(units.saturating_sub(1));
         match self {
-            Self::Own(pool) => pool.scope(|scope| {
-                for local in tasks {
+            Self::Own(pool) => pool.in_place_scope(|scope| {
+                for local in others {
                     scope.spawn(move |_| take(next, units, local, work));
                 }
+                take(next, units, own, work);
             }),
-            _ => rayon::scope(|scope| {
-                for local in tasks {
+            _ => rayon::in_place_scope(|scope| {
+                for local in others {
                     scope.spawn(move |_| take(next, units, local, work));
                 }
+                take(next, units, own, work);
             }),
         }
     }
