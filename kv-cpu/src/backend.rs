@@ -20,7 +20,7 @@ pub struct CpuOptions {
 }
 
 impl CpuOptions {
-    /// Uses a thread pool of its own with so many threads; with 1, the calling thread alone.
+    /// Uses so many threads: the calling one, and a pool of its own with the others.
     #[must_use]
     pub fn threads(self, threads: usize) -> Self {
         Self { threads: Some(threads), ..self }
