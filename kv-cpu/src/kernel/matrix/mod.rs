@@ -9,7 +9,8 @@
 //! tokens of a tile for sums. That is how [`super::stored::Stored::load_pair`] brings them.
 //!
 //! Query rows that fill a block or more are rows, and K is turned: `stage` and `products`.
-//! Fewer are columns, and K stays as it is: `few`, and `bytes` where K is signed bytes.
+//! Fewer are columns, and K stays as it is: `few`, and `bytes` where K is signed bytes. For both,
+//! `even` finds rows that follow each other, and `codes` says what a code of a byte is as bf16.
 //!
 //! Only finite numbers are the sum of terms. Of others comes a number that is not finite either,
 //! but perhaps another one, and in all rows that met it, whether they see it or not; so results

@@ -50,7 +50,7 @@ pub(super) unsafe fn words<const ARE_PAIRS: bool>(
     to: [*mut u32; 4],
 ) {
     let order = if ARE_PAIRS { &PAIRS } else { &WORDS };
-    // SAFETY: 64 bytes.
+    // SAFETY: 64 bytes, aligned by their type.
     let order = unsafe { _mm512_load_si512(order.0.as_ptr().cast()) };
     for ([a, b], to) in from.as_chunks::<2>().0.iter().zip(to.as_chunks::<2>().0) {
         // SAFETY: the caller's condition.
@@ -91,9 +91,9 @@ fn halves(codes: &Codes, of: __m512i) -> [__m512i; 2] {
     let sign = _mm512_set1_epi8(-128);
     let index = if codes.are_integers { _mm512_abs_epi8(of) } else { of };
     let [low, mut high] = [&codes.low, &codes.high].map(|table| {
-        // SAFETY: 64 bytes of 128.
+        // SAFETY: 64 bytes of 128, aligned by their type.
         let first = unsafe { _mm512_load_si512(table.0.as_ptr().cast()) };
-        // SAFETY: the others.
+        // SAFETY: the others, 64 bytes behind.
         let second = unsafe { _mm512_load_si512(table.0.as_ptr().wrapping_add(64).cast()) };
         // Looks at seven bits.
         _mm512_permutex2var_epi8(first, index, second)
