@@ -20,7 +20,8 @@ pub struct CpuOptions {
 }
 
 impl CpuOptions {
-    /// Uses so many threads: the calling one, and a pool of its own with the others.
+    /// Uses so many threads: the calling one, and others of its own. Without it there is one for
+    /// each core, and all backends of a process share those beside the calling one.
     #[must_use]
     pub fn threads(self, threads: usize) -> Self {
         Self { threads: Some(threads), ..self }

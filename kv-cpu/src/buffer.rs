@@ -31,8 +31,8 @@ const MAPPED: usize = 1 << 20;
 /// Each allocation has one gate: operations that only read pass it together, one that writes passes
 /// alone, and a thread that must wait blocks. An operation may name an allocation several times, as
 /// handle, clone or view: it passes the gate once, and is refused (`Unsupported`) when bytes it
-/// writes overlap others it names. Inside a worker of a rayon pool a blocked wait could be for work
-/// suspended on that same worker, so there a conflict is refused (`Unsupported`) instead.
+/// writes overlap others it names. Operations run nothing but their own work, so they may wait for
+/// each other on the workers of any pool.
 #[derive(Clone)]
 pub struct CpuBuffer {
     memory: Arc<Memory>,
@@ -167,7 +167,8 @@ impl CpuBuffer {
     }
 
     /// Lends the bytes for the length of `look`. A call inside it that writes the same allocation
-    /// would wait for its own caller.
+    /// would wait for its own caller, and so would one that a pool runs there while `look` waits
+    /// for others of the pool, as `rayon::join` does.
     pub fn read<R>(&self, look: impl FnOnce(&[u8]) -> R) -> R {
         let _pass = Pass::new(&self.memory.gate, false);
         // SAFETY: the handle's range lies inside the allocation, and the pass keeps writers out.
@@ -175,7 +176,7 @@ impl CpuBuffer {
     }
 
     /// Lends the bytes for writing for the length of `change`. A call inside it that names the same
-    /// allocation would wait for its own caller.
+    /// allocation would wait for its own caller, as for [`Self::read`].
     pub fn write<R>(&self, change: impl FnOnce(&mut [u8]) -> R) -> R {
         let _pass = Pass::new(&self.memory.gate, true);
         // SAFETY: the handle's range lies inside the allocation, and the pass keeps all others out.
@@ -215,8 +216,8 @@ impl fmt::Debug for CpuBuffer {
 
 impl Memory {
     /// See [`Gate::enter`].
-    pub(crate) fn enter(&self, write: bool, wait: bool) -> bool {
-        self.gate.enter(write, wait)
+    pub(crate) fn enter(&self, write: bool) {
+        self.gate.enter(write);
     }
     /// See [`Gate::leave`].
     pub(crate) fn leave(&self, write: bool) {
@@ -239,29 +240,33 @@ struct State {
     writing: bool,
 }
 
+impl State {
+    /// Whether one more may pass, which then has.
+    fn pass(&mut self, write: bool) -> bool {
+        let may = !self.writing && (!write || self.readers == 0);
+        match (may, write) {
+            (true, true) => self.writing = true,
+            (true, false) => self.readers = self.readers.saturating_add(1),
+            (false, _) => {}
+        }
+        may
+    }
+}
+
 impl Gate {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Passes as reader or writer; `false` when that would need a wait and `wait` is false.
-    fn enter(&self, write: bool, wait: bool) -> bool {
+    /// Passes as reader or writer, once that is possible.
+    fn enter(&self, write: bool) {
         let mut state = self.state();
-        while state.writing || (write && state.readers > 0) {
-            if !wait {
-                return false;
-            }
+        while !state.pass(write) {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        if write {
-            state.writing = true;
-        } else {
-            state.readers = state.readers.saturating_add(1);
-        }
-        true
     }
 
-    /// Takes back one successful [`Self::enter`] of the same kind.
+    /// Takes back one [`Self::enter`] of the same kind.
     fn leave(&self, write: bool) {
         let mut state = self.state();
         if write {
@@ -282,7 +287,7 @@ struct Pass<'a> {
 
 impl<'a> Pass<'a> {
     fn new(gate: &'a Gate, write: bool) -> Self {
-        gate.enter(write, true);
+        gate.enter(write);
         Self { gate, write }
     }
 }
@@ -353,13 +358,14 @@ mod tests {
     #[test]
     fn the_gate_separates_writers() {
         let gate = Gate::default();
-        assert!(gate.enter(false, false) && gate.enter(false, false));
-        assert!(!gate.enter(true, false));
+        assert!(gate.state().pass(false) && gate.state().pass(false));
+        assert!(!gate.state().pass(true));
         gate.leave(false);
         gate.leave(false);
-        assert!(gate.enter(true, false));
-        assert!(!gate.enter(false, false) && !gate.enter(true, false));
+        assert!(gate.state().pass(true));
+        assert!(!gate.state().pass(false) && !gate.state().pass(true));
         gate.leave(true);
-        assert!(gate.enter(false, false));
+        gate.enter(false);
+        assert!(!gate.state().pass(true));
     }
 }

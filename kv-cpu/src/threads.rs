@@ -1,15 +1,15 @@
-//! Who does the work: the calling thread, with rayon's global pool or a pool of one's own beside
-//! it.
-//!
-//! The calling thread works too, as threads of a pool sleep and take long to wake: a short call is
-//! half done by then.
+//! Who does the work: the calling thread, and helpers beside it ([`Crew`]).
 //!
 //! Units of work are taken from a counter, so which thread does which is left open and results may
 //! not depend on it. Knows nothing of what a unit is.
-use std::num::NonZeroUsize;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+mod crew;
+mod place;
 
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use crew::Crew;
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::encoding::unsupported;
@@ -17,36 +17,39 @@ use crate::encoding::unsupported;
 /// A source of parallelism.
 #[derive(Debug, Clone)]
 pub(crate) enum Threads {
-    /// The calling thread alone; nothing of rayon runs.
+    /// The calling thread alone.
     One,
-    /// Rayon's global pool.
-    Global(usize),
-    /// A pool of this backend, of one thread less.
-    Own(Arc<rayon::ThreadPool>),
+    /// The calling thread and some helpers.
+    Several(Arc<Crew>),
 }
 
+/// As many as the machine has cores for, for all backends that do not say otherwise.
+static SHARED: OnceLock<Threads> = OnceLock::new();
+
 impl Threads {
-    /// `count` threads of its own, or rayon's global pool.
+    /// `count` threads, with helpers of its own; or one a core, with helpers that all share.
     pub(crate) fn new(count: Option<usize>) -> Result<Self, DeviceError> {
         match count {
             Some(0) => Err(unsupported("open cpu", "0 threads given, at least 1 is needed")),
             Some(1) => Ok(Self::One),
-            Some(count) => rayon::ThreadPoolBuilder::new()
-                .num_threads(count.saturating_sub(1))
-                .thread_name(|index| format!("kv-cpu-{index}"))
-                .build()
-                .map(|pool| Self::Own(Arc::new(pool)))
-                .map_err(|error| {
-                    DeviceError::new(DeviceErrorKind::Driver, "open cpu").with_source(error)
-                }),
-            None => Ok(match rayon::current_num_threads() {
-                0 | 1 => Self::One,
-                count => Self::Global(count),
-            }),
+            Some(count) => match Crew::new(count.saturating_sub(1)) {
+                Ok(crew) => Ok(Self::Several(Arc::new(crew))),
+                Err(error) => {
+                    Err(DeviceError::new(DeviceErrorKind::Driver, "open cpu").with_source(error))
+                }
+            },
+            None => {
+                if let Some(shared) = SHARED.get() {
+                    return Ok(shared.clone());
+                }
+                let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+                let threads = Self::new(Some(cores))?;
+                Ok(SHARED.get_or_init(|| threads).clone())
+            }
         }
     }
 
-    /// Reads a setting such as that of `KV_CPU_THREADS`; absent or empty means rayon's pool.
+    /// Reads a setting such as that of `KV_CPU_THREADS`; absent or empty means one a core.
     pub(crate) fn parse_count(setting: Option<&str>) -> Result<Option<usize>, DeviceError> {
         match setting.map(str::trim) {
             None | Some("") => Ok(None),
@@ -64,8 +67,7 @@ impl Threads {
     pub(crate) fn count(&self) -> usize {
         match self {
             Self::One => 1,
-            Self::Global(count) => *count,
-            Self::Own(pool) => pool.current_num_threads().saturating_add(1),
+            Self::Several(crew) => crew.helpers().saturating_add(1),
         }
     }
 
@@ -80,32 +82,23 @@ impl Threads {
         locals: &mut [T],
         work: impl Fn(&mut T, usize) + Sync,
     ) {
-        let alone = !side_by_side || units < 2 || locals.len() < 2;
-        if alone || matches!(self, Self::One) {
-            if let Some(local) = locals.first_mut() {
-                (0..units).for_each(|unit| work(local, unit));
-            }
-            return;
-        }
-        let next = AtomicUsize::new(0);
-        let (next, work) = (&next, &work);
         let Some((own, others)) = locals.split_first_mut() else {
             return;
         };
-        let others = others.iter_mut().take(units.saturating_sub(1));
+        let helpers = others.len().min(units.saturating_sub(1));
         match self {
-            Self::Own(pool) => pool.in_place_scope(|scope| {
-                for local in others {
-                    scope.spawn(move |_| take(next, units, local, work));
-                }
-                take(next, units, own, work);
-            }),
-            _ => rayon::in_place_scope(|scope| {
-                for local in others {
-                    scope.spawn(move |_| take(next, units, local, work));
-                }
-                take(next, units, own, work);
-            }),
+            Self::Several(crew) if side_by_side && helpers > 0 => {
+                let next = AtomicUsize::new(0);
+                let others = Mutex::new(others.iter_mut());
+                let help = || {
+                    let local = others.lock().unwrap_or_else(PoisonError::into_inner).next();
+                    if let Some(local) = local {
+                        take(&next, units, local, &work);
+                    }
+                };
+                crew.run(helpers, || take(&next, units, own, &work), &help);
+            }
+            _ => (0..units).for_each(|unit| work(own, unit)),
         }
     }
 }

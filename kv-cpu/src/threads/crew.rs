@@ -1,0 +1,399 @@
+//! Threads that help with a call for as long as it lasts.
+//!
+//! A thread that sleeps takes 20 to 50 us to wake, as long as a whole short call. So a call never
+//! waits for a helper that has not begun, and one that has helped looks out for the next call for
+//! a while before it sleeps ([`LOOKS_FOR`]). It gives its core away meanwhile to whoever wants it.
+//!
+//! Knows nothing of units of work: a helper runs what the caller gave it, once.
+#![expect(clippy::arithmetic_side_effects, reason = "counts of threads, and one bit above them")]
+use std::any::Any;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::thread::{self, JoinHandle, Thread};
+use std::time::{Duration, Instant};
+
+use super::place::Place;
+
+/// How long a helper looks out for more before it sleeps: operations of a step follow each other
+/// closer than that, steps of a small model too.
+const LOOKS_FOR: Duration = Duration::from_micros(200);
+/// How often it looks before it lets other threads have its core, and how long it is away if there
+/// are none.
+const LOOKS: usize = 16;
+const IS_BACK: Duration = Duration::from_micros(20);
+/// How long a caller looks out for the last helper to end before it sleeps.
+const WAITS_FOR: Duration = Duration::from_micros(200);
+
+/// Some helpers. Dropping it ends them.
+#[derive(Debug)]
+pub(crate) struct Crew {
+    helpers: Vec<JoinHandle<()>>,
+    board: Arc<Board>,
+}
+
+/// Where callers say what there is to do.
+#[derive(Debug)]
+struct Board {
+    /// Calls so far, which helpers watch.
+    calls: AtomicUsize,
+    /// The last of them, and its number.
+    latest: RwLock<(usize, Option<Arc<Call>>)>,
+    seats: Box<[Seat]>,
+    is_over: AtomicBool,
+}
+
+/// What callers know of a helper.
+#[derive(Debug)]
+struct Seat {
+    /// What it does, a `doing`.
+    state: AtomicU8,
+    place: OnceLock<Option<Place>>,
+}
+
+mod doing {
+    pub(super) const HELPS: u8 = 0;
+    pub(super) const LOOKS: u8 = 1;
+    pub(super) const SLEEPS: u8 = 2;
+}
+
+impl Crew {
+    pub(crate) fn new(helpers: usize) -> io::Result<Self> {
+        let seat = || Seat { state: AtomicU8::new(doing::HELPS), place: OnceLock::new() };
+        let board = Arc::new(Board {
+            calls: AtomicUsize::new(0),
+            latest: RwLock::new((0, None)),
+            seats: std::iter::repeat_with(seat).take(helpers).collect(),
+            is_over: AtomicBool::new(false),
+        });
+        let mut crew = Self { helpers: Vec::new(), board: Arc::clone(&board) };
+        for index in 0..helpers {
+            let board = Arc::clone(&board);
+            let thread = thread::Builder::new().name(format!("kv-cpu-{index}"));
+            crew.helpers.push(thread.spawn(move || board.serve(index))?);
+        }
+        Ok(crew)
+    }
+
+    pub(crate) fn helpers(&self) -> usize {
+        self.helpers.len()
+    }
+
+    /// Runs `own` on the calling thread and `help` on so many others at most, once each, as far as
+    /// they are there before `own` is done. Ends when all of them have.
+    ///
+    /// # Panics
+    /// When one of them does, once all have ended.
+    pub(crate) fn run<H: Fn() + Sync>(&self, helpers: usize, own: impl FnOnce(), help: &H) {
+        let call = Arc::new(Call::new(help, helpers));
+        let ended = Ended(&call);
+        self.board.announce(Arc::clone(&call));
+        self.wake(helpers);
+        own();
+        drop(ended);
+        if let Some(panic) = lock(&call.panic).take() {
+            resume_unwind(panic);
+        }
+    }
+
+    /// Wakes as many as it takes for so many to be awake and without work.
+    fn wake(&self, mut helpers: usize) {
+        for (thread, seat) in self.helpers.iter().zip(&self.board.seats) {
+            if helpers == 0 {
+                return;
+            }
+            match seat.state.load(Ordering::SeqCst) {
+                doing::HELPS => continue,
+                doing::SLEEPS => {
+                    if let Some(place) = seat.place() {
+                        place.leave_to_caller();
+                    }
+                    thread.thread().unpark();
+                }
+                _ => {}
+            }
+            helpers -= 1;
+        }
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        self.board.is_over.store(true, Ordering::SeqCst);
+        self.board.calls.fetch_add(1, Ordering::SeqCst);
+        for helper in self.helpers.drain(..) {
+            helper.thread().unpark();
+            // What a helper runs never unwinds: a call keeps panics for its caller.
+            let _ended = helper.join();
+        }
+    }
+}
+
+impl Board {
+    fn announce(&self, call: Arc<Call>) {
+        let mut latest = self.latest.write().unwrap_or_else(PoisonError::into_inner);
+        let number = self.calls.load(Ordering::SeqCst).wrapping_add(1);
+        *latest = (number, Some(call));
+        self.calls.store(number, Ordering::SeqCst);
+    }
+
+    /// What a helper does all its life.
+    fn serve(&self, index: usize) {
+        let Some(seat) = self.seats.get(index) else {
+            return;
+        };
+        seat.place.get_or_init(Place::own);
+        let (mut seen, mut since) = (0, Instant::now());
+        loop {
+            self.wait(seat, seen, since);
+            if self.is_over.load(Ordering::SeqCst) {
+                return;
+            }
+            let latest = self.latest.read().unwrap_or_else(PoisonError::into_inner).clone();
+            seen = latest.0;
+            seat.state.store(doing::HELPS, Ordering::SeqCst);
+            if latest.1.is_some_and(|call| call.help()) {
+                since = Instant::now();
+            }
+        }
+    }
+
+    /// Waits for a call after the one that was seen last, awake until some time after `since`.
+    fn wait(&self, seat: &Seat, seen: usize, since: Instant) {
+        seat.state.store(doing::LOOKS, Ordering::SeqCst);
+        let mut now = Instant::now();
+        while now.duration_since(since) < LOOKS_FOR {
+            if looks(|| self.calls.load(Ordering::SeqCst) != seen) {
+                return;
+            }
+            let left = Instant::now();
+            thread::yield_now();
+            now = Instant::now();
+            if now.duration_since(left) > IS_BACK {
+                break;
+            }
+        }
+        if let Some(place) = seat.place() {
+            place.leave_free();
+        }
+        // Callers look at the state after they have counted their call, and the count is looked at
+        // after the state is set: one of both sees the other.
+        seat.state.store(doing::SLEEPS, Ordering::SeqCst);
+        while self.calls.load(Ordering::SeqCst) == seen {
+            thread::park();
+        }
+    }
+}
+
+impl Seat {
+    fn place(&self) -> Option<&Place> {
+        self.place.get().and_then(Option::as_ref)
+    }
+}
+
+/// What a caller wants help with.
+#[derive(Debug)]
+struct Call {
+    /// A `&H` of the caller's, which is valid while helpers are inside.
+    help: *const (),
+    run: unsafe fn(*const ()),
+    /// Helpers inside, and [`CLOSED`] once no more may enter.
+    inside: AtomicUsize,
+    /// How many more may help.
+    wanted: AtomicUsize,
+    caller: Thread,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+}
+
+const CLOSED: usize = 1 << (usize::BITS - 1);
+
+// SAFETY: `help` is a `&H` with `H: Sync`, by `Call::new`, and is used as nothing else.
+unsafe impl Send for Call {}
+// SAFETY: as above.
+unsafe impl Sync for Call {}
+
+impl Call {
+    /// A call that must be closed, and left by all, before `help` ends.
+    fn new<H: Fn() + Sync>(help: &H, wanted: usize) -> Self {
+        Self {
+            help: std::ptr::from_ref(help).cast(),
+            run: run::<H>,
+            inside: AtomicUsize::new(0),
+            wanted: AtomicUsize::new(wanted),
+            caller: thread::current(),
+            panic: Mutex::new(None),
+        }
+    }
+
+    /// Helps if that is wanted and not too late. Whether it did.
+    fn help(&self) -> bool {
+        let enter = |inside| (inside & CLOSED == 0).then_some(inside + 1);
+        if self.inside.fetch_update(Ordering::AcqRel, Ordering::Acquire, enter).is_err() {
+            return false;
+        }
+        let take = |wanted: usize| wanted.checked_sub(1);
+        let wanted = self.wanted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok();
+        if wanted {
+            // SAFETY: `help` is what `run` was made for, and is valid: `Ended` does not let the
+            // caller go before this thread has left.
+            let result = catch_unwind(AssertUnwindSafe(|| unsafe { (self.run)(self.help) }));
+            if let Err(panic) = result {
+                *lock(&self.panic) = Some(panic);
+            }
+        }
+        if self.inside.fetch_sub(1, Ordering::AcqRel) == CLOSED + 1 {
+            self.caller.unpark();
+        }
+        wanted
+    }
+}
+
+/// # Safety
+/// 1. `help` is a `&H` that is valid as long as this runs.
+unsafe fn run<H: Fn()>(help: *const ()) {
+    // SAFETY: condition 1.
+    let help = unsafe { &*help.cast::<H>() };
+    help();
+}
+
+/// Closes a call when it is dropped, and waits until all have left it.
+struct Ended<'a>(&'a Call);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        let Self(call) = self;
+        if call.inside.fetch_or(CLOSED, Ordering::AcqRel) == 0 {
+            return;
+        }
+        let since = Instant::now();
+        while call.inside.load(Ordering::Acquire) != CLOSED {
+            let is_empty = || call.inside.load(Ordering::Acquire) == CLOSED;
+            if since.elapsed() < WAITS_FOR {
+                if !looks(is_empty) {
+                    thread::yield_now();
+                }
+            } else {
+                // The last one to leave sees that it is closed, and ends this.
+                thread::park();
+            }
+        }
+    }
+}
+
+/// Looks a few times whether something has come.
+fn looks(has_come: impl Fn() -> bool) -> bool {
+    (0..LOOKS).any(|_| {
+        std::hint::spin_loop();
+        has_come()
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+
+    /// Waits until all helpers sleep, and says whether they do before long.
+    fn all_sleep(crew: &Crew) -> bool {
+        let since = Instant::now();
+        let sleeps = |seat: &Seat| seat.state.load(Ordering::SeqCst) == doing::SLEEPS;
+        while !crew.board.seats.iter().all(sleeps) {
+            if since.elapsed() > Duration::from_mins(1) {
+                return false;
+            }
+            thread::yield_now();
+        }
+        true
+    }
+
+    /// Whether they sleep or look out, all that are wanted come, and no more.
+    #[test]
+    fn helpers_come_when_there_is_time() {
+        let crew = Crew::new(3).unwrap();
+        for asleep in [false, true, false] {
+            for wanted in 0..=3 {
+                assert!(!asleep || all_sleep(&crew), "helpers look out for a while only");
+                let came = AtomicUsize::new(0);
+                let all = Barrier::new(wanted + 1);
+                let help = || {
+                    came.fetch_add(1, Ordering::SeqCst);
+                    all.wait();
+                };
+                crew.run(wanted, || _ = all.wait(), &help);
+                assert_eq!(came.into_inner(), wanted);
+            }
+        }
+    }
+
+    #[test]
+    fn nobody_enters_a_call_that_is_over() {
+        let crew = Crew::new(1).unwrap();
+        for round in 0..2000 {
+            let is_over = AtomicBool::new(false);
+            let (mut begun, late) = (0, AtomicUsize::new(0));
+            let help = || {
+                late.fetch_add(usize::from(is_over.load(Ordering::SeqCst)), Ordering::SeqCst);
+            };
+            crew.run(1, || begun += 1, &help);
+            is_over.store(true, Ordering::SeqCst);
+            if round % 100 == 0 {
+                assert!(all_sleep(&crew), "a call leaves no helper waiting");
+            }
+            assert_eq!((begun, late.into_inner()), (1, 0));
+        }
+    }
+
+    /// Callers that share helpers each get all of their own work done.
+    #[test]
+    fn callers_may_come_together() {
+        let crew = Crew::new(2).unwrap();
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for _ in 0..500 {
+                        let left = AtomicUsize::new(50);
+                        let work = || {
+                            let take = |left: usize| left.checked_sub(1);
+                            let taken = Ordering::SeqCst;
+                            while left.fetch_update(taken, taken, take).is_ok() {}
+                        };
+                        crew.run(2, work, &work);
+                        assert_eq!(left.into_inner(), 0);
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn panics_reach_the_caller_and_helpers_survive() {
+        let crew = Crew::new(1).unwrap();
+        let both = Barrier::new(2);
+        let help = || {
+            both.wait();
+            panic!("in a helper");
+        };
+        let run = || crew.run(1, || _ = both.wait(), &help);
+        let panic = catch_unwind(AssertUnwindSafe(run)).unwrap_err();
+        assert_eq!(panic.downcast_ref(), Some(&"in a helper"));
+
+        let ended = AtomicBool::new(false);
+        let help = || {
+            both.wait();
+            thread::sleep(Duration::from_millis(20));
+            ended.store(true, Ordering::SeqCst);
+        };
+        let own = || {
+            both.wait();
+            panic!("in the caller");
+        };
+        catch_unwind(AssertUnwindSafe(|| crew.run(1, own, &help))).unwrap_err();
+        assert!(ended.into_inner(), "the helper was waited for, though the caller panicked");
+    }
+}
