@@ -101,16 +101,16 @@ impl<'s> OnMatrix<'s> {
     ) {
         let (rows, stride) = (self.shape.rows, job.heads.stride_v);
         let k = (&tile.k, &mut self.memory);
-        self.matrix.scores_of_few(queries, k, state.scores, &mut state.ahead);
+        self.matrix.scores_of_few(queries, k, state.scores, state.ahead);
         // The unit would sleep if softmax waited for memory, so what is next is not asked for
         // there.
-        let ahead = std::mem::take(&mut state.ahead);
+        let lines = state.ahead.pause();
         let padded = tile.k.rows.len().next_multiple_of(GROUP);
         weigh_all(job, state, (0, rows), (seen, padded));
-        state.ahead = ahead;
+        state.ahead.resume(lines);
         let weights = (&mut state.scores[..rows * TILE], is_exact(job));
         let v = (&tile.v, &mut self.memory);
-        self.matrix.sums_of_few(v, weights, (state.out, stride), &mut state.ahead);
+        self.matrix.sums_of_few(v, weights, (state.out, stride), state.ahead);
     }
 
     fn meet_many(
@@ -121,7 +121,7 @@ impl<'s> OnMatrix<'s> {
         queries: &Queries<'_>,
     ) {
         let stride = job.heads.stride_v;
-        self.matrix.stage([&tile.k, &tile.v], &mut self.memory, &mut state.ahead);
+        self.matrix.stage([&tile.k, &tile.v], &mut self.memory, state.ahead);
         let (begin, end) = seeing(self.shape.rows, seen, tile);
         for first in (begin..end).step_by(BLOCK) {
             let scores = &mut state.scores[first * TILE..][..BLOCK * TILE];

@@ -32,12 +32,12 @@ pub(super) struct Tiles<'s> {
     pub(super) scores: &'s mut [f32],
     pub(super) running: &'s mut [Running],
     /// K and V of the next tile.
-    pub(super) ahead: Ahead<'s>,
+    pub(super) ahead: &'s mut Ahead<'s>,
 }
 
 impl Tiles<'_> {
     /// Those of one kv head, of as many rows as have scores.
-    pub(super) fn of_head<'a>(&'a mut self, index: usize, ahead: Ahead<'a>) -> Tiles<'a> {
+    pub(super) fn of_head<'a>(&'a mut self, index: usize, ahead: &'a mut Ahead<'a>) -> Tiles<'a> {
         let rows = self.tile_bias.len();
         let part = |len: usize| index * len..(index + 1) * len;
         let heads = self.running.len() / rows;
@@ -227,7 +227,7 @@ fn score(
         range,
         out: &mut state.scores[row * TILE..],
     };
-    job.cpu.kernels.scores(&mut args, &mut state.ahead);
+    job.cpu.kernels.scores(&mut args, state.ahead);
 }
 
 /// What is added to the scores of each row: its bias, and its product with the mean that is off the
@@ -272,7 +272,7 @@ pub(super) fn weigh(
         out: &mut state.out[row * stride..],
         stride,
     };
-    job.cpu.kernels.softmax(&mut args, &mut state.ahead);
+    job.cpu.kernels.softmax(&mut args, state.ahead);
 }
 
 fn sum(
@@ -293,5 +293,5 @@ fn sum(
         out: &mut state.out[row * stride..],
         stride,
     };
-    job.cpu.kernels.sums(&mut args, &mut state.ahead);
+    job.cpu.kernels.sums(&mut args, state.ahead);
 }

@@ -285,7 +285,7 @@ fn meet_tiles(
         out,
         scores: scratch.scores.get(rows.next_multiple_of(BLOCK) * TILE),
         running: &mut scratch.running,
-        ahead: Ahead::default(),
+        ahead: &mut Ahead::default(),
     };
     if let Some(mut matrix) = matrix {
         for_tiles(job, unit, sequence, &mut state, |state, tile| {

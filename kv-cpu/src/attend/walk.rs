@@ -55,7 +55,8 @@ pub(super) fn for_tiles(
             v: StoredRows { rows: v, layout: job.v.rows(is_wide), scale: stored(&job.v) },
             k_mean: alike.mean(job, bounds.0, head),
         };
-        meet(&mut state.of_head(to_usize(head - first), Ahead::of(&runs)), &tile);
+        let mut ahead = Ahead::of(&runs);
+        meet(&mut state.of_head(to_usize(head - first), &mut ahead), &tile);
         std::mem::swap(&mut rows, &mut later);
         (bounds, head) = (next, next_head);
     }

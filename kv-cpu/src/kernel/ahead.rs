@@ -87,13 +87,14 @@ impl<'a> Stream<'a> {
 }
 
 /// What of some runs has not been asked for.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Ahead<'a> {
     /// A line of each by turns: memory that is asked for in several places comes faster.
     streams: [Stream<'a>; STREAMS],
-    /// Turns since the streams were there.
+    /// Turns after which one of them is at the end of a run.
     turns: usize,
-    /// So many, and one of them is at the end of a run.
+    /// The next line of each, and turns until then.
+    next: [*const u8; STREAMS],
     until: usize,
     /// Turns that are left.
     left: usize,
@@ -115,6 +116,21 @@ pub(super) mod part {
 }
 const PARTS: usize = part::SCORES + part::SOFTMAX + part::SUMS;
 
+/// Nothing to ask for.
+impl Default for Ahead<'_> {
+    fn default() -> Self {
+        Self {
+            streams: [Stream::default(); STREAMS],
+            turns: 0,
+            next: [std::ptr::null(); STREAMS],
+            until: 0,
+            left: 0,
+            lines: 0,
+            due: 0,
+        }
+    }
+}
+
 impl<'a> Ahead<'a> {
     pub(crate) fn of(runs: &'a Runs<'_>) -> Self {
         let list = runs.list.get(..runs.len).unwrap_or_default();
@@ -123,9 +139,7 @@ impl<'a> Ahead<'a> {
         for i in 1..STREAMS {
             streams[i] = streams[i - 1].behind(left);
         }
-        let mut ahead = Self { streams, left, lines: runs.lines, ..Self::default() };
-        ahead.go_on();
-        ahead
+        Self { streams, left, lines: runs.lines, ..Self::default() }
     }
 
     /// How much a step of a kernel fetches that has so many of them.
@@ -134,43 +148,58 @@ impl<'a> Ahead<'a> {
         (self.lines * part * TURN).div_ceil(PARTS * STREAMS * steps.max(1))
     }
 
+    /// Asks for nothing until [`Self::resume`] is given what this returns.
+    pub(crate) fn pause(&mut self) -> usize {
+        std::mem::take(&mut self.lines)
+    }
+    pub(crate) fn resume(&mut self, lines: usize) {
+        self.lines = lines;
+    }
+
     /// Asks for what is due after a step.
     #[inline(always)]
     pub(super) fn fetch<S: Simd>(&mut self, s: S, pace: usize) {
         self.due += pace;
-        while self.due >= TURN {
-            self.due -= TURN;
-            let Some(lines) = self.turn() else {
-                return;
-            };
-            for line in lines {
-                s.prefetch(line);
+        while self.due >= TURN && self.left > 0 {
+            let (mut lines, mut turns) = self.take((self.due / TURN).min(self.left));
+            self.due -= turns * TURN;
+            loop {
+                for line in lines {
+                    s.prefetch(line);
+                }
+                turns -= 1;
+                if turns == 0 {
+                    break;
+                }
+                lines = lines.map(|line| line.wrapping_add(LINE));
             }
         }
     }
 
-    /// A line of each stream; none once all have come.
+    /// A line of each stream, and for how many turns, up to so many of those that are left, the
+    /// lines behind them are next.
     #[inline(always)]
-    fn turn(&mut self) -> Option<[*const u8; STREAMS]> {
-        if self.turns == self.until {
+    fn take(&mut self, turns: usize) -> ([*const u8; STREAMS], usize) {
+        if self.until == 0 {
             self.go_on();
         }
-        self.left = self.left.checked_sub(1)?;
-        let by = self.turns * LINE;
-        self.turns += 1;
-        Some(
-            self.streams.map(|stream| stream.run.as_ptr().wrapping_add(stream.at.wrapping_add(by))),
-        )
+        let some = turns.min(self.until);
+        self.until -= some;
+        self.left -= some;
+        let lines = self.next;
+        self.next = lines.map(|line| line.wrapping_add(some * LINE));
+        (lines, some)
     }
 
     /// Brings the streams to where the turns are.
     #[inline(never)]
     fn go_on(&mut self) {
         self.streams = self.streams.map(|stream| stream.behind(self.turns));
-        self.turns = 0;
+        self.next = self.streams.map(|stream| stream.run.as_ptr().wrapping_add(stream.at));
         // Those that are at their end go on behind it.
         let left = self.streams.iter().map(|stream| stream.left).filter(|left| *left > 0);
-        self.until = left.min().unwrap_or(usize::MAX);
+        self.turns = left.min().unwrap_or(usize::MAX);
+        self.until = self.turns;
     }
 }
 
@@ -196,8 +225,11 @@ mod tests {
             };
             let mut ahead = Ahead::of(&runs);
             let mut came = Vec::new();
-            while let Some(lines) = ahead.turn() {
-                came.extend(lines.map(|line| line.addr() / LINE));
+            while ahead.left > 0 {
+                let (lines, turns) = ahead.take(ahead.left.min(3));
+                for line in lines {
+                    came.extend((0..turns).map(|turn| line.addr() / LINE + turn));
+                }
             }
             let first = memory.as_ptr().addr() / LINE;
             for line in first..=first + memory.len() / LINE {

@@ -34,13 +34,12 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>, ahead: &mut Ahead<'
         let mut row = 0;
         while row < rows {
             let some = (rows - row).min(TOGETHER);
-            // Loops of a known length are better code.
-            if end == S::TOKENS {
-                weigh_tile(s, args, (row, some, S::TOKENS), (&mut *ahead, pace));
-            } else if end == TILE {
-                weigh_tile(s, args, (row, some, TILE), (&mut *ahead, pace));
+            // Loops of a known length are better code, and so is one row alone.
+            let ahead = (&mut *ahead, pace);
+            if some > 1 {
+                weigh_rows::<S, TOGETHER>(s, args, (row, some, end), ahead);
             } else {
-                weigh_tile(s, args, (row, some, end), (&mut *ahead, pace));
+                weigh_rows::<S, 1>(s, args, (row, 1, end), ahead);
             }
             row += some;
         }
@@ -57,16 +56,33 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>, ahead: &mut Ahead<'
 /// Rows whose maxima and sums are taken together.
 const TOGETHER: usize = 8;
 
+/// Calls [`weigh_tile`] with a length that it knows, where that is a usual one.
+#[inline(always)]
+fn weigh_rows<S: Simd, const MOST: usize>(
+    s: S,
+    args: &mut Softmax<'_>,
+    (first, rows, end): (usize, usize, usize),
+    ahead: (&mut Ahead<'_>, usize),
+) {
+    if end == S::TOKENS {
+        weigh_tile::<S, MOST>(s, args, (first, rows, S::TOKENS), ahead);
+    } else if end == TILE {
+        weigh_tile::<S, MOST>(s, args, (first, rows, TILE), ahead);
+    } else {
+        weigh_tile::<S, MOST>(s, args, (first, rows, end), ahead);
+    }
+}
+
 /// As [`weigh`] does for one, with the same bits: several rows of whole vectors from a tile's begin
 /// on, so that those wait for each other's reductions less.
 #[inline(always)]
-fn weigh_tile<S: Simd>(
+fn weigh_tile<S: Simd, const MOST: usize>(
     s: S,
     args: &mut Softmax<'_>,
     (first, rows, end): (usize, usize, usize),
     (ahead, pace): (&mut Ahead<'_>, usize),
 ) {
-    assert!(end <= TILE && end.is_multiple_of(S::LANES), "whole vectors of a tile");
+    assert!(end <= TILE && end.is_multiple_of(S::LANES) && rows <= MOST, "vectors of a tile");
     let scores = args.scores[first * TILE..][..rows * TILE].as_mut_ptr();
     let mut tops = [s.splat(f32::NEG_INFINITY); TOGETHER];
     for row in 0..rows {
@@ -74,13 +90,13 @@ fn weigh_tile<S: Simd>(
         tops[row] = scale_row(s, scores.wrapping_add(row * TILE), end, (bias, scale));
         ahead.fetch(s, pace);
     }
-    let tops = s.reduce_max8(tops);
+    let tops = if MOST == 1 { [s.reduce_max(tops[0]); TOGETHER] } else { s.reduce_max8(tops) };
     let mut sums = [s.splat(0.0); TOGETHER];
     for row in 0..rows {
         let base = base(args.running[first + row].max.max(tops[row]));
         sums[row] = weigh_row(s, scores.wrapping_add(row * TILE), end, s.splat(-base));
     }
-    let sums = s.reduce_add8(sums);
+    let sums = if MOST == 1 { [s.reduce_add(sums[0]); TOGETHER] } else { s.reduce_add8(sums) };
     for row in 0..rows {
         let running = &mut args.running[first + row];
         let factor = running.add(running.max.max(tops[row]), sums[row]);

@@ -109,6 +109,10 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
         group += span;
     }
     // Where more than one group is taken at a time, some may be left.
+    while P > 2 && pairs == 1 && group + 2 * GROUP <= dim {
+        sum_pairs::<S, E, R, 2>(s, args, row, (group, 0), (&mut *ahead, pace));
+        group += 2 * GROUP;
+    }
     while P > pairs && group + GROUP <= dim {
         for first in 0..pairs {
             sum_pairs::<S, E, R, 1>(s, args, row, (group, first), (&mut *ahead, pace));
