@@ -173,9 +173,6 @@ primitives! {
     fn max(a: __m256, b: __m256) -> __m256 {
         _mm256_max_ps(a, b)
     }
-    fn round(x: __m256) -> __m256 {
-        _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x)
-    }
     // The exponent's bits, biased; of a NaN something that the NaN is then multiplied with.
     fn pow2(n: __m256) -> __m256 {
         let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));

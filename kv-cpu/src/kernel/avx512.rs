@@ -177,9 +177,6 @@ primitives! {
     fn max(a: __m512, b: __m512) -> __m512 {
         _mm512_max_ps(a, b)
     }
-    fn round(x: __m512) -> __m512 {
-        _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x)
-    }
     // The exponent's bits, biased; of a NaN something that the NaN is then multiplied with.
     fn pow2(n: __m512) -> __m512 {
         let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
@@ -191,17 +188,17 @@ primitives! {
     }
     // As the trait has it, but the exponent is set by an instruction that takes any.
     fn exp(x: __m512) -> __m512 {
-        let n = _mm512_mul_ps(x, _mm512_set1_ps(std::f32::consts::LOG2_E));
-        let n = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(n);
+        let (one, round) = (_mm512_set1_ps(1.0), _mm512_set1_ps(exp::ROUND));
+        let n = _mm512_fmadd_ps(x, _mm512_set1_ps(std::f32::consts::LOG2_E), round);
+        let n = _mm512_sub_ps(n, round);
         let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(exp::LN2_HIGH), x);
         let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(exp::LN2_LOW), r);
-        let [first, second, third, fourth, fifth, sixth] = exp::SERIES;
+        let [first, second, third, fourth, fifth] = exp::SERIES;
         let p = _mm512_fmadd_ps(_mm512_set1_ps(first), r, _mm512_set1_ps(second));
         let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(third));
         let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(fourth));
         let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(fifth));
-        let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(sixth));
-        let p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0));
+        let p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), one);
         let keep = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(exp::LEAST));
         _mm512_maskz_scalef_ps(keep, p, n)
     }

@@ -47,10 +47,6 @@ impl Simd for Wide {
         each(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
     #[inline(never)]
-    fn round(self, x: [f32; 16]) -> [f32; 16] {
-        x.map(f32::round_ties_even)
-    }
-    #[inline(never)]
     fn pow2(self, n: [f32; 16]) -> [f32; 16] {
         n.map(|n| f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23))
     }

@@ -128,9 +128,6 @@ primitives! {
     fn max(a: float32x4_t, b: float32x4_t) -> float32x4_t {
         vmaxq_f32(a, b)
     }
-    fn round(x: float32x4_t) -> float32x4_t {
-        vrndnq_f32(x)
-    }
     // The exponent's bits, biased; of a NaN something that the NaN is then multiplied with.
     fn pow2(n: float32x4_t) -> float32x4_t {
         let biased = vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127));

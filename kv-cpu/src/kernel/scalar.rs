@@ -45,10 +45,6 @@ impl Simd for Scalar {
         if a > b { a } else { b }
     }
     #[inline(always)]
-    fn round(self, x: f32) -> f32 {
-        x.round_ties_even()
-    }
-    #[inline(always)]
     fn pow2(self, n: f32) -> f32 {
         n.exp2()
     }
