@@ -2,7 +2,9 @@
 //!
 //! A thread that sleeps takes 20 to 50 us to wake, as long as a whole short call. So a call never
 //! waits for a helper that has not begun, and one that has helped looks out for the next call for
-//! a while before it sleeps ([`LOOKS_FOR`]). It gives its core away meanwhile to whoever wants it.
+//! a while before it sleeps ([`LOOKS_FOR`]). It gives its core away meanwhile, and sleeps as soon as
+//! somebody took it: a thread that wakes gets a core that is free, one that looks out stays where it
+//! is.
 //!
 //! Knows nothing of units of work: a helper runs what the caller gave it, once.
 #![expect(clippy::arithmetic_side_effects, reason = "counts of threads, and one bit above them")]
@@ -19,8 +21,8 @@ use super::place::Place;
 /// How long a helper looks out for more before it sleeps: operations of a step follow each other
 /// closer than that, steps of a small model too.
 const LOOKS_FOR: Duration = Duration::from_micros(200);
-/// How often it looks before it lets other threads have its core, and how long it is away if there
-/// are none.
+/// How often it looks before it lets other threads have its core, and how long that takes at most
+/// where none wants it.
 const LOOKS: usize = 16;
 const IS_BACK: Duration = Duration::from_micros(20);
 /// How long a caller looks out for the last helper to end before it sleeps.
