@@ -2,6 +2,7 @@
 //!
 //! Units of work are taken from a counter, so which thread does which is left open and results may
 //! not depend on it. Knows nothing of what a unit is.
+mod call;
 mod crew;
 mod place;
 

@@ -2,31 +2,25 @@
 //!
 //! A thread that sleeps takes 20 to 50 us to wake, as long as a whole short call. So a call never
 //! waits for a helper that has not begun, and one that has helped looks out for the next call for
-//! a while before it sleeps ([`LOOKS_FOR`]). It gives its core away meanwhile, and sleeps as soon as
-//! somebody took it: a thread that wakes gets a core that is free, one that looks out stays where it
-//! is.
+//! a while before it sleeps ([`LOOKS_FOR`]). It gives its core away meanwhile, and sleeps as soon
+//! as somebody took it: a thread that wakes gets a core that is free, one that looks out stays
+//! where it is.
 //!
 //! Knows nothing of units of work: a helper runs what the caller gave it, once.
-#![expect(clippy::arithmetic_side_effects, reason = "counts of threads, and one bit above them")]
-use std::any::Any;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
-use std::thread::{self, JoinHandle, Thread};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use super::call::{Call, looks};
 use super::place::Place;
 
 /// How long a helper looks out for more before it sleeps: operations of a step follow each other
 /// closer than that, steps of a small model too.
 const LOOKS_FOR: Duration = Duration::from_micros(200);
-/// How often it looks before it lets other threads have its core, and how long that takes at most
-/// where none wants it.
-const LOOKS: usize = 16;
+/// How long it is away at most when it gives its core away and nobody wants it.
 const IS_BACK: Duration = Duration::from_micros(20);
-/// How long a caller looks out for the last helper to end before it sleeps.
-const WAITS_FOR: Duration = Duration::from_micros(200);
 
 /// Some helpers. Dropping it ends them.
 #[derive(Debug)]
@@ -88,15 +82,11 @@ impl Crew {
     /// # Panics
     /// When one of them does, once all have ended.
     pub(crate) fn run<H: Fn() + Sync>(&self, helpers: usize, own: impl FnOnce(), help: &H) {
-        let call = Arc::new(Call::new(help, helpers));
-        let ended = Ended(&call);
-        self.board.announce(Arc::clone(&call));
-        self.wake(helpers);
-        own();
-        drop(ended);
-        if let Some(panic) = lock(&call.panic).take() {
-            resume_unwind(panic);
-        }
+        Call::open(help, helpers, |call| {
+            self.board.announce(Arc::clone(call));
+            self.wake(helpers);
+            own();
+        });
     }
 
     /// Wakes as many as it takes for so many to be awake and without work.
@@ -115,7 +105,7 @@ impl Crew {
                 }
                 _ => {}
             }
-            helpers -= 1;
+            helpers = helpers.saturating_sub(1);
         }
     }
 }
@@ -194,109 +184,9 @@ impl Seat {
     }
 }
 
-/// What a caller wants help with.
-#[derive(Debug)]
-struct Call {
-    /// A `&H` of the caller's, which is valid while helpers are inside.
-    help: *const (),
-    run: unsafe fn(*const ()),
-    /// Helpers inside, and [`CLOSED`] once no more may enter.
-    inside: AtomicUsize,
-    /// How many more may help.
-    wanted: AtomicUsize,
-    caller: Thread,
-    panic: Mutex<Option<Box<dyn Any + Send>>>,
-}
-
-const CLOSED: usize = 1 << (usize::BITS - 1);
-
-// SAFETY: `help` is a `&H` with `H: Sync`, by `Call::new`, and is used as nothing else.
-unsafe impl Send for Call {}
-// SAFETY: as above.
-unsafe impl Sync for Call {}
-
-impl Call {
-    /// A call that must be closed, and left by all, before `help` ends.
-    fn new<H: Fn() + Sync>(help: &H, wanted: usize) -> Self {
-        Self {
-            help: std::ptr::from_ref(help).cast(),
-            run: run::<H>,
-            inside: AtomicUsize::new(0),
-            wanted: AtomicUsize::new(wanted),
-            caller: thread::current(),
-            panic: Mutex::new(None),
-        }
-    }
-
-    /// Helps if that is wanted and not too late. Whether it did.
-    fn help(&self) -> bool {
-        let enter = |inside| (inside & CLOSED == 0).then_some(inside + 1);
-        if self.inside.fetch_update(Ordering::AcqRel, Ordering::Acquire, enter).is_err() {
-            return false;
-        }
-        let take = |wanted: usize| wanted.checked_sub(1);
-        let wanted = self.wanted.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok();
-        if wanted {
-            // SAFETY: `help` is what `run` was made for, and is valid: `Ended` does not let the
-            // caller go before this thread has left.
-            let result = catch_unwind(AssertUnwindSafe(|| unsafe { (self.run)(self.help) }));
-            if let Err(panic) = result {
-                *lock(&self.panic) = Some(panic);
-            }
-        }
-        if self.inside.fetch_sub(1, Ordering::AcqRel) == CLOSED + 1 {
-            self.caller.unpark();
-        }
-        wanted
-    }
-}
-
-/// # Safety
-/// 1. `help` is a `&H` that is valid as long as this runs.
-unsafe fn run<H: Fn()>(help: *const ()) {
-    // SAFETY: condition 1.
-    let help = unsafe { &*help.cast::<H>() };
-    help();
-}
-
-/// Closes a call when it is dropped, and waits until all have left it.
-struct Ended<'a>(&'a Call);
-
-impl Drop for Ended<'_> {
-    fn drop(&mut self) {
-        let Self(call) = self;
-        if call.inside.fetch_or(CLOSED, Ordering::AcqRel) == 0 {
-            return;
-        }
-        let since = Instant::now();
-        while call.inside.load(Ordering::Acquire) != CLOSED {
-            let is_empty = || call.inside.load(Ordering::Acquire) == CLOSED;
-            if since.elapsed() < WAITS_FOR {
-                if !looks(is_empty) {
-                    thread::yield_now();
-                }
-            } else {
-                // The last one to leave sees that it is closed, and ends this.
-                thread::park();
-            }
-        }
-    }
-}
-
-/// Looks a few times whether something has come.
-fn looks(has_come: impl Fn() -> bool) -> bool {
-    (0..LOOKS).any(|_| {
-        std::hint::spin_loop();
-        has_come()
-    })
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::sync::Barrier;
 
     use super::*;
