@@ -248,8 +248,6 @@ mod tests {
         lock(&[(&a, 0, 100, true)]).unwrap();
     }
 
-    /// Also where the caller is a worker of somebody's pool: a call runs nothing but its own work,
-    /// so what is waited for is never suspended beneath.
     #[test]
     fn calls_wait_for_each_other() {
         let a = CpuBuffer::alloc(100).unwrap();

@@ -1,10 +1,9 @@
 //! Threads that help with a call for as long as it lasts.
 //!
-//! A thread that sleeps takes 20 to 50 us to wake, as long as a whole short call. So a call never
-//! waits for a helper that has not begun, and one that has helped looks out for the next call for
-//! a while before it sleeps ([`LOOKS_FOR`]). It gives its core away meanwhile, and sleeps as soon
-//! as somebody took it: a thread that wakes gets a core that is free, one that looks out stays
-//! where it is.
+//! A thread that sleeps takes 20 us and more to wake, as long as a whole short call. So a call
+//! never waits for a helper that has not begun, and one that has helped looks out for the next call
+//! for a while before it sleeps ([`LOOKS_FOR`]). It gives its core away meanwhile, and sleeps as
+//! soon as somebody took it, so that it stands in nobody's way.
 //!
 //! Knows nothing of units of work: a helper runs what the caller gave it, once.
 use std::io;
@@ -16,8 +15,8 @@ use std::time::{Duration, Instant};
 use super::call::{Call, looks};
 use super::place::Place;
 
-/// How long a helper looks out for more before it sleeps: operations of a step follow each other
-/// closer than that, steps of a small model too.
+/// How long a helper looks out for more before it sleeps: for calls that follow each other at once,
+/// as a write and attention do.
 const LOOKS_FOR: Duration = Duration::from_micros(200);
 /// How long it is away at most when it gives its core away and nobody wants it.
 const IS_BACK: Duration = Duration::from_micros(20);

@@ -1,8 +1,9 @@
 //! On which CPU a helper wakes.
 //!
-//! Linux may put a thread that wakes onto the CPU of whoever woke it though others are free, the
-//! more so in a virtual machine, where a sleeping CPU looks taken. There it waits for its caller,
-//! who wants help. So a helper wakes on any CPU but its caller's. Elsewhere nothing is done.
+//! Linux may put a thread that wakes onto the CPU of whoever woke it though others are free. That
+//! was seen in a virtual machine, where a sleeping CPU probably looks taken to it. There the helper
+//! waits for its caller, who wants help. So it wakes on any CPU but its caller's. On other systems
+//! nothing is done.
 #[cfg(target_os = "linux")]
 use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
