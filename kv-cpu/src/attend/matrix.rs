@@ -10,7 +10,7 @@
 )]
 use super::Job;
 use super::tile::{Seen, Tile, Tiles, bias_rows, weigh};
-use crate::encoding::{Element, Encoding};
+use crate::encoding::Encoding;
 use crate::kernel::{BLOCK, GROUP, Matrix, Memory, Queries, QueryShape, TILE, VISIT};
 use crate::num::to_usize;
 use crate::rows::PlaneRows;
@@ -40,7 +40,7 @@ impl<'s> OnMatrix<'s> {
         let (dim, terms) = (heads.dim_k, matrix.terms(q));
         let k = [true, false].map(|is_wide| job.k.rows(is_wide).encoding() == Encoding::Int8);
         let (shape, of_head) = if rows < BLOCK {
-            let shape = matrix.narrow((rows, dim, terms), is_exact(job), k.contains(&true));
+            let shape = matrix.narrow((rows, dim, terms), job.is_exact(), k.contains(&true));
             let words = |wanted: bool, words: usize| if wanted { words } else { 0 };
             let terms = words(k.contains(&false), shape.column_words());
             (shape, (terms, words(k.contains(&true), shape.byte_words())))
@@ -108,7 +108,7 @@ impl<'s> OnMatrix<'s> {
         let padded = tile.k.rows.len().next_multiple_of(GROUP);
         weigh_all(job, state, (0, rows), (seen, padded));
         state.ahead.resume(lines);
-        let weights = (&mut state.scores[..rows * TILE], is_exact(job));
+        let weights = (&mut state.scores[..rows * TILE], job.is_exact());
         let v = (&tile.v, &mut self.memory);
         self.matrix.sums_of_few(v, weights, (state.out, stride), state.ahead);
     }
@@ -132,7 +132,7 @@ impl<'s> OnMatrix<'s> {
         for first in (begin..end).step_by(BLOCK) {
             let weights = &mut state.scores[first * TILE..][..BLOCK * TILE];
             let out = &mut state.out[first * stride..][..BLOCK * stride];
-            self.matrix.sums(&mut self.memory, weights, is_exact(job), (out, stride));
+            self.matrix.sums(&mut self.memory, weights, job.is_exact(), (out, stride));
         }
     }
 }
@@ -157,11 +157,6 @@ pub(super) fn tokens(job: &Job<'_>, rows: usize) -> usize {
 }
 /// Bytes of a tile of K for few rows.
 const BYTES_OF_FEW: usize = 20 << 10;
-
-/// Whether outputs have use for all bits of a weight.
-fn is_exact(job: &Job<'_>) -> bool {
-    job.out.element() == Element::F32
-}
 
 /// The rows that see some of a tile, from a multiple of [`BLOCK`] on.
 fn seeing(rows: usize, seen: &Seen<'_>, tile: &Tile<'_>) -> (usize, usize) {

@@ -23,7 +23,7 @@ pub(crate) use unit::{Scratch, Unit};
 use crate::access::Access;
 use crate::backend::Cpu;
 use crate::buffer::CpuBuffer;
-use crate::encoding::unsupported;
+use crate::encoding::{Element, unsupported};
 use crate::kernel::{LANES_MAX, Running};
 use crate::num::{to_u64, to_usize};
 use crate::rows::{PlaneRows, Room, RowAt, RowsIn, RowsOut};
@@ -159,6 +159,16 @@ impl Job<'_> {
     /// The entry of a batch, and its index.
     fn sequence(&self, entry: usize) -> Option<&PlannedSequence> {
         self.plan.sequences().get(entry)
+    }
+
+    /// Whether outputs have use for all bits of a weight.
+    fn is_exact(&self) -> bool {
+        self.out.element() == Element::F32
+    }
+
+    /// Whether their sums are results themselves, or those outputs.
+    fn has_exact_sums(&self) -> bool {
+        self.is_exact() || self.lse.is_some()
     }
 
     /// Multiplications of the whole call, about.

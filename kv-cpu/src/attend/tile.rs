@@ -268,6 +268,7 @@ pub(super) fn weigh(
         bias: &state.tile_bias[row..][..rows],
         scale: job.options.scale(),
         cap: job.options.cap(),
+        exact: job.has_exact_sums(),
         running: &mut state.running[row..][..rows],
         out: &mut state.out[row * stride..],
         stride,

@@ -202,6 +202,19 @@ primitives! {
         let keep = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(exp::LEAST));
         _mm512_maskz_scalef_ps(keep, p, n)
     }
+    fn exp_short(x: __m512) -> __m512 {
+        let (one, round) = (_mm512_set1_ps(1.0), _mm512_set1_ps(exp::ROUND));
+        let log2_e = _mm512_set1_ps(std::f32::consts::LOG2_E);
+        let n = _mm512_sub_ps(_mm512_fmadd_ps(x, log2_e, round), round);
+        let r = _mm512_fmsub_ps(x, log2_e, n);
+        let [first, second, third, fourth] = exp::SHORT;
+        let p = _mm512_fmadd_ps(_mm512_set1_ps(first), r, _mm512_set1_ps(second));
+        let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(third));
+        let p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(fourth));
+        let p = _mm512_fmadd_ps(p, r, one);
+        let keep = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(exp::LEAST));
+        _mm512_maskz_scalef_ps(keep, p, n)
+    }
     fn split_pairs(group: &mut [f32; 32]) -> () {
         let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
         let odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));

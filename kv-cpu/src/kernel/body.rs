@@ -19,7 +19,11 @@ use crate::encoding::RowLayout;
 
 /// One step of the online softmax, row by row.
 #[inline(always)]
-pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>, ahead: &mut Ahead<'_>) {
+pub(super) fn softmax<S: Simd, const EXACT: bool>(
+    s: S,
+    args: &mut Softmax<'_>,
+    ahead: &mut Ahead<'_>,
+) {
     let ((begin, end), rows) = (args.range, args.running.len());
     assert!(
         begin <= end
@@ -37,9 +41,9 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>, ahead: &mut Ahead<'
             // Loops of a known length are better code, and so is one row alone.
             let ahead = (&mut *ahead, pace);
             if some > 1 {
-                weigh_rows::<S, TOGETHER>(s, args, (row, some, end), ahead);
+                weigh_rows::<S, TOGETHER, EXACT>(s, args, (row, some, end), ahead);
             } else {
-                weigh_rows::<S, 1>(s, args, (row, 1, end), ahead);
+                weigh_rows::<S, 1, EXACT>(s, args, (row, 1, end), ahead);
             }
             row += some;
         }
@@ -48,7 +52,13 @@ pub(super) fn softmax<S: Simd>(s: S, args: &mut Softmax<'_>, ahead: &mut Ahead<'
     for (row, running) in args.running.iter_mut().enumerate() {
         ahead.fetch(s, pace);
         let scores = &mut args.scores[row * TILE..][..TILE];
-        let factor = weigh(s, scores, args.range, (args.bias[row], args.scale, args.cap), running);
+        let factor = weigh::<S, EXACT>(
+            s,
+            scores,
+            args.range,
+            (args.bias[row], args.scale, args.cap),
+            running,
+        );
         rescale(s, &mut args.out[row * args.stride..][..args.stride], factor);
     }
 }
@@ -58,25 +68,25 @@ const TOGETHER: usize = 8;
 
 /// Calls [`weigh_tile`] with a length that it knows, where that is a usual one.
 #[inline(always)]
-fn weigh_rows<S: Simd, const MOST: usize>(
+fn weigh_rows<S: Simd, const MOST: usize, const EXACT: bool>(
     s: S,
     args: &mut Softmax<'_>,
     (first, rows, end): (usize, usize, usize),
     ahead: (&mut Ahead<'_>, usize),
 ) {
     if end == S::TOKENS {
-        weigh_tile::<S, MOST>(s, args, (first, rows, S::TOKENS), ahead);
+        weigh_tile::<S, MOST, EXACT>(s, args, (first, rows, S::TOKENS), ahead);
     } else if end == TILE {
-        weigh_tile::<S, MOST>(s, args, (first, rows, TILE), ahead);
+        weigh_tile::<S, MOST, EXACT>(s, args, (first, rows, TILE), ahead);
     } else {
-        weigh_tile::<S, MOST>(s, args, (first, rows, end), ahead);
+        weigh_tile::<S, MOST, EXACT>(s, args, (first, rows, end), ahead);
     }
 }
 
 /// As [`weigh`] does for one, with the same bits: several rows of whole vectors from a tile's begin
 /// on, so that those wait for each other's reductions less.
 #[inline(always)]
-fn weigh_tile<S: Simd, const MOST: usize>(
+fn weigh_tile<S: Simd, const MOST: usize, const EXACT: bool>(
     s: S,
     args: &mut Softmax<'_>,
     (first, rows, end): (usize, usize, usize),
@@ -94,7 +104,7 @@ fn weigh_tile<S: Simd, const MOST: usize>(
     let mut sums = [s.splat(0.0); TOGETHER];
     for row in 0..rows {
         let base = base(args.running[first + row].max.max(tops[row]));
-        sums[row] = weigh_row(s, scores.wrapping_add(row * TILE), end, s.splat(-base));
+        sums[row] = weigh_row::<S, EXACT>(s, scores.wrapping_add(row * TILE), end, s.splat(-base));
     }
     let sums = if MOST == 1 { [s.reduce_add(sums[0]); TOGETHER] } else { s.reduce_add8(sums) };
     for row in 0..rows {
@@ -123,18 +133,28 @@ fn scale_row<S: Simd>(s: S, scores: *mut f32, end: usize, (bias, scale): (S::F, 
 
 /// Makes them weights. Returns their sum, lane by lane.
 #[inline(always)]
-fn weigh_row<S: Simd>(s: S, scores: *mut f32, end: usize, minus_base: S::F) -> S::F {
+fn weigh_row<S: Simd, const EXACT: bool>(
+    s: S,
+    scores: *mut f32,
+    end: usize,
+    minus_base: S::F,
+) -> S::F {
     let (mut sum, mut i) = (s.splat(0.0), 0);
     while i < end {
         // SAFETY: as in `scale_row`.
         let score = unsafe { s.load(scores, i) };
-        let weight = s.exp(s.add(score, minus_base));
+        let weight = exp::<S, EXACT>(s, s.add(score, minus_base));
         sum = s.add(sum, weight);
         // SAFETY: as above.
         unsafe { s.store(scores, i, weight) };
         i += S::LANES;
     }
     sum
+}
+
+#[inline(always)]
+fn exp<S: Simd, const EXACT: bool>(s: S, x: S::F) -> S::F {
+    if EXACT { s.exp(x) } else { s.exp_short(x) }
 }
 
 /// What weights are relative to: 0 as long as every score is minus infinity, as the difference of
@@ -166,7 +186,7 @@ fn rescale<S: Simd>(s: S, out: &mut [f32], factor: f32) {
 /// Biases, scales and caps the scores of a range, makes them weights relative to the new running
 /// maximum and updates the running sum. Returns the factor from the old maximum to the new.
 #[inline(always)]
-fn weigh<S: Simd>(
+fn weigh<S: Simd, const EXACT: bool>(
     s: S,
     scores: &mut [f32],
     (begin, end): (usize, usize),
@@ -207,7 +227,7 @@ fn weigh<S: Simd>(
     while i < last {
         // SAFETY: as above.
         let score = unsafe { s.load(scores.as_ptr(), i) };
-        let weight = s.exp(s.add(score, s.splat(-base)));
+        let weight = exp::<S, EXACT>(s, s.add(score, s.splat(-base)));
         sum = s.add(sum, weight);
         // SAFETY: as above.
         unsafe { s.store(scores.as_mut_ptr(), i, weight) };

@@ -123,6 +123,8 @@ pub(crate) struct Softmax<'a> {
     pub(crate) bias: &'a [f32],
     pub(crate) scale: f32,
     pub(crate) cap: Option<f32>,
+    /// Whether anyone has use for all bits of a weight.
+    pub(crate) exact: bool,
     /// By row; their number is that of the rows.
     pub(crate) running: &'a mut [Running],
     /// Sums so far, `stride` apart: brought to the new maximum.
@@ -142,7 +144,8 @@ pub(crate) struct Table {
     /// By element type.
     encode: [Encode; 3],
     row_scales: unsafe fn(&TileRows<'_>, &RowLayout) -> [f32; TILE],
-    softmax: unsafe fn(&mut Softmax<'_>, &mut Ahead<'_>),
+    /// With shorter exponentials, and with exact ones.
+    softmax: [unsafe fn(&mut Softmax<'_>, &mut Ahead<'_>); 2],
     combine: unsafe fn(&mut [f32], f32, &[f32], f32),
     scale: unsafe fn(&mut [f32], f32),
     split_pairs: unsafe fn(&mut [f32]),
@@ -211,8 +214,9 @@ impl Kernels {
     }
     /// Turns scores into weights.
     pub(crate) fn softmax(self, args: &mut Softmax<'_>, ahead: &mut Ahead<'_>) {
+        let kernel = self.0.softmax[usize::from(args.exact)];
         // SAFETY: the CPU has the instruction set, by `Self::of`.
-        unsafe { (self.0.softmax)(args, ahead) }
+        unsafe { kernel(args, ahead) }
     }
     /// Decodes a row, short of its own scale, which is `kv_quant::row::decode_row` with a scale of
     /// 1 to the bit.
@@ -319,8 +323,8 @@ macro_rules! table {
                 tile::row_scales($simd, rows, layout)
             }
             $(#[$attribute])*
-            fn softmax(args: &mut Softmax<'_>, ahead: &mut Ahead<'_>) {
-                body::softmax($simd, args, ahead);
+            fn softmax<const EXACT: bool>(args: &mut Softmax<'_>, ahead: &mut Ahead<'_>) {
+                body::softmax::<_, EXACT>($simd, args, ahead);
             }
             $(#[$attribute])*
             fn combine(a: &mut [f32], x: f32, b: &[f32], y: f32) {
@@ -376,7 +380,7 @@ macro_rules! table {
                 decode: each!(decode),
                 encode: [encode::<F32>, encode::<F16>, encode::<Bf16>],
                 row_scales,
-                softmax,
+                softmax: [softmax::<false>, softmax::<true>],
                 combine,
                 scale,
                 split_pairs,

@@ -57,6 +57,10 @@ impl Simd for Scalar {
         x.exp()
     }
     #[inline(always)]
+    fn exp_short(self, x: f32) -> f32 {
+        x.exp()
+    }
+    #[inline(always)]
     fn reduce_add(self, v: f32) -> f32 {
         v
     }
