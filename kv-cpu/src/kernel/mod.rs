@@ -214,7 +214,8 @@ impl Kernels {
     }
     /// Turns scores into weights.
     pub(crate) fn softmax(self, args: &mut Softmax<'_>, ahead: &mut Ahead<'_>) {
-        let kernel = self.0.softmax[usize::from(args.exact)];
+        let [short, exact] = self.0.softmax;
+        let kernel = if args.exact { exact } else { short };
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { kernel(args, ahead) }
     }
