@@ -215,7 +215,7 @@ pub(super) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
             && stride.is_multiple_of(BLOCK)
             && (1..=stride).contains(&layout.dim())
             && memory.rows.len() >= TILE * tile.rows.bytes()
-            && memory.v.words.len() >= 2 * of_group
+            && memory.v.words.len() >= of_group
             && memory.products.len() >= 4 * blocks * WORDS
             && memory.weights.len() >= parts * blocks * WORDS
             && out.len() >= rows * stride,
@@ -232,10 +232,10 @@ pub(super) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
     let from = &from.as_chunks::<2>().0[..parts];
     let weights = &memory.weights[..parts * blocks * WORDS];
     for index in 0..=groups {
-        // Two groups at once: what one has stored is loaded while the other is brought in.
+        // Products of two groups at once: what a unit has stored is there late.
         let odd = index % 2;
         if index < groups {
-            let words = memory.v.words[odd * of_group..][..of_group].as_mut_ptr();
+            let words = memory.v.words[..of_group].as_mut_ptr();
             // SAFETY: rows of the layout, a group that it has, and room for its blocks.
             unsafe {
                 pairs_of::<W, U, E>((w, unit), from, (layout, index * GROUP), words, (ahead, pace));

@@ -130,8 +130,7 @@ struct Blocks<'a> {
 impl<'a> Blocks<'a> {
     /// Words of two terms: a word is two values, and the last group of a row is whole.
     fn words(dim: usize) -> usize {
-        // Few rows have two groups there at once.
-        dim.div_ceil(GROUP).max(2).saturating_mul(2 * PARTS * WORDS)
+        dim.div_ceil(GROUP).saturating_mul(2 * PARTS * WORDS)
     }
 
     fn new(words: &'a mut [u32], dim: usize) -> Self {
