@@ -25,9 +25,6 @@ use std::f32::consts::FRAC_1_SQRT_2;
 
 use kv_core::calibration::HeadConstants;
 
-/// Values that the first strides handle in registers.
-const LANES: usize = 8;
-
 /// Rotates a row: the orthonormal Walsh-Hadamard transform of every block of it.
 ///
 /// The blocks are the powers of two that sum to the length, largest first ([`blocks`]). Two
@@ -58,7 +55,8 @@ pub fn rotate(values: &mut [f32]) {
 
 /// The powers of two that sum to `len`, largest first: 80 is 64 + 16.
 pub fn blocks(len: usize) -> impl Iterator<Item = usize> {
-    (0..usize::BITS).rev().map(|bit| 1_usize << bit).filter(move |block| len & block != 0)
+    let largest = |rest: usize| rest.checked_ilog2().map(|bit| 1_usize << bit);
+    std::iter::successors(largest(len), move |block| largest(len & block.saturating_sub(1)))
 }
 
 /// What the rotation of a block of `block` values multiplies with: `1 / sqrt(block)`, rounded to
@@ -124,14 +122,20 @@ fn assert_lengths(values: &[f32], constants: &[f32]) {
 /// One block, its length a power of two.
 fn rotate_block(values: &mut [f32]) {
     let norm = norm(values.len());
-    let mut stride = if values.len() >= LANES {
-        for lanes in values.as_chunks_mut::<LANES>().0 {
-            first_strides(lanes);
-        }
-        LANES
-    } else {
-        1
-    };
+    let mut stride: usize = 1;
+    // Two strides at a time while there are two, by loops whose lengths the compiler knows.
+    for four in values.as_chunks_mut::<4>().0 {
+        *four = two_strides(*four);
+        stride = 4;
+    }
+    for part in values.as_chunks_mut::<16>().0 {
+        two_strides_of_parts::<4>(part);
+        stride = 16;
+    }
+    for part in values.as_chunks_mut::<64>().0 {
+        two_strides_of_parts::<16>(part);
+        stride = 64;
+    }
     while stride < values.len() {
         butterflies(values, stride);
         stride = stride.saturating_mul(2);
@@ -141,19 +145,25 @@ fn rotate_block(values: &mut [f32]) {
     }
 }
 
-/// Strides 1, 2 and 4 of eight values, in registers.
-fn first_strides(lanes: &mut [f32; LANES]) {
-    for stride in [1, 2, 4] {
-        butterflies(lanes, stride);
+/// The strides of one value and of two.
+fn two_strides([a, b, c, d]: [f32; 4]) -> [f32; 4] {
+    let ((ab, a_b), (cd, c_d)) = ((a + b, a - b), (c + d, c - d));
+    [ab + cd, a_b + c_d, ab - cd, a_b - c_d]
+}
+
+/// The same of `N` values, and of twice as many.
+#[inline]
+fn two_strides_of_parts<const N: usize>(values: &mut [f32]) {
+    if let [a, b, c, d] = values.as_chunks_mut::<N>().0 {
+        for (((a, b), c), d) in a.iter_mut().zip(b).zip(c).zip(d) {
+            [*a, *b, *c, *d] = two_strides([*a, *b, *c, *d]);
+        }
     }
 }
 
-#[inline]
 fn butterflies(values: &mut [f32], stride: usize) {
     for pair in values.chunks_exact_mut(stride.saturating_mul(2)) {
-        let Some((upper, lower)) = pair.split_at_mut_checked(stride) else {
-            break; // a chunk is two strides long
-        };
+        let (upper, lower) = pair.split_at_mut(stride);
         for (a, b) in upper.iter_mut().zip(lower) {
             (*a, *b) = (*a + *b, *a - *b);
         }
