@@ -3,7 +3,7 @@ mod tail;
 
 use kv_core::DeviceError;
 use kv_core::plan::{PlannedSequence, WriteArgs, WritePlan};
-use kv_quant::{block, row, transform};
+use kv_quant::{block, transform};
 
 use crate::access::Access;
 use crate::attend::Scratch;
@@ -185,7 +185,7 @@ fn encode_row(
         None if is_wide => block::encode_wide(values, to),
         None => {
             let inv_scale = plane.head_constants(head).map_or(1.0, |head| head.inv_scale);
-            row::encode_row(format, inv_scale, values, to);
+            cpu.kernels.encode_row(format, inv_scale, values, to);
         }
     }
 }

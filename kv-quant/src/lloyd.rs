@@ -13,6 +13,10 @@
 //! distortion", 1960. The numbers are the fixed point of Lloyd's iteration in f64, rounded once; a
 //! test repeats it.
 #![expect(
+    clippy::inline_always,
+    reason = "what encodes is compiled for the instruction set of its caller"
+)]
+#![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
@@ -144,11 +148,11 @@ impl Codebook for Book3 {
     const TRIED: &'static [f32] = &[0.9, 0.95, 1.05, 1.1];
     const BIAS_WEIGHT: f32 = 24.0;
 
-    #[inline]
+    #[inline(always)]
     fn index(value: f32) -> u8 {
         count(value, &L3_THRESHOLDS)
     }
-    #[inline]
+    #[inline(always)]
     fn nearest(value: f32) -> f32 {
         choose(value, &L3, &L3_THRESHOLDS)
     }
@@ -165,11 +169,11 @@ impl Codebook for Book4 {
     const TRIED: &'static [f32] = &[0.9, 0.95, 1.05, 1.1];
     const BIAS_WEIGHT: f32 = 4.0;
 
-    #[inline]
+    #[inline(always)]
     fn index(value: f32) -> u8 {
         count(value, &L4_THRESHOLDS)
     }
-    #[inline]
+    #[inline(always)]
     fn nearest(value: f32) -> f32 {
         choose(value, &L4, &L4_THRESHOLDS)
     }
@@ -186,11 +190,11 @@ impl Codebook for Book6 {
     const TRIED: &'static [f32] = &[0.94, 1.06];
     const BIAS_WEIGHT: f32 = 4.0;
 
-    #[inline]
+    #[inline(always)]
     fn index(value: f32) -> u8 {
         L6_CELLS.index(value)
     }
-    #[inline]
+    #[inline(always)]
     fn nearest(value: f32) -> f32 {
         Self::magnitude(Self::index(value))
     }
@@ -201,7 +205,7 @@ impl Codebook for Book6 {
 }
 
 /// How many thresholds lie below `value`: vector code when inlined into a loop.
-#[inline]
+#[inline(always)]
 fn count<const N: usize>(value: f32, thresholds: &[f32; N]) -> u8 {
     let below = thresholds.iter().map(|threshold| u32::from(value > *threshold));
     below.sum::<u32>() as u8
@@ -209,7 +213,7 @@ fn count<const N: usize>(value: f32, thresholds: &[f32; N]) -> u8 {
 
 /// The magnitude of that index, without a look into memory. Bits of floats are summed, as integers:
 /// of each threshold below `value` what the next magnitude has more than the one before.
-#[inline]
+#[inline(always)]
 fn choose<const N: usize, const M: usize>(
     value: f32,
     magnitudes: &[f32; N],
@@ -260,7 +264,7 @@ impl Cells {
         cells
     }
 
-    #[inline]
+    #[inline(always)]
     fn index(&self, value: f32) -> u8 {
         // In a float from 2^23 on the last bit is worth 1: adding it rounds to the nearest cell.
         const ROUNDER: f32 = 8_388_608.0;

@@ -14,6 +14,10 @@
 //! # Source
 //! Open Compute Project, "OFP8 Formats for Deep Learning" 1.0 and "Microscaling Formats (MX)" 1.0.
 #![expect(
+    clippy::inline_always,
+    reason = "what encodes is compiled for the instruction set of its caller"
+)]
+#![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_possible_truncation,
@@ -38,20 +42,20 @@ const FP8_NAN: u8 = 0x7F;
 const E2M1_NAN: u8 = 0x7;
 
 /// The E4M3 code nearest to `value`; NaN is `0x7F`.
-#[inline]
+#[inline(always)]
 pub fn e4m3_encode(value: f32) -> u8 {
     let code = magnitude::<3, 7>(value, 448.0) | sign(value, 7);
     if value.is_nan() { FP8_NAN } else { code }
 }
 
 /// The value of an E4M3 code.
-#[inline]
+#[inline(always)]
 pub fn e4m3_decode(code: u8) -> f32 {
     E4M3[usize::from(code)]
 }
 
 /// The E5M2 code nearest to `value`, never infinite; NaN is `0x7F`.
-#[inline]
+#[inline(always)]
 pub fn e5m2_encode(value: f32) -> u8 {
     let code = magnitude::<2, 15>(value, 57344.0) | sign(value, 7);
     if value.is_nan() { FP8_NAN } else { code }
@@ -64,7 +68,7 @@ pub fn e5m2_decode(code: u8) -> f32 {
 }
 
 /// The E2M1 code nearest to `value`, in the low 4 bits; NaN, which has none, is `0x7`.
-#[inline]
+#[inline(always)]
 pub fn e2m1_encode(value: f32) -> u8 {
     let code = magnitude::<1, 1>(value, 6.0) | sign(value, 3);
     if value.is_nan() { E2M1_NAN } else { code }
@@ -77,7 +81,7 @@ pub fn e2m1_decode(code: u8) -> f32 {
 }
 
 /// The value of the E2M1 code nearest to `value`, without a table: vector code in a loop.
-#[inline]
+#[inline(always)]
 pub(crate) fn e2m1_round(value: f32) -> f32 {
     // Below 1 numbers are 1/2 apart, as floats from 2^22 on; above, 1 bit of mantissa is kept.
     const ROUNDER: f32 = 4_194_304.0;
@@ -124,7 +128,7 @@ pub fn e8m0_decode(code: u8) -> f32 {
 
 /// The code of `|value|`, saturated at `largest`. Both ways are taken and one is chosen, so that
 /// loops over values become vector code.
-#[inline]
+#[inline(always)]
 fn magnitude<const MANTISSA: u32, const BIAS: u32>(value: f32, largest: f32) -> u8 {
     let smallest_normal = f32::from_bits((127 + 1 - BIAS) << 23);
     // A float whose last bit has the worth of the kind's smallest number: adding it rounds.
@@ -140,7 +144,7 @@ fn magnitude<const MANTISSA: u32, const BIAS: u32>(value: f32, largest: f32) -> 
     (if value < smallest_normal { subnormal } else { normal }) as u8
 }
 
-#[inline]
+#[inline(always)]
 fn sign(value: f32, at: u32) -> u8 {
     (value.to_bits() >> 31 << at) as u8
 }

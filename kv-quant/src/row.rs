@@ -40,6 +40,10 @@
 //! # Ok::<(), kv_core::error::UnknownName>(())
 //! ```
 #![expect(
+    clippy::inline_always,
+    reason = "what encodes is compiled for the instruction set of its caller"
+)]
+#![expect(
     clippy::indexing_slicing,
     reason = "slices are cut by the format's sizes, against which the row's length is asserted"
 )]
@@ -67,7 +71,7 @@ use scaled::{E4m3, E5m2, Int8};
 ///
 /// # Panics
 /// When `row` is not [`KvFormat::row_bytes`] long for that many values.
-#[inline]
+#[inline(always)]
 pub fn encode_row(format: KvFormat, inv_scale: f32, values: &[f32], row: &mut [u8]) {
     let cut = Cut::new(format, values.len(), row.len());
     match format {
@@ -102,6 +106,7 @@ pub fn decode_row(format: KvFormat, scale: f32, row: &[u8], values: &mut [f32]) 
     }
 }
 
+#[inline(always)]
 fn encode_codes(
     format: KvFormat,
     inv_scale: f32,
@@ -144,6 +149,7 @@ fn decode_codes(format: KvFormat, given: f32, codes: &[u8], scales: &[u8], value
     }
 }
 
+#[inline(always)]
 fn encode_lloyd<B: Codebook>(
     group: ScaleGroup,
     values: &[f32],

@@ -19,6 +19,7 @@ mod convert;
     )
 )]
 mod matrix;
+mod quant;
 mod rows;
 mod scores;
 mod simd;
@@ -45,7 +46,6 @@ pub(crate) use rows::TileRows;
 pub(crate) use simd::LANES_MAX;
 pub(crate) use stored::GROUP;
 
-use kv_core::KvFormat;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use matrix::amx::is_available as has_amx;
 
@@ -152,6 +152,7 @@ pub(crate) struct Table {
     join_pairs: unsafe fn(&mut [f32]),
     copy_past: unsafe fn(&[u8], &mut [u8], &[u8]),
     fence: unsafe fn(),
+    encode_row: quant::EncodeRow,
 }
 
 /// A table whose instruction set this CPU has.
@@ -263,26 +264,6 @@ impl Kernels {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { (self.0.join_pairs)(row) }
     }
-
-    /// Decodes a row with its own scale, or the given one: `kv_quant::row::decode_row` to the bit.
-    pub(crate) fn decode_scaled(self, layout: &RowLayout, given: f32, from: &[u8], to: &mut [f32]) {
-        if layout.encoding() == Encoding::Nvfp4 {
-            // Its definition rounds the product of both scales first, which only sums may ignore.
-            kv_quant::row::decode_row(KvFormat::Nvfp4, given, from, to);
-            return;
-        }
-        self.decode(layout, from, to);
-        let scale = if layout.has_scale() {
-            let row = TileRows::of([from], layout.bytes());
-            let [scale, ..] = self.row_scales(&row, layout);
-            scale
-        } else {
-            given
-        };
-        if scale.to_bits() != 1.0_f32.to_bits() {
-            self.scale(to, scale);
-        }
-    }
 }
 
 /// The kernel of an encoding.
@@ -302,6 +283,7 @@ macro_rules! table {
                 Ahead, Scores, Softmax, Sums, TILE, Table, TileRows, body, scores, sums, tile,
             };
             use crate::encoding::RowLayout;
+            use kv_core::KvFormat;
 
             $(#[$attribute])*
             fn scores<E: Stored>(args: &mut Scores<'_>, ahead: &mut Ahead<'_>) {
@@ -318,6 +300,10 @@ macro_rules! table {
             $(#[$attribute])*
             fn encode<E: Plain>(from: &[f32], to: &mut [u8]) {
                 body::encode::<_, E>($simd, from, to)
+            }
+            $(#[$attribute])*
+            fn encode_row(format: KvFormat, inv_scale: f32, values: &[f32], row: &mut [u8]) {
+                kv_quant::row::encode_row(format, inv_scale, values, row);
             }
             $(#[$attribute])*
             fn row_scales(rows: &TileRows<'_>, layout: &RowLayout) -> [f32; TILE] {
@@ -388,6 +374,7 @@ macro_rules! table {
                 join_pairs,
                 copy_past,
                 fence,
+                encode_row,
             }
         };
     };

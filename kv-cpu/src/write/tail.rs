@@ -6,7 +6,7 @@
 use kv_core::plan::{PlannedSequence, WritePlan};
 use kv_core::{KvFormat, Place};
 use kv_quant::block::{self, BlockMean};
-use kv_quant::{row, transform};
+use kv_quant::transform;
 
 use crate::attend::Scratch;
 use crate::backend::Cpu;
@@ -172,7 +172,7 @@ impl<'a> Grow<'a> {
             } else {
                 let constants = self.plane.head_constants(self.head);
                 let inv_scale = constants.map_or(1.0, |head| head.inv_scale);
-                row::encode_row(layout.format(), inv_scale, values, to);
+                self.cpu.kernels.encode_row(layout.format(), inv_scale, values, to);
             }
         }
     }

@@ -7,9 +7,12 @@
 //! its block decodes to NaN; a NaN makes its block's scale NaN where ggml overlooks it; the
 //! reciprocal of a scale so small that it is infinite counts as 0.
 #![expect(
+    clippy::inline_always,
+    reason = "what encodes is compiled for the instruction set of its caller"
+)]
+#![expect(
     clippy::as_conversions,
     clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
     clippy::indexing_slicing,
     reason = "floats, and blocks of known size"
 )]
@@ -24,6 +27,7 @@ const Q8_0_BYTES: usize = SCALE_BYTES + BLOCK;
 const Q4_0_BYTES: usize = SCALE_BYTES + BLOCK / 2;
 
 /// `blocks` is 0 when this begins.
+#[inline(always)]
 pub(super) fn encode_q8_0(values: &[f32], blocks: &mut [u8]) {
     for_blocks::<Q8_0_BYTES>(values, blocks, |values, block| {
         let (to, codes) = block.split_at_mut(SCALE_BYTES);
@@ -39,6 +43,7 @@ pub(super) fn encode_q8_0(values: &[f32], blocks: &mut [u8]) {
 }
 
 /// `blocks` is 0 when this begins.
+#[inline(always)]
 pub(super) fn encode_q4_0(values: &[f32], blocks: &mut [u8]) {
     for_blocks::<Q4_0_BYTES>(values, blocks, |values, block| {
         let (to, codes) = block.split_at_mut(SCALE_BYTES);
@@ -50,10 +55,10 @@ pub(super) fn encode_q4_0(values: &[f32], blocks: &mut [u8]) {
         // more is negative.
         let extreme = values.iter().find(|value| amax > 0.0 && value.abs() >= amax);
         let inverse = put_scale(extreme.unwrap_or(&0.0) / -8.0, to);
-        let quantise = |value: f32| (value * inverse + 8.5).clamp(0.0, 15.0) as u8;
-        let (low, high) = values.split_at(BLOCK / 2);
+        let nibbles = values.map(|value| nibble(value * inverse + 8.5));
+        let (low, high) = nibbles.split_at(BLOCK / 2);
         for ((code, low), high) in codes.iter_mut().zip(low).zip(high) {
-            *code = quantise(*low) | quantise(*high) << 4;
+            *code = low | high << 4;
         }
     });
 }
@@ -80,7 +85,7 @@ pub(super) fn decode_q4_0(blocks: &[u8], values: &mut [f32]) {
 }
 
 /// Calls `encode` for every block of values, the last one filled up with zeros.
-#[inline]
+#[inline(always)]
 fn for_blocks<const BYTES: usize>(
     values: &[f32],
     blocks: &mut [u8],
@@ -97,7 +102,7 @@ fn for_blocks<const BYTES: usize>(
 
 /// Stores a scale and returns the number to multiply values with, which ggml takes from the scale
 /// before it is rounded.
-#[inline]
+#[inline(always)]
 fn put_scale(scale: f32, to: &mut [u8]) -> f32 {
     let stored = f16::from_f32(scale);
     let saturates = stored.is_infinite();
@@ -107,9 +112,21 @@ fn put_scale(scale: f32, to: &mut [u8]) -> f32 {
     if inverse.is_finite() { inverse } else { 0.0 }
 }
 
+/// The integer at or below in 0..=15, 0 for NaN. A cast would be a branch for every value.
+#[inline(always)]
+fn nibble(value: f32) -> u8 {
+    // Adding a float whose last bit is worth 1 rounds to even; what went up goes down again.
+    const ROUNDER: f32 = 8_388_608.0;
+    let value = if value > 0.0 { value } else { 0.0 };
+    let value = if value < 15.0 { value } else { 15.0 };
+    let even = (value + ROUNDER) - ROUNDER;
+    let below = if even > value { even - 1.0 } else { even };
+    (below + ROUNDER).to_bits() as u8
+}
+
 /// The nearest integer in -127..=127, halves away from zero, as C's `roundf`, in two's complement.
 /// `f32::round` would be a call for every value.
-#[inline]
+#[inline(always)]
 fn round_half_away(value: f32) -> u8 {
     // Adding a float whose last bit is worth 1 rounds to even; halves that went down go up again.
     const ROUNDER: f32 = 8_388_608.0;

@@ -14,6 +14,10 @@
 //!   square of `<x, s c> - |x|^2` summed over the row so far: what one group lost the next makes up
 //!   for.
 #![expect(
+    clippy::inline_always,
+    reason = "what encodes is compiled for the instruction set of its caller"
+)]
+#![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
     clippy::cast_precision_loss,
@@ -42,6 +46,7 @@ const NEIGHBOURS: i16 = 2;
 const MAKE_UP: f32 = 1.0 / 16.0;
 
 /// Encodes a row with one f16 scale. `codes` and `scales` are 0 when this begins.
+#[inline(always)]
 pub(super) fn encode<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     let Some(amax) = scale::amax(values) else {
         scale::put(f16::NAN, scales);
@@ -70,7 +75,7 @@ pub(super) fn encode<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut
 }
 
 /// The reciprocal of the scale whose codes have the largest cosine with the row, and `<x, c>`.
-#[inline]
+#[inline(always)]
 fn search<B: Codebook>(values: &[f32], amax: f32, energy: f32) -> (f32, f32) {
     let [of_rms, of_amax] = B::NEAR_SCALE;
     let rms = (energy / values.len() as f32).sqrt();
@@ -98,14 +103,14 @@ struct Codes {
 }
 
 impl Codes {
-    #[inline]
+    #[inline(always)]
     fn of<B: Codebook>(values: &[f32], scale: f32) -> Self {
         let inverse = scale.recip();
         let [projection, energy] = pair_sums::<B>(values, inverse, |a, c| [a * c, c * c]);
         Self { inverse, projection, energy, score: projection * (projection / energy) }
     }
 
-    #[inline]
+    #[inline(always)]
     fn or_better(self, other: Self) -> Self {
         if other.score > self.score { other } else { self }
     }
@@ -113,6 +118,7 @@ impl Codes {
 
 /// Encodes a row with an E4M3 scale for every 32 values. `codes` and `scales` are 0 when this
 /// begins.
+#[inline(always)]
 pub(super) fn encode_groups<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     // <x, s c> - |x|^2 over the groups so far.
     let mut owed = 0.0;
@@ -135,7 +141,7 @@ pub(super) fn encode_groups<B: Codebook>(values: &[f32], codes: &mut [u8], scale
 }
 
 /// The code of the scale for a group, 0 where zeros are nearer than anything else.
-#[inline]
+#[inline(always)]
 fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f32) -> u8 {
     let [of_rms, of_amax] = B::NEAR_GROUP_SCALE;
     let rms = (energy / values.len() as f32).sqrt();
@@ -166,7 +172,7 @@ fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f
 }
 
 /// Encodes up to 32 values with the scale of which `inverse` is the reciprocal.
-#[inline]
+#[inline(always)]
 fn encode_group<B: Codebook>(values: &[f32], inverse: f32, bytes: &mut [u8]) {
     // A whole group has a length that the compiler knows.
     match values.as_array::<GROUP>() {
@@ -176,7 +182,6 @@ fn encode_group<B: Codebook>(values: &[f32], inverse: f32, bytes: &mut [u8]) {
 }
 
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "so that whole groups are compiled apart")]
 fn encode_some<B: Codebook>(values: &[f32], inverse: f32, bytes: &mut [u8]) {
     let mut codes = [0; GROUP];
     let codes = &mut codes[..values.len()];
@@ -230,14 +235,14 @@ fn decode_some<B: Codebook>(bytes: &[u8], scale: f32, values: &mut [f32]) {
 }
 
 /// The magnitude of a value, at most [`LIMIT`].
-#[inline]
+#[inline(always)]
 fn limited(value: f32) -> f32 {
     let magnitude = value.abs();
     if magnitude < LIMIT { magnitude } else { LIMIT }
 }
 
 /// Sums terms of every magnitude and the level it takes.
-#[inline]
+#[inline(always)]
 fn pair_sums<B: Codebook>(
     values: &[f32],
     inverse: f32,

@@ -10,6 +10,10 @@
 //! # Source
 //! NVIDIA, "Pretraining Large Language Models with NVFP4", 2025; Cook et al., "Four Over Six",
 //! 2025.
+#![expect(
+    clippy::inline_always,
+    reason = "what encodes is compiled for the instruction set of its caller"
+)]
 
 use super::scale;
 use super::sums::sums;
@@ -19,28 +23,40 @@ const BLOCK: usize = 16;
 const E4M3_NAN: u8 = 0x7F;
 
 /// `codes` and `scales` are 0 when this begins.
+#[inline(always)]
 pub(super) fn encode(inv_scale: f32, values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     let blocks = codes.chunks_mut(BLOCK / 2);
     for ((values, codes), stored) in values.chunks(BLOCK).zip(blocks).zip(scales) {
-        let Some(amax) = scale::amax(values) else {
-            *stored = E4M3_NAN;
-            continue;
+        // A whole block has a length that the compiler knows.
+        *stored = match values.as_array::<BLOCK>() {
+            Some(whole) => encode_block(inv_scale, whole, codes),
+            None => encode_block(inv_scale, values, codes),
         };
-        *stored = block_scale(inv_scale, amax, values);
-        let scale = e4m3_decode(*stored);
-        if scale > 0.0 {
-            let mut nibbles = [0; BLOCK];
-            for (nibble, value) in nibbles.iter_mut().zip(values) {
-                *nibble = e2m1_encode(value * inv_scale / scale);
-            }
-            for (code, [low, high]) in codes.iter_mut().zip(nibbles.as_chunks().0) {
-                *code = low | high << 4;
-            }
-        }
     }
 }
 
+/// Returns the code of the scale. `codes` are 0 when this begins.
+#[inline(always)]
+fn encode_block(inv_scale: f32, values: &[f32], codes: &mut [u8]) -> u8 {
+    let Some(amax) = scale::amax(values) else {
+        return E4M3_NAN;
+    };
+    let stored = block_scale(inv_scale, amax, values);
+    let scale = e4m3_decode(stored);
+    if scale > 0.0 {
+        let mut nibbles = [0; BLOCK];
+        for (nibble, value) in nibbles.iter_mut().zip(values) {
+            *nibble = e2m1_encode(value * inv_scale / scale);
+        }
+        for (code, [low, high]) in codes.iter_mut().zip(nibbles.as_chunks().0) {
+            *code = low | high << 4;
+        }
+    }
+    stored
+}
+
 /// The code of the scale with the smaller squared error.
+#[inline(always)]
 fn block_scale(inv_scale: f32, amax: f32, values: &[f32]) -> u8 {
     let over_6 = e4m3_encode(amax / 6.0 * inv_scale);
     let over_4 = e4m3_encode(amax / 4.0 * inv_scale);

@@ -1,4 +1,8 @@
 //! FP8 and INT8: a byte a value, and one scale, given or of the row.
+#![expect(
+    clippy::inline_always,
+    reason = "what encodes is compiled for the instruction set of its caller"
+)]
 use half::f16;
 
 use super::scale;
@@ -21,7 +25,7 @@ pub(super) enum Int8 {}
 
 impl Byte for E4m3 {
     const LARGEST: f32 = 448.0;
-    #[inline]
+    #[inline(always)]
     fn encode(value: f32) -> u8 {
         minifloat::e4m3_encode(value)
     }
@@ -33,7 +37,7 @@ impl Byte for E4m3 {
 
 impl Byte for E5m2 {
     const LARGEST: f32 = 57344.0;
-    #[inline]
+    #[inline(always)]
     fn encode(value: f32) -> u8 {
         minifloat::e5m2_encode(value)
     }
@@ -46,7 +50,7 @@ impl Byte for E5m2 {
 impl Byte for Int8 {
     const LARGEST: f32 = 127.0;
     /// NaN is 0, as CUDA's saturating conversions have it.
-    #[inline]
+    #[inline(always)]
     fn encode(value: f32) -> u8 {
         // In floats from 2^23 to 2^24 the last bit is worth 1: adding 1.5 * 2^23 rounds, and leaves
         // the integer in the low bits. `round_ties_even` would be a call for every value.
@@ -63,7 +67,7 @@ impl Byte for Int8 {
     }
 }
 
-#[inline]
+#[inline(always)]
 pub(super) fn encode_given<B: Byte>(inv_scale: f32, values: &[f32], codes: &mut [u8]) {
     for (code, value) in codes.iter_mut().zip(values) {
         *code = B::encode(value * inv_scale);
@@ -78,7 +82,7 @@ pub(super) fn decode_given<B: Byte>(scale: f32, codes: &[u8], values: &mut [f32]
 }
 
 /// `codes` and `scales` are 0 when this begins.
-#[inline]
+#[inline(always)]
 pub(super) fn encode_own<B: Byte>(values: &[f32], codes: &mut [u8], scales: &mut [u8]) {
     let Some(amax) = scale::amax(values) else {
         // Codes of 0 times NaN: every value decodes to NaN.

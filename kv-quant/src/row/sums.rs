@@ -1,11 +1,15 @@
 //! Sums over a row.
+#![expect(
+    clippy::inline_always,
+    reason = "what encodes is compiled for the instruction set of its caller"
+)]
 #![expect(clippy::indexing_slicing, reason = "lanes are fewer than LANES")]
 
 const LANES: usize = 8;
 
 /// Sums `N` terms of every pair of two equally long lists, in an order that is the same on every
 /// machine and that vector code can follow: eight sums side by side.
-#[inline]
+#[inline(always)]
 pub(super) fn sums<const N: usize>(
     left: &[f32],
     right: &[f32],

@@ -47,6 +47,29 @@ fn rows_decode_to_the_bits_of_the_definition() {
     }
 }
 
+/// Compiled for any instruction set, as vector code or not.
+#[test]
+fn rows_encode_to_the_bytes_of_the_definition() {
+    const ODD: [f32; 6] = [f32::NAN, f32::INFINITY, -0.0, 1e-42, -3e38, 65504.0];
+    let mut random = Random::new(11);
+    for format in KvFormat::all() {
+        for dim in 1..=130 {
+            let size = [1e-3, 1.0, 300.0][dim % 3];
+            let mut values: Vec<_> = random.units(dim).iter().map(|x| x * size).collect();
+            if dim % 2 == 0 {
+                values[dim / 2] = ODD[dim / 2 % ODD.len()];
+            }
+            let mut expected = vec![0; layout(format, dim).bytes()];
+            kv_quant::row::encode_row(format, given(format), &values, &mut expected);
+            for (name, kernels) in all() {
+                let mut row = vec![0xa5; expected.len()];
+                kernels.encode_row(format, given(format), &values, &mut row);
+                assert_eq!(row, expected, "{name} {format} {dim}");
+            }
+        }
+    }
+}
+
 #[test]
 fn every_code_of_a_byte_decodes() {
     let codes: Vec<u8> = (0..=255).collect();
