@@ -2,7 +2,8 @@
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
-    reason = "indices are those of a tile, as `push` asserts"
+    clippy::inline_always,
+    reason = "indices are those of a tile, as `push` asserts; both lengths are compiled apart"
 )]
 use std::marker::PhantomData;
 
@@ -46,8 +47,11 @@ impl<'a> TileRows<'a> {
         let (begin, end) = (self.len, self.len + count);
         let fits = count.checked_sub(1).is_none_or(|last| last * stride + self.bytes <= run.len());
         assert!(fits && end <= TILE, "rows of a tile lie inside their run");
-        for (i, at) in self.at[begin..end].iter_mut().enumerate() {
-            *at = run.as_ptr().wrapping_add(i * stride);
+        let rows = &mut self.at[begin..end];
+        // A block has a length that the compiler knows.
+        match rows.as_mut_array::<BLOCK>() {
+            Some(block) => fill(block, run.as_ptr(), stride),
+            None => fill(rows, run.as_ptr(), stride),
         }
         let blocks = begin.div_ceil(BLOCK)..end / BLOCK;
         if blocks.start < blocks.end {
@@ -90,5 +94,15 @@ impl<'a> TileRows<'a> {
     pub(crate) fn iter(&self) -> impl Iterator<Item = &'a [u8]> + '_ {
         // SAFETY: `push` asserted that the row is inside a slice that lives as long.
         self.at().iter().map(|at| unsafe { std::slice::from_raw_parts(*at, self.bytes) })
+    }
+}
+
+/// Writes addresses, `stride` bytes from each to the next.
+#[inline(always)]
+fn fill(to: &mut [*const u8], first: *const u8, stride: usize) {
+    let mut next = first;
+    for at in to {
+        *at = next;
+        next = next.wrapping_add(stride);
     }
 }

@@ -48,3 +48,37 @@ impl Place {
     pub(super) fn leave_to_caller(&self) {}
     pub(super) fn leave_free(&self) {}
 }
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_stays_off_its_callers_cpu_until_it_is_free_again() {
+        let (send, place) = mpsc::channel();
+        let (stop, wait) = mpsc::channel::<()>();
+        // At its end the closure drops `stop`, which ends the thread.
+        thread::scope(move |scope| {
+            scope.spawn(move || {
+                send.send(Place::own()).unwrap();
+                wait.recv().unwrap_err();
+            });
+            let all = sched_getaffinity(None).unwrap();
+            let place = place.recv().unwrap();
+            assert_eq!(place.is_some(), all.count() > 1);
+            let (Some(place), _held) = (place, stop) else { return };
+            let cpus = || sched_getaffinity(Some(place.thread)).unwrap();
+            // On one CPU, so that it is known.
+            let (mut one, own) = (CpuSet::new(), sched_getcpu());
+            one.set(own);
+            sched_setaffinity(None, &one).unwrap();
+            place.leave_to_caller();
+            assert!(!cpus().is_set(own) && cpus().count() == all.count() - 1);
+            place.leave_free();
+            assert_eq!(cpus(), all);
+        });
+    }
+}
