@@ -1,8 +1,8 @@
 //! Rows of quantised formats: what `kv-quant` encodes, to the same bits.
 //!
 //! That crate knows no instruction sets, but all that it does to encode a row is inlined into its
-//! caller, which has one here: twice as fast in most formats (`docs/performance.md`). Rotations are
-//! called as they are: wider vectors made them slower.
+//! caller, which has one here: up to twice as fast (`docs/performance.md`). Rotations are called as
+//! they are: wider vectors made them slower.
 use kv_core::KvFormat;
 
 use super::{Kernels, TileRows};

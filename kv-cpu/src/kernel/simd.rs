@@ -115,8 +115,7 @@ pub(crate) trait Simd: Copy {
         self.zero_below(x, exp::LEAST, self.mul(p, self.pow2(n)))
     }
 
-    /// The same to `2^-17` of it, for outputs of 16 bits: `2^n * p(x / ln 2 - n)`. 1 for zero, as
-    /// the sum of a row is that of its weights.
+    /// The same to `2^-17` of it, for outputs of 16 bits: `2^n * p(x / ln 2 - n)`. Exact for zero.
     #[inline(always)]
     fn exp_short(self, x: Self::F) -> Self::F {
         let log2_e = self.splat(std::f32::consts::LOG2_E);
