@@ -166,7 +166,8 @@ impl Job<'_> {
         self.out.element() == Element::F32
     }
 
-    /// Whether their sums are results themselves, or those outputs.
+    /// Whether a result has use for all bits of the sum of a row's weights: log-sum-exps are `f32`
+    /// where outputs are not.
     fn has_exact_sums(&self) -> bool {
         self.is_exact() || self.lse.is_some()
     }
