@@ -146,6 +146,28 @@ macro_rules! primitives {
                 widen_e4m3(self, bytes)
             }
             #[inline(always)]
+            unsafe fn has_nan_e4m3(self, rows: &[*const u8], n: usize) -> bool {
+                // SAFETY: condition 1, and an `Avx2` exists only where the features do.
+                unsafe { has_nan_e4m3(rows, n) }
+            }
+            #[inline(always)]
+            unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> __m256 {
+                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
+                // do.
+                let bytes = unsafe { _mm_loadl_epi64(from.wrapping_add(at).cast()) };
+                let [values, _] = widen_finite_e4m3(self, [bytes; 2]);
+                values
+            }
+            #[inline(always)]
+            unsafe fn load_finite_e4m3_pair(self, from: *const u8, at: usize) -> [__m256; 2] {
+                let from = from.wrapping_add(at);
+                // SAFETY: as above, of the first eight.
+                let first = unsafe { _mm_loadl_epi64(from.cast()) };
+                // SAFETY: as above, of the others.
+                let second = unsafe { _mm_loadl_epi64(from.wrapping_add(16).cast()) };
+                widen_finite_e4m3(self, [first, second])
+            }
+            #[inline(always)]
             unsafe fn load_e5m2(self, from: *const u8, at: usize) -> __m256 {
                 // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
                 // do.
@@ -262,6 +284,30 @@ primitives! {
     }
 }
 
+/// As [`Simd::has_nan_e4m3`]. NaN is the greatest, once its sign is shifted out.
+///
+/// # Safety
+/// 1. The first `n` bytes of each row are readable.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn has_nan_e4m3(rows: &[*const u8], n: usize) -> bool {
+    let (mut greatest, mut in_rest) = (_mm256_setzero_si256(), false);
+    let whole = n & !31;
+    for row in rows {
+        for i in (0..whole).step_by(32) {
+            // SAFETY: condition 1.
+            let codes = unsafe { _mm256_loadu_si256(row.wrapping_add(i).cast()) };
+            greatest = _mm256_max_epu8(greatest, _mm256_add_epi8(codes, codes));
+        }
+        for i in whole..n {
+            // SAFETY: condition 1.
+            in_rest |= unsafe { row.wrapping_add(i).read() } | 0x80 == u8::MAX;
+        }
+    }
+    let nan = _mm256_cmpeq_epi8(greatest, _mm256_set1_epi8(0x7f << 1));
+    in_rest || _mm256_movemask_epi8(nan) != 0
+}
+
 /// Conversions with shorter vectors, which the trait does not name.
 macro_rules! conversions {
     ($(fn $name:ident($arg:ident: $type:ty) -> $result:ty $body:block)*) => {$(
@@ -329,6 +375,13 @@ conversions! {
         let unsigned = _mm_and_si128(bits, _mm_set1_epi16(0x7f80));
         let nan = _mm_cmpeq_epi16(unsigned, _mm_set1_epi16(0x3f80));
         _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(bits, nan)), _mm256_set1_ps(256.0))
+    }
+    fn widen_finite_e4m3(bytes: [__m128i; 2]) -> [__m256; 2] {
+        let bytes = _mm_unpacklo_epi64(bytes[0], bytes[1]);
+        let shifted = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(bytes));
+        let bits = _mm256_and_si256(shifted, _mm256_set1_epi16(0xbf80_u16.cast_signed()));
+        let upper = _mm256_extracti128_si256::<1>(bits);
+        [_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(upper)]
     }
 }
 

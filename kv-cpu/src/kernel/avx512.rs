@@ -5,6 +5,7 @@
     clippy::wildcard_imports,
     reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
 )]
+mod e4m3;
 mod fold;
 
 use std::arch::x86_64::*;
@@ -148,7 +149,27 @@ macro_rules! primitives {
             unsafe fn load_e4m3(self, from: *const u8, at: usize) -> __m512 {
                 // SAFETY: condition 1 of `Simd::load`, and the witness.
                 let bytes = unsafe { _mm_loadu_si128(from.wrapping_add(at).cast()) };
-                widen_e4m3(self, bytes)
+                // SAFETY: the witness.
+                unsafe { e4m3::widen(bytes) }
+            }
+            #[inline(always)]
+            unsafe fn has_nan_e4m3(self, rows: &[*const u8], n: usize) -> bool {
+                // SAFETY: condition 1, and the witness.
+                unsafe { e4m3::has_nan(rows, n) }
+            }
+            #[inline(always)]
+            unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> __m512 {
+                // SAFETY: condition 1 of `Simd::load`, and the witness.
+                let bytes = unsafe { _mm_loadu_si128(from.wrapping_add(at).cast()) };
+                // SAFETY: the witness.
+                unsafe { e4m3::widen_finite(bytes) }
+            }
+            #[inline(always)]
+            unsafe fn load_finite_e4m3_pair(self, from: *const u8, at: usize) -> [__m512; 2] {
+                // SAFETY: condition 1 of `Simd::load`, twice, and the witness.
+                let bytes = unsafe { _mm256_loadu_si256(from.wrapping_add(at).cast()) };
+                // SAFETY: the witness.
+                unsafe { e4m3::widen_finite_pair(bytes) }
             }
             #[inline(always)]
             unsafe fn load_e5m2(self, from: *const u8, at: usize) -> __m512 {
@@ -366,15 +387,6 @@ conversions! {
     // The upper byte of a binary16.
     fn widen_e5m2(bytes: __m128i) -> __m512 {
         _mm512_cvtph_ps(_mm256_slli_epi16::<8>(_mm256_cvtepu8_epi16(bytes)))
-    }
-    // Its bits in the place of binary16's are the value times 2^-8, but for NaN: all ones is an
-    // ordinary number there.
-    fn widen_e4m3(bytes: __m128i) -> __m512 {
-        let shifted = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(bytes));
-        let bits = _mm256_and_si256(shifted, _mm256_set1_epi16(0xbf80_u16.cast_signed()));
-        let unsigned = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f80));
-        let nan = _mm256_cmpeq_epi16(unsigned, _mm256_set1_epi16(0x3f80));
-        _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(bits, nan)), _mm512_set1_ps(256.0))
     }
 }
 

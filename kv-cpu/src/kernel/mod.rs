@@ -278,7 +278,8 @@ macro_rules! table {
         /// The loops, for this instruction set.
         pub(super) static TABLE: super::Table = {
             use super::codes::{L3, L4, L6, Lloyd, Nvfp4, Q4Block, Q8Block};
-            use super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, F32, Int8, Plain, Stored};
+            use super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, F32, FiniteE4m3, Int8};
+            use super::stored::{Plain, Stored};
             use super::{
                 Ahead, Scores, Softmax, Sums, TILE, Table, TileRows, body, scores, sums, tile,
             };
@@ -292,6 +293,22 @@ macro_rules! table {
             $(#[$attribute])*
             fn sums<E: Stored>(args: &mut Sums<'_>, ahead: &mut Ahead<'_>) {
                 sums::sums::<_, E>($simd, args, ahead);
+            }
+            $(#[$attribute])*
+            fn scores_of_e4m3(args: &mut Scores<'_>, ahead: &mut Ahead<'_>) {
+                if FiniteE4m3::holds($simd, args.k, args.range, args.layout) {
+                    scores::scores::<_, FiniteE4m3>($simd, args, ahead);
+                } else {
+                    scores::scores::<_, E4m3>($simd, args, ahead);
+                }
+            }
+            $(#[$attribute])*
+            fn sums_of_e4m3(args: &mut Sums<'_>, ahead: &mut Ahead<'_>) {
+                if FiniteE4m3::holds($simd, args.v, args.range, args.layout) {
+                    sums::sums::<_, FiniteE4m3>($simd, args, ahead);
+                } else {
+                    sums::sums::<_, E4m3>($simd, args, ahead);
+                }
             }
             $(#[$attribute])*
             fn decode<E: Stored>(layout: &RowLayout, from: &[u8], to: &mut [f32]) {
@@ -339,12 +356,12 @@ macro_rules! table {
             }
             /// A kernel for every encoding, in the order of `Encoding`.
             macro_rules! each {
-                ($kernel:ident) => {
+                ($kernel:ident, $of_e4m3:expr) => {
                     [
                         $kernel::<F32>,
                         $kernel::<F16>,
                         $kernel::<Bf16>,
-                        $kernel::<E4m3>,
+                        $of_e4m3,
                         $kernel::<E5m2>,
                         $kernel::<Int8>,
                         $kernel::<Lloyd<L6, false>>,
@@ -362,9 +379,9 @@ macro_rules! table {
             }
             Table {
                 tokens: super::simd::tokens($simd),
-                scores: each!(scores),
-                sums: each!(sums),
-                decode: each!(decode),
+                scores: each!(scores, scores_of_e4m3),
+                sums: each!(sums, sums_of_e4m3),
+                decode: each!(decode, decode::<E4m3>),
                 encode: [encode::<F32>, encode::<F16>, encode::<Bf16>],
                 row_scales,
                 softmax: [softmax::<false>, softmax::<true>],

@@ -41,7 +41,7 @@ pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>, ahead: &mu
             _ => score_rows::<S, E, ROWS, 4>(s, args, row, &rests, ahead),
         };
     }
-    if let Some(factors) = Factors::of(s, args.k, args.range, args.layout, args.scale) {
+    if let Some(factors) = Factors::of::<S, E>(s, args.k, args.range, args.layout, args.scale) {
         factors.apply(s, &mut args.out[..args.rows * TILE]);
     }
 }

@@ -285,6 +285,41 @@ pub(crate) trait Simd: Copy {
         // SAFETY: an array of `LANES_MAX`.
         unsafe { self.load(values.as_ptr(), 0) }
     }
+    /// Whether one of the first `n` bytes of rows is the NaN of E4M3: all bits but the highest.
+    ///
+    /// # Safety
+    /// 1. They are readable.
+    #[inline(always)]
+    unsafe fn has_nan_e4m3(self, rows: &[*const u8], n: usize) -> bool {
+        let mut has = false;
+        for row in rows {
+            for i in 0..n {
+                // SAFETY: condition 1.
+                has |= unsafe { row.wrapping_add(i).read() } | 0x80 == u8::MAX;
+            }
+        }
+        has
+    }
+    /// As [`Self::load_e4m3`], 2^-8 of the values; none is NaN.
+    ///
+    /// # Safety
+    /// As [`Self::load`].
+    #[inline(always)]
+    unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> Self::F {
+        // SAFETY: the condition is passed on.
+        self.mul(unsafe { self.load_e4m3(from, at) }, self.splat(1.0 / 256.0))
+    }
+    /// The same at `at` and 16 values behind it.
+    ///
+    /// # Safety
+    /// As [`Self::load`], of both.
+    #[inline(always)]
+    unsafe fn load_finite_e4m3_pair(self, from: *const u8, at: usize) -> [Self::F; 2] {
+        // SAFETY: the condition is passed on.
+        let first = unsafe { self.load_finite_e4m3(from, at) };
+        // SAFETY: as above.
+        [first, unsafe { self.load_finite_e4m3(from, at + 16) }]
+    }
     /// As [`Self::load`], from FP8 E5M2, the upper byte of a binary16.
     ///
     /// # Safety

@@ -5,11 +5,14 @@
 //! A scale of the whole row is applied by the loops, to scores and weights instead of values.
 #![expect(
     clippy::arithmetic_side_effects,
+    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: bounds are asserted at the entry, and helpers must melt into the \
               function that carries the target features"
 )]
+use super::TileRows;
 use super::simd::{LANES_MAX, Simd};
+use super::tile::check_rows;
 use crate::encoding::RowLayout;
 
 /// Values of a group of the packed encodings; loops walk rows in such steps.
@@ -22,6 +25,8 @@ pub(crate) type Rest = [f32; GROUP];
 pub(crate) trait Stored {
     /// Vectors are loaded from whole runs of so many values: 1 or [`GROUP`].
     const RUN: usize;
+    /// What loaded values are multiplied with besides the row's scale.
+    const FACTOR: f32 = 1.0;
 
     /// Decodes `LANES` values from value `group + offset` on. `group` is a multiple of [`GROUP`],
     /// `offset` is below it and a multiple of `LANES`; the split lets a decoder know at compile
@@ -75,11 +80,24 @@ pub(crate) fn whole<S: Simd, E: Stored>(dim: usize) -> usize {
 /// An encoding with `SIZE` bytes for every value.
 pub(crate) trait Valuewise {
     const SIZE: usize;
+    /// As [`Stored::FACTOR`].
+    const FACTOR: f32 = 1.0;
     /// Decodes `LANES` values from value `at` on.
     ///
     /// # Safety
     /// 1. Values `at..at + LANES` after `from` are readable.
     unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F;
+    /// The vectors at values `at` and `at + GROUP / 2`.
+    ///
+    /// # Safety
+    /// As for [`Self::load`], of both.
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(s: S, from: *const u8, at: usize) -> [S::F; 2] {
+        // SAFETY: the condition is passed on.
+        let first = unsafe { Self::load(s, from, at) };
+        // SAFETY: as above.
+        [first, unsafe { Self::load(s, from, at + GROUP / 2) }]
+    }
 }
 
 /// One that values can be encoded in as well.
@@ -93,6 +111,7 @@ pub(crate) trait Plain: Valuewise {
 
 impl<E: Valuewise> Stored for E {
     const RUN: usize = 1;
+    const FACTOR: f32 = <E as Valuewise>::FACTOR;
 
     #[inline(always)]
     unsafe fn load<S: Simd>(
@@ -104,6 +123,18 @@ impl<E: Valuewise> Stored for E {
     ) -> S::F {
         // SAFETY: inside the row, by conditions 1 and 2.
         unsafe { <E as Valuewise>::load(s, row, group + offset) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(
+        s: S,
+        row: *const u8,
+        _: &RowLayout,
+        group: usize,
+        offset: usize,
+    ) -> [S::F; 2] {
+        // SAFETY: inside the row, by conditions 1 and 2.
+        unsafe { <E as Valuewise>::load_pair(s, row, group + offset) }
     }
 
     #[inline(always)]
@@ -159,6 +190,39 @@ valuewise! {
     E4m3, 1, load_e4m3;
     E5m2, 1, load_e5m2;
     Int8, 1, load_i8;
+}
+
+/// FP8 E4M3 in tiles that have no NaN, without which a code is a binary16 but for shifts.
+pub(crate) struct FiniteE4m3;
+
+impl FiniteE4m3 {
+    /// Whether rows are such.
+    #[inline(always)]
+    pub(super) fn holds<S: Simd>(
+        s: S,
+        rows: &TileRows<'_>,
+        (begin, end): (usize, usize),
+        layout: &RowLayout,
+    ) -> bool {
+        check_rows(rows, (begin, end), layout);
+        // SAFETY: rows of the layout, whose values are their first bytes.
+        !unsafe { s.has_nan_e4m3(&rows.at()[begin..end], layout.dim()) }
+    }
+}
+
+impl Valuewise for FiniteE4m3 {
+    const SIZE: usize = 1;
+    const FACTOR: f32 = 256.0;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F {
+        // SAFETY: condition 1 is passed on.
+        unsafe { s.load_finite_e4m3(from, at) }
+    }
+    #[inline(always)]
+    unsafe fn load_pair<S: Simd>(s: S, from: *const u8, at: usize) -> [S::F; 2] {
+        // SAFETY: the conditions are passed on.
+        unsafe { s.load_finite_e4m3_pair(from, at) }
+    }
 }
 
 /// bfloat16, the values of each whole group in another order: first all even ones, then all odd

@@ -24,7 +24,7 @@ pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>, ahead: &mut Ah
             && args.weights.len() >= args.rows * TILE,
         "output and weight rows lie inside their slices"
     );
-    if let Some(factors) = Factors::of(s, args.v, args.range, args.layout, args.scale) {
+    if let Some(factors) = Factors::of::<S, E>(s, args.v, args.range, args.layout, args.scale) {
         factors.apply(s, &mut args.weights[..args.rows * TILE]);
     }
     let dim = args.layout.dim();

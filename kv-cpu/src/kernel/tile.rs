@@ -45,7 +45,7 @@ pub(super) struct Factors {
 impl Factors {
     /// Those of the tokens of a range; `None` where that is 1 for all.
     #[inline(always)]
-    pub(super) fn of<S: Simd>(
+    pub(super) fn of<S: Simd, E: Stored>(
         s: S,
         rows: &TileRows<'_>,
         (begin, end): (usize, usize),
@@ -54,10 +54,17 @@ impl Factors {
     ) -> Option<Self> {
         let mut all = [1.0; TILE];
         match scale {
-            RowScale::Given(scale) if scale.to_bits() == 1.0_f32.to_bits() => return None,
+            RowScale::Given(scale) if (scale * E::FACTOR).to_bits() == 1.0_f32.to_bits() => {
+                return None;
+            }
             RowScale::Given(scale) => all[begin..end].fill(scale),
             RowScale::Each(scales) => all[begin..end].copy_from_slice(&scales[begin..end]),
             RowScale::Stored => stored(s, rows, (begin, end), layout, &mut all),
+        }
+        if E::FACTOR.to_bits() != 1.0_f32.to_bits() {
+            for factor in &mut all[begin..end] {
+                *factor *= E::FACTOR;
+            }
         }
         Some(Self { all, end: end.next_multiple_of(S::LANES) })
     }

@@ -15,6 +15,7 @@
 use super::super::TILE;
 use super::super::ahead::{Ahead, part};
 use super::super::simd::LINE;
+use super::super::stored::Int8;
 use super::super::tile::{Factors, check_rows};
 use super::even::even_parts;
 use super::unit::{Side, Unit, Words};
@@ -169,7 +170,7 @@ pub(super) fn scores<W: Words, U: Unit>(
             }
         }
     }
-    if let Some(factors) = Factors::of(w, tile.rows, (0, tokens), layout, tile.scale) {
+    if let Some(factors) = Factors::of::<W, Int8>(w, tile.rows, (0, tokens), layout, tile.scale) {
         factors.apply(w, &mut out[..shape.rows * TILE]);
     }
 }

@@ -126,7 +126,7 @@ pub(super) fn scores<W: Words, U: Unit, E: Terms>(
             }
         }
     }
-    if let Some(factors) = Factors::of(w, tile.rows, (0, tokens), layout, tile.scale) {
+    if let Some(factors) = Factors::of::<W, E>(w, tile.rows, (0, tokens), layout, tile.scale) {
         factors.apply(w, &mut out[..shape.rows * TILE]);
     }
 }
@@ -222,7 +222,7 @@ pub(super) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
         "blocks, weights and output rows lie inside their slices"
     );
     unit.stay_awake();
-    if let Some(factors) = Factors::of(w, tile.rows, (0, tokens), layout, tile.scale) {
+    if let Some(factors) = Factors::of::<W, E>(w, tile.rows, (0, tokens), layout, tile.scale) {
         factors.apply(w, weights);
     }
     weight_rows::<W, TERMS>(w, (weights, parts), memory.weights);

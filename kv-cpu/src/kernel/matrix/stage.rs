@@ -324,7 +324,7 @@ fn begin<W: Words, E: Terms>(
         "blocks of all terms"
     );
     (to.terms, to.tokens) = (E::TERMS, tile.rows.len());
-    to.factors = Factors::of(w, tile.rows, all, tile.layout, tile.scale);
+    to.factors = Factors::of::<W, E>(w, tile.rows, all, tile.layout, tile.scale);
     let (parts, bytes) = (tile.rows.len().div_ceil(VISIT) * (VISIT / BLOCK), tile.rows.bytes());
     even_parts(tile.rows, (parts, bytes, bytes), copies)
 }

@@ -134,6 +134,63 @@ fn scores_and_sums_of_all_row_counts_agree() {
     }
 }
 
+/// Tiles of E4M3 without NaN have loops of their own, and which tiles are such is looked for.
+#[test]
+fn a_nan_of_e4m3_reaches_its_token_and_its_value_alone() {
+    let mut random = Random::new(13);
+    for dim in [1_usize, 7, 31, 32, 64, 80, 100, 128] {
+        let mut tile = Tiled::new(&mut random, KvFormat::Fp8E4m3(Scaling::Tensor), dim);
+        let stride = dim.next_multiple_of(LANES_MAX);
+        let q = vec![1.0; QUERIES * stride];
+        let range = (3, TILE - 4);
+        for (token, value, code) in
+            [(2, 0, 0x7f), (3, 0, 0xff), (40, dim / 2, 0x7f), (70, dim - 1, 0xff)]
+        {
+            let clean = std::mem::replace(&mut tile.bytes[token][value], code);
+            let rows = TileRows::of(tile.bytes.iter().map(Vec::as_slice), tile.layout.bytes());
+            let seen = (range.0..range.1).contains(&token);
+            for (name, kernels) in all() {
+                let name = format!("{name} {dim} {token} {value}");
+                let runs = Runs::new();
+                let mut ahead = Ahead::of(&runs);
+                let mut scores = vec![0.0; TILE];
+                let mut args = Scores {
+                    rows: 1,
+                    q: &q,
+                    stride,
+                    k: &rows,
+                    layout: &tile.layout,
+                    scale: tile.scale(),
+                    range,
+                    out: &mut scores,
+                };
+                kernels.scores(&mut args, &mut ahead);
+                let expected: Vec<_> = (0..TILE).map(|i| seen && i == token).collect();
+                assert_eq!(
+                    scores.iter().map(|x| x.is_nan()).collect::<Vec<_>>(),
+                    expected,
+                    "{name}"
+                );
+                let mut out = vec![0.0; stride];
+                let mut args = Sums {
+                    rows: 1,
+                    weights: &mut [0.5; TILE],
+                    v: &rows,
+                    layout: &tile.layout,
+                    scale: tile.scale(),
+                    range,
+                    out: &mut out,
+                    stride,
+                };
+                kernels.sums(&mut args, &mut ahead);
+                let expected: Vec<_> = (0..stride).map(|i| seen && i == value).collect();
+                assert_eq!(out.iter().map(|x| x.is_nan()).collect::<Vec<_>>(), expected, "{name}");
+            }
+            tile.bytes[token][value] = clean;
+        }
+    }
+}
+
 /// As many as ask for kernels of four rows, two and one.
 const QUERIES: usize = 7;
 
