@@ -1,14 +1,10 @@
 //! Vectors of four: NEON, which every 64-bit Arm CPU has.
-//!
-//! Binary16 goes through the `half` crate value by value: its vector conversions need a type that
-//! is not stable yet.
 #![allow(
     clippy::wildcard_imports,
     reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
 )]
 use std::arch::aarch64::*;
-
-use half::f16;
+use std::arch::asm;
 
 use super::simd::Simd;
 
@@ -35,6 +31,14 @@ macro_rules! primitives {
             })*
 
             #[inline(always)]
+            fn prefetch(self, at: *const u8) {
+                // SAFETY: it changes nothing but caches, and faults at no address.
+                unsafe {
+                    asm!("prfm pldl1keep, [{at}]", at = in(reg) at,
+                        options(nostack, readonly, preserves_flags));
+                }
+            }
+            #[inline(always)]
             unsafe fn load(self, from: *const f32, at: usize) -> float32x4_t {
                 // SAFETY: condition 1 of `Simd::load`, and the witness.
                 unsafe { vld1q_f32(from.wrapping_add(at)) }
@@ -46,11 +50,9 @@ macro_rules! primitives {
             }
             #[inline(always)]
             unsafe fn load_f16(self, from: *const u16, at: usize) -> float32x4_t {
-                // SAFETY: condition 1 of `Simd::load`.
-                let bits = unsafe { from.wrapping_add(at).cast::<[u16; 4]>().read_unaligned() };
-                let values = bits.map(|bits| f16::from_bits(bits).to_f32());
-                // SAFETY: an array of four.
-                unsafe { self.load(values.as_ptr(), 0) }
+                // SAFETY: condition 1 of `Simd::load`, and the witness.
+                let bits = unsafe { vld1_u16(from.wrapping_add(at)) };
+                widen_f16(self, bits)
             }
             #[inline(always)]
             unsafe fn load_bf16(self, from: *const u16, at: usize) -> float32x4_t {
@@ -61,17 +63,14 @@ macro_rules! primitives {
             #[inline(always)]
             unsafe fn load_bf16_pairs(self, from: *const u16, at: usize) -> [float32x4_t; 2] {
                 // SAFETY: condition 1 of `Simd::load_bf16_pairs`, and the witness.
-                let pairs = unsafe { vld2_u16(from.wrapping_add(at)) };
-                [widen_bf16(self, pairs.0), widen_bf16(self, pairs.1)]
+                let bits = unsafe { vld1q_u16(from.wrapping_add(at)) };
+                split_bf16(self, bits)
             }
             #[inline(always)]
             unsafe fn store_f16(self, to: *mut u16, at: usize, v: float32x4_t) {
-                let mut values = [0.0; 4];
-                // SAFETY: an array of four.
-                unsafe { self.store(values.as_mut_ptr(), 0, v) };
-                let bits = values.map(|value| f16::from_f32(value).to_bits());
-                // SAFETY: condition 1 of `Simd::store`.
-                unsafe { to.wrapping_add(at).cast::<[u16; 4]>().write_unaligned(bits) }
+                let bits = narrow_f16(self, v);
+                // SAFETY: condition 1 of `Simd::store`, and the witness.
+                unsafe { vst1_u16(to.wrapping_add(at), bits) }
             }
             #[inline(always)]
             unsafe fn store_bf16(self, to: *mut u16, at: usize, v: float32x4_t) {
@@ -106,6 +105,39 @@ macro_rules! primitives {
                 // SAFETY: condition 1 of `Simd::load`.
                 let bytes = unsafe { from.wrapping_add(at).cast::<[u8; 4]>().read() };
                 widen_i8(self, u32::from_le_bytes(bytes))
+            }
+            #[inline(always)]
+            unsafe fn load_e4m3(self, from: *const u8, at: usize) -> float32x4_t {
+                // SAFETY: condition 1 of `Simd::load`.
+                let bytes = unsafe { from.wrapping_add(at).cast::<[u8; 4]>().read() };
+                widen_e4m3(self, u32::from_le_bytes(bytes))
+            }
+            #[inline(always)]
+            unsafe fn has_nan_e4m3(self, rows: &[*const u8], n: usize) -> bool {
+                // SAFETY: condition 1, and the witness.
+                unsafe { has_nan_e4m3(rows, n) }
+            }
+            #[inline(always)]
+            unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> float32x4_t {
+                // SAFETY: condition 1 of `Simd::load`.
+                let bytes = unsafe { from.wrapping_add(at).cast::<[u8; 4]>().read() };
+                let [values, _] = widen_finite_e4m3(self, [u32::from_le_bytes(bytes); 2]);
+                values
+            }
+            #[inline(always)]
+            unsafe fn load_finite_e4m3_pair(self, from: *const u8, at: usize) -> [float32x4_t; 2] {
+                let from = from.wrapping_add(at);
+                // SAFETY: condition 1, of the first four.
+                let first = unsafe { from.cast::<[u8; 4]>().read() };
+                // SAFETY: and of the others.
+                let second = unsafe { from.wrapping_add(16).cast::<[u8; 4]>().read() };
+                widen_finite_e4m3(self, [first, second].map(u32::from_le_bytes))
+            }
+            #[inline(always)]
+            unsafe fn load_e5m2(self, from: *const u8, at: usize) -> float32x4_t {
+                // SAFETY: condition 1 of `Simd::load`.
+                let bytes = unsafe { from.wrapping_add(at).cast::<[u8; 4]>().read() };
+                widen_e5m2(self, u32::from_le_bytes(bytes))
             }
         }
     };
@@ -202,6 +234,38 @@ fn byte_indices(index: uint32x4_t) -> uint8x16_t {
     vreinterpretq_u8_u32(vaddq_u32(first, vdupq_n_u32(0x0302_0100)))
 }
 
+/// The bits of E4M3 in the place of binary16's.
+#[inline]
+#[target_feature(enable = "neon")]
+fn e4m3_as_f16(bytes: int8x8_t) -> uint16x8_t {
+    // Above the sign of a code are copies of it, of which one is taken away.
+    let shifted = vreinterpretq_u16_s16(vshll_n_s8::<7>(bytes));
+    vandq_u16(shifted, vdupq_n_u16(0xbf80))
+}
+
+/// As [`Simd::has_nan_e4m3`]. NaN is the greatest, once its sign is shifted out.
+///
+/// # Safety
+/// 1. The first `n` bytes of each row are readable.
+#[inline]
+#[target_feature(enable = "neon")]
+unsafe fn has_nan_e4m3(rows: &[*const u8], n: usize) -> bool {
+    let (mut greatest, mut in_rest) = (vdupq_n_u8(0), false);
+    let whole = n & !15;
+    for row in rows {
+        for i in (0..whole).step_by(16) {
+            // SAFETY: condition 1.
+            let codes = unsafe { vld1q_u8(row.wrapping_add(i)) };
+            greatest = vmaxq_u8(greatest, vshlq_n_u8::<1>(codes));
+        }
+        for i in whole..n {
+            // SAFETY: condition 1.
+            in_rest |= unsafe { row.wrapping_add(i).read() } | 0x80 == u8::MAX;
+        }
+    }
+    in_rest || vmaxvq_u8(greatest) == 0x7f << 1
+}
+
 /// Conversions with shorter vectors, which the trait does not name.
 macro_rules! conversions {
     ($(fn $name:ident($arg:ident: $type:ty) -> $result:ty $body:block)*) => {$(
@@ -217,6 +281,17 @@ macro_rules! conversions {
 }
 
 conversions! {
+    fn widen_f16(bits: uint16x4_t) -> float32x4_t {
+        vcvt_f32_f16(vreinterpret_f16_u16(bits))
+    }
+    fn narrow_f16(v: float32x4_t) -> uint16x4_t {
+        vreinterpret_u16_f16(vcvt_f16_f32(v))
+    }
+    fn split_bf16(bits: uint16x8_t) -> [float32x4_t; 2] {
+        let words = vreinterpretq_u32_u16(bits);
+        let upper = vandq_u32(words, vdupq_n_u32(0xffff_0000));
+        [vreinterpretq_f32_u32(vshlq_n_u32::<16>(words)), vreinterpretq_f32_u32(upper)]
+    }
     fn widen_bf16(bits: uint16x4_t) -> float32x4_t {
         vreinterpretq_f32_u32(vshlq_n_u32::<16>(vmovl_u16(bits)))
     }
@@ -238,6 +313,27 @@ conversions! {
     fn widen_i8(bytes: u32) -> float32x4_t {
         let bytes = vreinterpret_s8_u32(vdup_n_u32(bytes));
         vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))))
+    }
+    // The upper byte of a binary16.
+    fn widen_e5m2(bytes: u32) -> float32x4_t {
+        let bytes = vreinterpret_u8_u32(vdup_n_u32(bytes));
+        let bits = vget_low_u16(vshll_n_u8::<8>(bytes));
+        vcvt_f32_f16(vreinterpret_f16_u16(bits))
+    }
+    // Its bits in the place of binary16's are the value times 2^-8, but for NaN: all ones is an
+    // ordinary number there.
+    fn widen_e4m3(bytes: u32) -> float32x4_t {
+        let bytes = vreinterpret_s8_u32(vdup_n_u32(bytes));
+        let bits = vget_low_u16(e4m3_as_f16(bytes));
+        let unsigned = vand_u16(bits, vdup_n_u16(0x7f80));
+        let nan = vceq_u16(unsigned, vdup_n_u16(0x3f80));
+        let values = vcvt_f32_f16(vreinterpret_f16_u16(vorr_u16(bits, nan)));
+        vmulq_n_f32(values, 256.0)
+    }
+    fn widen_finite_e4m3(bytes: [u32; 2]) -> [float32x4_t; 2] {
+        let bytes = vset_lane_u32::<1>(bytes[1], vdup_n_u32(bytes[0]));
+        let bits = vreinterpretq_f16_u16(e4m3_as_f16(vreinterpret_s8_u32(bytes)));
+        [vcvt_f32_f16(vget_low_f16(bits)), vcvt_high_f32_f16(bits)]
     }
     fn spread_nibbles(word: u32) -> uint32x4_t {
         let (first, last) = (0xffff_fffc_0000_0000, 0xffff_fff4_ffff_fff8);
