@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
 
+mod arm;
 mod bench;
 mod conformance;
 mod emulator;
@@ -39,6 +40,8 @@ Usage: cargo xtask COMMAND
       --self-test      instead, the emulator's own tests, plain and with each sanitizer
       --tests          instead, the kernels' own tests under sanitizers, as CI runs them; with
                        --sanitize NAME only the programs of C++, so watched
+  arm                  the CPU backend on an emulated Arm CPU: kernels' tests, then the suite
+      [-- ARG...]      instead, what has this in its name
   tidy                 rules about files, crates and documents that no compiler checks
       --fix            first break comments anew where lines are too long
   setup                what the suites need on this machine, installed where that is possible
@@ -68,6 +71,7 @@ enum Command {
     Test,
     Conformance(conformance::Options),
     Emulator(emulator::Options),
+    Arm(Vec<OsString>),
     Tidy { fix: bool },
     Setup,
     Bench(Vec<OsString>),
@@ -102,6 +106,7 @@ fn run(command: Command) -> Result<ExitCode> {
             return Ok(if total.is_clean() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
         Command::Emulator(options) => emulator::run(&options)?,
+        Command::Arm(names) => arm::run(&names)?,
         Command::Tidy { fix } => {
             if fix {
                 tidy::fix()?;
@@ -133,6 +138,7 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "conformance" => return parse_conformance(parser),
         "emulator" => return parse_emulator(parser),
         "bench" => return Ok(Command::Bench(parser.raw_args()?.collect())),
+        "arm" => return parse_arm(parser),
         "kernels" => return parse_kernels(parser),
         "gpu" => return parse_gpu(parser),
         "test" => Command::Test,
@@ -172,6 +178,16 @@ fn parse_conformance(mut parser: Parser) -> Result<Command> {
         }
     }
     Ok(Command::Conformance(options))
+}
+
+fn parse_arm(mut parser: Parser) -> Result<Command> {
+    let mut args = parser.raw_args()?;
+    match args.next() {
+        None => Ok(Command::Arm(Vec::new())),
+        Some(arg) if arg == "--" => Ok(Command::Arm(args.collect())),
+        Some(arg) if arg == "-h" || arg == "--help" => Ok(Command::Help),
+        Some(arg) => bail!("unexpected argument {}: names of tests come after `--`", arg.display()),
+    }
 }
 
 fn parse_emulator(mut parser: Parser) -> Result<Command> {
@@ -264,6 +280,15 @@ mod tests {
         };
         assert_eq!(args, ["--only", "attend.cu", "--arch", "sm_90a"]);
         assert!(parsed("kernels --fast").is_err() && parsed("kernels --only").is_err());
+    }
+
+    #[test]
+    fn arm_takes_names_of_tests() {
+        let Ok(Command::Arm(names)) = parsed("arm -- attend/ --exact") else {
+            panic!("not parsed as arm");
+        };
+        assert_eq!(names, ["attend/", "--exact"]);
+        assert!(parsed("arm attend/").is_err());
     }
 
     #[test]

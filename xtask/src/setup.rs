@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
-use crate::shell;
+use crate::{arm, shell};
 
 /// One thing the suites need.
 struct Need {
@@ -53,14 +53,14 @@ const NEEDS: &[Need] = &[
     Need {
         name: "typos",
         for_what: "cargo xtask test: spelling",
-        is_present: || shell::output(shell::program("typos").arg("--version")).is_some(),
+        is_present: || runs("typos"),
         get: &["cargo", "install", "--locked", "typos-cli"],
         use_of: Use::Optional,
     },
     Need {
         name: "g++",
         for_what: "cargo xtask emulator: CUDA kernels on the CPU",
-        is_present: || shell::output(shell::program("g++").arg("--version")).is_some(),
+        is_present: || runs("g++"),
         get: &["apt-get", "install", "g++"],
         use_of: Use::Optional,
     },
@@ -79,21 +79,33 @@ const NEEDS: &[Need] = &[
         use_of: Use::Tried,
     },
     Need {
-        name: CROSS_TARGET,
-        for_what: "cargo xtask test: kv-cpu type-checked for another instruction set",
+        name: arm::TARGET,
+        for_what: "cargo xtask arm: kv-cpu built for Arm",
         is_present: has_cross_target,
-        get: &["rustup", "target", "add", CROSS_TARGET],
+        get: &["rustup", "target", "add", arm::TARGET],
         use_of: Use::Optional,
+    },
+    Need {
+        name: arm::TOOLS,
+        for_what: "cargo xtask arm: and run on any CPU",
+        is_present: || [arm::EMULATOR, arm::LINKER].iter().all(|name| runs(name)),
+        get: &[
+            "apt-get",
+            "install",
+            "-y",
+            "--no-install-recommends",
+            "qemu-user",
+            "gcc-aarch64-linux-gnu",
+            "libc6-dev-arm64-cross",
+        ],
+        use_of: Use::Tried,
     },
 ];
 
-/// The target that kv-cpu is type-checked for beside the host's own.
-pub(crate) const CROSS_TARGET: &str = "aarch64-unknown-linux-gnu";
-
-/// Whether the standard library of [`CROSS_TARGET`] is installed.
+/// Whether the standard library of [`arm::TARGET`] is installed.
 pub(crate) fn has_cross_target() -> bool {
     let mut rustc = shell::program("rustc");
-    let path = shell::output(rustc.args(["--print", "target-libdir", "--target", CROSS_TARGET]));
+    let path = shell::output(rustc.args(["--print", "target-libdir", "--target", arm::TARGET]));
     path.is_some_and(|path| Path::new(path.trim()).is_dir())
 }
 
@@ -174,6 +186,10 @@ pub(crate) fn lacks(name: &str) -> Option<String> {
         return None;
     }
     Some(format!("{} not installed, get it with `{}`", need.name, need.get.join(" ")))
+}
+
+fn runs(program: &str) -> bool {
+    shell::output(shell::program(program).arg("--version")).is_some()
 }
 
 fn works(subcommand: &str) -> bool {

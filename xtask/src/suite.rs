@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use crate::conformance::Options;
 use crate::emulator::Sanitizer;
 use crate::workspace::Workspace;
-use crate::{conformance, emulator, kernels, readme, setup, shell, tidy, webgpu};
+use crate::{arm, conformance, emulator, kernels, readme, setup, shell, tidy, webgpu};
 
 /// The crate with the heavy dependencies: built once, in release, for its tests and for README
 /// alike. All other crates are always chosen together, because cargo builds a dependency again for
@@ -37,7 +37,7 @@ const STAGES: &[Stage] = &[
     ("clippy", clippy),
     ("licences", licences),
     ("spelling", spelling),
-    ("other instruction sets", cross_check),
+    ("CPU kernels for Arm, on an emulator", other_cpu),
     ("CUDA emulator", |_| emulator::run(&SELF_TEST).map(passed)),
     ("CUDA kernels", compile_kernels),
     ("unit and API tests, benches once", unit_tests),
@@ -127,14 +127,15 @@ fn spelling(_: &Workspace) -> Result<Outcome> {
     }
 }
 
-fn cross_check(workspace: &Workspace) -> Result<Outcome> {
-    if workspace.package("kv-cpu").is_none() {
-        return Ok(Outcome::Skipped("kv-cpu: not in this workspace yet".to_owned()));
+/// Where no emulator is to be had they are only checked.
+fn other_cpu(_: &Workspace) -> Result<Outcome> {
+    let Some(why) = arm::lacks() else {
+        return arm::run(&[]).map(passed);
+    };
+    if setup::lacks(arm::TARGET).is_none() {
+        cargo(&["check", "--package", "kv-cpu", "--target", arm::TARGET])?;
     }
-    match setup::lacks(setup::CROSS_TARGET) {
-        Some(_) => Ok(Outcome::Skipped(format!("{}: target not installed", setup::CROSS_TARGET))),
-        None => cargo(&["check", "--package", "kv-cpu", "--target", setup::CROSS_TARGET]),
-    }
+    Ok(Outcome::Skipped(why))
 }
 
 /// All tests but the heavy crate's, the conformance runners, which have a stage of their own, and
