@@ -13,7 +13,7 @@
 )]
 use super::ahead::{Ahead, part};
 use super::simd::{LINE, Simd};
-use super::stored::{F32, GROUP, Plain, Stored, load_part, store_part, whole};
+use super::stored::{F32, GROUP, Plain, Stored, Valuewise, load_part, store_part, whole};
 use super::{Running, Softmax, TILE};
 use crate::encoding::RowLayout;
 
@@ -314,14 +314,56 @@ pub(super) fn scale<S: Simd>(s: S, a: &mut [f32], x: f32) {
     }
 }
 
+/// Brings values of one type to another, as many as there is room for.
+#[inline(always)]
+pub(super) fn convert<S: Simd, A: Plain, B: Plain>(s: S, from: &[u8], to: &mut [u8]) {
+    let (n, mut i) = (to.len() / B::SIZE, 0);
+    assert!(from.len() >= n * A::SIZE, "a value for every place");
+    while i + S::LANES <= n {
+        // SAFETY: `i + LANES <= n` values, by the assertion.
+        let v = unsafe { <A as Valuewise>::load(s, from.as_ptr(), i) };
+        // SAFETY: and as many places.
+        unsafe { B::store(s, to.as_mut_ptr(), i, v) };
+        i += S::LANES;
+    }
+    if i < n {
+        // SAFETY: the last `n - i` values, by the assertion.
+        let v = unsafe { load_part::<S, A>(s, from.as_ptr(), i, n - i) };
+        // SAFETY: the last `n - i` places.
+        unsafe { store_part::<S, B>(s, to.as_mut_ptr(), i, n - i, v) };
+    }
+}
+
+/// The same past the caches, if `to` is made of whole lines. Fetches `ahead` meanwhile.
+#[inline(always)]
+pub(super) fn convert_past<S: Simd, A: Plain, B: Plain>(
+    s: S,
+    from: &[u8],
+    to: &mut [u8],
+    ahead: &[u8],
+) {
+    fetch(s, ahead);
+    if !is_lines(to) {
+        convert::<S, A, B>(s, from, to);
+        return;
+    }
+    let values = LINE / B::SIZE;
+    assert!(from.len() >= to.len() / B::SIZE * A::SIZE, "a value for every place");
+    let lines = to.as_chunks_mut::<LINE>().0.iter_mut();
+    for (from, to) in from.chunks_exact(values * A::SIZE).zip(lines) {
+        let mut line = [0; LINE];
+        convert::<S, A, B>(s, from, &mut line);
+        // SAFETY: a line begins where `to` does, and every `LINE` bytes on.
+        unsafe { s.stream(&line, to) };
+    }
+}
+
 /// Copies a row past the caches, if it is made of whole lines, and fetches another meanwhile.
 #[inline(always)]
 pub(super) fn copy_past<S: Simd>(s: S, from: &[u8], to: &mut [u8], ahead: &[u8]) {
     assert_eq!(from.len(), to.len(), "rows of one length");
-    for at in (0..ahead.len()).step_by(LINE) {
-        s.prefetch(ahead.as_ptr().wrapping_add(at));
-    }
-    if !to.as_ptr().addr().is_multiple_of(LINE) || !to.len().is_multiple_of(LINE) {
+    fetch(s, ahead);
+    if !is_lines(to) {
         to.copy_from_slice(from);
         return;
     }
@@ -329,4 +371,18 @@ pub(super) fn copy_past<S: Simd>(s: S, from: &[u8], to: &mut [u8], ahead: &[u8])
         // SAFETY: a line begins where `to` does, and every `LINE` bytes on.
         unsafe { s.stream(from, to) };
     }
+}
+
+/// Starts to fetch bytes.
+#[inline(always)]
+fn fetch<S: Simd>(s: S, ahead: &[u8]) {
+    for at in (0..ahead.len()).step_by(LINE) {
+        s.prefetch(ahead.as_ptr().wrapping_add(at));
+    }
+}
+
+/// Whether it is made of whole cache lines.
+#[inline(always)]
+fn is_lines(bytes: &[u8]) -> bool {
+    bytes.as_ptr().addr().is_multiple_of(LINE) && bytes.len().is_multiple_of(LINE)
 }

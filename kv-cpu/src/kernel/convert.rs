@@ -1,37 +1,17 @@
 //! Runs of values from one element type to another, and past the caches.
-use super::Kernels;
-use crate::encoding::{Element, RowLayout};
-
-/// Values that are converted at a time: short, as memory for them is cleared each time.
-const CHUNK: usize = 128;
+use super::{Kernels, of_element};
+use crate::encoding::Element;
 
 impl Kernels {
     /// Copies a run of values from one element type to another, through `f32` where they differ.
-    pub(crate) fn convert(self, from: (Element, &[u8]), to: (Element, &mut [u8])) {
-        if from.0 == to.0 {
-            to.1.copy_from_slice(from.1);
-        } else {
-            self.convert_chunks(from, to, |values, to| self.encode(to.0, values, to.1));
+    pub(crate) fn convert(self, from: (Element, &[u8]), (element, to): (Element, &mut [u8])) {
+        if from.0 == element {
+            to.copy_from_slice(from.1);
+            return;
         }
-    }
-
-    /// Decodes a run, which `encode` brings to its place, chunk by chunk.
-    fn convert_chunks(
-        self,
-        (from_element, from): (Element, &[u8]),
-        (to_element, to): (Element, &mut [u8]),
-        mut encode: impl FnMut(&[f32], (Element, &mut [u8])),
-    ) {
-        let mut values = [0.0; CHUNK];
-        let from = from.chunks(CHUNK.saturating_mul(from_element.size()));
-        let to = to.chunks_mut(CHUNK.saturating_mul(to_element.size()));
-        for (from, to) in from.zip(to) {
-            let len = to.len().checked_div(to_element.size()).unwrap_or(0);
-            if let Some(values) = values.get_mut(..len) {
-                self.decode(&RowLayout::plain(from_element, len), from, values);
-                encode(values, (to_element, to));
-            }
-        }
+        let kernel = of_elements(&self.0.convert, from.0, element);
+        // SAFETY: the CPU has the instruction set, by `Kernels::of`.
+        unsafe { kernel(from.1, to) }
     }
 
     /// To write past the caches.
@@ -50,26 +30,23 @@ impl PastCaches {
     pub(crate) fn convert(
         &self,
         from: (Element, &[u8]),
-        to: (Element, &mut [u8]),
-        mut ahead: &[u8],
+        (element, to): (Element, &mut [u8]),
+        ahead: &[u8],
     ) {
         let Self(kernels) = self;
-        let mut copy = |from: &[u8], to: &mut [u8]| {
-            // SAFETY: the CPU has the instruction set, by `Kernels::of`.
-            unsafe { (kernels.0.copy_past)(from, to, std::mem::take(&mut ahead)) }
+        let kernel = if from.0 == element {
+            kernels.0.copy_past
+        } else {
+            of_elements(&kernels.0.convert_past, from.0, element)
         };
-        if from.0 == to.0 {
-            copy(from.1, to.1);
-            return;
-        }
-        let mut encoded = [0; 4 * CHUNK];
-        kernels.convert_chunks(from, to, |values, (element, to)| {
-            if let Some(encoded) = encoded.get_mut(..to.len()) {
-                kernels.encode(element, values, encoded);
-                copy(encoded, to);
-            }
-        });
+        // SAFETY: the CPU has the instruction set, by `Kernels::of`.
+        unsafe { kernel(from.1, to, ahead) }
     }
+}
+
+/// The kernel of two element types.
+fn of_elements<K: Copy>(kernels: &[[K; 3]; 3], from: Element, to: Element) -> K {
+    of_element(of_element(*kernels, from), to)
 }
 
 impl Drop for PastCaches {

@@ -25,6 +25,7 @@ mod scores;
 mod simd;
 mod stored;
 mod sums;
+mod table;
 mod tile;
 
 #[cfg(target_arch = "x86_64")]
@@ -51,6 +52,7 @@ pub(crate) use matrix::amx::is_available as has_amx;
 
 use crate::encoding::{Element, Encoding, RowLayout};
 use crate::isa::Isa;
+use table::{Table, table};
 
 /// Most tokens that are scored, weighed and summed together.
 pub(crate) const TILE: usize = 128;
@@ -132,29 +134,6 @@ pub(crate) struct Softmax<'a> {
     pub(crate) stride: usize,
 }
 
-type Decode = unsafe fn(&RowLayout, &[u8], &mut [f32]);
-type Encode = unsafe fn(&[f32], &mut [u8]);
-
-/// The kernels of one instruction set. Calling one is sound only on a CPU that has the set.
-pub(crate) struct Table {
-    tokens: usize,
-    scores: [unsafe fn(&mut Scores<'_>, &mut Ahead<'_>); Encoding::COUNT],
-    sums: [unsafe fn(&mut Sums<'_>, &mut Ahead<'_>); Encoding::COUNT],
-    decode: [Decode; Encoding::COUNT],
-    /// By element type.
-    encode: [Encode; 3],
-    row_scales: unsafe fn(&TileRows<'_>, &RowLayout) -> [f32; TILE],
-    /// With shorter exponentials, and with exact ones.
-    softmax: [unsafe fn(&mut Softmax<'_>, &mut Ahead<'_>); 2],
-    combine: unsafe fn(&mut [f32], f32, &[f32], f32),
-    scale: unsafe fn(&mut [f32], f32),
-    split_pairs: unsafe fn(&mut [f32]),
-    join_pairs: unsafe fn(&mut [f32]),
-    copy_past: unsafe fn(&[u8], &mut [u8], &[u8]),
-    fence: unsafe fn(),
-    encode_row: quant::EncodeRow,
-}
-
 /// A table whose instruction set this CPU has.
 #[derive(Clone, Copy)]
 pub(crate) struct Kernels(&'static Table, Option<&'static matrix::Table>);
@@ -234,12 +213,7 @@ impl Kernels {
     }
     /// Encodes all of `from`, rounded to nearest even.
     pub(crate) fn encode(self, element: Element, from: &[f32], to: &mut [u8]) {
-        let [f32, f16, bf16] = self.0.encode;
-        let kernel = match element {
-            Element::F32 => f32,
-            Element::F16 => f16,
-            Element::Bf16 => bf16,
-        };
+        let kernel = of_element(self.0.encode, element);
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { kernel(from, to) }
     }
@@ -266,134 +240,17 @@ impl Kernels {
     }
 }
 
+/// What is there for an element type.
+fn of_element<K>([f32, f16, bf16]: [K; 3], element: Element) -> K {
+    match element {
+        Element::F32 => f32,
+        Element::F16 => f16,
+        Element::Bf16 => bf16,
+    }
+}
+
 /// The kernel of an encoding.
 fn of_encoding<K: Copy>(kernels: &[K; Encoding::COUNT], encoding: Encoding) -> K {
     #[expect(clippy::indexing_slicing, reason = "an entry for every encoding")]
     kernels[encoding.index()]
 }
-
-/// Instantiates the loops for one vector type, behind the attributes given.
-macro_rules! table {
-    ([$(#[$attribute:meta])*] $simd:expr) => {
-        /// The loops, for this instruction set.
-        pub(super) static TABLE: super::Table = {
-            use super::codes::{L3, L4, L6, Lloyd, Nvfp4, Q4Block, Q8Block};
-            use super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, F32, FiniteE4m3, Int8};
-            use super::stored::{Plain, Stored};
-            use super::{
-                Ahead, Scores, Softmax, Sums, TILE, Table, TileRows, body, scores, sums, tile,
-            };
-            use crate::encoding::RowLayout;
-            use kv_core::KvFormat;
-
-            $(#[$attribute])*
-            fn scores<E: Stored>(args: &mut Scores<'_>, ahead: &mut Ahead<'_>) {
-                scores::scores::<_, E>($simd, args, ahead);
-            }
-            $(#[$attribute])*
-            fn sums<E: Stored>(args: &mut Sums<'_>, ahead: &mut Ahead<'_>) {
-                sums::sums::<_, E>($simd, args, ahead);
-            }
-            $(#[$attribute])*
-            fn scores_of_e4m3(args: &mut Scores<'_>, ahead: &mut Ahead<'_>) {
-                if FiniteE4m3::holds($simd, args.k, args.range, args.layout) {
-                    scores::scores::<_, FiniteE4m3>($simd, args, ahead);
-                } else {
-                    scores::scores::<_, E4m3>($simd, args, ahead);
-                }
-            }
-            $(#[$attribute])*
-            fn sums_of_e4m3(args: &mut Sums<'_>, ahead: &mut Ahead<'_>) {
-                if FiniteE4m3::holds($simd, args.v, args.range, args.layout) {
-                    sums::sums::<_, FiniteE4m3>($simd, args, ahead);
-                } else {
-                    sums::sums::<_, E4m3>($simd, args, ahead);
-                }
-            }
-            $(#[$attribute])*
-            fn decode<E: Stored>(layout: &RowLayout, from: &[u8], to: &mut [f32]) {
-                body::decode::<_, E>($simd, layout, from, to)
-            }
-            $(#[$attribute])*
-            fn encode<E: Plain>(from: &[f32], to: &mut [u8]) {
-                body::encode::<_, E>($simd, from, to)
-            }
-            $(#[$attribute])*
-            fn encode_row(format: KvFormat, inv_scale: f32, values: &[f32], row: &mut [u8]) {
-                kv_quant::row::encode_row(format, inv_scale, values, row);
-            }
-            $(#[$attribute])*
-            fn row_scales(rows: &TileRows<'_>, layout: &RowLayout) -> [f32; TILE] {
-                tile::row_scales($simd, rows, layout)
-            }
-            $(#[$attribute])*
-            fn softmax<const EXACT: bool>(args: &mut Softmax<'_>, ahead: &mut Ahead<'_>) {
-                body::softmax::<_, EXACT>($simd, args, ahead);
-            }
-            $(#[$attribute])*
-            fn combine(a: &mut [f32], x: f32, b: &[f32], y: f32) {
-                body::combine($simd, a, x, b, y)
-            }
-            $(#[$attribute])*
-            fn scale(a: &mut [f32], x: f32) {
-                body::scale($simd, a, x)
-            }
-            $(#[$attribute])*
-            fn split_pairs(row: &mut [f32]) {
-                super::stored::split_pairs($simd, row);
-            }
-            $(#[$attribute])*
-            fn join_pairs(row: &mut [f32]) {
-                super::stored::join_pairs($simd, row);
-            }
-            $(#[$attribute])*
-            fn copy_past(from: &[u8], to: &mut [u8], ahead: &[u8]) {
-                body::copy_past($simd, from, to, ahead)
-            }
-            $(#[$attribute])*
-            fn fence() {
-                super::simd::Simd::fence($simd);
-            }
-            /// A kernel for every encoding, in the order of `Encoding`.
-            macro_rules! each {
-                ($kernel:ident, $of_e4m3:expr) => {
-                    [
-                        $kernel::<F32>,
-                        $kernel::<F16>,
-                        $kernel::<Bf16>,
-                        $of_e4m3,
-                        $kernel::<E5m2>,
-                        $kernel::<Int8>,
-                        $kernel::<Lloyd<L6, false>>,
-                        $kernel::<Lloyd<L4, false>>,
-                        $kernel::<Lloyd<L3, false>>,
-                        $kernel::<Lloyd<L6, true>>,
-                        $kernel::<Lloyd<L4, true>>,
-                        $kernel::<Lloyd<L3, true>>,
-                        $kernel::<Q8Block>,
-                        $kernel::<Q4Block>,
-                        $kernel::<Nvfp4>,
-                        $kernel::<Bf16Pairs>,
-                    ]
-                };
-            }
-            Table {
-                tokens: super::simd::tokens($simd),
-                scores: each!(scores, scores_of_e4m3),
-                sums: each!(sums, sums_of_e4m3),
-                decode: each!(decode, decode::<E4m3>),
-                encode: [encode::<F32>, encode::<F16>, encode::<Bf16>],
-                row_scales,
-                softmax: [softmax::<false>, softmax::<true>],
-                combine,
-                scale,
-                split_pairs,
-                join_pairs,
-                copy_past,
-                fence,
-                encode_row,
-            }
-        };
-    };
-}
-use table;

@@ -301,6 +301,9 @@ fn what_goes_past_the_caches_is_what_is_converted() {
                 drop(past);
                 let mut expected = vec![0; bytes];
                 kernels.convert((from, &source), (to, &mut expected));
+                let mut plain = vec![0.0; len];
+                kernels.decode(&RowLayout::plain(from, len), &source, &mut plain);
+                assert_eq!(expected, encoded(to, &plain), "{name} {from:?} {to:?} {len}");
                 let (before, written) = lines.0.split_at(begin);
                 let (written, behind) = written.split_at(bytes);
                 assert_eq!(written, expected, "{name} {from:?} {to:?} {len}");
