@@ -30,7 +30,7 @@ use kv_core::ScaleGroup;
 
 use super::planes::{self, GROUP};
 use super::scale;
-use super::sums::sums;
+use super::sums::{LANES, lanes, sum, total};
 use crate::lloyd::Codebook;
 use crate::minifloat::{e4m3_decode, e4m3_encode};
 
@@ -52,7 +52,7 @@ pub(super) fn encode<B: Codebook>(values: &[f32], codes: &mut [u8], scales: &mut
         scale::put(f16::NAN, scales);
         return;
     };
-    let [energy] = sums(values, values, |x, _| [limited(x) * limited(x)]);
+    let energy = sum(values, values, |x, _| limited(x) * limited(x));
     if energy <= 0.0 {
         return;
     }
@@ -106,7 +106,7 @@ impl Codes {
     #[inline(always)]
     fn of<B: Codebook>(values: &[f32], scale: f32) -> Self {
         let inverse = scale.recip();
-        let [projection, energy] = pair_sums::<B>(values, inverse, |a, c| [a * c, c * c]);
+        let [projection, energy] = pair_sums::<B>(values, inverse, |a, c| a * c, |_, c| c * c);
         Self { inverse, projection, energy, score: projection * (projection / energy) }
     }
 
@@ -128,7 +128,7 @@ pub(super) fn encode_groups<B: Codebook>(values: &[f32], codes: &mut [u8], scale
             *stored = E4M3_NAN;
             continue;
         };
-        let [energy] = sums(group, group, |x, _| [limited(x) * limited(x)]);
+        let energy = sum(group, group, |x, _| limited(x) * limited(x));
         if energy <= 0.0 {
             continue;
         }
@@ -156,10 +156,8 @@ fn group_scale<B: Codebook>(values: &[f32], amax: f32, energy: f32, owed: &mut f
         };
         let scale = e4m3_decode(code);
         let inverse = scale.recip();
-        let [error, projection] = pair_sums::<B>(values, inverse, |a, c| {
-            let decoded = c * scale;
-            [(a - decoded) * (a - decoded), a * decoded]
-        });
+        let squared = |a: f32, c| (a - c * scale) * (a - c * scale);
+        let [error, projection] = pair_sums::<B>(values, inverse, squared, |a, c| a * (c * scale));
         let owing = carried + projection - energy;
         let cost = error + B::BIAS_WEIGHT * owing * (owing / energy);
         // Of scales that are all too small the last, which is the largest.
@@ -241,23 +239,54 @@ fn limited(value: f32) -> f32 {
     if magnitude < LIMIT { magnitude } else { LIMIT }
 }
 
-/// Sums terms of every magnitude and the level it takes.
+/// Sums two terms of every magnitude and the level it takes.
 #[inline(always)]
 fn pair_sums<B: Codebook>(
     values: &[f32],
     inverse: f32,
-    terms: impl Fn(f32, f32) -> [f32; 2],
+    first: impl Fn(f32, f32) -> f32,
+    second: impl Fn(f32, f32) -> f32,
 ) -> [f32; 2] {
+    // Whole groups have a length that the compiler knows.
+    let (groups, rest) = values.as_chunks::<GROUP>();
     let mut totals = [0.0; 2];
-    for group in values.chunks(GROUP) {
-        // Two simple loops become better vector code than one that does both.
-        let mut levels = [0.0; GROUP];
-        let levels = &mut levels[..group.len()];
-        for (level, value) in levels.iter_mut().zip(group) {
-            *level = B::nearest(limited(*value) * inverse);
+    for groups in groups.chunks(TOGETHER) {
+        // Apart from the sums of their lanes, which would tempt the compiler into odd vectors.
+        let mut all = [[[0.0; LANES]; 2]; TOGETHER];
+        for (lanes, group) in all.iter_mut().zip(groups) {
+            *lanes = group_sums::<B>(group, inverse, &first, &second);
         }
-        let part = sums(group, levels, |value, level| terms(limited(value), level));
-        totals = [totals[0] + part[0], totals[1] + part[1]];
+        for lanes in &all[..groups.len()] {
+            totals = [totals[0] + total(lanes[0]), totals[1] + total(lanes[1])];
+        }
+    }
+    if !rest.is_empty() {
+        let lanes = group_sums::<B>(rest, inverse, &first, &second);
+        totals = [totals[0] + total(lanes[0]), totals[1] + total(lanes[1])];
     }
     totals
+}
+
+/// Groups whose sums are taken together.
+const TOGETHER: usize = 8;
+
+/// The same of up to 32 values, lane by lane. Simple loops, one after another, become better vector
+/// code than one that does all.
+#[inline(always)]
+fn group_sums<B: Codebook>(
+    values: &[f32],
+    inverse: f32,
+    first: &impl Fn(f32, f32) -> f32,
+    second: &impl Fn(f32, f32) -> f32,
+) -> [[f32; LANES]; 2] {
+    let (mut magnitudes, mut levels) = ([0.0; GROUP], [0.0; GROUP]);
+    let magnitudes = &mut magnitudes[..values.len()];
+    let levels = &mut levels[..values.len()];
+    for (magnitude, value) in magnitudes.iter_mut().zip(values) {
+        *magnitude = limited(*value);
+    }
+    for (level, magnitude) in levels.iter_mut().zip(&*magnitudes) {
+        *level = B::nearest(magnitude * inverse);
+    }
+    [lanes(magnitudes, levels, first), lanes(magnitudes, levels, second)]
 }

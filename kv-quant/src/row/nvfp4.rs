@@ -14,9 +14,10 @@
     clippy::inline_always,
     reason = "what encodes is compiled for the instruction set of its caller"
 )]
+#![expect(clippy::indexing_slicing, reason = "blocks of at most 16 values")]
 
 use super::scale;
-use super::sums::sums;
+use super::sums::sum;
 use crate::minifloat::{e2m1_decode, e2m1_encode, e2m1_round, e4m3_decode, e4m3_encode};
 
 const BLOCK: usize = 16;
@@ -60,23 +61,28 @@ fn encode_block(inv_scale: f32, values: &[f32], codes: &mut [u8]) -> u8 {
 fn block_scale(inv_scale: f32, amax: f32, values: &[f32]) -> u8 {
     let over_6 = e4m3_encode(amax / 6.0 * inv_scale);
     let over_4 = e4m3_encode(amax / 4.0 * inv_scale);
-    // Relative to the largest, so that no square overflows.
-    let unit = (amax * inv_scale).recip();
-    let error = |code: u8| {
-        let scale = e4m3_decode(code);
-        let [error] = sums(values, values, |value, _| {
-            let value = value * inv_scale;
-            let decoded = if scale > 0.0 { e2m1_round(value / scale) * scale } else { 0.0 };
-            let error = (value - decoded) * unit;
-            [error * error]
-        });
-        error
-    };
+    let of = |code| squared_error(inv_scale, amax, values, code);
     // Not a number where the largest is infinite or zero: then over 6.
-    let best = if error(over_4) < error(over_6) { over_4 } else { over_6 };
+    let best = if of(over_4) < of(over_6) { over_4 } else { over_6 };
     // A block that is not zero but whose scale would be takes the smallest scale, if that is
     // nearer.
-    if best == 0 && error(1) < error(0) { 1 } else { best }
+    if best == 0 && of(1) < of(0) { 1 } else { best }
+}
+
+/// What is lost with the scale of this code, relative to the largest value, so that no square
+/// overflows.
+#[inline(always)]
+fn squared_error(inv_scale: f32, amax: f32, values: &[f32], code: u8) -> f32 {
+    let (unit, scale) = ((amax * inv_scale).recip(), e4m3_decode(code));
+    // Two simple loops become better vector code than one that does both.
+    let mut errors = [0.0; BLOCK];
+    let errors = &mut errors[..values.len()];
+    for (error, value) in errors.iter_mut().zip(values) {
+        let value = value * inv_scale;
+        let decoded = if scale > 0.0 { e2m1_round(value / scale) * scale } else { 0.0 };
+        *error = (value - decoded) * unit;
+    }
+    sum(errors, errors, |error, _| error * error)
 }
 
 pub(super) fn decode(given: f32, codes: &[u8], scales: &[u8], values: &mut [f32]) {

@@ -5,32 +5,35 @@
 )]
 #![expect(clippy::indexing_slicing, reason = "lanes are fewer than LANES")]
 
-const LANES: usize = 8;
+pub(super) const LANES: usize = 8;
 
-/// Sums `N` terms of every pair of two equally long lists, in an order that is the same on every
+/// Sums a term of every pair of two equally long lists, in an order that is the same on every
 /// machine and that vector code can follow: eight sums side by side.
 #[inline(always)]
-pub(super) fn sums<const N: usize>(
-    left: &[f32],
-    right: &[f32],
-    terms: impl Fn(f32, f32) -> [f32; N],
-) -> [f32; N] {
-    let mut lanes = [[0.0_f32; LANES]; N];
+pub(super) fn sum(left: &[f32], right: &[f32], term: impl Fn(f32, f32) -> f32) -> f32 {
+    total(lanes(left, right, term))
+}
+
+/// The eight sums.
+#[inline(always)]
+pub(super) fn lanes(left: &[f32], right: &[f32], term: impl Fn(f32, f32) -> f32) -> [f32; LANES] {
+    let mut lanes = [0.0_f32; LANES];
     let (left_whole, left_rest) = left.as_chunks::<LANES>();
     let (right_whole, right_rest) = right.as_chunks::<LANES>();
     for (left, right) in left_whole.iter().zip(right_whole) {
         for lane in 0..LANES {
-            let terms = terms(left[lane], right[lane]);
-            for (sum, term) in lanes.iter_mut().zip(terms) {
-                sum[lane] += term;
-            }
+            lanes[lane] += term(left[lane], right[lane]);
         }
     }
-    for ((left, right), lane) in left_rest.iter().zip(right_rest).zip(0_usize..) {
-        let terms = terms(*left, *right);
-        for (sum, term) in lanes.iter_mut().zip(terms) {
-            sum[lane] += term;
-        }
+    for ((left, right), lane) in left_rest.iter().zip(right_rest).zip(&mut lanes) {
+        *lane += term(*left, *right);
     }
-    lanes.map(|[a, b, c, d, e, f, g, h]| ((a + e) + (c + g)) + ((b + f) + (d + h)))
+    lanes
+}
+
+/// Their sum.
+#[inline(always)]
+#[expect(clippy::many_single_char_names, reason = "the eight lanes")]
+pub(super) fn total([a, b, c, d, e, f, g, h]: [f32; LANES]) -> f32 {
+    ((a + e) + (c + g)) + ((b + f) + (d + h))
 }
