@@ -88,7 +88,7 @@ const NEEDS: &[Need] = &[
     Need {
         name: arm::TOOLS,
         for_what: "cargo xtask arm: and run on any CPU",
-        is_present: || [arm::EMULATOR, arm::LINKER].iter().all(|name| runs(name)),
+        is_present: || arm::IS_HERE || [arm::EMULATOR, arm::LINKER].iter().all(|name| runs(name)),
         get: &[
             "apt-get",
             "install",

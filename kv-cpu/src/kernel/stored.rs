@@ -192,7 +192,8 @@ valuewise! {
     Int8, 1, load_i8;
 }
 
-/// FP8 E4M3 in tiles that have no NaN, without which a code is a binary16 but for shifts.
+/// FP8 E4M3 in tiles that have no NaN, without which a code is a binary16 but for shifts. A scale
+/// times the factor is finite: that of the largest `f32` is below 2^120.
 pub(crate) struct FiniteE4m3;
 
 impl FiniteE4m3 {

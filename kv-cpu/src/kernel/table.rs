@@ -39,10 +39,10 @@ macro_rules! table {
     ([$(#[$attribute:meta])*] $simd:expr) => {
         /// The loops, for this instruction set.
         pub(super) static TABLE: super::table::Table = {
-            use super::table::Table;
             use super::codes::{L3, L4, L6, Lloyd, Nvfp4, Q4Block, Q8Block};
             use super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, F32, FiniteE4m3, Int8};
             use super::stored::{Plain, Stored};
+            use super::table::Table;
             use super::{
                 Ahead, Scores, Softmax, Sums, TILE, TileRows, body, scores, sums, tile,
             };
