@@ -151,17 +151,10 @@ macro_rules! primitives {
                 unsafe { has_nan_e4m3(rows, n) }
             }
             #[inline(always)]
-            unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> __m256 {
-                // SAFETY: condition 1 of `Simd::load`, and an `Avx2` exists only where the features
-                // do.
-                let bytes = unsafe { _mm_loadl_epi64(from.wrapping_add(at).cast()) };
-                let [values, _] = widen_finite_e4m3(self, [bytes; 2]);
-                values
-            }
-            #[inline(always)]
-            unsafe fn load_finite_e4m3_pair(self, from: *const u8, at: usize) -> [__m256; 2] {
+            unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> [__m256; 2] {
                 let from = from.wrapping_add(at);
-                // SAFETY: as above, of the first eight.
+                // SAFETY: condition 1, of the first eight, and an `Avx2` exists only where the features
+                // do.
                 let first = unsafe { _mm_loadl_epi64(from.cast()) };
                 // SAFETY: as above, of the others.
                 let second = unsafe { _mm_loadl_epi64(from.wrapping_add(16).cast()) };

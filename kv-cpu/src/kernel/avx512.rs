@@ -158,18 +158,11 @@ macro_rules! primitives {
                 unsafe { e4m3::has_nan(rows, n) }
             }
             #[inline(always)]
-            unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> __m512 {
-                // SAFETY: condition 1 of `Simd::load`, and the witness.
-                let bytes = unsafe { _mm_loadu_si128(from.wrapping_add(at).cast()) };
-                // SAFETY: the witness.
-                unsafe { e4m3::widen_finite(bytes) }
-            }
-            #[inline(always)]
-            unsafe fn load_finite_e4m3_pair(self, from: *const u8, at: usize) -> [__m512; 2] {
+            unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> [__m512; 2] {
                 // SAFETY: condition 1 of `Simd::load`, twice, and the witness.
                 let bytes = unsafe { _mm256_loadu_si256(from.wrapping_add(at).cast()) };
                 // SAFETY: the witness.
-                unsafe { e4m3::widen_finite_pair(bytes) }
+                unsafe { e4m3::widen_finite(bytes) }
             }
             #[inline(always)]
             unsafe fn load_e5m2(self, from: *const u8, at: usize) -> __m512 {

@@ -118,14 +118,7 @@ macro_rules! primitives {
                 unsafe { has_nan_e4m3(rows, n) }
             }
             #[inline(always)]
-            unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> float32x4_t {
-                // SAFETY: condition 1 of `Simd::load`.
-                let bytes = unsafe { from.wrapping_add(at).cast::<[u8; 4]>().read() };
-                let [values, _] = widen_finite_e4m3(self, [u32::from_le_bytes(bytes); 2]);
-                values
-            }
-            #[inline(always)]
-            unsafe fn load_finite_e4m3_pair(self, from: *const u8, at: usize) -> [float32x4_t; 2] {
+            unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> [float32x4_t; 2] {
                 let from = from.wrapping_add(at);
                 // SAFETY: condition 1, of the first four.
                 let first = unsafe { from.cast::<[u8; 4]>().read() };

@@ -300,25 +300,18 @@ pub(crate) trait Simd: Copy {
         }
         has
     }
-    /// As [`Self::load_e4m3`], 2^-8 of the values; none is NaN.
-    ///
-    /// # Safety
-    /// As [`Self::load`].
-    #[inline(always)]
-    unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> Self::F {
-        // SAFETY: the condition is passed on.
-        self.mul(unsafe { self.load_e4m3(from, at) }, self.splat(1.0 / 256.0))
-    }
-    /// The same at `at` and 16 values behind it.
+    /// 2^-8 of the values of E4M3 at `at`, and of those 16 behind it; none is NaN.
     ///
     /// # Safety
     /// As [`Self::load`], of both.
     #[inline(always)]
-    unsafe fn load_finite_e4m3_pair(self, from: *const u8, at: usize) -> [Self::F; 2] {
+    unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> [Self::F; 2] {
         // SAFETY: the condition is passed on.
-        let first = unsafe { self.load_finite_e4m3(from, at) };
+        let first = unsafe { self.load_e4m3(from, at) };
         // SAFETY: as above.
-        [first, unsafe { self.load_finite_e4m3(from, at + 16) }]
+        let second = unsafe { self.load_e4m3(from, at + 16) };
+        let part = self.splat(1.0 / 256.0);
+        [self.mul(first, part), self.mul(second, part)]
     }
     /// As [`Self::load`], from FP8 E5M2, the upper byte of a binary16.
     ///

@@ -80,24 +80,11 @@ pub(crate) fn whole<S: Simd, E: Stored>(dim: usize) -> usize {
 /// An encoding with `SIZE` bytes for every value.
 pub(crate) trait Valuewise {
     const SIZE: usize;
-    /// As [`Stored::FACTOR`].
-    const FACTOR: f32 = 1.0;
     /// Decodes `LANES` values from value `at` on.
     ///
     /// # Safety
     /// 1. Values `at..at + LANES` after `from` are readable.
     unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F;
-    /// The vectors at values `at` and `at + GROUP / 2`.
-    ///
-    /// # Safety
-    /// As for [`Self::load`], of both.
-    #[inline(always)]
-    unsafe fn load_pair<S: Simd>(s: S, from: *const u8, at: usize) -> [S::F; 2] {
-        // SAFETY: the condition is passed on.
-        let first = unsafe { Self::load(s, from, at) };
-        // SAFETY: as above.
-        [first, unsafe { Self::load(s, from, at + GROUP / 2) }]
-    }
 }
 
 /// One that values can be encoded in as well.
@@ -111,7 +98,6 @@ pub(crate) trait Plain: Valuewise {
 
 impl<E: Valuewise> Stored for E {
     const RUN: usize = 1;
-    const FACTOR: f32 = <E as Valuewise>::FACTOR;
 
     #[inline(always)]
     unsafe fn load<S: Simd>(
@@ -123,18 +109,6 @@ impl<E: Valuewise> Stored for E {
     ) -> S::F {
         // SAFETY: inside the row, by conditions 1 and 2.
         unsafe { <E as Valuewise>::load(s, row, group + offset) }
-    }
-
-    #[inline(always)]
-    unsafe fn load_pair<S: Simd>(
-        s: S,
-        row: *const u8,
-        _: &RowLayout,
-        group: usize,
-        offset: usize,
-    ) -> [S::F; 2] {
-        // SAFETY: inside the row, by conditions 1 and 2.
-        unsafe { <E as Valuewise>::load_pair(s, row, group + offset) }
     }
 
     #[inline(always)]
@@ -211,18 +185,40 @@ impl FiniteE4m3 {
     }
 }
 
-impl Valuewise for FiniteE4m3 {
-    const SIZE: usize = 1;
+impl Stored for FiniteE4m3 {
+    const RUN: usize = 1;
     const FACTOR: f32 = 256.0;
     #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, from: *const u8, at: usize) -> S::F {
-        // SAFETY: condition 1 is passed on.
-        unsafe { s.load_finite_e4m3(from, at) }
+    unsafe fn load<S: Simd>(
+        s: S,
+        row: *const u8,
+        layout: &RowLayout,
+        group: usize,
+        offset: usize,
+    ) -> S::F {
+        // SAFETY: the conditions are passed on.
+        let values = unsafe { <E4m3 as Stored>::load(s, row, layout, group, offset) };
+        s.mul(values, s.splat(1.0 / Self::FACTOR))
     }
     #[inline(always)]
-    unsafe fn load_pair<S: Simd>(s: S, from: *const u8, at: usize) -> [S::F; 2] {
+    unsafe fn load_pair<S: Simd>(
+        s: S,
+        row: *const u8,
+        _: &RowLayout,
+        group: usize,
+        offset: usize,
+    ) -> [S::F; 2] {
+        // SAFETY: inside the row, by conditions 1 and 2.
+        unsafe { s.load_finite_e4m3(row, group + offset) }
+    }
+    #[inline(always)]
+    unsafe fn rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout, begin: usize) -> Rest {
         // SAFETY: the conditions are passed on.
-        unsafe { s.load_finite_e4m3_pair(from, at) }
+        let mut rest = unsafe { <E4m3 as Stored>::rest(s, row, layout, begin) };
+        for value in &mut rest {
+            *value /= Self::FACTOR;
+        }
+        rest
     }
 }
 

@@ -61,19 +61,22 @@ fn encode_block(inv_scale: f32, values: &[f32], codes: &mut [u8]) -> u8 {
 fn block_scale(inv_scale: f32, amax: f32, values: &[f32]) -> u8 {
     let over_6 = e4m3_encode(amax / 6.0 * inv_scale);
     let over_4 = e4m3_encode(amax / 4.0 * inv_scale);
-    let of = |code| squared_error(inv_scale, amax, values, code);
+    // Relative to the largest, so that no square overflows.
+    let of = (inv_scale, (amax * inv_scale).recip());
     // Not a number where the largest is infinite or zero: then over 6.
-    let best = if of(over_4) < of(over_6) { over_4 } else { over_6 };
+    let is_less = squared_error(values, of, over_4) < squared_error(values, of, over_6);
+    let best = if is_less { over_4 } else { over_6 };
     // A block that is not zero but whose scale would be takes the smallest scale, if that is
     // nearer.
-    if best == 0 && of(1) < of(0) { 1 } else { best }
+    let takes_smallest = best == 0 && squared_error(values, of, 1) < squared_error(values, of, 0);
+    if takes_smallest { 1 } else { best }
 }
 
-/// What is lost with the scale of this code, relative to the largest value, so that no square
-/// overflows.
+/// What is lost with the scale of a code, in a unit of which the second factor is the reciprocal.
+/// A function, as a closure has not its caller's instruction set unless it is inlined.
 #[inline(always)]
-fn squared_error(inv_scale: f32, amax: f32, values: &[f32], code: u8) -> f32 {
-    let (unit, scale) = ((amax * inv_scale).recip(), e4m3_decode(code));
+fn squared_error(values: &[f32], (inv_scale, unit): (f32, f32), code: u8) -> f32 {
+    let scale = e4m3_decode(code);
     // Two simple loops become better vector code than one that does both.
     let mut errors = [0.0; BLOCK];
     let errors = &mut errors[..values.len()];

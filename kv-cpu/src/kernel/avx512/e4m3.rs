@@ -6,6 +6,7 @@
 use std::arch::x86_64::*;
 
 use super::super::simd::LINE;
+
 /// Where a code's bits are in a binary16, but for copies of its sign.
 const SIGN_AND_REST: i16 = 0xbf80_u16.cast_signed();
 
@@ -45,15 +46,7 @@ pub(super) fn widen(codes: __m128i) -> __m512 {
 /// 2^-8 of the values; none is NaN.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) fn widen_finite(codes: __m128i) -> __m512 {
-    let shifted = _mm256_slli_epi16::<7>(_mm256_cvtepi8_epi16(codes));
-    _mm512_cvtph_ps(_mm256_and_si256(shifted, _mm256_set1_epi16(SIGN_AND_REST)))
-}
-
-/// The same of as many again.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) fn widen_finite_pair(codes: __m256i) -> [__m512; 2] {
+pub(super) fn widen_finite(codes: __m256i) -> [__m512; 2] {
     let shifted = _mm512_slli_epi16::<7>(_mm512_cvtepi8_epi16(codes));
     let bits = _mm512_and_si512(shifted, _mm512_set1_epi16(SIGN_AND_REST));
     let upper = _mm512_extracti64x4_epi64::<1>(bits);
