@@ -153,8 +153,8 @@ macro_rules! primitives {
             #[inline(always)]
             unsafe fn load_finite_e4m3(self, from: *const u8, at: usize) -> [__m256; 2] {
                 let from = from.wrapping_add(at);
-                // SAFETY: condition 1, of the first eight, and an `Avx2` exists only where the features
-                // do.
+                // SAFETY: condition 1, of the first eight, and an `Avx2` exists only where the
+                // features do.
                 let first = unsafe { _mm_loadl_epi64(from.cast()) };
                 // SAFETY: as above, of the others.
                 let second = unsafe { _mm_loadl_epi64(from.wrapping_add(16).cast()) };
