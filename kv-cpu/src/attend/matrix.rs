@@ -11,7 +11,7 @@
 use super::Job;
 use super::tile::{Seen, Tile, Tiles, bias_rows, weigh};
 use crate::encoding::Encoding;
-use crate::kernel::{BLOCK, GROUP, Matrix, Memory, Queries, QueryShape, TILE, VISIT};
+use crate::kernel::{BLOCK, Columns, GROUP, Matrix, Memory, Queries, QueryShape, TILE, VISIT};
 use crate::num::to_usize;
 use crate::rows::PlaneRows;
 use crate::workspace::AlignedFloats;
@@ -21,10 +21,10 @@ pub(super) struct OnMatrix<'s> {
     matrix: Matrix,
     /// Of each kv head.
     shape: QueryShape,
-    /// Those of all heads: for each, so many words for rows of 16 and 8 bits, and so many for rows
-    /// of signed bytes.
+    /// Those of all heads: for each, so many words for rows of 16 bits, for rows of codes, and for
+    /// rows of signed bytes.
     words: &'s [u32],
-    of_head: (usize, usize),
+    of_head: [usize; 3],
     memory: Memory<'s>,
 }
 
@@ -38,29 +38,30 @@ impl<'s> OnMatrix<'s> {
     ) -> Self {
         let heads = job.heads;
         let (dim, terms) = (heads.dim_k, matrix.terms(q));
-        let k = [true, false].map(|is_wide| job.k.rows(is_wide).encoding() == Encoding::Int8);
+        let wanted = [true, false].map(|is_wide| Columns::of(job.k.rows(is_wide).encoding()));
         let (shape, of_head) = if rows < BLOCK {
-            let shape = matrix.narrow((rows, dim, terms), job.is_exact(), k.contains(&true));
-            let words = |wanted: bool, words: usize| if wanted { words } else { 0 };
-            let terms = words(k.contains(&false), shape.column_words());
-            (shape, (terms, words(k.contains(&true), shape.byte_words())))
+            let bytes = wanted.contains(&Columns::Bytes);
+            let shape = matrix.narrow((rows, dim, terms), job.is_exact(), bytes);
+            let (terms, bytes) = (shape.column_words(), shape.byte_words());
+            let all = [(Columns::Words, terms), (Columns::Codes, terms), (Columns::Bytes, bytes)];
+            (shape, all.map(|(columns, words)| if wanted.contains(&columns) { words } else { 0 }))
         } else {
             let shape = QueryShape { rows, dim, terms, columns: BLOCK };
-            (shape, (shape.words(), 0))
+            (shape, [shape.words(), 0, 0])
         };
         let of_rows = q.chunks_exact(rows * heads.stride_k);
-        let len = of_head.0 + of_head.1;
+        let len = of_head.iter().sum();
         let words: &mut [u32] = bytemuck::cast_slice_mut(words.get(of_rows.len() * len));
         for (q, words) in of_rows.zip(words.chunks_exact_mut(len)) {
-            let (q, (words, bytes)) = ((q, heads.stride_k), words.split_at_mut(of_head.0));
+            let (q, (words, others)) = ((q, heads.stride_k), words.split_at_mut(of_head[0]));
             if rows >= BLOCK {
                 matrix.queries(q, shape, words);
                 continue;
             }
-            for (words, for_bytes) in [(words, false), (bytes, true)] {
-                if !words.is_empty() {
-                    matrix.columns(q, shape, (words, for_bytes));
-                }
+            let (codes, bytes) = others.split_at_mut(of_head[1]);
+            let all = [(words, Columns::Words), (codes, Columns::Codes), (bytes, Columns::Bytes)];
+            for (words, columns) in all.into_iter().filter(|(words, _)| !words.is_empty()) {
+                matrix.columns(q, shape, (words, columns));
             }
         }
         let memory = memory.get(Memory::len(heads.dim_k, heads.dim_v));
@@ -82,9 +83,11 @@ impl<'s> OnMatrix<'s> {
         seen: &Seen<'_>,
     ) {
         bias_rows(job, state, tile);
-        let len = self.of_head.0 + self.of_head.1;
-        let (words, bytes) = self.words[state.head * len..][..len].split_at(self.of_head.0);
-        let queries = Queries { shape: self.shape, words, bytes };
+        let [words, codes, _] = self.of_head;
+        let len = self.of_head.iter().sum();
+        let (words, others) = self.words[state.head * len..][..len].split_at(words);
+        let (codes, bytes) = others.split_at(codes);
+        let queries = Queries { shape: self.shape, words, codes, bytes };
         if self.shape.rows < BLOCK {
             self.meet_few(job, state, (tile, seen), &queries);
         } else {

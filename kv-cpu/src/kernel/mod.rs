@@ -42,7 +42,7 @@ mod tests;
 
 pub(crate) use ahead::{Ahead, Runs};
 pub(crate) use convert::PastCaches;
-pub(crate) use matrix::{BLOCK, Matrix, Memory, Queries, QueryShape, StoredRows, VISIT};
+pub(crate) use matrix::{BLOCK, Columns, Matrix, Memory, Queries, QueryShape, StoredRows, VISIT};
 pub(crate) use rows::TileRows;
 pub(crate) use simd::LANES_MAX;
 pub(crate) use stored::GROUP;

@@ -25,12 +25,16 @@ use super::{BLOCK, Setting, VISIT, WORDS};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Amx(());
 
-/// Whether the CPU has tiles of bf16 and of bytes, and permutations of bytes, as all with tiles
+/// Whether the CPU has tiles of bf16 and of bytes, and what brings in codes, as all with tiles
 /// have, and the system lets this process use them, which it is asked once.
 pub(crate) fn is_available() -> bool {
     static ALLOWED: OnceLock<bool> = OnceLock::new();
     *ALLOWED.get_or_init(|| {
-        has_tiles() && std::arch::is_x86_feature_detected!("avx512vbmi") && is_allowed()
+        has_tiles()
+            && std::arch::is_x86_feature_detected!("avx512vbmi")
+            && std::arch::is_x86_feature_detected!("avx512vbmi2")
+            && std::arch::is_x86_feature_detected!("gfni")
+            && is_allowed()
     })
 }
 
@@ -300,6 +304,12 @@ impl Unit for Amx {
     }
 
     #[inline(always)]
+    unsafe fn code_line(self, codes: &Codes, from: *const u8, to: [*mut u32; 2]) {
+        // SAFETY: as above.
+        unsafe { codes::line(codes, from, to) }
+    }
+
+    #[inline(always)]
     unsafe fn code_pairs(self, codes: &Codes, from: [*const u8; 4], to: [*mut u32; 4]) {
         // SAFETY: as above.
         unsafe { codes::words::<true>(codes, from, to) }
@@ -308,5 +318,7 @@ impl Unit for Amx {
 
 const _: () = assert!(VISIT == 4 * BLOCK && WORDS * 4 == 1024, "what the assembly counts on");
 
-super::table::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")]]
+super::table::table! { [
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,gfni")]
+]
 Avx512::witness(), Amx(()), enter, set_up, narrow }

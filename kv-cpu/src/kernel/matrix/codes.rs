@@ -1,4 +1,12 @@
 //! Encodings with a code of one byte for every value, as the bf16 that the codes are.
+//!
+//! The bits of a float are those of its code in other places, for nearly all codes: each half is a
+//! linear function of the code's bits, which one instruction computes for 64 of them. Of others,
+//! zero and the subnormal numbers with the least exponent, NaN and infinity with the greatest,
+//! halves are looked up, along with all that have these exponents: they are at most 32, in an order
+//! of the codes in which they come first, which is linear too.
+//!
+//! Integers have no such form, and all magnitudes are looked up.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::as_conversions,
@@ -9,53 +17,165 @@
 )]
 use kv_quant::minifloat;
 
-/// What the codes of an encoding are, by half: bf16, the upper bit of a code the sign.
+/// What the codes of an encoding are, by half: bf16.
 #[derive(Debug)]
-pub(super) struct Codes {
-    /// The lower bytes of codes 0 to 127, and the upper ones.
-    pub(super) low: Halves,
-    pub(super) high: Halves,
-    /// Codes from 128 on are negative integers, not others with a sign.
-    pub(super) are_integers: bool,
+pub(super) enum Codes {
+    Floats(&'static Floats),
+    Integers(&'static Integers),
 }
 
-/// One byte of each.
+/// The upper bit of a code is the sign, below it the exponent.
+#[derive(Debug)]
+pub(super) struct Floats {
+    /// The lower halves of most codes, and the upper ones.
+    pub(super) low: Linear,
+    pub(super) high: Linear,
+    /// The order in which others come first, so many; the least power of two that is not less.
+    pub(super) order: Linear,
+    pub(super) first: u8,
+    /// Their halves, in that order.
+    pub(super) first_low: Lines<64>,
+    pub(super) first_high: Lines<64>,
+}
+
+/// Signed integers.
+#[derive(Debug)]
+pub(super) struct Integers {
+    /// The lower halves of 0 to 127, and the upper ones.
+    pub(super) low: Lines<128>,
+    pub(super) high: Lines<128>,
+    /// The upper half of 128, whose lower one is that of zero.
+    pub(super) highest: u8,
+}
+
+/// Whole cache lines.
 #[derive(Debug)]
 #[repr(align(64))]
-pub(super) struct Halves(pub(super) [u8; 128]);
+pub(super) struct Lines<const N: usize>(pub(super) [u8; N]);
 
-pub(super) static E4M3: Codes = of_floats(&minifloat::E4M3);
-pub(super) static E5M2: Codes = of_floats(&minifloat::E5M2);
-pub(super) static INT8: Codes = {
-    let (mut values, mut i) = ([0.0; 256], 0);
-    while i < 128 {
-        values[i] = i as f32;
-        i += 1;
+/// A function of a byte whose bits are sums modulo 2 of bits of the byte, and of a constant.
+#[derive(Debug)]
+pub(super) struct Linear {
+    /// For each bit which bits of the byte count, those of the highest bit first: eight times, as
+    /// GF2P8AFFINEQB has it.
+    pub(super) matrices: Lines<64>,
+    pub(super) constant: u8,
+}
+
+impl Linear {
+    const fn of(&self, byte: u8) -> u8 {
+        let (mut bits, mut i) = (self.constant, 0);
+        while i < 8 {
+            bits ^= ((self.matrices.0[7 - i] & byte).count_ones() as u8 & 1) << i;
+            i += 1;
+        }
+        bits
     }
-    Codes { are_integers: true, ..of_floats(&values) }
-};
 
-const fn of_floats(values: &[f32; 256]) -> Codes {
+    /// The function that has these values at a byte, and where one bit of it is another one.
+    const fn through(byte: u8, at: u8, one_bit_other: [u8; 8]) -> Self {
+        let (mut matrices, mut i) = ([0; 64], 0);
+        while i < 64 {
+            let mut bit = 0;
+            while bit < 8 {
+                matrices[i] |= ((one_bit_other[bit] ^ at) >> (7 - i % 8) & 1) << bit;
+                bit += 1;
+            }
+            i += 1;
+        }
+        let mut linear = Self { matrices: Lines(matrices), constant: 0 };
+        linear.constant = linear.of(byte) ^ at;
+        linear
+    }
+}
+
+pub(super) static E4M3: Codes = Codes::Floats(&E4M3_HALVES);
+pub(super) static E5M2: Codes = Codes::Floats(&E5M2_HALVES);
+pub(super) static INT8: Codes = Codes::Integers(&INT8_HALVES);
+
+static E4M3_HALVES: Floats = floats(&minifloat::E4M3, 3);
+static E5M2_HALVES: Floats = floats(&minifloat::E5M2, 2);
+static INT8_HALVES: Integers = {
     let (mut low, mut high) = ([0; 128], [0; 128]);
     let mut i = 0;
     while i < 128 {
-        let bits = values[i].to_bits();
-        assert!(bits << 16 == 0, "a bf16");
-        (low[i], high[i]) = ((bits >> 16) as u8, (bits >> 24) as u8);
+        [low[i], high[i]] = halves(i as f32);
         i += 1;
     }
-    Codes { low: Halves(low), high: Halves(high), are_integers: false }
+    Integers { low: Lines(low), high: Lines(high), highest: halves(128.0)[1] }
+};
+
+/// The bytes of a bf16, the lower one first.
+const fn halves(value: f32) -> [u8; 2] {
+    let bits = value.to_bits();
+    assert!(bits << 16 == 0, "a bf16");
+    [(bits >> 16) as u8, (bits >> 24) as u8]
+}
+
+const fn floats(values: &[f32; 256], mantissa_bits: u32) -> Floats {
+    // An exponent that is neither the least nor the greatest, and no other bit of it makes it so.
+    const BYTE: u8 = 0b0011_0000;
+    let mut others = [[0; 8]; 3];
+    let mut bit = 0;
+    while bit < 8 {
+        let code = BYTE ^ 1 << bit;
+        [others[0][bit], others[1][bit]] = halves(values[code as usize]);
+        others[2][bit] = place(code, mantissa_bits);
+        bit += 1;
+    }
+    let at = halves(values[BYTE as usize]);
+    let [low, high, order] = [
+        Linear::through(BYTE, at[0], others[0]),
+        Linear::through(BYTE, at[1], others[1]),
+        Linear::through(BYTE, place(BYTE, mantissa_bits), others[2]),
+    ];
+    // Two exponents, with both signs.
+    let first = 4 << mantissa_bits;
+    let (mut first_low, mut first_high) = ([0; 64], [0; 64]);
+    let mut code = 0;
+    while code < 256 {
+        let [of_low, of_high] = halves(values[code]);
+        let place = order.of(code as u8);
+        if place < first {
+            (first_low[place as usize], first_high[place as usize]) = (of_low, of_high);
+        } else {
+            assert!(low.of(code as u8) == of_low && high.of(code as u8) == of_high, "linear");
+        }
+        code += 1;
+    }
+    let [first_low, first_high] = [Lines(first_low), Lines(first_high)];
+    Floats { low, high, order, first, first_low, first_high }
+}
+
+/// The place of a code in an order in which the least exponent comes first, then the greatest.
+const fn place(code: u8, mantissa_bits: u32) -> u8 {
+    let magnitude = code & 0x7f;
+    let (exponent, mantissa) = (magnitude >> mantissa_bits, magnitude % (1 << mantissa_bits));
+    // All ones become 1.
+    let exponent = (exponent ^ exponent << 1) % (1 << (7 - mantissa_bits));
+    exponent << (mantissa_bits + 1) | code >> 7 << mantissa_bits | mantissa
 }
 
 #[cfg(test)]
 impl Codes {
     /// What a code is.
     pub(super) fn of(&self, code: u8) -> u16 {
-        let index = if self.are_integers { code.cast_signed().unsigned_abs() } else { code & 0x7f };
-        if index == 128 {
-            return half::bf16::from_f32(-128.0).to_bits();
-        }
-        let [low, high] = [&self.low, &self.high].map(|table| table.0[usize::from(index)]);
-        u16::from_le_bytes([low, high | code & 0x80])
+        let halves = match self {
+            Self::Floats(floats) => {
+                let place = usize::from(floats.order.of(code));
+                if place < usize::from(floats.first) {
+                    [floats.first_low.0[place], floats.first_high.0[place]]
+                } else {
+                    [&floats.low, &floats.high].map(|half| half.of(code))
+                }
+            }
+            Self::Integers(integers) => {
+                let magnitude = usize::from(code.cast_signed().unsigned_abs());
+                let low = integers.low.0[magnitude % 128];
+                let high = integers.high.0.get(magnitude).unwrap_or(&integers.highest);
+                [low, high | code & 0x80]
+            }
+        };
+        u16::from_le_bytes(halves)
     }
 }

@@ -164,6 +164,16 @@ impl Unit for Emulated {
         }
     }
 
+    unsafe fn code_line(self, codes: &Codes, from: *const u8, to: [*mut u32; 2]) {
+        for (i, row) in (0..BLOCK).flat_map(|i| (0..2).map(move |row| (i, row))) {
+            let pair = [4 * i + row, 4 * i + row + 2];
+            // SAFETY: condition 1.
+            let [low, high] = pair.map(|at| codes.of(unsafe { from.wrapping_add(at).read() }));
+            // SAFETY: condition 1.
+            unsafe { to[row].wrapping_add(i).write(u32::from(low) | u32::from(high) << 16) };
+        }
+    }
+
     unsafe fn code_pairs(self, codes: &Codes, [a, b, c, d]: [*const u8; 4], to: [*mut u32; 4]) {
         let second = |from: *const u8| from.wrapping_add(BLOCK);
         let from = [[a, b], [second(a), second(b)], [c, d], [second(c), second(d)]];

@@ -13,63 +13,13 @@
 use super::super::TILE;
 use super::super::ahead::{Ahead, part};
 use super::super::simd::LINE;
-use super::super::stored::{F32, GROUP};
+use super::super::stored::GROUP;
 use super::super::tile::{Factors, check_rows};
 use super::even::{EvenRows, even_parts};
-use super::stage::{PAIRS, Terms, group, rest};
+use super::stage::{PAIRS, Terms, rest};
 use super::unit::{Side, Unit, Words};
-use super::{BLOCK, Memory, Queries, QueryShape, StoredRows, WORDS};
-use crate::encoding::{Element, RowLayout};
-
-impl QueryShape {
-    /// Words of the rows as columns.
-    pub(crate) fn column_words(self) -> usize {
-        let blocks = self.rows.div_ceil(BLOCK / self.terms);
-        blocks.saturating_mul(self.dim.div_ceil(GROUP)).saturating_mul(BLOCK * self.columns)
-    }
-}
-
-/// Brings query rows into blocks, a column of words for each term of each.
-#[inline(always)]
-pub(super) fn columns<W: Words>(
-    w: W,
-    (rows, stride): (&[f32], usize),
-    shape: QueryShape,
-    to: &mut [u32],
-) {
-    let (steps, per_block) = (shape.dim.div_ceil(GROUP), BLOCK / shape.terms);
-    assert!(
-        rows.len() >= shape.rows * stride
-            && (1..=stride).contains(&shape.dim)
-            && to.len() >= shape.column_words(),
-        "rows lie inside their slices"
-    );
-    let layout = RowLayout::plain(Element::F32, shape.dim);
-    let columns = shape.columns;
-    let blocks = rows[..shape.rows * stride].chunks(per_block * stride);
-    for (rows, to) in blocks.zip(to.chunks_exact_mut(steps * BLOCK * columns)) {
-        for (step, to) in to.chunks_exact_mut(BLOCK * columns).enumerate() {
-            // A row of words for each column, before the block is turned.
-            let (mut block, mut turned) = ([0_u32; WORDS], [0_u32; WORDS]);
-            for (i, row) in rows.chunks_exact(stride).enumerate() {
-                // SAFETY: a row of `dim` floats, whose groups are `steps`.
-                let mut values =
-                    unsafe { group::<W, F32>(w, row.as_ptr().cast(), &layout, step * GROUP) };
-                for term in 0..shape.terms {
-                    let words = block[(i * shape.terms + term) * BLOCK..][..BLOCK].as_mut_ptr();
-                    // SAFETY: a row of words.
-                    unsafe { w.store_words(words, values[0], values[1]) };
-                    values = rest(w, values);
-                }
-            }
-            // SAFETY: blocks.
-            unsafe { w.turn(block.as_ptr(), (turned.as_mut_ptr(), BLOCK), BLOCK) };
-            for (to, from) in to.chunks_exact_mut(columns).zip(turned.as_chunks::<BLOCK>().0) {
-                to.copy_from_slice(&from[..columns]);
-            }
-        }
-    }
-}
+use super::{BLOCK, Memory, Queries, StoredRows, WORDS};
+use crate::encoding::RowLayout;
 
 /// Scores of query rows that are columns by the tokens of a tile.
 #[inline(always)]
@@ -83,12 +33,13 @@ pub(super) fn scores<W: Words, U: Unit, E: Terms>(
     let (shape, layout, tokens) = (queries.shape, tile.layout, tile.rows.len());
     let (steps, of_block) = (shape.dim.div_ceil(GROUP), BLOCK / shape.terms);
     let blocks = shape.rows.div_ceil(of_block);
+    let words = if E::CODES.is_some() { queries.codes } else { queries.words };
     check_rows(tile.rows, (0, tokens), layout);
     assert!(
         (1..=TILE).contains(&tokens)
             && shape.dim > 0
             && shape.dim == layout.dim()
-            && queries.words.len() == shape.column_words()
+            && words.len() == shape.column_words()
             && memory.k.words.len() >= E::TERMS * steps * WORDS
             && memory.products.len() >= 2 * blocks * WORDS
             && memory.rows.len() >= TILE * tile.rows.bytes()
@@ -106,7 +57,7 @@ pub(super) fn scores<W: Words, U: Unit, E: Terms>(
             let left = unsafe { lefts::<W, U, E>((w, unit), *rows, layout, memory.k.words) };
             let products = &mut memory.products[next % 2 * blocks * WORDS..];
             let products = products.as_chunks_mut::<WORDS>().0;
-            for (q, products) in queries.words.chunks_exact(steps * of_step).zip(products) {
+            for (q, products) in words.chunks_exact(steps * of_step).zip(products) {
                 let q = Side { at: q.as_ptr(), stride: 4 * shape.columns, step: 4 * of_step };
                 // Small products first.
                 for (i, left) in left[..E::TERMS].iter().rev().enumerate() {
@@ -180,7 +131,20 @@ unsafe fn lefts<W: Words, U: Unit, E: Terms>(
     if E::IN_PLACE && layout.dim().is_multiple_of(GROUP) {
         return [Side { at: rows.first.cast(), stride: rows.stride, step: LINE }; 2];
     }
-    for step in 0..steps {
+    let lines = if E::CODES.is_some() { layout.dim() / LINE } else { 0 };
+    if let Some(codes) = E::CODES {
+        assert!(blocks.len() >= steps * WORDS, "blocks");
+        for line in 0..lines {
+            let mut from = rows.at(0).wrapping_add(line * LINE);
+            let mut to = blocks.as_mut_ptr().wrapping_add(2 * line * WORDS);
+            for _ in 0..BLOCK {
+                // SAFETY: a line of a row, by condition 1, and rows of words of two steps.
+                unsafe { of.1.code_line(codes, from, [to, to.wrapping_add(WORDS)]) };
+                (from, to) = (from.wrapping_add(rows.stride), to.wrapping_add(BLOCK));
+            }
+        }
+    }
+    for step in 2 * lines..steps {
         let to = blocks[step * WORDS..].as_mut_ptr();
         // SAFETY: condition 1, and a group that the rows have.
         unsafe { E::words(of, rows, (layout, step * GROUP), (to, steps * WORDS)) };

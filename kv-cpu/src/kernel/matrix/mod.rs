@@ -9,7 +9,7 @@
 //! tokens of a tile for sums. That is how [`super::stored::Stored::load_pair`] brings them.
 //!
 //! Query rows that fill a block or more are rows, and K is turned: `stage` and `products`.
-//! Fewer are columns, and K stays as it is: `few`, and `bytes` where K is signed bytes. For both,
+//! Fewer are `columns`, and K stays as it is: `few`, and `bytes` where K is signed bytes. For both,
 //! `even` finds rows that follow each other, and `codes` says what a code of a byte is as bf16.
 //!
 //! Only finite numbers are the sum of terms. Of others comes a number that is not finite either,
@@ -19,6 +19,7 @@
 pub(super) mod amx;
 mod bytes;
 mod codes;
+mod columns;
 #[cfg(test)]
 pub(super) mod emulated;
 mod even;
@@ -78,8 +79,28 @@ pub(crate) struct Queries<'a> {
     pub(crate) shape: QueryShape,
     /// As many as the shape says.
     pub(crate) words: &'a [u32],
-    /// The same for rows of bytes, if they are few.
+    /// The same for rows of codes, if they are few.
+    pub(crate) codes: &'a [u32],
+    /// And for rows of signed bytes.
     pub(crate) bytes: &'a [u32],
+}
+
+/// What few query rows are columns for: rows of K bring values to words in different orders.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Columns {
+    Words,
+    Codes,
+    Bytes,
+}
+
+impl Columns {
+    pub(crate) const fn of(k: Encoding) -> Self {
+        match k {
+            Encoding::E4m3 | Encoding::E5m2 => Self::Codes,
+            Encoding::Int8 => Self::Bytes,
+            _ => Self::Words,
+        }
+    }
 }
 
 /// How many rows of how many values there are, and how many terms each value has.
@@ -277,15 +298,19 @@ impl Matrix {
     }
 
     /// Brings query rows, floats and how many from one row to the next, into columns of
-    /// [`Queries`], for rows of bytes or for others.
+    /// [`Queries`].
     pub(crate) fn columns(
         &self,
         rows: (&[f32], usize),
         shape: QueryShape,
-        (to, for_bytes): (&mut [u32], bool),
+        (to, columns): (&mut [u32], Columns),
     ) {
-        let [terms, digits] = self.table.columns;
-        let kernel = if for_bytes { digits } else { terms };
+        let [words, codes, bytes] = self.table.columns;
+        let kernel = match columns {
+            Columns::Words => words,
+            Columns::Codes => codes,
+            Columns::Bytes => bytes,
+        };
         // SAFETY: the unit is at work, as there is a `Matrix`.
         unsafe { kernel(rows, shape, to) }
     }

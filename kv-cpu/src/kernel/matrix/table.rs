@@ -18,8 +18,8 @@ pub(crate) struct Table {
     pub(super) scores: unsafe fn(&Queries<'_>, usize, &Memory<'_>, &mut [f32]),
     /// With weights of two terms, and of three.
     pub(super) sums: [SumsBy; 2],
-    /// Of terms, and of digits.
-    pub(super) columns: [Bring; 2],
+    /// For words, codes and bytes.
+    pub(super) columns: [Bring; 3],
     pub(super) few: fn(Encoding) -> Option<Few>,
 }
 
@@ -97,8 +97,12 @@ macro_rules! table {
                 super::products::sums::<_, _, TERMS>(($simd, $unit), memory, weights, out);
             }
             $(#[$attribute])*
-            fn columns(rows: (&[f32], usize), shape: QueryShape, to: &mut [u32]) {
-                super::few::columns($simd, rows, shape, to);
+            fn columns<const ARE_CODES: bool>(
+                rows: (&[f32], usize),
+                shape: QueryShape,
+                to: &mut [u32],
+            ) {
+                super::columns::columns::<_, ARE_CODES>($simd, rows, shape, to);
             }
             $(#[$attribute])*
             fn byte_columns(rows: (&[f32], usize), shape: QueryShape, to: &mut [u32]) {
@@ -163,7 +167,7 @@ macro_rules! table {
                 stage: |encoding| of_encoding(encoding).map(|(stage, _)| stage),
                 scores,
                 sums: [sums::<2>, sums::<3>],
-                columns: [columns, byte_columns],
+                columns: [columns::<false>, columns::<true>, byte_columns],
                 few: |encoding| of_encoding(encoding).map(|(_, few)| few),
             }
         };

@@ -76,11 +76,18 @@ pub(crate) trait Unit: Copy {
     /// 1. The groups are readable, and 16 words from each `to` on are writable.
     unsafe fn code_words(self, codes: &Codes, from: [*const u8; 4], to: [*mut u32; 4]);
 
+    /// Writes two rows of words of a line of codes: word `i` of the first is codes `4 i` and
+    /// `4 i + 2`, of the second `4 i + 1` and `4 i + 3`, as bf16.
+    ///
+    /// # Safety
+    /// 1. The line is readable, and 16 words from each `to` on are writable.
+    unsafe fn code_line(self, codes: &Codes, from: *const u8, to: [*mut u32; 2]);
+
     /// Writes two rows of words of the first two groups, and two of the others: word `i` is code
     /// `i` of both, in the second row `i + 16` of both.
     ///
     /// # Safety
-    /// As above.
+    /// 1. The groups are readable, and 16 words from each `to` on are writable.
     unsafe fn code_pairs(self, codes: &Codes, from: [*const u8; 4], to: [*mut u32; 4]);
 }
 

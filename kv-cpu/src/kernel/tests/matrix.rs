@@ -3,7 +3,7 @@ use kv_core::{KvFormat, Scaling};
 
 use super::formats::Tiled;
 use super::*;
-use crate::kernel::{Matrix, Memory, Queries, QueryShape, StoredRows};
+use crate::kernel::{Columns, Matrix, Memory, Queries, QueryShape, StoredRows};
 
 fn units() -> Vec<(String, Kernels)> {
     all().into_iter().filter(|(_, kernels)| kernels.has_matrix(Encoding::Bf16)).collect()
@@ -43,7 +43,7 @@ impl Staged<'_> {
             assert!(self.unit.terms(&q) <= terms, "{name}: terms");
             let mut words = vec![u32::MAX; shape.words()];
             self.unit.queries((&q, self.dim), shape, &mut words);
-            let queries = Queries { shape, words: &words, bytes: &[] };
+            let queries = Queries { shape, words: &words, codes: &[], bytes: &[] };
             let mut out = vec![f32::NAN; 3 * BLOCK * TILE];
             for first in [0, BLOCK, 2 * BLOCK] {
                 self.unit.scores(&queries, first, &self.memory, &mut out[first * TILE..]);
@@ -145,11 +145,12 @@ fn few_rows_are_multiplied(
     let is_bytes = tile.layout.encoding() == Encoding::Int8;
     for (exact, allowed) in [(true, 2e-6), (false, 4e-5)] {
         let shape = unit.narrow((rows, dim, unit.terms(&q)), exact, is_bytes);
-        let (mut words, mut bytes) =
-            (vec![u32::MAX; shape.column_words()], vec![u32::MAX; shape.byte_words()]);
-        unit.columns((&q, dim), shape, (&mut words, false));
-        unit.columns((&q, dim), shape, (&mut bytes, true));
-        let queries = Queries { shape, words: &words, bytes: &bytes };
+        let mut words = vec![u32::MAX; shape.column_words()];
+        let (mut codes, mut bytes) = (words.clone(), vec![u32::MAX; shape.byte_words()]);
+        unit.columns((&q, dim), shape, (&mut words, Columns::Words));
+        unit.columns((&q, dim), shape, (&mut codes, Columns::Codes));
+        unit.columns((&q, dim), shape, (&mut bytes, Columns::Bytes));
+        let queries = Queries { shape, words: &words, codes: &codes, bytes: &bytes };
         let mut floats = vec![f32::NAN; Memory::len(dim, dim)];
         let mut memory = Memory::new(&mut floats, dim, dim);
         let mut scores = vec![f32::NAN; BLOCK * TILE];
@@ -248,11 +249,12 @@ fn every_code_of_a_byte_is_multiplied_as_its_number() {
             q[first] = 1.0;
             let mut unit = kernels.matrix().unwrap();
             let shape = unit.narrow((1, DIM, 1), true, format == KvFormat::Int8(Scaling::Tensor));
-            let (mut words, mut bytes) =
-                (vec![0; shape.column_words()], vec![0; shape.byte_words()]);
-            unit.columns((&q, DIM), shape, (&mut words, false));
-            unit.columns((&q, DIM), shape, (&mut bytes, true));
-            let queries = Queries { shape, words: &words, bytes: &bytes };
+            let mut words = vec![0; shape.column_words()];
+            let (mut codes, mut bytes) = (words.clone(), vec![0; shape.byte_words()]);
+            unit.columns((&q, DIM), shape, (&mut words, Columns::Words));
+            unit.columns((&q, DIM), shape, (&mut codes, Columns::Codes));
+            unit.columns((&q, DIM), shape, (&mut bytes, Columns::Bytes));
+            let queries = Queries { shape, words: &words, codes: &codes, bytes: &bytes };
             unit.scores_of_few(&queries, (&tile, &mut memory), &mut scores, ahead);
             for (token, score) in scores[..TILE].iter().enumerate() {
                 assert_eq!(*score, value(token, first), "{name} {format}: score of {token}");
