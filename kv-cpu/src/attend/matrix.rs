@@ -145,7 +145,8 @@ impl<'s> OnMatrix<'s> {
 pub(super) fn is_worth_it(job: &Job<'_>, rows: usize) -> bool {
     let fewest = |plane: &PlaneRows<'_>| match plane.rows(false).encoding() {
         Encoding::E4m3 => 1,
-        Encoding::E5m2 | Encoding::Int8 => 3,
+        Encoding::E5m2 => 2,
+        Encoding::Int8 => 3,
         Encoding::Bf16 | Encoding::Bf16Pairs => 5,
         _ => 13,
     };
