@@ -68,7 +68,7 @@ pub(super) fn columns<W: Words, const ARE_CODES: bool>(
     }
 }
 
-/// What of a line of values is multiplied with a row of [`Unit::code_line`].
+/// What of a line of values is multiplied with a row of [`super::unit::Unit::code_line`].
 #[inline(always)]
 fn in_line<W: Words>(w: W, line: &[f32; LINE], row: usize) -> [W::F; 2] {
     const { assert!(LINE == 4 * BLOCK, "four values a word of both rows") };
