@@ -186,8 +186,18 @@ fn few_rows_are_multiplied(
 #[test]
 fn few_query_rows_are_columns() {
     let mut random = Random::new(13);
-    let cases =
-        [(1, 1), (31, 16), (33, 40), (64, TILE), (80, TILE), (128, TILE), (128, 50), (64, 97)];
+    // Of codes whole lines come first, then whole groups.
+    let cases = [
+        (1, 1),
+        (31, 16),
+        (33, 40),
+        (64, TILE),
+        (80, TILE),
+        (96, 33),
+        (128, TILE),
+        (128, 50),
+        (64, 97),
+    ];
     for (format, (dim, tokens)) in
         KvFormat::all().flat_map(|format| cases.into_iter().map(move |case| (format, case)))
     {
