@@ -192,7 +192,7 @@ pub(super) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
     weight_rows::<W, TERMS>(w, (weights, parts), memory.weights);
     let bytes = tile.rows.bytes();
     let from = even_parts(tile.rows, (2 * parts, bytes, bytes), memory.rows);
-    let pace = ahead.pace(part::SOFTMAX + part::SUMS, groups * parts * (BLOCK / PAIRS));
+    let pace = ahead.pace(part::SOFTMAX + part::SUMS, groups * parts);
     let from = &from.as_chunks::<2>().0[..parts];
     let weights = &memory.weights[..parts * blocks * WORDS];
     for index in 0..=groups {
@@ -278,8 +278,8 @@ unsafe fn pairs_of<W: Words, U: Unit, E: Terms>(
             let rows = rows.map(|rows| rows.from(i));
             // SAFETY: rows, a group that they have, and rows of words.
             unsafe { E::pairs(of, rows, (layout, begin), (to, 2 * WORDS)) };
-            ahead.fetch(of.0, pace);
         }
+        ahead.fetch(of.0, pace);
     }
 }
 
