@@ -30,8 +30,9 @@ pub(super) struct Floats {
     /// The lower halves of most codes, and the upper ones.
     pub(super) low: Linear,
     pub(super) high: Linear,
-    /// The order in which others come first, so many; the least power of two that is not less.
+    /// The order in which the others come first.
     pub(super) order: Linear,
+    /// How many of these are looked up: a power of two, and 64 at most.
     pub(super) first: u8,
     /// Their halves, in that order.
     pub(super) first_low: Lines<64>,
