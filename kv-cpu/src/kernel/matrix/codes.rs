@@ -114,7 +114,7 @@ const fn halves(value: f32) -> [u8; 2] {
 }
 
 const fn floats(values: &[f32; 256], mantissa_bits: u32) -> Floats {
-    // An exponent that is neither the least nor the greatest, and no other bit of it makes it so.
+    // Its exponent, and every one that differs in a bit, is neither the least nor the greatest.
     const BYTE: u8 = 0b0011_0000;
     let mut others = [[0; 8]; 3];
     let mut bit = 0;

@@ -131,8 +131,9 @@ unsafe fn lefts<W: Words, U: Unit, E: Terms>(
     if E::IN_PLACE && layout.dim().is_multiple_of(GROUP) {
         return [Side { at: rows.first.cast(), stride: rows.stride, step: LINE }; 2];
     }
-    let lines = if E::CODES.is_some() { layout.dim() / LINE } else { 0 };
+    let mut lines = 0;
     if let Some(codes) = E::CODES {
+        lines = layout.dim() / LINE;
         assert!(blocks.len() >= steps * WORDS, "blocks");
         for line in 0..lines {
             let mut from = rows.at(0).wrapping_add(line * LINE);

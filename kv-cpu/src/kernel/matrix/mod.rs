@@ -6,7 +6,9 @@
 //! last bit of an `f32`, and the third term of weights where outputs have 16 bits.
 //!
 //! Words of 32 bits hold two values each, 16 apart in a group of 32: values of a row for scores,
-//! tokens of a tile for sums. That is how [`super::stored::Stored::load_pair`] brings them.
+//! tokens of a tile for sums. That is how [`super::stored::Stored::load_pair`] brings them. For
+//! scores of few query rows by codes of a byte they are two apart, where a line is whole
+//! (`unit::Unit::code_line`).
 //!
 //! Query rows that fill a block or more are rows, and K is turned: `stage` and `products`.
 //! Fewer are `columns`, and K stays as it is: `few`, and `bytes` where K is signed bytes. For both,

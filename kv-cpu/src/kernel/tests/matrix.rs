@@ -283,3 +283,48 @@ fn every_code_of_a_byte_is_multiplied_as_its_number() {
         }
     }
 }
+
+/// What is not finite stays so, in whole lines of codes and behind them.
+#[test]
+fn codes_that_are_not_finite_make_their_sums_so() {
+    const DIM: usize = 96;
+    let formats = [KvFormat::Fp8E4m3, KvFormat::Fp8E5m2].map(|of| of(Scaling::Tensor));
+    for (format, (name, kernels)) in
+        formats.into_iter().flat_map(|format| units().into_iter().map(move |unit| (format, unit)))
+    {
+        let layout = RowLayout::of(format, DIM as u32).unwrap();
+        let (codes, mut values) = ((0..=255).collect::<Vec<u8>>(), vec![0.0; 256]);
+        kernels.decode(&RowLayout::of(format, 256).unwrap(), &codes, &mut values);
+        let odd = codes.iter().filter(|code| !values[usize::from(**code)].is_finite());
+        // A column each, as zero times NaN is NaN.
+        let places = odd.enumerate().flat_map(|(i, code)| [3, 70].map(|d| (*code, d + i)));
+        let places = places.collect::<Vec<_>>();
+        assert!(places.len() >= 4, "{format}: NaN of both signs");
+        let mut bytes = vec![vec![0_u8; DIM]; TILE];
+        for (row, (code, d)) in bytes.iter_mut().zip(&places) {
+            row[*d] = *code;
+        }
+        let rows = TileRows::of(bytes.iter().map(Vec::as_slice), DIM);
+        let tile = StoredRows { rows: &rows, layout: &layout, scale: RowScale::Given(1.0) };
+        let mut floats = vec![f32::NAN; Memory::len(DIM, DIM)];
+        let mut memory = Memory::new(&mut floats, DIM, DIM);
+        let ahead = &mut Ahead::default();
+        let mut unit = kernels.matrix().unwrap();
+        let shape = unit.narrow((1, DIM, 1), true, false);
+        let mut words = vec![0; shape.column_words()];
+        unit.columns((&[1.0; DIM], DIM), shape, (&mut words, Columns::Codes));
+        let queries = Queries { shape, words: &[], codes: &words, bytes: &[] };
+        let mut scores = vec![0.0; BLOCK * TILE];
+        unit.scores_of_few(&queries, (&tile, &mut memory), &mut scores, ahead);
+        for (token, score) in scores[..TILE].iter().enumerate() {
+            let wanted = token >= places.len();
+            assert_eq!(score.is_finite(), wanted, "{name} {format}: {:?}", places.get(token));
+        }
+        for (token, place) in places.iter().enumerate() {
+            let (mut weights, mut out) = (vec![0.0; TILE], vec![0.0; DIM]);
+            weights[token] = 1.0;
+            unit.sums_of_few((&tile, &mut memory), (&mut weights, true), (&mut out, DIM), ahead);
+            assert!(!out[place.1].is_finite(), "{name} {format}: {place:?}");
+        }
+    }
+}
