@@ -91,12 +91,12 @@ impl<'a> Stream<'a> {
 pub(crate) struct Ahead<'a> {
     /// A line of each by turns: memory that is asked for in several places comes faster.
     streams: [Stream<'a>; STREAMS],
-    /// Turns after which one of them is at the end of a run.
-    turns: usize,
-    /// The next line of each, and turns until then.
-    next: [*const u8; STREAMS],
+    /// Where the streams began, bytes that each has gone from there, and bytes after which one of
+    /// them is at the end of a run.
+    from: [*const u8; STREAMS],
+    gone: usize,
     until: usize,
-    /// Turns that are left.
+    /// Turns that are left behind those.
     left: usize,
     /// Lines of all runs.
     lines: usize,
@@ -107,12 +107,13 @@ pub(crate) struct Ahead<'a> {
 const STREAMS: usize = 4;
 const TURN: usize = 1 << 10;
 
-/// The part of a tile's lines that a kernel asks for, of [`PARTS`]. That other parts were better
-/// could not be told from noise.
+/// The part of a tile's lines that a kernel asks for, of [`PARTS`]: about that of its time, so that
+/// lines are asked for as evenly as they come. Many at once keep products waiting, and memory has
+/// nothing to do afterwards.
 pub(super) mod part {
-    pub(in super::super) const SCORES: usize = 6;
-    pub(in super::super) const SOFTMAX: usize = 4;
-    pub(in super::super) const SUMS: usize = 6;
+    pub(in super::super) const SCORES: usize = 7;
+    pub(in super::super) const SOFTMAX: usize = 2;
+    pub(in super::super) const SUMS: usize = 7;
 }
 const PARTS: usize = part::SCORES + part::SOFTMAX + part::SUMS;
 
@@ -121,8 +122,8 @@ impl Default for Ahead<'_> {
     fn default() -> Self {
         Self {
             streams: [Stream::default(); STREAMS],
-            turns: 0,
-            next: [std::ptr::null(); STREAMS],
+            from: [std::ptr::null(); STREAMS],
+            gone: 0,
             until: 0,
             left: 0,
             lines: 0,
@@ -160,46 +161,67 @@ impl<'a> Ahead<'a> {
     #[inline(always)]
     pub(super) fn fetch<S: Simd>(&mut self, s: S, pace: usize) {
         self.due += pace;
-        while self.due >= TURN && self.left > 0 {
-            let (mut lines, mut turns) = self.take((self.due / TURN).min(self.left));
-            self.due -= turns * TURN;
-            loop {
-                for line in lines {
-                    s.prefetch(line);
-                }
-                turns -= 1;
-                if turns == 0 {
-                    break;
-                }
-                lines = lines.map(|line| line.wrapping_add(LINE));
+        while self.due >= TURN {
+            if self.gone == self.until && !self.go_on() {
+                return;
             }
+            self.ask(s);
         }
     }
 
-    /// A line of each stream, and for how many turns, up to so many of those that are left, the
-    /// lines behind them are next.
+    /// The same inside a step, where sums are in registers. At the end of a run nothing is asked
+    /// for until the next [`Self::fetch`]: a call would take their registers from the sums, and so
+    /// would addresses that are kept.
+    #[inline(always)]
+    pub(super) fn fetch_inside<S: Simd>(&mut self, s: S, pace: usize) {
+        self.due += pace;
+        while self.due >= TURN && self.gone < self.until {
+            for from in self.from {
+                s.prefetch(from.wrapping_add(self.gone));
+            }
+            self.gone += LINE;
+            self.due -= TURN;
+        }
+    }
+
+    /// Asks for what is due up to where a run ends.
+    #[inline(always)]
+    fn ask<S: Simd>(&mut self, s: S) {
+        let (mut lines, turns) = self.take(self.due / TURN);
+        self.due -= turns * TURN;
+        for _ in 0..turns {
+            for line in lines {
+                s.prefetch(line);
+            }
+            lines = lines.map(|line| line.wrapping_add(LINE));
+        }
+    }
+
+    /// A line of each stream, and for how many turns, up to so many, the lines behind them are
+    /// next.
     #[inline(always)]
     fn take(&mut self, turns: usize) -> ([*const u8; STREAMS], usize) {
-        if self.until == 0 {
-            self.go_on();
-        }
-        let some = turns.min(self.until);
-        self.until -= some;
-        self.left -= some;
-        let lines = self.next;
-        self.next = lines.map(|line| line.wrapping_add(some * LINE));
-        (lines, some)
+        let lines = self.from.map(|from| from.wrapping_add(self.gone));
+        let turns = turns.min((self.until - self.gone) / LINE);
+        self.gone += turns * LINE;
+        (lines, turns)
     }
 
-    /// Brings the streams to where the turns are.
+    /// Brings the streams to where the turns are. Whether there are turns left.
     #[inline(never)]
-    fn go_on(&mut self) {
-        self.streams = self.streams.map(|stream| stream.behind(self.turns));
-        self.next = self.streams.map(|stream| stream.run.as_ptr().wrapping_add(stream.at));
+    fn go_on(&mut self) -> bool {
+        if self.left == 0 {
+            self.due = 0;
+            return false;
+        }
+        self.streams = self.streams.map(|stream| stream.behind(self.gone / LINE));
+        self.from = self.streams.map(|stream| stream.run.as_ptr().wrapping_add(stream.at));
         // Those that are at their end go on behind it.
         let left = self.streams.iter().map(|stream| stream.left).filter(|left| *left > 0);
-        self.turns = left.min().unwrap_or(usize::MAX);
-        self.until = self.turns;
+        let turns = left.min().unwrap_or(usize::MAX).min(self.left);
+        self.left -= turns;
+        (self.gone, self.until) = (0, turns * LINE);
+        true
     }
 }
 
@@ -225,8 +247,8 @@ mod tests {
             };
             let mut ahead = Ahead::of(&runs);
             let mut came = Vec::new();
-            while ahead.left > 0 {
-                let (lines, turns) = ahead.take(ahead.left.min(3));
+            while ahead.gone < ahead.until || ahead.go_on() {
+                let (lines, turns) = ahead.take(3);
                 for line in lines {
                     came.extend((0..turns).map(|turn| line.addr() / LINE + turn));
                 }
@@ -244,19 +266,33 @@ mod tests {
         }
     }
 
-    /// All lines have come at the end of a tile, in about as many as each kernel is to ask for.
+    /// All lines have been asked for at the end of a tile, some inside of steps and some behind
+    /// them, in about as many as each kernel is to ask for.
     #[test]
     fn kernels_ask_for_everything_together() {
         let memory = vec![0_u8; 4 * 4096];
         let mut runs = Runs::new();
         memory.chunks(4096).for_each(|run| runs.push(run));
-        for steps in [1, 3, 8, 64, 1000] {
-            let mut ahead = Ahead::of(&runs);
+        for (steps, inside) in [1, 3, 8, 64, 1000].into_iter().flat_map(|n| [(n, 0), (n, 4)]) {
+            let (mut ahead, s) = (Ahead::of(&runs), crate::kernel::scalar::Scalar);
+            let mut asked = Vec::new();
             for part in [part::SCORES, part::SOFTMAX, part::SUMS] {
                 let pace = ahead.pace(part, steps);
-                (0..steps).for_each(|_| ahead.fetch(crate::kernel::scalar::Scalar, pace));
+                for _ in 0..steps {
+                    if inside == 0 {
+                        ahead.fetch(s, pace);
+                    } else {
+                        ahead.fetch(s, 0);
+                        (0..inside).for_each(|_| ahead.fetch_inside(s, pace.div_ceil(inside)));
+                    }
+                }
+                ahead.fetch(s, 0);
+                asked.push(ahead.left + (ahead.until - ahead.gone) / LINE);
             }
-            assert_eq!(ahead.left, 0, "{steps} steps");
+            assert_eq!(asked.last(), Some(&0), "{steps} steps, {inside} inside: turns left");
+            let all = runs.lines.div_ceil(STREAMS);
+            let first = all - all * part::SCORES / PARTS;
+            assert!(steps > 64 || asked[0].abs_diff(first) <= 1, "{steps}: {asked:?} of {all}");
         }
     }
 }

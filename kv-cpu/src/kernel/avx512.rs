@@ -44,9 +44,8 @@ macro_rules! primitives {
 
             #[inline(always)]
             fn prefetch(self, at: *const u8) {
-                // Into the second cache: the first has fewer lines under way.
                 // SAFETY: SSE is part of x86-64, and a prefetch faults at no address.
-                unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
             }
             #[inline(always)]
             unsafe fn stream(self, from: &[u8; LINE], to: &mut [u8; LINE]) {

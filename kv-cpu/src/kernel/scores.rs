@@ -59,6 +59,9 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
     assert!(row + R <= args.rows, "rows lie inside their slices, by what `scores` asserts");
     let steps = args.rows.div_ceil(R) * (args.range.1 - args.range.0).div_ceil(T);
     let pace = ahead.pace(part::SCORES, steps);
+    // Several rows keep a step long, so some is asked for with each group of values.
+    let groups = if R > 1 { args.layout.dim() / GROUP } else { 0 };
+    let (before, inside) = pace.checked_div(groups).map_or((pace, 0), |part| (0, part + 1));
     let (q, keys) = (args.q.as_ptr().wrapping_add(row * args.stride), args.k.at());
     let out = args.out.as_mut_ptr().wrapping_add(row * TILE);
     let (mut token, end) = args.range;
@@ -67,8 +70,8 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
         for j in 0..T {
             k[j] = (keys[token + j], rests[token + j].as_ptr().cast());
         }
-        ahead.fetch(s, pace);
-        let dots = dot::<S, E, R, T>(s, (q, args.stride), k, args.layout);
+        ahead.fetch(s, before);
+        let dots = dot::<S, E, R, T>(s, (q, args.stride), k, args.layout, (&mut *ahead, inside));
         let mut sums = [0.0; SUMS_MAX];
         let (eights, _) = sums.as_chunks_mut::<8>();
         for (i, eight) in eights[..(R * T).div_ceil(8)].iter_mut().enumerate() {
@@ -90,7 +93,7 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
     while T > 1 && token < end {
         let k = [(keys[token], rests[token].as_ptr().cast())];
         ahead.fetch(s, pace);
-        let dots = dot::<S, E, R, 1>(s, (q, args.stride), k, args.layout);
+        let dots = dot::<S, E, R, 1>(s, (q, args.stride), k, args.layout, (&mut *ahead, 0));
         for r in 0..R {
             // SAFETY: `token < end <= TILE` in row `row + r` of the scores, see above.
             unsafe { out.wrapping_add(r * TILE + token).write(s.reduce_add(dots[r][0])) };
@@ -103,7 +106,8 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
 /// Most sums that are taken together.
 const SUMS_MAX: usize = 16;
 
-/// `R * T` dot products, one vector of partial sums each. `scores` has asserted that the `R` rows
+/// `R * T` dot products, one vector of partial sums each; asks for some of `ahead` with each group
+/// of values where `R` is more than 1. `scores` has asserted that the `R` rows
 /// at `q` hold the values of a row and zeros up to a whole vector, and that each of `k` is a row,
 /// and has decoded its rest if it has one.
 #[inline(always)]
@@ -112,11 +116,15 @@ fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
     (q, stride): (*const f32, usize),
     k: [(*const u8, *const f32); T],
     layout: &RowLayout,
+    (ahead, pace): (&mut Ahead<'_>, usize),
 ) -> [[S::F; T]; R] {
     let dim = layout.dim();
     let mut sums = [[s.splat(0.0); T]; R];
     let mut group = 0;
     while group + GROUP <= dim {
+        if R > 1 {
+            ahead.fetch_inside(s, pace);
+        }
         let mut offset = 0;
         while offset < HALF {
             let mut keys = [[s.splat(0.0); 2]; T];

@@ -98,7 +98,8 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     let pairs = HALF / S::LANES;
     let span = P.div_ceil(pairs) * GROUP;
     let passes = args.rows.div_ceil(R) * (dim / (2 * P * S::LANES));
-    let pace = ahead.pace(part::SUMS, passes * (args.range.1 - args.range.0).div_ceil(STEP));
+    let steps = passes * (args.range.1 - args.range.0).div_ceil(step(R));
+    let pace = ahead.pace(part::SUMS, steps);
     let mut group = 0;
     while group + span <= dim {
         let mut first = 0;
@@ -119,11 +120,15 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
         }
         group += GROUP;
     }
+    // What became due at the end of a run.
+    ahead.fetch(s, 0);
     R
 }
 
-/// Tokens between one fetch and the next.
-const STEP: usize = 8;
+/// Tokens between one fetch and the next, for so many rows at a time.
+const fn step(rows: usize) -> usize {
+    if rows > 1 { 4 } else { 8 }
+}
 
 /// `P` pairs of `R` rows from `row` on, from pair `first` of a group on. `sums` has asserted the
 /// extents, `sum_rows` that the pairs end at or before the last whole group.
@@ -143,6 +148,7 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
     let stride = args.stride;
     let out = args.out.as_mut_ptr().wrapping_add(row * stride);
     let weights = args.weights.as_ptr().wrapping_add(row * TILE);
+    ahead.fetch(s, 0);
     let mut sums = [[[s.splat(0.0); 2]; P]; R];
     for r in 0..R {
         for p in 0..P {
@@ -155,8 +161,8 @@ fn sum_pairs<S: Simd, E: Stored, const R: usize, const P: usize>(
     }
     let (mut token, end) = args.range;
     while token < end {
-        ahead.fetch(s, pace);
-        let stop = (token / STEP * STEP + STEP).min(end);
+        ahead.fetch_inside(s, pace);
+        let stop = (token / step(R) * step(R) + step(R)).min(end);
         for v in &args.v.at()[token..stop] {
             let mut values = [[s.splat(0.0); 2]; P];
             for p in 0..P {
