@@ -107,9 +107,9 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
 const SUMS_MAX: usize = 16;
 
 /// `R * T` dot products, one vector of partial sums each; asks for some of `ahead` with each group
-/// of values where `R` is more than 1. `scores` has asserted that the `R` rows
-/// at `q` hold the values of a row and zeros up to a whole vector, and that each of `k` is a row,
-/// and has decoded its rest if it has one.
+/// of values where `R` is more than 1. `scores` has asserted that the `R` rows at `q` hold the
+/// values of a row and zeros up to a whole vector, and that each of `k` is a row, and has decoded
+/// its rest if it has one.
 #[inline(always)]
 fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
     s: S,
