@@ -59,7 +59,7 @@ pub(crate) trait Simd: Copy {
     /// where values come in pairs. 4, 8 or 16.
     const SUMS: usize;
     /// Tokens of a tile: a multiple of `LANES`, [`super::TILE`] at most. A tile of K, one of V and
-    /// the next of both should fit the cache into which the next one is fetched.
+    /// the next of both should fit the second cache.
     const TOKENS: usize;
 
     fn splat(self, x: f32) -> Self::F;
