@@ -113,9 +113,13 @@ const TURN: usize = 1 << 10;
 pub(super) mod part {
     pub(in super::super) const SCORES: usize = 7;
     pub(in super::super) const SOFTMAX: usize = 2;
-    pub(in super::super) const SUMS: usize = 7;
+    pub(in super::super) const SUMS: usize = 6;
+    /// At the end of a tile, for the time in which the next one is found.
+    pub(in super::super) const END: usize = 1;
+    /// What K's products leave, where only V's ask besides.
+    pub(in super::super) const BEHIND_SCORES: usize = SOFTMAX + SUMS + END;
 }
-const PARTS: usize = part::SCORES + part::SOFTMAX + part::SUMS;
+const PARTS: usize = part::SCORES + part::BEHIND_SCORES;
 
 /// Nothing to ask for.
 impl Default for Ahead<'_> {
@@ -207,6 +211,12 @@ impl<'a> Ahead<'a> {
         (lines, turns)
     }
 
+    /// Turns that are left, of how many.
+    #[cfg(test)]
+    pub(super) fn turns(&self) -> (usize, usize) {
+        (self.left + (self.until - self.gone) / LINE, self.lines.div_ceil(STREAMS))
+    }
+
     /// Brings the streams to where the turns are. Whether there are turns left.
     #[inline(never)]
     fn go_on(&mut self) -> bool {
@@ -276,7 +286,7 @@ mod tests {
         for (steps, inside) in [1, 3, 8, 64, 1000].into_iter().flat_map(|n| [(n, 0), (n, 4)]) {
             let (mut ahead, s) = (Ahead::of(&runs), crate::kernel::scalar::Scalar);
             let mut asked = Vec::new();
-            for part in [part::SCORES, part::SOFTMAX, part::SUMS] {
+            for part in [part::SCORES, part::SOFTMAX, part::SUMS + part::END] {
                 let pace = ahead.pace(part, steps);
                 for _ in 0..steps {
                     if inside == 0 {

@@ -10,7 +10,7 @@
 use super::ahead::{Ahead, part};
 use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Stored, whole};
-use super::tile::{Factors, HALF, NO_RESTS, Rests, check_rows, decode_rests};
+use super::tile::{Factors, HALF, NO_RESTS, Rests, check_rows, decode_rests, visits};
 use super::{ROWS, Scores, TILE};
 use crate::encoding::RowLayout;
 
@@ -57,7 +57,7 @@ fn score_rows<S: Simd, E: Stored, const R: usize, const T: usize>(
     ahead: &mut Ahead<'_>,
 ) -> usize {
     assert!(row + R <= args.rows, "rows lie inside their slices, by what `scores` asserts");
-    let steps = args.rows.div_ceil(R) * (args.range.1 - args.range.0).div_ceil(T);
+    let steps = visits(args.rows) * (args.range.1 - args.range.0).div_ceil(T);
     let pace = ahead.pace(part::SCORES, steps);
     // Several rows keep a step long, so some is asked for with each group of values.
     let groups = if R > 1 { args.layout.dim() / GROUP } else { 0 };

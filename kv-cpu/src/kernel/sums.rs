@@ -10,7 +10,7 @@
 use super::ahead::{Ahead, part};
 use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Stored, whole};
-use super::tile::{Factors, HALF, NO_RESTS, Rests, check_rows, decode_rests};
+use super::tile::{Factors, HALF, NO_RESTS, Rests, check_rows, decode_rests, visits};
 use super::{ROWS, Sums, TILE};
 
 /// Adds `weight * V` of the tokens of a range to output rows.
@@ -46,6 +46,7 @@ pub(super) fn sums<S: Simd, E: Stored>(s: S, args: &mut Sums<'_>, ahead: &mut Ah
         }
         row += rows;
     }
+    ahead.fetch(s, ahead.pace(part::END, 1));
 }
 
 /// The values behind the whole groups of `rows` rows from `first` on.
@@ -97,7 +98,7 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     // Pairs of a group, and groups that `P` pairs span.
     let pairs = HALF / S::LANES;
     let span = P.div_ceil(pairs) * GROUP;
-    let passes = args.rows.div_ceil(R) * (dim / (2 * P * S::LANES));
+    let passes = visits(args.rows) * passes(dim / GROUP, pairs, P);
     let steps = passes * (args.range.1 - args.range.0).div_ceil(step(R));
     let pace = ahead.pace(part::SUMS, steps);
     let mut group = 0;
@@ -123,6 +124,16 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     // What became due at the end of a run.
     ahead.fetch(s, 0);
     R
+}
+
+/// Passes over a tile for so many groups of so many pairs of vectors, `most` pairs at a time.
+const fn passes(groups: usize, pairs: usize, most: usize) -> usize {
+    let span = most.div_ceil(pairs);
+    let (whole, rest) = (groups / span * (span * pairs / most), groups % span);
+    match most {
+        3.. if pairs == 1 => whole + rest / 2 + rest % 2,
+        _ => whole + rest * pairs,
+    }
 }
 
 /// Tokens between one fetch and the next, for so many rows at a time.

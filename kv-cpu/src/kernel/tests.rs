@@ -12,6 +12,7 @@ use half::{bf16, f16};
 use super::*;
 use crate::tests::Random;
 
+mod ahead;
 mod formats;
 mod matrix;
 

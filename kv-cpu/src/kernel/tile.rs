@@ -21,7 +21,7 @@ use std::mem::MaybeUninit;
 
 use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Rest, Stored, whole};
-use super::{BLOCK, RowScale, TILE, TileRows};
+use super::{BLOCK, ROWS, RowScale, TILE, TileRows};
 use crate::encoding::RowLayout;
 use crate::num::to_u32;
 
@@ -31,6 +31,11 @@ pub(super) const HALF: usize = GROUP / 2;
 pub(super) fn check_rows(rows: &TileRows<'_>, (begin, end): (usize, usize), layout: &RowLayout) {
     assert!(begin <= end && end <= rows.len(), "a token range lies inside its tile");
     assert!(rows.bytes() >= layout.bytes(), "a row holds its values");
+}
+
+/// How often so many rows meet a tile: [`ROWS`] at a time, then two, then one.
+pub(super) const fn visits(rows: usize) -> usize {
+    rows / ROWS + rows % ROWS / 2 + rows % 2
 }
 
 /// What the tokens of a tile are multiplied with.

@@ -193,7 +193,7 @@ pub(super) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
     weight_rows::<W, TERMS>(w, (weights, parts), memory.weights);
     let bytes = tile.rows.bytes();
     let from = even_parts(tile.rows, (2 * parts, bytes, bytes), memory.rows);
-    let pace = ahead.pace(part::SOFTMAX + part::SUMS, groups * parts);
+    let pace = ahead.pace(part::BEHIND_SCORES, groups * parts);
     let from = &from.as_chunks::<2>().0[..parts];
     let weights = &memory.weights[..parts * blocks * WORDS];
     for index in 0..=groups {

@@ -76,7 +76,7 @@ macro_rules! table {
                 memory: &mut Memory<'_>,
                 ahead: &mut Ahead<'_>,
             ) {
-                let ahead = (ahead, part::SOFTMAX + part::SUMS);
+                let ahead = (ahead, part::BEHIND_SCORES);
                 super::stage::values::<_, _, E>(($simd, $unit), tile, memory, ahead);
             }
             $(#[$attribute])*
