@@ -98,21 +98,21 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     // Pairs of a group, and groups that `P` pairs span.
     let pairs = HALF / S::LANES;
     let span = P.div_ceil(pairs) * GROUP;
-    let passes = visits(args.rows) * passes(dim / GROUP, pairs, P);
-    let steps = passes * (args.range.1 - args.range.0).div_ceil(step(R));
-    let pace = ahead.pace(part::SUMS, steps);
+    // By pair, so that a pass asks for as much as it has of them.
+    let steps = (args.range.1 - args.range.0).div_ceil(step(R));
+    let pace = ahead.pace(part::SUMS, visits(args.rows) * (dim / GROUP * pairs) * steps);
     let mut group = 0;
     while group + span <= dim {
         let mut first = 0;
         while first < pairs {
-            sum_pairs::<S, E, R, P>(s, args, row, (group, first), (&mut *ahead, pace));
+            sum_pairs::<S, E, R, P>(s, args, row, (group, first), (&mut *ahead, P * pace));
             first += P;
         }
         group += span;
     }
     // Where more than one group is taken at a time, some may be left.
     while P > 2 && pairs == 1 && group + 2 * GROUP <= dim {
-        sum_pairs::<S, E, R, 2>(s, args, row, (group, 0), (&mut *ahead, pace));
+        sum_pairs::<S, E, R, 2>(s, args, row, (group, 0), (&mut *ahead, 2 * pace));
         group += 2 * GROUP;
     }
     while P > pairs && group + GROUP <= dim {
@@ -124,16 +124,6 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const P: usize>(
     // What became due at the end of a run.
     ahead.fetch(s, 0);
     R
-}
-
-/// Passes over a tile for so many groups of so many pairs of vectors, `most` pairs at a time.
-const fn passes(groups: usize, pairs: usize, most: usize) -> usize {
-    let span = most.div_ceil(pairs);
-    let (whole, rest) = (groups / span * (span * pairs / most), groups % span);
-    match most {
-        3.. if pairs == 1 => whole + rest / 2 + rest % 2,
-        _ => whole + rest * pairs,
-    }
 }
 
 /// Tokens between one fetch and the next, for so many rows at a time.

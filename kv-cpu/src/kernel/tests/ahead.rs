@@ -5,7 +5,7 @@ use crate::encoding::RowLayout;
 
 const ROWS_MOST: usize = 7;
 
-/// Turns that kernels ask for, of `of`: products with K, then those with V.
+/// The part of what comes next that kernels ask for: products with K, then those with V.
 fn asked(
     kernels: Kernels,
     memory: &[u8],
