@@ -13,11 +13,11 @@ use kv_core::plan::PlannedSequence;
 use kv_quant::block::BlockMean;
 use kv_quant::transform;
 
-use super::matrix::{OnMatrix, is_worth_it, tokens};
+use super::matrix::{self, OnMatrix, is_worth_it};
 use super::merge::Merge;
 use super::reach::Reach;
 use super::stage::meet_staged;
-use super::tile::{Seen, Tiles, meet};
+use super::tile::{self, Seen, Tiles, meet};
 use super::walk::for_tiles;
 use super::{Blank, Heads, Job, ROWS_BY_MATRIX, ROWS_PER_UNIT};
 use crate::encoding::RowLayout;
@@ -275,7 +275,7 @@ fn meet_tiles(
     let matrix = matrix.map(|matrix| {
         OnMatrix::new(matrix, (q, rows), job, (&mut scratch.queries, &mut scratch.blocks))
     });
-    let tokens = if matrix.is_some() { tokens(job, rows) } else { job.cpu.kernels.tokens() };
+    let tokens = if matrix.is_some() { matrix::tokens(job, rows) } else { tile::tokens(job, rows) };
     let mut state = Tiles {
         tokens,
         head: 0,

@@ -105,6 +105,8 @@ pub(crate) struct Ahead<'a> {
 }
 
 const STREAMS: usize = 4;
+/// Most runs whose pages are found in advance: there are more only where they are single rows.
+const PAGES: usize = 16;
 const TURN: usize = 1 << 10;
 
 /// The part of a tile's lines that a kernel asks for, of [`PARTS`]: about that of its time, so that
@@ -145,6 +147,17 @@ impl<'a> Ahead<'a> {
             streams[i] = streams[i - 1].behind(left);
         }
         Self { streams, left, lines: runs.lines, ..Self::default() }
+    }
+
+    /// Asks for a line of each run before the others, as each may lie in a page of its own, and
+    /// finding that takes as long as a line: streams would come to as many pages at once.
+    #[inline(always)]
+    pub(super) fn find_pages<S: Simd>(&self, s: S) {
+        let [stream, ..] = &self.streams;
+        s.prefetch(stream.run.as_ptr());
+        for run in stream.later.iter().take(PAGES) {
+            s.prefetch(run.as_ptr());
+        }
     }
 
     /// How much a step of a kernel fetches that has so many of them.

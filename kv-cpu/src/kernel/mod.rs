@@ -56,6 +56,10 @@ use table::{Table, table};
 
 /// Most tokens that are scored, weighed and summed together.
 pub(crate) const TILE: usize = 128;
+/// Tokens of a tile that is to stay in the first cache.
+pub(crate) const SHORT_TILE: usize = 32;
+/// Query rows of a kv head that wait for memory more than they compute.
+pub(crate) const ROWS_THAT_WAIT: usize = 2;
 /// Query rows that share each load of a K or V vector.
 pub(crate) const ROWS: usize = 4;
 

@@ -11,7 +11,7 @@ use super::ahead::{Ahead, part};
 use super::simd::{LANES_MAX, Simd};
 use super::stored::{GROUP, Stored, whole};
 use super::tile::{Factors, HALF, NO_RESTS, Rests, check_rows, decode_rests, visits};
-use super::{ROWS, Scores, TILE};
+use super::{ROWS, ROWS_THAT_WAIT, Scores, TILE};
 use crate::encoding::RowLayout;
 
 /// Dot products of query rows with the tokens of a range.
@@ -25,6 +25,9 @@ pub(super) fn scores<S: Simd, E: Stored>(s: S, args: &mut Scores<'_>, ahead: &mu
             && args.out.len() >= args.rows * TILE,
         "query and score rows lie inside their slices"
     );
+    if args.rows <= ROWS_THAT_WAIT {
+        ahead.find_pages(s);
+    }
     let mut rests = NO_RESTS;
     decode_rests::<S, E>(s, args.k, args.range, args.layout, &mut rests);
     let mut row = 0;
@@ -120,32 +123,37 @@ fn dot<S: Simd, E: Stored, const R: usize, const T: usize>(
 ) -> [[S::F; T]; R] {
     let dim = layout.dim();
     let mut sums = [[s.splat(0.0); T]; R];
-    let mut group = 0;
-    while group + GROUP <= dim {
-        if R > 1 {
-            ahead.fetch_inside(s, pace);
-        }
-        let mut offset = 0;
-        while offset < HALF {
-            let mut keys = [[s.splat(0.0); 2]; T];
-            for j in 0..T {
-                // SAFETY: a whole group of a K row, whose length `scores` has asserted.
-                keys[j] = unsafe { E::load_pair(s, k[j].0, layout, group, offset) };
+    let together = if E::BY_ROW && R == 1 { 1 } else { T };
+    for first in (0..T).step_by(together) {
+        let mut group = 0;
+        while group + GROUP <= dim {
+            if R > 1 {
+                ahead.fetch_inside(s, pace);
             }
-            for r in 0..R {
-                for half in 0..2 {
-                    let at = r * stride + group + offset + half * HALF;
-                    // SAFETY: values of query row `r` below `dim <= stride`, by the same assertion.
-                    let query = unsafe { s.load(q, at) };
-                    for j in 0..T {
-                        sums[r][j] = s.fma(query, keys[j][half], sums[r][j]);
+            let mut offset = 0;
+            while offset < HALF {
+                let mut keys = [[s.splat(0.0); 2]; T];
+                for j in first..first + together {
+                    // SAFETY: a whole group of a K row, whose length `scores` has asserted.
+                    keys[j] = unsafe { E::load_pair(s, k[j].0, layout, group, offset) };
+                }
+                for r in 0..R {
+                    for half in 0..2 {
+                        let at = r * stride + group + offset + half * HALF;
+                        // SAFETY: values of query row `r` below `dim <= stride`, by the same
+                        // assertion.
+                        let query = unsafe { s.load(q, at) };
+                        for j in first..first + together {
+                            sums[r][j] = s.fma(query, keys[j][half], sums[r][j]);
+                        }
                     }
                 }
+                offset += S::LANES;
             }
-            offset += S::LANES;
+            group += GROUP;
         }
-        group += GROUP;
     }
+    let group = dim / GROUP * GROUP;
     let whole = whole::<S, E>(dim);
     let mut d = group;
     while d < whole {

@@ -27,6 +27,9 @@ pub(crate) trait Stored {
     const RUN: usize;
     /// What loaded values are multiplied with besides the row's scale.
     const FACTOR: f32 = 1.0;
+    /// Whether one query row meets rows one after another instead of side by side, as memory gives
+    /// them: where there is next to nothing to decode that is faster (`docs/performance.md`).
+    const BY_ROW: bool = false;
 
     /// Decodes `LANES` values from value `group + offset` on. `group` is a multiple of [`GROUP`],
     /// `offset` is below it and a multiple of `LANES`; the split lets a decoder know at compile
@@ -229,6 +232,7 @@ pub(crate) struct Bf16Pairs;
 
 impl Stored for Bf16Pairs {
     const RUN: usize = GROUP;
+    const BY_ROW: bool = true;
     #[inline(always)]
     unsafe fn load<S: Simd>(
         s: S,
