@@ -105,7 +105,8 @@ pub(crate) struct Ahead<'a> {
 }
 
 const STREAMS: usize = 4;
-/// Most runs whose pages are found in advance: there are more only where they are single rows.
+/// Most runs besides the first whose pages are found in advance; where there are more, many share
+/// one.
 const PAGES: usize = 16;
 const TURN: usize = 1 << 10;
 
