@@ -151,11 +151,6 @@ impl RowLayout {
     pub(crate) fn encoding(&self) -> Encoding {
         self.encoding
     }
-    /// Whether values are elements as tensors have them.
-    pub(crate) fn is_plain(&self) -> bool {
-        use Encoding::{Bf16, Bf16Pairs, F16, F32};
-        matches!(self.encoding, F32 | F16 | Bf16 | Bf16Pairs)
-    }
     /// Values of the row.
     pub(crate) fn dim(&self) -> usize {
         self.dim

@@ -8,6 +8,7 @@ mod matrix;
 mod merge;
 mod reach;
 mod stage;
+mod stream;
 mod tile;
 mod unit;
 mod walk;

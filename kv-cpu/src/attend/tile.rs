@@ -13,28 +13,9 @@ use super::Job;
 use super::unit::Unit;
 use crate::encoding::{Element, RowLayout};
 use crate::kernel::{
-    Ahead, ROWS, ROWS_THAT_WAIT, RowScale, Running, SHORT_TILE, Scores, Softmax, StoredRows, Sums,
-    TILE, TileRows,
+    Ahead, ROWS, RowScale, Running, Scores, Softmax, StoredRows, Sums, TILE, TileRows,
 };
 use crate::num::{to_u32, to_usize};
-
-/// Bytes of a tile and the next one that the first cache keeps beside what else is used.
-const BYTES_NEAR: usize = 32 << 10;
-
-/// Tokens of a tile that so many query rows of a kv head meet by vectors. Few rows wait less where
-/// what was asked for is still in the first cache; for values that are decoded, computing takes
-/// longer than that, and shorter tiles cost more of it (`docs/performance.md`). So a query's last
-/// bits depend on whether more of its sequence come with it, as they do on a matrix unit (ADR 10).
-pub(super) fn tokens(job: &Job<'_>, rows: usize) -> usize {
-    let most = job.cpu.kernels.tokens();
-    let [k, v] = [&job.k, &job.v].map(|plane| plane.rows(false));
-    let waits = rows <= ROWS_THAT_WAIT && k.is_plain() && v.is_plain();
-    if waits && 2 * SHORT_TILE * (k.bytes() + v.bytes()) <= BYTES_NEAR {
-        most.min(SHORT_TILE)
-    } else {
-        most
-    }
-}
 
 /// The state of a unit's rows between tiles, head by head.
 pub(super) struct Tiles<'s> {

@@ -17,7 +17,8 @@ use super::matrix::{self, OnMatrix, is_worth_it};
 use super::merge::Merge;
 use super::reach::Reach;
 use super::stage::meet_staged;
-use super::tile::{self, Seen, Tiles, meet};
+use super::stream;
+use super::tile::{Seen, Tiles, meet};
 use super::walk::for_tiles;
 use super::{Blank, Heads, Job, ROWS_BY_MATRIX, ROWS_PER_UNIT};
 use crate::encoding::RowLayout;
@@ -272,10 +273,15 @@ fn meet_tiles(
     out.fill(0.0);
     scratch.running.clear();
     scratch.running.resize(all, Running::EMPTY);
+    if matrix.is_none() && stream::is_worth_it(job, unit, rows) {
+        stream::meet(job, (unit, sequence), rows, (q, out, &mut scratch.running));
+        return true;
+    }
     let matrix = matrix.map(|matrix| {
         OnMatrix::new(matrix, (q, rows), job, (&mut scratch.queries, &mut scratch.blocks))
     });
-    let tokens = if matrix.is_some() { matrix::tokens(job, rows) } else { tile::tokens(job, rows) };
+    let vectors = job.cpu.kernels.tokens();
+    let tokens = if matrix.is_some() { matrix::tokens(job, rows) } else { vectors };
     let mut state = Tiles {
         tokens,
         head: 0,

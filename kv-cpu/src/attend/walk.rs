@@ -63,7 +63,7 @@ pub(super) fn for_tiles(
 }
 
 /// Looks up the rows of K and V of a tile.
-fn find<'a>(
+pub(super) fn find<'a>(
     job: &Job<'a>,
     sequence: &PlannedSequence,
     bounds: (u32, u32),
@@ -86,7 +86,7 @@ fn of_head<'a>(
 }
 
 /// Where the rows of a tile lie in the blocks of a plane, for all kv heads.
-struct Found<'a> {
+pub(super) struct Found<'a> {
     /// Memory of a block from the first head's first row on, and how many tokens follow there.
     runs: [(&'a [u8], usize); TILE],
     len: usize,
@@ -97,7 +97,7 @@ struct Found<'a> {
 }
 
 impl<'a> Found<'a> {
-    const fn new() -> Self {
+    pub(super) const fn new() -> Self {
         Self { runs: [(&[], 0); TILE], len: 0, bytes: 0, strides: (0, 0) }
     }
 
@@ -132,6 +132,26 @@ impl<'a> Found<'a> {
             self.len += 1;
             position += tokens;
         }
+    }
+
+    /// How many runs there are, and tokens of one.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+    pub(super) fn tokens(&self, run: usize) -> usize {
+        self.runs[run].1
+    }
+
+    /// Of a run and a head the rows of so many tokens from one on, to the end of the last one, and
+    /// bytes from one to the next.
+    pub(super) fn part(
+        &self,
+        run: usize,
+        (head, token, tokens): (u32, usize, usize),
+    ) -> (&'a [u8], usize) {
+        let (stride, per_head) = self.strides;
+        let begin = to_usize(head) * per_head + token * stride;
+        (&self.runs[run].0[begin..][..(tokens - 1) * stride + self.bytes], stride)
     }
 
     /// The rows of a head, and the runs of memory that they lie in.

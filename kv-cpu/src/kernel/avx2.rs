@@ -209,6 +209,14 @@ primitives! {
         let pairs = _mm_max_ps(halves, _mm_movehl_ps(halves, halves));
         _mm_cvtss_f32(_mm_max_ss(pairs, _mm_shuffle_ps::<1>(pairs, pairs)))
     }
+    fn reduce_add4(v: [__m256; 4]) -> __m256 {
+        let [a, b, c, d] = v;
+        let all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        _mm256_add_ps(all, _mm256_permute2f128_ps::<0x01>(all, all))
+    }
+    fn any_above(v: __m256, limit: f32) -> bool {
+        _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(v, _mm256_set1_ps(limit))) != 0
+    }
     fn reduce_add8(v: [__m256; 8]) -> [f32; 8] {
         let [a, b, c, d, e, f, g, h] = v;
         // Four sums of each half of a..d, and of e..h.
@@ -379,3 +387,4 @@ conversions! {
 }
 
 super::table! { [#[target_feature(enable = "avx2,fma,f16c")]] Avx2(()) }
+super::stream::table! { [#[target_feature(enable = "avx2,fma,f16c")]] Avx2(()) }

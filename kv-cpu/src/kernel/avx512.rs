@@ -247,6 +247,18 @@ primitives! {
     fn reduce_add8(v: [__m512; 8]) -> [f32; 8] {
         fold_eight!(v, _mm512_add_ps)
     }
+    fn reduce_add4(v: [__m512; 4]) -> __m512 {
+        let [a, b, c, d] = v;
+        let [ab, cd] = [fold!(_mm512_add_ps, halves(a, b)), fold!(_mm512_add_ps, halves(c, d))];
+        let all = fold!(_mm512_add_ps, quarters(ab, cd));
+        let all = _mm512_add_ps(all, _mm512_permute_ps::<0b01_00_11_10>(all));
+        let all = _mm512_add_ps(all, _mm512_permute_ps::<0b10_11_00_01>(all));
+        let order = _mm512_setr_epi32(0, 8, 4, 12, 0, 8, 4, 12, 0, 8, 4, 12, 0, 8, 4, 12);
+        _mm512_permutexvar_ps(order, all)
+    }
+    fn any_above(v: __m512, limit: f32) -> bool {
+        _mm512_cmp_ps_mask::<_CMP_GT_OQ>(v, _mm512_set1_ps(limit)) != 0
+    }
     fn reduce_max8(v: [__m512; 8]) -> [f32; 8] {
         fold_eight!(v, _mm512_max_ps)
     }
@@ -383,4 +395,6 @@ conversions! {
 }
 
 super::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]]
+Avx512(()) }
+super::stream::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]]
 Avx512(()) }

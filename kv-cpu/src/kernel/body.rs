@@ -14,7 +14,7 @@
 use super::ahead::{Ahead, part};
 use super::simd::{LINE, Simd};
 use super::stored::{F32, GROUP, Plain, Stored, Valuewise, load_part, store_part, whole};
-use super::{Running, SHORT_TILE, Softmax, TILE};
+use super::{Running, Softmax, TILE};
 use crate::encoding::RowLayout;
 
 /// One step of the online softmax, row by row.
@@ -78,8 +78,6 @@ fn weigh_rows<S: Simd, const MOST: usize, const EXACT: bool>(
         weigh_tile::<S, MOST, EXACT>(s, args, (first, rows, S::TOKENS), ahead);
     } else if end == TILE {
         weigh_tile::<S, MOST, EXACT>(s, args, (first, rows, TILE), ahead);
-    } else if end == SHORT_TILE {
-        weigh_tile::<S, MOST, EXACT>(s, args, (first, rows, SHORT_TILE), ahead);
     } else {
         weigh_tile::<S, MOST, EXACT>(s, args, (first, rows, end), ahead);
     }

@@ -9,7 +9,7 @@ impl Kernels {
             to.copy_from_slice(from.1);
             return;
         }
-        let kernel = of_elements(&self.0.convert, from.0, element);
+        let kernel = of_elements(&self.loops.convert, from.0, element);
         // SAFETY: the CPU has the instruction set, by `Kernels::of`.
         unsafe { kernel(from.1, to) }
     }
@@ -35,9 +35,9 @@ impl PastCaches {
     ) {
         let Self(kernels) = self;
         let kernel = if from.0 == element {
-            kernels.0.copy_past
+            kernels.loops.copy_past
         } else {
-            of_elements(&kernels.0.convert_past, from.0, element)
+            of_elements(&kernels.loops.convert_past, from.0, element)
         };
         // SAFETY: the CPU has the instruction set, by `Kernels::of`.
         unsafe { kernel(from.1, to, ahead) }
@@ -52,6 +52,6 @@ fn of_elements<K: Copy>(kernels: &[[K; 3]; 3], from: Element, to: Element) -> K 
 impl Drop for PastCaches {
     fn drop(&mut self) {
         // SAFETY: the CPU has the instruction set, by `Kernels::of`.
-        unsafe { (self.0.0.fence)() }
+        unsafe { (self.0.loops.fence)() }
     }
 }

@@ -174,3 +174,4 @@ impl Simd for Wide {
 }
 
 super::table! { [] Wide }
+super::stream::table! { [] Wide }

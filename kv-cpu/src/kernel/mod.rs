@@ -24,6 +24,7 @@ mod rows;
 mod scores;
 mod simd;
 mod stored;
+mod stream;
 mod sums;
 mod table;
 mod tile;
@@ -46,6 +47,7 @@ pub(crate) use matrix::{BLOCK, Columns, Matrix, Memory, Queries, QueryShape, Sto
 pub(crate) use rows::TileRows;
 pub(crate) use simd::LANES_MAX;
 pub(crate) use stored::GROUP;
+pub(crate) use stream::{Part, Stream};
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use matrix::amx::is_available as has_amx;
@@ -56,8 +58,6 @@ use table::{Table, table};
 
 /// Most tokens that are scored, weighed and summed together.
 pub(crate) const TILE: usize = 128;
-/// Tokens of a tile that is to stay in the first cache.
-pub(crate) const SHORT_TILE: usize = 32;
 /// Query rows of a kv head that wait for memory more than they compute.
 pub(crate) const ROWS_THAT_WAIT: usize = 2;
 /// Query rows that share each load of a K or V vector.
@@ -140,7 +140,12 @@ pub(crate) struct Softmax<'a> {
 
 /// A table whose instruction set this CPU has.
 #[derive(Clone, Copy)]
-pub(crate) struct Kernels(&'static Table, Option<&'static matrix::Table>);
+pub(crate) struct Kernels {
+    loops: &'static Table,
+    /// Where the set has a unit that multiplies matrices.
+    matrix: Option<&'static matrix::Table>,
+    stream: Option<&'static stream::Table>,
+}
 
 impl std::fmt::Debug for Kernels {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -154,16 +159,19 @@ impl Kernels {
         if !isa.is_available() {
             return None;
         }
+        let with = |loops, stream| Self { loops, matrix: None, stream: Some(stream) };
         Some(match isa {
-            Isa::Scalar => Self(&scalar::TABLE, None),
+            Isa::Scalar => Self { loops: &scalar::TABLE, matrix: None, stream: None },
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Self(&avx2::TABLE, None),
+            Isa::Avx2 => with(&avx2::TABLE, &avx2::STREAM),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => Self(&avx512::TABLE, None),
+            Isa::Avx512 => with(&avx512::TABLE, &avx512::STREAM),
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx => Self(&avx512::TABLE, Some(&matrix::amx::TABLE)),
+            Isa::Amx => {
+                Self { matrix: Some(&matrix::amx::TABLE), ..with(&avx512::TABLE, &avx512::STREAM) }
+            }
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon => Self(&neon::TABLE, None),
+            Isa::Neon => with(&neon::TABLE, &neon::STREAM),
             _ => return None,
         })
     }
@@ -171,34 +179,34 @@ impl Kernels {
     /// Sixteen lanes that run on any CPU.
     #[cfg(test)]
     pub(crate) fn emulated() -> Self {
-        Self(&emulated::TABLE, None)
+        Self { loops: &emulated::TABLE, matrix: None, stream: Some(&emulated::STREAM) }
     }
 
     /// The same, and blocks of matrices.
     #[cfg(test)]
     pub(crate) fn emulated_matrix() -> Self {
-        Self(&emulated::TABLE, Some(&matrix::emulated::TABLE))
+        Self { matrix: Some(&matrix::emulated::TABLE), ..Self::emulated() }
     }
 
     /// Tokens of a tile for loops over vectors: [`TILE`] or fewer.
     pub(crate) fn tokens(self) -> usize {
-        self.0.tokens
+        self.loops.tokens
     }
     /// Scores a tile of K. Asks for some of `ahead` meanwhile, as the next two do.
     pub(crate) fn scores(self, args: &mut Scores<'_>, ahead: &mut Ahead<'_>) {
-        let kernel = of_encoding(&self.0.scores, args.layout.encoding());
+        let kernel = of_encoding(&self.loops.scores, args.layout.encoding());
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { kernel(args, ahead) }
     }
     /// Adds a tile of V.
     pub(crate) fn sums(self, args: &mut Sums<'_>, ahead: &mut Ahead<'_>) {
-        let kernel = of_encoding(&self.0.sums, args.layout.encoding());
+        let kernel = of_encoding(&self.loops.sums, args.layout.encoding());
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { kernel(args, ahead) }
     }
     /// Turns scores into weights.
     pub(crate) fn softmax(self, args: &mut Softmax<'_>, ahead: &mut Ahead<'_>) {
-        let [short, exact] = self.0.softmax;
+        let [short, exact] = self.loops.softmax;
         let kernel = if args.exact { exact } else { short };
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { kernel(args, ahead) }
@@ -206,41 +214,41 @@ impl Kernels {
     /// Decodes a row, short of its own scale, which is `kv_quant::row::decode_row` with a scale of
     /// 1 to the bit.
     pub(crate) fn decode(self, layout: &RowLayout, from: &[u8], to: &mut [f32]) {
-        let kernel = of_encoding(&self.0.decode, layout.encoding());
+        let kernel = of_encoding(&self.loops.decode, layout.encoding());
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { kernel(layout, from, to) }
     }
     /// The f16 scales behind the rows of a tile.
     pub(crate) fn row_scales(self, rows: &TileRows<'_>, layout: &RowLayout) -> [f32; TILE] {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
-        unsafe { (self.0.row_scales)(rows, layout) }
+        unsafe { (self.loops.row_scales)(rows, layout) }
     }
     /// Encodes all of `from`, rounded to nearest even.
     pub(crate) fn encode(self, element: Element, from: &[f32], to: &mut [u8]) {
-        let kernel = of_element(self.0.encode, element);
+        let kernel = of_element(self.loops.encode, element);
         // SAFETY: the CPU has the instruction set, by `Self::of`.
         unsafe { kernel(from, to) }
     }
     /// `a = a * x + b * y`, value by value.
     pub(crate) fn combine(self, a: &mut [f32], x: f32, b: &[f32], y: f32) {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
-        unsafe { (self.0.combine)(a, x, b, y) }
+        unsafe { (self.loops.combine)(a, x, b, y) }
     }
     /// `a = a * x`, value by value.
     pub(crate) fn scale(self, a: &mut [f32], x: f32) {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
-        unsafe { (self.0.scale)(a, x) }
+        unsafe { (self.loops.scale)(a, x) }
     }
 
     /// Brings a row into the order of [`Encoding::Bf16Pairs`].
     pub(crate) fn split_pairs(self, row: &mut [f32]) {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
-        unsafe { (self.0.split_pairs)(row) }
+        unsafe { (self.loops.split_pairs)(row) }
     }
     /// Brings a row back into its own order.
     pub(crate) fn join_pairs(self, row: &mut [f32]) {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
-        unsafe { (self.0.join_pairs)(row) }
+        unsafe { (self.loops.join_pairs)(row) }
     }
 }
 

@@ -336,3 +336,4 @@ conversions! {
 }
 
 super::table! { [#[target_feature(enable = "neon")]] Neon(()) }
+super::stream::table! { [#[target_feature(enable = "neon")]] Neon(()) }

@@ -20,7 +20,7 @@ impl Kernels {
         row: &mut [u8],
     ) {
         // SAFETY: the CPU has the instruction set, by `Self::of`.
-        unsafe { (self.0.encode_row)(format, inv_scale, values, row) }
+        unsafe { (self.loops.encode_row)(format, inv_scale, values, row) }
     }
 
     /// Decodes a row with its own scale, or the given one: `kv_quant::row::decode_row` to the bit.

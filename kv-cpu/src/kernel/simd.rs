@@ -86,6 +86,24 @@ pub(crate) trait Simd: Copy {
         sums
     }
 
+    /// Four sums at once, each with the bits of [`Self::reduce_add`]: lane `i` has that of vector
+    /// `i % 4`. `LANES` is four at least.
+    #[inline(always)]
+    fn reduce_add4(self, v: [Self::F; 4]) -> Self::F {
+        let mut sums = [0.0; LANES_MAX];
+        for i in 0..Self::LANES {
+            sums[i] = self.reduce_add(v[i % 4]);
+        }
+        // SAFETY: an array of `LANES_MAX`.
+        unsafe { self.load(sums.as_ptr(), 0) }
+    }
+
+    /// Whether a lane is above a limit; a NaN is not.
+    #[inline(always)]
+    fn any_above(self, v: Self::F, limit: f32) -> bool {
+        self.reduce_max(self.max(v, self.splat(limit))) > limit
+    }
+
     /// Eight maxima at once; where a lane is NaN, that or any other lane of its vector.
     #[inline(always)]
     fn reduce_max8(self, v: [Self::F; 8]) -> [f32; 8] {

@@ -198,12 +198,12 @@ impl<'a> Memory<'a> {
 impl Kernels {
     /// Whether there is a unit that takes rows of this encoding.
     pub(crate) fn has_matrix(self, encoding: Encoding) -> bool {
-        self.1.is_some_and(|table| (table.stage)(encoding).is_some())
+        self.matrix.is_some_and(|table| (table.stage)(encoding).is_some())
     }
 
     /// The unit, where this instruction set has one.
     pub(crate) fn matrix(self) -> Option<Matrix> {
-        let table = self.1?;
+        let table = self.matrix?;
         // SAFETY: the CPU has the instruction set, by `Kernels::of`.
         let before = unsafe { (table.enter)() };
         Some(Matrix { table, before, here: PhantomData })
