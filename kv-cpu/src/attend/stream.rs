@@ -1,5 +1,5 @@
-//! A query of few heads against a context in the order in which memory has it: block by block, and
-//! head by head inside of a block, a little of K and a little of V by turns.
+//! A query of one or two heads a kv head against a context in the order in which memory has it: block
+//! by block, head by head inside of a block, a little of K and a little of V by turns.
 //!
 //! That is for rows that are stored as they came and need no decoding: few query rows wait for
 //! memory then, which gives most in that order (`docs/performance.md`). Others meet tiles, head by
@@ -44,14 +44,18 @@ pub(super) fn meet(
     let heads = job.heads;
     let (q_rows, out_rows) = (rows * heads.stride_k, rows * heads.stride_v);
     let mut parts = Parts::new(job, unit, sequence);
-    let mut next = parts.next();
-    while let Some((head, tokens, now)) = next {
-        next = parts.next();
+    // What was written just before is slow to copy, so places change and not what is there.
+    let (mut some, mut other) = (Piece::default(), Piece::default());
+    let (mut now, mut next) = (&mut some, &mut other);
+    let mut is_there = parts.next(now);
+    while is_there {
+        is_there = parts.next(next);
+        let Piece { head, tokens, .. } = *now;
         let mut args = Stream {
             q: &q[head * q_rows..][..q_rows],
             q_stride: heads.stride_k,
-            now,
-            next: next.map_or(now, |(_, _, next)| next),
+            now: &now.parts,
+            next: &next.parts,
             layouts: [job.k.rows(false), job.v.rows(false)],
             tokens,
             scale: job.options.scale(),
@@ -61,7 +65,16 @@ pub(super) fn meet(
             out_stride: heads.stride_v,
         };
         job.cpu.kernels.stream(&mut args);
+        std::mem::swap(&mut now, &mut next);
     }
+}
+
+/// Some tokens of a kv head, counted from the unit's first one.
+#[derive(Default)]
+struct Piece<'a> {
+    head: usize,
+    tokens: usize,
+    parts: [Part<'a>; 2],
 }
 
 /// The parts of a unit's keys, in the order of memory.
@@ -98,13 +111,13 @@ impl<'j, 'a> Parts<'j, 'a> {
         }
     }
 
-    /// Which head, of the unit's, and how many tokens of K and V.
+    /// The next piece, if there is one left.
     #[inline]
-    fn next(&mut self) -> Option<(usize, usize, [Part<'a>; 2])> {
+    fn next(&mut self, piece: &mut Piece<'a>) -> bool {
         if self.run == self.found[0].len() {
             let (from, end) = self.reach.seen_from(self.position);
             if from >= end {
-                return None;
+                return false;
             }
             let tile = to_u32(TILE);
             self.position = from.saturating_add(tile - from % tile).min(end);
@@ -114,10 +127,10 @@ impl<'j, 'a> Parts<'j, 'a> {
         let all = self.found[0].tokens(self.run);
         let (head, tokens) = (self.head, (all - self.token).min(TOKENS));
         let place = (self.heads.0 + to_u32(head), self.token, tokens);
-        let parts = [0, 1].map(|plane| {
-            let (rows, stride) = self.found[plane].part(self.run, place);
-            Part { rows, stride }
-        });
+        (piece.head, piece.tokens) = (head, tokens);
+        for (part, found) in piece.parts.iter_mut().zip(&self.found) {
+            (part.rows, part.stride) = found.part(self.run, place);
+        }
         self.token += tokens;
         if self.token == all {
             (self.token, self.head) = (0, head + 1);
@@ -125,6 +138,6 @@ impl<'j, 'a> Parts<'j, 'a> {
         if self.head == self.heads.1 {
             (self.head, self.run) = (0, self.run + 1);
         }
-        Some((head, tokens, parts))
+        true
     }
 }

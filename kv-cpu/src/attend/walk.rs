@@ -144,6 +144,7 @@ impl<'a> Found<'a> {
 
     /// Of a run and a head the rows of so many tokens from one on, to the end of the last one, and
     /// bytes from one to the next.
+    #[inline]
     pub(super) fn part(
         &self,
         run: usize,

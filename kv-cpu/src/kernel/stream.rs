@@ -38,8 +38,8 @@ pub(crate) struct Stream<'a> {
     pub(crate) q: &'a [f32],
     pub(crate) q_stride: usize,
     /// K and V, and those that come next.
-    pub(crate) now: [Part<'a>; 2],
-    pub(crate) next: [Part<'a>; 2],
+    pub(crate) now: &'a [Part<'a>; 2],
+    pub(crate) next: &'a [Part<'a>; 2],
     pub(crate) layouts: [&'a RowLayout; 2],
     pub(crate) tokens: usize,
     /// What scores are multiplied with.

@@ -67,8 +67,8 @@ fn run(
     let mut args = Stream {
         q,
         q_stride,
-        now: [k.part(), v.part()],
-        next: [Part::default(); 2],
+        now: &[k.part(), v.part()],
+        next: &[Part::default(); 2],
         layouts: [&k.layout, &v.layout],
         tokens: k.values.len(),
         scale: SCALE,
