@@ -33,7 +33,7 @@ const ROWS_STAGED: usize = 16;
 /// Query rows of all heads of a unit that has several: what stays in the second cache.
 const ROWS_OF_HEADS: usize = 64;
 /// Units a thread, at least, before a unit has several heads: then threads end about together.
-const UNITS_PER_THREAD: usize = 4;
+const UNITS_PER_THREAD: usize = 2;
 
 /// Some queries of some kv heads and one part of a context.
 ///
