@@ -1,5 +1,5 @@
-//! A query of one or two heads a kv head against a context in the order in which memory has it: block
-//! by block, head by head inside of a block, a little of K and a little of V by turns.
+//! A query of one or two heads a kv head against a context in the order in which memory has it:
+//! block by block, head by head inside of a block, a little of K and a little of V by turns.
 //!
 //! That is for rows that are stored as they came and need no decoding: few query rows wait for
 //! memory then, which gives most in that order (`docs/performance.md`). Others meet tiles, head by
