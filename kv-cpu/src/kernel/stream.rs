@@ -1,8 +1,9 @@
 //! One or two query rows against a few tokens at once: scores, weights and sums in one pass.
 //!
 //! So few rows wait for memory, which gives most where it is read in its own order, a little of K
-//! and a little of V by turns (`docs/performance.md`). So four tokens are scored, weighed and
-//! summed before the next four, and while they are, the same place of what comes next is asked for.
+//! and a little of V by turns (`docs/performance.md`). Therefore four tokens are scored, weighed
+//! and summed before the next four, row by row, and meanwhile the same place of what comes next is
+//! asked for.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -94,7 +95,9 @@ impl Kernels {
 
     /// Lets query rows meet some tokens, where [`Self::has_stream`] has said so.
     pub(crate) fn stream(self, args: &mut Stream<'_>) {
-        if let Some([short, exact]) = self.stream_by(args.layouts[0].encoding()) {
+        let [k, v] = args.layouts.map(RowLayout::encoding);
+        assert!(k == v, "rows of K and V are of one encoding");
+        if let Some([short, exact]) = self.stream_by(k) {
             let kernel = if args.exact { exact } else { short };
             // SAFETY: the CPU has the instruction set, by `Self::of`.
             unsafe { kernel(args) }
