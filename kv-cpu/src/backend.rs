@@ -73,6 +73,7 @@ impl CpuBackend {
             .with_binding_bytes_max(u64::MAX)
             .with_blocking_wait()
             .with_workers(u32::try_from(threads.count()).unwrap_or(u32::MAX))
+            .with_heads_together()
             .with_host_outputs();
         Ok(Self { capabilities, isa, cpu: Cpu { threads, kernels } })
     }

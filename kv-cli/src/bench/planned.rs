@@ -2,7 +2,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use kv::backend::{Backend, NullBackend};
+use kv::backend::{Backend, Capabilities, NullBackend};
 use kv::{KvCache, SequenceId, StartOptions, StepInput};
 
 use super::grid::Case;
@@ -16,9 +16,11 @@ pub(super) struct Planned {
 
 impl Planned {
     /// Contexts differ by up to a block, so that some of the sequences need a new one.
-    pub(super) fn new(case: &Case, workers: u32) -> anyhow::Result<Self> {
+    /// Contexts are cut as for the device.
+    pub(super) fn new(case: &Case, device: &Capabilities) -> anyhow::Result<Self> {
         let backend = NullBackend::new();
-        let capabilities = backend.capabilities().clone().with_workers(workers);
+        let mut capabilities = backend.capabilities().clone().with_workers(device.workers);
+        capabilities.heads_together = device.heads_together;
         let backend = backend.with_capabilities(capabilities);
         let shape = &case.shape;
         let mut cache = KvCache::new(backend, work::spec(shape, &case.stored)?)?;
@@ -65,7 +67,8 @@ mod tests {
         let cases = grid::cases(&args(&few), RunsOn::Cpu).expect("cases");
         assert_eq!(cases.len(), 3, "blocks");
         for case in &cases {
-            let mut rig = Planned::new(case, 2).expect("sequences");
+            let mut rig =
+                Planned::new(case, &Capabilities::minimal().with_workers(2)).expect("sequences");
             let lens: Vec<_> = sequences(5).map(|id| rig.cache.seq_len(id)).collect();
             assert_eq!(lens, [39, 38, 37, 36, 35].map(Some));
             assert!(rig.run(3).expect("steps") > 0.0);

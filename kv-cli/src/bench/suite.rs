@@ -158,7 +158,7 @@ impl<'a> Suite<'a> {
         let operations: Vec<_> = cases.iter().map(|(_, case)| case.operation).collect();
         let mut lines = Vec::new();
         if first.operation == Operation::Plan {
-            let mut rig = Planned::new(first, beside.backend.capabilities().workers)?;
+            let mut rig = Planned::new(first, beside.backend.capabilities())?;
             for (index, case) in cases {
                 lines.push((*index, self.measure_case(case, beside, |runs| rig.run(runs))?));
             }

@@ -42,8 +42,12 @@ pub struct Capabilities {
     pub binding_bytes_max: u64,
     /// Whether a thread may block on a fence (false in a browser).
     pub blocking_wait: bool,
-    /// Parts of a context that the device works on side by side; the planner cuts for so many.
+    /// How many workers the device has, for which the planner cuts long contexts. Each takes a part
+    /// of a context at a time: one kv head of it, or all, see `heads_together`.
     pub workers: u32,
+    /// Whether a worker takes all kv heads of a part. If not, heads keep workers busy too, and
+    /// contexts are cut into fewer parts.
+    pub heads_together: bool,
     /// Whether outputs may lie in host memory.
     pub host_outputs: bool,
     /// `head_dim`s of K and V are multiples of this; 1 where every one is taken.
@@ -61,6 +65,7 @@ impl Capabilities {
             binding_bytes_max: 0,
             blocking_wait: false,
             workers: 1,
+            heads_together: false,
             host_outputs: false,
             head_dim_multiple: 1,
             head_dim_max: u32::MAX,
@@ -90,6 +95,12 @@ impl Capabilities {
         self.workers = workers.max(1);
         self
     }
+    /// Declares that a worker takes all kv heads of a part.
+    #[must_use]
+    pub fn with_heads_together(mut self) -> Self {
+        self.heads_together = true;
+        self
+    }
     /// Declares that outputs may lie in host memory.
     #[must_use]
     pub fn with_host_outputs(mut self) -> Self {
@@ -101,6 +112,14 @@ impl Capabilities {
     pub fn with_head_dims(mut self, multiple: u32, max: u32) -> Self {
         (self.head_dim_multiple, self.head_dim_max) = (multiple.max(1), max);
         self
+    }
+    /// Workers that [`PlanBuffers::plan`](crate::plan::PlanBuffers::plan) should cut for, each of
+    /// which counts as taking one kv head of a part.
+    pub fn workers_of_heads(&self, num_kv_heads: u32) -> u32 {
+        match self.workers {
+            workers @ 2.. if self.heads_together => workers.saturating_mul(num_kv_heads),
+            workers => workers,
+        }
     }
     /// Whether rows of so many values can be stored and read.
     pub fn takes_head_dim(&self, head_dim: u32) -> bool {

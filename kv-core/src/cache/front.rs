@@ -62,7 +62,7 @@ impl<B: Backend> KvCache<B> {
         let planes = group.storage.plane(index, Plane::Key);
         let planes = planes.zip(group.storage.plane(index, Plane::Value)).ok_or(unallocated)?;
         let [layout, _] = group.storage.layouts();
-        let workers = self.backend.capabilities().workers;
+        let workers = self.backend.capabilities().workers_of_heads(layout.num_kv_heads());
         let determinism = self.spec.determinism();
         let (_, plan) = self.scratch.plan(layout, &group.tables, batch, workers, determinism)?;
         let args = AttendArgs::new(&plan, q, out, None, planes.into(), *options)?;

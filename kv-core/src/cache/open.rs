@@ -252,10 +252,12 @@ impl<B: Backend> KvCache<B> {
     }
 
     fn plan_open(&mut self) -> Result<(), CacheError> {
-        let workers = self.backend.capabilities().workers;
-        let policy = SplitPolicy { workers, determinism: self.spec.determinism() };
+        let capabilities = self.backend.capabilities();
+        let determinism = self.spec.determinism();
         for (group, plans) in self.groups.iter().zip(&mut self.open.plans) {
             let [layout, _] = group.storage.layouts();
+            let workers = capabilities.workers_of_heads(layout.num_kv_heads());
+            let policy = SplitPolicy { workers, determinism };
             plans.fill_private(layout, &group.tables, &self.open.batch, policy)?;
         }
         let Self { queue, groups, open, .. } = self;

@@ -100,8 +100,8 @@ pub(crate) struct SplitPolicy {
 impl PlanBuffers {
     /// Checks a batch against its tables and makes the plans of one group.
     ///
-    /// Splits are cut for `workers` parallel workers, or by position alone for
-    /// [`Determinism::BatchInvariant`].
+    /// Splits are cut for `workers` parallel workers, each of which takes one kv head of a split at
+    /// a time, or by position alone for [`Determinism::BatchInvariant`].
     ///
     /// # Errors
     /// [`PlanError::TableTooShort`] when a sequence has more tokens than its blocks hold,

@@ -87,6 +87,7 @@ fn fast_length(sequences: &[PlannedSequence], layout: &PlaneLayout, workers: u32
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::Capabilities;
     use crate::format::KvFormat;
     use crate::geometry::{BlockOrder, PlaneShape};
 
@@ -129,6 +130,22 @@ mod tests {
     fn one_worker_cuts_nothing() {
         let policy = SplitPolicy { workers: 1, determinism: Determinism::Fast };
         assert_eq!(cut(vec![sequence(1, 100_000)], policy), [(0, 0, 100_000)]);
+    }
+
+    #[test]
+    fn workers_of_all_heads_need_more_parts() {
+        let sized = |workers| {
+            let policy = SplitPolicy { workers, determinism: Determinism::Fast };
+            let parts = cut(vec![sequence(1, 32_768)], policy);
+            (parts.len(), parts.iter().map(|p| p.2 - p.1).max())
+        };
+        let heads = layout().num_kv_heads();
+        let alone = Capabilities::minimal().with_workers(2);
+        assert_eq!(sized(alone.workers_of_heads(heads)), (4, Some(8192)));
+        let together = alone.with_heads_together();
+        assert_eq!(sized(together.workers_of_heads(heads)), (8, Some(4096)));
+        let one = together.with_workers(1);
+        assert_eq!(sized(one.workers_of_heads(heads)), (1, Some(32_768)), "nothing to share");
     }
 
     #[test]
