@@ -6,6 +6,8 @@
 //! no query sees costs nothing: neither a unit nor a read.
 mod matrix;
 mod merge;
+mod parts;
+mod pieces;
 mod reach;
 mod stage;
 mod stream;

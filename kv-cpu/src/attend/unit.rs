@@ -15,6 +15,7 @@ use kv_quant::transform;
 
 use super::matrix::{self, OnMatrix, is_worth_it};
 use super::merge::Merge;
+use super::pieces::{self, QueryRows};
 use super::reach::Reach;
 use super::stage::meet_staged;
 use super::stream;
@@ -22,7 +23,7 @@ use super::tile::{Seen, Tiles, meet};
 use super::walk::for_tiles;
 use super::{Blank, Heads, Job, ROWS_BY_MATRIX, ROWS_PER_UNIT};
 use crate::encoding::RowLayout;
-use crate::kernel::{Ahead, BLOCK, LANES_MAX, Running, TILE};
+use crate::kernel::{Ahead, BLOCK, LANES_MAX, Lanes, Running, TILE};
 use crate::num::{to_u32, to_usize};
 use crate::rows::RowAt;
 use crate::workspace::AlignedFloats;
@@ -66,6 +67,7 @@ pub(crate) struct Scratch {
     queries: AlignedFloats,
     blocks: AlignedFloats,
     running: Vec<Running>,
+    lanes: Vec<Lanes>,
     mean: BlockMean,
 }
 
@@ -275,6 +277,14 @@ fn meet_tiles(
     scratch.running.resize(all, Running::EMPTY);
     if matrix.is_none() && stream::is_worth_it(job, unit, rows) {
         stream::meet(job, (unit, sequence), rows, (q, out, &mut scratch.running));
+        return true;
+    }
+    if matrix.is_none() && pieces::is_worth_it(job, unit, rows) {
+        let (bias, lanes) = (&*scratch.bias.get(all), &mut scratch.lanes);
+        let running = &mut scratch.running;
+        let weights = &mut [0.0; _];
+        let queries = QueryRows { rows, q, bias, out, running, lanes, weights };
+        pieces::meet(job, (unit, sequence), queries);
         return true;
     }
     let matrix = matrix.map(|matrix| {

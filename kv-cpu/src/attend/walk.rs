@@ -16,7 +16,7 @@ use super::Job;
 use super::reach::Reach;
 use super::tile::{Tile, Tiles};
 use super::unit::Unit;
-use crate::kernel::{Ahead, BLOCK, Runs, StoredRows, TILE, TileRows};
+use crate::kernel::{Ahead, BLOCK, Part, Runs, StoredRows, TILE, TileRows};
 use crate::num::{offset, to_u32, to_usize};
 use crate::rows::PlaneRows;
 
@@ -142,17 +142,13 @@ impl<'a> Found<'a> {
         self.runs[run].1
     }
 
-    /// Of a run and a head the rows of so many tokens from one on, to the end of the last one, and
-    /// bytes from one to the next.
+    /// Of a run and a head the rows of so many tokens from one on.
     #[inline]
-    pub(super) fn part(
-        &self,
-        run: usize,
-        (head, token, tokens): (u32, usize, usize),
-    ) -> (&'a [u8], usize) {
+    pub(super) fn part(&self, run: usize, (head, token, tokens): (u32, usize, usize)) -> Part<'a> {
         let (stride, per_head) = self.strides;
         let begin = to_usize(head) * per_head + token * stride;
-        (&self.runs[run].0[begin..][..(tokens - 1) * stride + self.bytes], stride)
+        let rows = &self.runs[run].0[begin..][..(tokens - 1) * stride + self.bytes];
+        Part { rows, stride, bytes: self.bytes }
     }
 
     /// The rows of a head, and the runs of memory that they lie in.
@@ -175,7 +171,7 @@ impl<'a> Found<'a> {
 
 /// Which rows of a sequence are stored alike, and may share a tile: sinks, codes, the tail; codes
 /// of one block where blocks have means.
-struct Alike<'a> {
+pub(super) struct Alike<'a> {
     map: &'a SlotMap,
     sequence: &'a PlannedSequence,
     /// First position of the tail.
@@ -191,7 +187,7 @@ struct Alike<'a> {
 }
 
 impl<'a> Alike<'a> {
-    fn new(job: &'a Job<'_>, sequence: &'a PlannedSequence, tokens: usize) -> Self {
+    pub(super) fn new(job: &'a Job<'_>, sequence: &'a PlannedSequence, tokens: usize) -> Self {
         let layout: &PlaneLayout = job.k.layout();
         let map = layout.slot_map();
         let tail = map.tail_begin(sequence.kv_len, sequence.coded);
@@ -206,7 +202,7 @@ impl<'a> Alike<'a> {
     /// queries; those of codes behind sinks are moved to where blocks of [`BLOCK`] slots begin.
     /// Sinks count as if no block ended between them, so that the order does not depend on blocks
     /// either.
-    fn tile(&self, reach: Reach, from: u32) -> (u32, u32) {
+    pub(super) fn tile(&self, reach: Reach, from: u32) -> (u32, u32) {
         let (from, end) = reach.seen_from(from);
         if from >= end {
             return (end, end);
@@ -220,7 +216,7 @@ impl<'a> Alike<'a> {
         (from, from.saturating_add(self.tokens - inside % self.tokens).min(limit))
     }
 
-    fn is_wide(&self, position: u32) -> bool {
+    pub(super) fn is_wide(&self, position: u32) -> bool {
         position < self.map.sinks() || position >= self.tail
     }
 

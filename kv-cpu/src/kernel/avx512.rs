@@ -5,13 +5,18 @@
     clippy::wildcard_imports,
     reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
 )]
+mod convert;
 mod e4m3;
 mod fold;
 
 use std::arch::x86_64::*;
 
-use self::fold::{fold, fold_eight, halves, pairs, quarters};
-use super::simd::{LINE, Simd, exp};
+use self::convert::{
+    lower_bf16, narrow_bf16, narrow_f16, spread_nibbles, upper_bf16, widen_bf16, widen_bytes,
+    widen_e5m2, widen_f16, widen_i8, widen_twice,
+};
+use self::fold::{fold, fold_eight, fold_sixteen, halves, pairs, quarters};
+use super::simd::{LANES_MAX, LINE, Simd, exp};
 
 /// Witness that the instructions may run: made only inside functions that carry the features.
 #[derive(Debug, Clone, Copy)]
@@ -63,6 +68,34 @@ macro_rules! primitives {
             unsafe fn load(self, from: *const f32, at: usize) -> __m512 {
                 // SAFETY: condition 1 of `Simd::load`, and the witness.
                 unsafe { _mm512_loadu_ps(from.wrapping_add(at)) }
+            }
+            #[inline(always)]
+            unsafe fn load_repeated(self, from: *const f32, n: usize) -> __m512 {
+                #[inline]
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+                unsafe fn inner(from: *const f32, n: usize) -> __m512 {
+                    match n {
+                        2 => {
+                            // SAFETY: condition 1 of `Simd::load_repeated`.
+                            let two = unsafe { from.cast::<f64>().read_unaligned() };
+                            _mm512_castpd_ps(_mm512_set1_pd(two))
+                        }
+                        4 => {
+                            // SAFETY: as above.
+                            _mm512_broadcast_f32x4(unsafe { _mm_loadu_ps(from) })
+                        }
+                        8 => {
+                            // SAFETY: as above.
+                            _mm512_broadcast_f32x8(unsafe { _mm256_loadu_ps(from) })
+                        }
+                        _ => {
+                            // SAFETY: as above.
+                            unsafe { _mm512_loadu_ps(from) }
+                        }
+                    }
+                }
+                // SAFETY: condition 1, and the witness.
+                unsafe { inner(from, n) }
             }
             #[inline(always)]
             unsafe fn store(self, to: *mut f32, at: usize, v: __m512) {
@@ -256,6 +289,12 @@ primitives! {
         let order = _mm512_setr_epi32(0, 8, 4, 12, 0, 8, 4, 12, 0, 8, 4, 12, 0, 8, 4, 12);
         _mm512_permutexvar_ps(order, all)
     }
+    fn reduce_add_each(v: [__m512; LANES_MAX]) -> __m512 {
+        fold_sixteen(&v)
+    }
+    fn any_greater(a: __m512, b: __m512) -> bool {
+        _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0
+    }
     fn any_above(v: __m512, limit: f32) -> bool {
         _mm512_cmp_ps_mask::<_CMP_GT_OQ>(v, _mm512_set1_ps(limit)) != 0
     }
@@ -329,72 +368,9 @@ fn permute(group: &mut [f32; 32], from: [__m512i; 2]) {
     }
 }
 
-/// Conversions with shorter vectors, which the trait does not name.
-macro_rules! conversions {
-    ($(fn $name:ident($arg:ident: $type:ty) -> $result:ty $body:block)*) => {$(
-        #[inline(always)]
-        fn $name(_witness: Avx512, $arg: $type) -> $result {
-            #[inline]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-            fn inner($arg: $type) -> $result $body
-            // SAFETY: an `Avx512` exists only where the features do.
-            unsafe { inner($arg) }
-        }
-    )*};
-}
-
-conversions! {
-    fn widen_f16(bits: __m256i) -> __m512 {
-        _mm512_cvtph_ps(bits)
-    }
-    fn narrow_f16(v: __m512) -> __m256i {
-        _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)
-    }
-    fn widen_bf16(bits: __m256i) -> __m512 {
-        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
-    }
-    fn lower_bf16(words: __m512i) -> __m512 {
-        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
-    }
-    fn upper_bf16(words: __m512i) -> __m512 {
-        let upper = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
-        _mm512_castsi512_ps(_mm512_and_si512(words, upper))
-    }
-    // Adds just under half of the last place kept, or half where that place is odd; a NaN keeps its
-    // upper bits and becomes quiet.
-    fn narrow_bf16(v: __m512) -> __m256i {
-        let bits = _mm512_castps_si512(v);
-        let upper = _mm512_srli_epi32::<16>(bits);
-        let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
-        let half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-        let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, half));
-        let quiet = _mm512_or_si512(upper, _mm512_set1_epi32(0x40));
-        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
-        _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, quiet))
-    }
-    fn widen_bytes(bytes: __m128i) -> __m512i {
-        _mm512_cvtepu8_epi32(bytes)
-    }
-    fn widen_twice(bytes: __m128i) -> __m512i {
-        _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(bytes, bytes))
-    }
-    fn widen_i8(bytes: __m128i) -> __m512 {
-        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
-    }
-    fn spread_nibbles(bytes: __m128i) -> __m512i {
-        let words = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-        let words = _mm512_permutexvar_epi32(words, _mm512_castsi128_si512(bytes));
-        let shifts =
-            _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
-        _mm512_srlv_epi32(words, shifts)
-    }
-    // The upper byte of a binary16.
-    fn widen_e5m2(bytes: __m128i) -> __m512 {
-        _mm512_cvtph_ps(_mm256_slli_epi16::<8>(_mm256_cvtepu8_epi16(bytes)))
-    }
-}
-
 super::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]]
 Avx512(()) }
 super::stream::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]]
+Avx512(()) }
+super::piece::table! { [#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]]
 Avx512(()) }

@@ -175,3 +175,4 @@ impl Simd for Wide {
 
 super::table! { [] Wide }
 super::stream::table! { [] Wide }
+super::piece::table! { [] Wide }

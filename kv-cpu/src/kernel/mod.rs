@@ -2,9 +2,10 @@
 //!
 //! [`scores`], [`sums`] and [`body`] hold each loop once, [`stored`] and [`codes`] each encoding
 //! once, written in the primitives of [`simd`]; the other files here supply the primitives and
-//! instantiate the loops behind their target features. [`matrix`] multiplies whole tiles where a
-//! unit for that exists. [`Kernels`] is the safe way in: arguments are slices whose bounds each
-//! kernel asserts once. Knows nothing of plans, blocks or threads.
+//! instantiate the loops behind their target features. [`piece`] and [`stream`] have loops of their
+//! own for the heads of one query, [`matrix`] multiplies whole tiles where a unit for that exists.
+//! [`Kernels`] is the safe way in: arguments are slices whose bounds each kernel asserts once.
+//! Knows nothing of plans, blocks or threads.
 mod ahead;
 mod body;
 mod codes;
@@ -19,6 +20,7 @@ mod convert;
     )
 )]
 mod matrix;
+mod piece;
 mod quant;
 mod rows;
 mod scores;
@@ -44,6 +46,7 @@ mod tests;
 pub(crate) use ahead::{Ahead, Runs};
 pub(crate) use convert::PastCaches;
 pub(crate) use matrix::{BLOCK, Columns, Matrix, Memory, Queries, QueryShape, StoredRows, VISIT};
+pub(crate) use piece::{Lanes, PIECE, SumPiece, WeighPiece, Weights};
 pub(crate) use rows::TileRows;
 pub(crate) use simd::LANES_MAX;
 pub(crate) use stored::GROUP;
@@ -145,6 +148,7 @@ pub(crate) struct Kernels {
     /// Where the set has a unit that multiplies matrices.
     matrix: Option<&'static matrix::Table>,
     stream: Option<&'static stream::Table>,
+    pieces: Option<&'static piece::Table>,
 }
 
 impl std::fmt::Debug for Kernels {
@@ -159,19 +163,20 @@ impl Kernels {
         if !isa.is_available() {
             return None;
         }
-        let with = |loops, stream| Self { loops, matrix: None, stream: Some(stream) };
+        let with = |loops, stream, pieces| {
+            let (stream, matrix) = (Some(stream), None);
+            Self { loops, matrix, stream, pieces }
+        };
         Some(match isa {
-            Isa::Scalar => Self { loops: &scalar::TABLE, matrix: None, stream: None },
+            Isa::Scalar => Self { loops: &scalar::TABLE, matrix: None, stream: None, pieces: None },
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => with(&avx2::TABLE, &avx2::STREAM),
+            Isa::Avx2 => with(&avx2::TABLE, &avx2::STREAM, None),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => with(&avx512::TABLE, &avx512::STREAM),
+            Isa::Avx512 => with(&avx512::TABLE, &avx512::STREAM, Some(&avx512::PIECES)),
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx => {
-                Self { matrix: Some(&matrix::amx::TABLE), ..with(&avx512::TABLE, &avx512::STREAM) }
-            }
+            Isa::Amx => Self { matrix: Some(&matrix::amx::TABLE), ..Self::of(Isa::Avx512)? },
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon => with(&neon::TABLE, &neon::STREAM),
+            Isa::Neon => with(&neon::TABLE, &neon::STREAM, None),
             _ => return None,
         })
     }
@@ -179,7 +184,12 @@ impl Kernels {
     /// Sixteen lanes that run on any CPU.
     #[cfg(test)]
     pub(crate) fn emulated() -> Self {
-        Self { loops: &emulated::TABLE, matrix: None, stream: Some(&emulated::STREAM) }
+        Self {
+            loops: &emulated::TABLE,
+            matrix: None,
+            stream: Some(&emulated::STREAM),
+            pieces: Some(&emulated::PIECES),
+        }
     }
 
     /// The same, and blocks of matrices.

@@ -98,6 +98,29 @@ pub(crate) trait Simd: Copy {
         unsafe { self.load(sums.as_ptr(), 0) }
     }
 
+    /// As many sums as there are lanes: lane `i` has that of vector `i`, with the bits of
+    /// [`Self::reduce_add`].
+    #[inline(always)]
+    fn reduce_add_each(self, v: [Self::F; LANES_MAX]) -> Self::F {
+        let mut sums = [0.0; LANES_MAX];
+        for i in 0..LANES_MAX {
+            sums[i] = self.reduce_add(v[i]);
+        }
+        // SAFETY: an array of `LANES_MAX`.
+        unsafe { self.load(sums.as_ptr(), 0) }
+    }
+
+    /// Whether a lane of `a` is greater than that of `b`; a NaN is not.
+    #[inline(always)]
+    fn any_greater(self, a: Self::F, b: Self::F) -> bool {
+        let (mut all, mut limits) = ([0.0; LANES_MAX], [0.0; LANES_MAX]);
+        // SAFETY: an array of `LANES_MAX`.
+        unsafe { self.store(all.as_mut_ptr(), 0, a) };
+        // SAFETY: as above.
+        unsafe { self.store(limits.as_mut_ptr(), 0, b) };
+        all.iter().zip(limits).any(|(a, b)| *a > b)
+    }
+
     /// Whether a lane is above a limit; a NaN is not.
     #[inline(always)]
     fn any_above(self, v: Self::F, limit: f32) -> bool {
@@ -170,6 +193,20 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// 1. `from[at..at + LANES]` is readable. Alignment is not needed.
     unsafe fn load(self, from: *const f32, at: usize) -> Self::F;
+    /// The first `n` values over and over; `n` divides `LANES`.
+    ///
+    /// # Safety
+    /// 1. They are readable. Alignment is not needed.
+    #[inline(always)]
+    unsafe fn load_repeated(self, from: *const f32, n: usize) -> Self::F {
+        let mut values = [0.0; LANES_MAX];
+        for i in 0..Self::LANES {
+            // SAFETY: condition 1.
+            values[i] = unsafe { from.wrapping_add(i % n).read() };
+        }
+        // SAFETY: an array of `LANES_MAX`.
+        unsafe { self.load(values.as_ptr(), 0) }
+    }
     /// Stores `LANES` values from `to + at` on.
     ///
     /// # Safety

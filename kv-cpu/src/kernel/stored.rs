@@ -30,6 +30,8 @@ pub(crate) trait Stored {
     /// Whether one query row meets rows one after another instead of side by side, as memory gives
     /// them: where there is next to nothing to decode that is faster (`docs/performance.md`).
     const BY_ROW: bool = false;
+    /// Whether sums take each row of V whole, in the order of memory, though some is decoded twice.
+    const AS_IT_LIES: bool = false;
 
     /// Decodes `LANES` values from value `group + offset` on. `group` is a multiple of [`GROUP`],
     /// `offset` is below it and a multiple of `LANES`; the split lets a decoder know at compile
@@ -101,6 +103,7 @@ pub(crate) trait Plain: Valuewise {
 
 impl<E: Valuewise> Stored for E {
     const RUN: usize = 1;
+    const AS_IT_LIES: bool = E::SIZE > 1;
 
     #[inline(always)]
     unsafe fn load<S: Simd>(
@@ -233,6 +236,7 @@ pub(crate) struct Bf16Pairs;
 impl Stored for Bf16Pairs {
     const RUN: usize = GROUP;
     const BY_ROW: bool = true;
+    const AS_IT_LIES: bool = true;
     #[inline(always)]
     unsafe fn load<S: Simd>(
         s: S,

@@ -29,8 +29,9 @@ const STEP: usize = 4;
 pub(crate) struct Part<'a> {
     /// From the first row to the end of the last one.
     pub(crate) rows: &'a [u8],
-    /// Bytes from one row to the next.
+    /// Bytes from one row to the next, and of a row.
     pub(crate) stride: usize,
+    pub(crate) bytes: usize,
 }
 
 /// Some tokens and the query rows that see all of them.

@@ -34,14 +34,38 @@ pub(crate) struct Table {
     pub(super) encode_row: quant::EncodeRow,
 }
 
+/// A kernel for every encoding, in the order of [`Encoding`].
+macro_rules! each {
+    ($kernel:ident, $of_e4m3:expr) => {{
+        use crate::kernel::codes::{L3, L4, L6, Lloyd, Nvfp4, Q4Block, Q8Block};
+        use crate::kernel::stored::{Bf16, Bf16Pairs, E5m2, F16, F32, Int8};
+        [
+            $kernel::<F32>,
+            $kernel::<F16>,
+            $kernel::<Bf16>,
+            $of_e4m3,
+            $kernel::<E5m2>,
+            $kernel::<Int8>,
+            $kernel::<Lloyd<L6, false>>,
+            $kernel::<Lloyd<L4, false>>,
+            $kernel::<Lloyd<L3, false>>,
+            $kernel::<Lloyd<L6, true>>,
+            $kernel::<Lloyd<L4, true>>,
+            $kernel::<Lloyd<L3, true>>,
+            $kernel::<Q8Block>,
+            $kernel::<Q4Block>,
+            $kernel::<Nvfp4>,
+            $kernel::<Bf16Pairs>,
+        ]
+    }};
+}
+
 /// Instantiates the loops for one vector type, behind the attributes given.
 macro_rules! table {
     ([$(#[$attribute:meta])*] $simd:expr) => {
         /// The loops, for this instruction set.
         pub(super) static TABLE: super::table::Table = {
-            use super::codes::{L3, L4, L6, Lloyd, Nvfp4, Q4Block, Q8Block};
-            use super::stored::{Bf16, Bf16Pairs, E4m3, E5m2, F16, F32, FiniteE4m3, Int8};
-            use super::stored::{Plain, Stored};
+            use super::stored::{Bf16, E4m3, F16, F32, FiniteE4m3, Plain, Stored};
             use super::table::Table;
             use super::{
                 Ahead, Scores, Softmax, Sums, TILE, TileRows, body, scores, sums, tile,
@@ -125,29 +149,6 @@ macro_rules! table {
             fn fence() {
                 super::simd::Simd::fence($simd);
             }
-            /// A kernel for every encoding, in the order of `Encoding`.
-            macro_rules! each {
-                ($kernel:ident, $of_e4m3:expr) => {
-                    [
-                        $kernel::<F32>,
-                        $kernel::<F16>,
-                        $kernel::<Bf16>,
-                        $of_e4m3,
-                        $kernel::<E5m2>,
-                        $kernel::<Int8>,
-                        $kernel::<Lloyd<L6, false>>,
-                        $kernel::<Lloyd<L4, false>>,
-                        $kernel::<Lloyd<L3, false>>,
-                        $kernel::<Lloyd<L6, true>>,
-                        $kernel::<Lloyd<L4, true>>,
-                        $kernel::<Lloyd<L3, true>>,
-                        $kernel::<Q8Block>,
-                        $kernel::<Q4Block>,
-                        $kernel::<Nvfp4>,
-                        $kernel::<Bf16Pairs>,
-                    ]
-                };
-            }
             /// By the element type of what is read, then by that of what is written.
             macro_rules! pairs {
                 ($kernel:ident) => {
@@ -160,9 +161,9 @@ macro_rules! table {
             }
             Table {
                 tokens: super::simd::tokens($simd),
-                scores: each!(scores, scores_of_e4m3),
-                sums: each!(sums, sums_of_e4m3),
-                decode: each!(decode, decode::<E4m3>),
+                scores: super::table::each!(scores, scores_of_e4m3),
+                sums: super::table::each!(sums, sums_of_e4m3),
+                decode: super::table::each!(decode, decode::<E4m3>),
                 encode: [encode::<F32>, encode::<F16>, encode::<Bf16>],
                 row_scales,
                 softmax: [softmax::<false>, softmax::<true>],
@@ -179,4 +180,4 @@ macro_rules! table {
         };
     };
 }
-pub(super) use table;
+pub(super) use {each, table};

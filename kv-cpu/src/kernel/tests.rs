@@ -15,6 +15,7 @@ use crate::tests::Random;
 mod ahead;
 mod formats;
 mod matrix;
+mod piece;
 mod stream;
 
 const ELEMENTS: [Element; 3] = [Element::F32, Element::F16, Element::Bf16];

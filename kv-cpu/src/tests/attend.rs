@@ -169,7 +169,8 @@ fn bits_depend_neither_on_repetition_nor_on_threads() {
 
 /// A query's row has the same bits among few and among many, where the context is not cut; and
 /// where matrices are multiplied, which few rows are not, among more or fewer of many. One or two
-/// rows meet shorter tiles, in some instruction sets, and have bits of their own.
+/// rows meet shorter tiles, in some instruction sets, and have bits of their own; so has a query
+/// that comes alone where rows are whole groups of values, which these are not.
 #[test]
 fn bits_do_not_depend_on_the_other_queries() {
     for (name, backend) in backends() {

@@ -3,6 +3,7 @@
     clippy::wildcard_imports,
     reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
 )]
+#![expect(clippy::arithmetic_side_effects, reason = "places of lines below the length of a row")]
 use std::arch::x86_64::*;
 
 use super::super::simd::LINE;
@@ -17,18 +18,31 @@ const SIGN_AND_REST: i16 = 0xbf80_u16.cast_signed();
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) unsafe fn has_nan(rows: &[*const u8], n: usize) -> bool {
-    let (mut changed, minus_one) = (_mm512_setzero_si512(), _mm512_set1_epi8(-1));
+    let mut changed = _mm512_setzero_si512();
     for row in rows {
-        for i in (0..n).step_by(LINE) {
-            let valid = u64::MAX >> LINE.saturating_sub(n.saturating_sub(i));
+        let lines = n / LINE;
+        for i in 0..lines {
+            // SAFETY: condition 1, as this line ends at or before byte `n`.
+            let codes = unsafe { _mm512_loadu_si512(row.wrapping_add(i * LINE).cast()) };
+            changed = or_changed(changed, codes);
+        }
+        if lines * LINE < n {
+            let valid = u64::MAX >> (LINE - n % LINE);
+            let rest = row.wrapping_add(lines * LINE).cast();
             // SAFETY: condition 1; others than `valid` are not read.
-            let codes = unsafe { _mm512_maskz_loadu_epi8(valid, row.wrapping_add(i).cast()) };
-            let next = _mm512_sub_epi8(codes, minus_one);
-            // The first, or where the others differ.
-            changed = _mm512_ternarylogic_epi32::<0xf6>(changed, codes, next);
+            changed = or_changed(changed, unsafe { _mm512_maskz_loadu_epi8(valid, rest) });
         }
     }
     _mm512_movepi8_mask(changed) != 0
+}
+
+/// Sets the highest bit where one more changes that of a code, and leaves it set.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn or_changed(changed: __m512i, codes: __m512i) -> __m512i {
+    let next = _mm512_sub_epi8(codes, _mm512_set1_epi8(-1));
+    // The first, or where the others differ.
+    _mm512_ternarylogic_epi32::<0xf6>(changed, codes, next)
 }
 
 /// Its bits in the place of binary16's are the value times 2^-8, but for NaN: all ones is an

@@ -1,0 +1,262 @@
+//! A few query rows by the loops over pieces, beside plain sums in `f64`.
+use kv_core::KvFormat;
+
+use super::*;
+use crate::encoding::RowLayout;
+use crate::kernel::{Lanes, PIECE, Part, SumPiece, WeighPiece, Weights};
+
+const SCALE: f32 = 0.3;
+/// Numbers of query rows that there are loops for.
+const COUNTS: [usize; 5] = [1, 2, 3, 4, 8];
+
+/// Rows of K or V, with bytes between them, and their values in the order in which kernels take
+/// them.
+struct Plane {
+    layout: RowLayout,
+    bytes: Vec<u8>,
+    stride: usize,
+    values: Vec<Vec<f32>>,
+    scale: RowScale<'static>,
+}
+
+impl Plane {
+    fn new(
+        random: &mut Random,
+        (format, in_pairs): (KvFormat, bool),
+        (dim, tokens, gap): (usize, usize, usize),
+    ) -> Self {
+        let rows = (0..tokens).map(|_| random.units(dim)).collect();
+        Self::of(rows, (format, in_pairs), gap)
+    }
+
+    fn of(rows: Vec<Vec<f32>>, (format, in_pairs): (KvFormat, bool), gap: usize) -> Self {
+        let dim = rows[0].len();
+        let plain = RowLayout::of(format, dim as u32).unwrap();
+        let layout = if in_pairs { plain.in_pairs() } else { plain };
+        let given = if format.given_scales().is_some() { 0.37 } else { 1.0 };
+        let (mut bytes, mut values) = (Vec::new(), Vec::new());
+        for row in rows {
+            let (mut encoded, mut decoded) = (vec![0; layout.bytes()], vec![0.0; dim]);
+            kv_quant::row::encode_row(format, f32::recip(given), &row, &mut encoded);
+            kv_quant::row::decode_row(format, given, &encoded, &mut decoded);
+            if layout.encoding() == Encoding::Bf16Pairs {
+                Kernels::emulated().split_pairs(&mut decoded);
+            }
+            bytes.extend(encoded);
+            bytes.extend(std::iter::repeat_n(0xff, gap));
+            values.push(decoded);
+        }
+        bytes.truncate(bytes.len() - gap);
+        let scale = if layout.has_scale() { RowScale::Stored } else { RowScale::Given(given) };
+        Self { layout, stride: layout.bytes() + gap, bytes, values, scale }
+    }
+
+    fn part(&self) -> Part<'_> {
+        Part { rows: &self.bytes, stride: self.stride, bytes: self.layout.bytes() }
+    }
+}
+
+/// Some query rows, and what they have come to.
+struct Rows {
+    count: usize,
+    q: Vec<f32>,
+    q_stride: usize,
+    bias: Vec<f32>,
+    lanes: Lanes,
+    out: Vec<f32>,
+    out_stride: usize,
+}
+
+impl Rows {
+    fn new(random: &mut Random, count: usize, [dim_k, dim_v]: [usize; 2]) -> Self {
+        let (q_stride, out_stride) = (dim_k + 16, dim_v + 16);
+        let bias = random.units(count);
+        Self {
+            count,
+            q: random.units(count * q_stride),
+            q_stride,
+            lanes: Lanes::new(&bias),
+            bias,
+            out: vec![0.0; count * out_stride],
+            out_stride,
+        }
+    }
+
+    fn meet(&mut self, (kernels, exact): (Kernels, bool), [k, v]: [&Plane; 2]) {
+        let mut weights: Weights = [f32::NAN; _];
+        let tokens = k.values.len();
+        kernels.weigh_piece(&mut WeighPiece {
+            rows: self.count,
+            q: &self.q,
+            q_stride: self.q_stride,
+            k: k.part(),
+            next: k.part(),
+            layout: &k.layout,
+            row_scale: k.scale,
+            tokens,
+            scale: SCALE,
+            exact,
+            lanes: &mut self.lanes,
+            weights: &mut weights,
+            out: &mut self.out,
+            out_stride: self.out_stride,
+        });
+        kernels.sum_piece(&mut SumPiece {
+            rows: self.count,
+            weights: &mut weights,
+            v: v.part(),
+            next: Part::default(),
+            layout: &v.layout,
+            row_scale: v.scale,
+            tokens,
+            out: &mut self.out,
+            out_stride: self.out_stride,
+        });
+    }
+
+    /// Whether all of them are near attention over the pieces.
+    fn are_attention(&self, what: &str, pieces: &[[Plane; 2]]) {
+        let values = |plane: usize| pieces.iter().flat_map(move |piece| &piece[plane].values);
+        for row in 0..self.count {
+            let q = &self.q[row * self.q_stride..];
+            let dot = |k: &Vec<f32>| -> f64 {
+                k.iter().zip(q).map(|(k, q)| f64::from(*k) * f64::from(*q)).sum()
+            };
+            let bias = f64::from(self.bias[row]);
+            let scores: Vec<_> = values(0).map(|k| (dot(k) + bias) * f64::from(SCALE)).collect();
+            let running = self.lanes.running(row, self.count);
+            let weigh = |score: &f64| (score - f64::from(running.max)).exp();
+            let weights: Vec<_> = scores.iter().map(weigh).collect();
+            let sum: f64 = weights.iter().sum();
+            assert!((f64::from(running.sum) - sum).abs() < 3e-5 * sum, "{what} {row}: weights");
+            let out = &self.out[row * self.out_stride..][..self.out_stride];
+            let dim = pieces[0][1].layout.dim();
+            for (d, came) in out[..dim].iter().enumerate() {
+                let wanted: f64 = values(1).zip(&weights).map(|(v, w)| f64::from(v[d]) * w).sum();
+                let off = (f64::from(*came) - wanted).abs();
+                assert!(off < 3e-5 * sum, "{what} {row}: {d} {came} {wanted}");
+            }
+            assert!(out[dim..].iter().all(|x| *x == 0.0), "{what}: values beside the row");
+        }
+    }
+}
+
+fn formats() -> impl Iterator<Item = (KvFormat, bool)> {
+    KvFormat::all().map(|format| (format, false)).chain([(KvFormat::Bf16, true)])
+}
+
+fn has_pieces(kernels: Kernels, [k, v]: [&Plane; 2]) -> bool {
+    COUNTS.iter().all(|n| kernels.has_pieces(*n, [&k.layout, &k.layout, &v.layout, &v.layout]))
+}
+
+/// Pieces of any length, one after the other, of rows with gaps as well, are near what `f64` comes
+/// to, for every number of rows and in every format.
+#[test]
+fn pieces_come_to_attention() {
+    let mut random = Random::new(41);
+    let dims = [[32, 96], [64, 64], [96, 32], [128, 128], [160, 256]];
+    for ((index, format), dims) in formats().enumerate().flat_map(|f| dims.map(|dims| (f, dims))) {
+        let mut pieces = Vec::new();
+        for tokens in [1 + (index + dims[0]) % PIECE, PIECE, 4 + index % 3] {
+            let mut plane = |dim| Plane::new(&mut random, format, (dim, tokens, tokens % 2 * 64));
+            pieces.push(dims.map(&mut plane));
+        }
+        for (name, kernels, exact) in with_both_exponentials() {
+            if !has_pieces(kernels, [&pieces[0][0], &pieces[0][1]]) {
+                assert!(!name.contains("avx512") && !name.contains("emulated"), "{name}");
+                continue;
+            }
+            for count in COUNTS {
+                let mut rows = Rows::new(&mut random, count, dims);
+                for [k, v] in &pieces {
+                    rows.meet((kernels, exact), [k, v]);
+                }
+                let what = format!("{name} {} {} {dims:?} {count}", format.0, format.1);
+                rows.are_attention(&what, &pieces);
+            }
+        }
+    }
+}
+
+/// Scores that rise from piece to piece, by little and by much, and fall again.
+#[test]
+fn weights_are_relative_to_what_is_great_enough() {
+    const DIM: usize = 64;
+    let mut random = Random::new(42);
+    let mut plane = |size: f32| {
+        let k = (0..PIECE).map(|_| vec![size + random.unit() / 64.0; DIM]).collect();
+        let v = (0..PIECE).map(|_| random.units(DIM)).collect();
+        [k, v].map(|rows| Plane::of(rows, (KvFormat::F32, false), 0))
+    };
+    let pieces: Vec<_> = [-4.0, -3.9, 0.0, 0.2, 0.7, 3.0, -2.0, 3.1].map(&mut plane).into();
+    for (name, kernels, exact) in with_both_exponentials() {
+        for count in
+            COUNTS.into_iter().filter(|_| has_pieces(kernels, [&pieces[0][0], &pieces[0][1]]))
+        {
+            let mut rows = Rows::new(&mut Random::new(43), count, [DIM; 2]);
+            rows.q.fill(1.0);
+            for [k, v] in &pieces {
+                rows.meet((kernels, exact), [k, v]);
+                assert!(rows.out.iter().all(|x| x.is_finite()), "{name} {count}");
+            }
+            rows.are_attention(&format!("{name} {count}"), &pieces);
+        }
+    }
+}
+
+/// Infinite scores and NaN come to what softmax by tiles makes of them.
+#[test]
+fn what_is_not_finite_is_passed_on() {
+    const DIM: usize = 32;
+    let mut random = Random::new(44);
+    for format in [KvFormat::F32, KvFormat::F16, KvFormat::Bf16] {
+        let v = Plane::new(&mut random, (format, false), (DIM, 7, 0));
+        for (name, kernels, exact) in with_both_exponentials() {
+            if !has_pieces(kernels, [&v, &v]) {
+                continue;
+            }
+            for count in COUNTS {
+                let weigh = |first: f32, others: f32| {
+                    let k = (0..7).map(|token| vec![if token == 0 { first } else { others }; DIM]);
+                    let k = Plane::of(k.collect(), (format, false), 0);
+                    let mut rows = Rows::new(&mut Random::new(45), count, [DIM; 2]);
+                    rows.q.fill(1.0);
+                    rows.lanes = Lanes::new(&vec![0.0; count]);
+                    rows.meet((kernels, exact), [&k, &v]);
+                    (rows.lanes.running(count - 1, count), rows.out)
+                };
+                let what = format!("{name} {format} {count}");
+                let (running, out) = weigh(f32::NEG_INFINITY, f32::NEG_INFINITY);
+                assert_eq!((running.max, running.sum), (f32::NEG_INFINITY, 0.0), "{what}: nothing");
+                assert!(out.iter().all(|x| *x == 0.0), "{what}: nothing seen");
+                let (running, out) = weigh(f32::NEG_INFINITY, 0.0);
+                assert_eq!((running.max, running.sum), (0.0, 6.0), "{what}: all but one");
+                assert!(out.iter().all(|x| x.is_finite()), "{what}: all but one");
+                for first in [f32::NAN, f32::INFINITY] {
+                    assert!(weigh(first, 0.0).0.sum.is_nan(), "{what}: {first}");
+                }
+            }
+        }
+    }
+}
+
+/// A NaN of E4M3 reaches what meets it, and values of the same piece beside it do not suffer.
+#[test]
+fn a_nan_of_e4m3_is_one() {
+    const DIM: usize = 64;
+    let format: KvFormat = "fp8-e4m3".parse().unwrap();
+    let mut random = Random::new(46);
+    let [k, mut v] = [(); 2].map(|()| Plane::new(&mut random, (format, false), (DIM, PIECE, 0)));
+    v.bytes[3 * v.stride + 5] = 0x7f;
+    for (name, kernels, exact) in with_both_exponentials() {
+        for count in COUNTS.into_iter().filter(|_| has_pieces(kernels, [&k, &v])) {
+            let mut rows = Rows::new(&mut random, count, [DIM; 2]);
+            rows.meet((kernels, exact), [&k, &v]);
+            for out in rows.out.chunks(rows.out_stride) {
+                for (d, x) in out.iter().enumerate() {
+                    assert_eq!(x.is_nan(), d == 5, "{name} {count}: {d}");
+                }
+            }
+        }
+    }
+}
