@@ -13,9 +13,9 @@ use super::walk::{Alike, Found, find};
 use crate::kernel::{PIECE, Part, TILE};
 use crate::num::{to_u32, to_usize};
 
-/// Some tokens of a kv head, counted from the unit's first one.
+/// K and V of some tokens of a kv head, which is counted from the unit's first one.
 #[derive(Clone, Copy)]
-pub(super) struct Piece<'a> {
+pub(super) struct KvPiece<'a> {
     pub(super) head: usize,
     pub(super) tokens: usize,
     /// Whether they are such as are kept in 16 bits.
@@ -23,7 +23,7 @@ pub(super) struct Piece<'a> {
     pub(super) parts: [Part<'a>; 2],
 }
 
-impl Piece<'_> {
+impl KvPiece<'_> {
     /// No tokens.
     pub(super) const EMPTY: Self = Self {
         head: 0,
@@ -73,11 +73,11 @@ impl<'j, 'a> Parts<'j, 'a> {
 
     /// The next piece, if there is one left; an empty one otherwise.
     #[inline]
-    pub(super) fn next(&mut self, piece: &mut Piece<'a>) -> bool {
+    pub(super) fn next(&mut self, piece: &mut KvPiece<'a>) -> bool {
         if self.run == self.found[0].len() {
             let bounds = self.alike.tile(self.reach, self.position);
             if bounds.0 >= bounds.1 {
-                *piece = Piece::EMPTY;
+                *piece = KvPiece::EMPTY;
                 return false;
             }
             find(self.job, self.sequence, bounds, &mut self.found);

@@ -10,10 +10,11 @@
 use kv_core::plan::PlannedSequence;
 
 use super::Job;
-use super::parts::{Parts, Piece};
+use super::parts::{KvPiece, Parts};
 use super::unit::Unit;
-use crate::kernel::{Lanes, Running, SumPiece, WeighPiece, Weights};
+use crate::kernel::{Lanes, Piece, PieceRows, Running, Weights};
 use crate::num::to_u32;
+use crate::rows::PlaneRows;
 
 /// Pieces of fewer bytes of K are asked for two ahead: one is over before memory answers.
 const BYTES_AHEAD: usize = 4 << 10;
@@ -52,7 +53,7 @@ pub(super) fn meet(
     queries.lanes.extend(queries.bias.chunks(rows).map(Lanes::new));
     let mut parts = Parts::new(job, unit, sequence);
     // The one at hand, and the two behind it.
-    let mut pieces = [Piece::EMPTY; 3];
+    let mut pieces = [KvPiece::EMPTY; 3];
     for piece in &mut pieces {
         parts.next(piece);
     }
@@ -71,40 +72,32 @@ pub(super) fn meet(
 }
 
 /// Lets the rows of a head meet a piece, while another one is asked for.
-fn meet_piece(
-    job: &Job<'_>,
+fn meet_piece<'a>(
+    job: &'a Job<'_>,
     first_head: u32,
-    queries: &mut QueryRows<'_>,
-    (now, next): (&Piece<'_>, &Piece<'_>),
+    queries: &'a mut QueryRows<'_>,
+    (now, next): (&KvPiece<'a>, &KvPiece<'a>),
 ) {
-    let (rows, heads, tokens) = (queries.rows, job.heads, now.tokens);
+    let (rows, heads) = (queries.rows, job.heads);
     let (head, first) = (first_head + to_u32(now.head), now.head * rows);
-    let out = &mut queries.out[first * heads.stride_v..];
-    job.cpu.kernels.weigh_piece(&mut WeighPiece {
+    let of = |plane: &'a PlaneRows<'_>, index: usize| PieceRows {
+        now: now.parts[index],
+        next: next.parts[index],
+        layout: plane.rows(now.is_wide),
+        scale: plane.scale(head, now.is_wide),
+    };
+    job.cpu.kernels.meet_piece(&mut Piece {
+        k: of(&job.k, 0),
+        v: of(&job.v, 1),
+        tokens: now.tokens,
         rows,
         q: &queries.q[first * heads.stride_k..],
         q_stride: heads.stride_k,
-        k: now.parts[0],
-        next: next.parts[0],
-        layout: job.k.rows(now.is_wide),
-        row_scale: job.k.scale(head, now.is_wide),
-        tokens,
         scale: job.options.scale(),
         exact: job.has_exact_sums(),
         lanes: &mut queries.lanes[now.head],
         weights: queries.weights,
-        out,
-        out_stride: heads.stride_v,
-    });
-    job.cpu.kernels.sum_piece(&mut SumPiece {
-        rows,
-        weights: queries.weights,
-        v: now.parts[1],
-        next: next.parts[1],
-        layout: job.v.rows(now.is_wide),
-        row_scale: job.v.scale(head, now.is_wide),
-        tokens,
-        out,
+        out: &mut queries.out[first * heads.stride_v..],
         out_stride: heads.stride_v,
     });
 }

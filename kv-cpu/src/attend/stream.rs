@@ -12,7 +12,7 @@
 use kv_core::plan::PlannedSequence;
 
 use super::Job;
-use super::parts::{Parts, Piece};
+use super::parts::{KvPiece, Parts};
 use super::unit::Unit;
 use crate::kernel::{Running, Stream};
 
@@ -40,12 +40,12 @@ pub(super) fn meet(
     let (q_rows, out_rows) = (rows * heads.stride_k, rows * heads.stride_v);
     let mut parts = Parts::new(job, unit, sequence);
     // What was written just before is slow to copy, so places change and not what is there.
-    let (mut some, mut other) = (Piece::EMPTY, Piece::EMPTY);
+    let (mut some, mut other) = (KvPiece::EMPTY, KvPiece::EMPTY);
     let (mut now, mut next) = (&mut some, &mut other);
     let mut is_there = parts.next(now);
     while is_there {
         is_there = parts.next(next);
-        let Piece { head, tokens, .. } = *now;
+        let KvPiece { head, tokens, .. } = *now;
         let mut args = Stream {
             q: &q[head * q_rows..][..q_rows],
             q_stride: heads.stride_k,

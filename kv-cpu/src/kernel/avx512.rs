@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 
 use self::convert::{
     lower_bf16, narrow_bf16, narrow_f16, spread_nibbles, upper_bf16, widen_bf16, widen_bytes,
-    widen_e5m2, widen_f16, widen_i8, widen_twice,
+    widen_e5m2, widen_f16, widen_f16_words, widen_i8, widen_twice, words_apart,
 };
 use self::fold::{fold, fold_eight, fold_sixteen, halves, pairs, quarters};
 use super::simd::{LANES_MAX, LINE, Simd, exp};
@@ -110,19 +110,9 @@ macro_rules! primitives {
             }
             #[inline(always)]
             unsafe fn gather_f16(self, from: *const u8, stride: u32) -> __m512 {
-                #[inline]
-                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-                unsafe fn inner(from: *const u8, stride: u32) -> __m512 {
-                    let lanes =
-                        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-                    let at = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(stride.cast_signed()));
-                    let from = from.wrapping_sub(2).cast();
-                    // SAFETY: words whose upper halves are the values, by the caller's condition.
-                    let words = unsafe { _mm512_i32gather_epi32::<1>(at, from) };
-                    _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32::<16>(words)))
-                }
-                // SAFETY: condition 1, and the witness.
-                unsafe { inner(from, stride) }
+                // SAFETY: condition 1 is passed on.
+                let words = unsafe { words_apart(from, crate::num::to_usize(stride)) };
+                widen_f16_words(self, words)
             }
             #[inline(always)]
             unsafe fn load_bf16(self, from: *const u16, at: usize) -> __m512 {

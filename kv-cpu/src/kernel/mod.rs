@@ -20,6 +20,15 @@ mod convert;
     )
 )]
 mod matrix;
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(
+        dead_code,
+        unused_imports,
+        unused_macros,
+        reason = "no other architecture has vectors of sixteen, but tests emulate them"
+    )
+)]
 mod piece;
 mod quant;
 mod rows;
@@ -46,7 +55,7 @@ mod tests;
 pub(crate) use ahead::{Ahead, Runs};
 pub(crate) use convert::PastCaches;
 pub(crate) use matrix::{BLOCK, Columns, Matrix, Memory, Queries, QueryShape, StoredRows, VISIT};
-pub(crate) use piece::{Lanes, PIECE, SumPiece, WeighPiece, Weights};
+pub(crate) use piece::{Lanes, PIECE, Piece, PieceRows, Weights};
 pub(crate) use rows::TileRows;
 pub(crate) use simd::LANES_MAX;
 pub(crate) use stored::GROUP;

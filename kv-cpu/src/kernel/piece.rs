@@ -75,51 +75,45 @@ impl Lanes {
     }
 }
 
-/// Scores of a piece by query rows, and what they weigh.
-pub(crate) struct WeighPiece<'a> {
+/// Rows of K or V of a piece, and what to ask for meanwhile.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PieceRows<'a> {
+    pub(crate) now: Part<'a>,
+    pub(crate) next: Part<'a>,
+    pub(crate) layout: &'a RowLayout,
+    pub(crate) scale: RowScale<'a>,
+}
+
+/// A piece, and the query rows that meet it.
+pub(crate) struct Piece<'a> {
+    pub(crate) k: PieceRows<'a>,
+    pub(crate) v: PieceRows<'a>,
+    pub(crate) tokens: usize,
     /// How many query rows: such a number as [`Kernels::has_pieces`] takes.
     pub(crate) rows: usize,
     /// The rows, `q_stride` apart.
     pub(crate) q: &'a [f32],
     pub(crate) q_stride: usize,
-    /// Rows of K, and what to ask for meanwhile.
-    pub(crate) k: Part<'a>,
-    pub(crate) next: Part<'a>,
-    pub(crate) layout: &'a RowLayout,
-    pub(crate) row_scale: RowScale<'a>,
-    pub(crate) tokens: usize,
     /// What scores are multiplied with.
     pub(crate) scale: f32,
     /// Whether anyone has use for all bits of a weight.
     pub(crate) exact: bool,
     pub(crate) lanes: &'a mut Lanes,
+    /// Of this piece; multiplied by the scales of V in the end.
     pub(crate) weights: &'a mut Weights,
-    /// Sums so far, `out_stride` apart: multiplied where weights become relative to greater scores.
+    /// Sums so far, `out_stride` apart.
     pub(crate) out: &'a mut [f32],
     pub(crate) out_stride: usize,
 }
 
-/// Values of a piece, added to output rows by their weights.
-pub(crate) struct SumPiece<'a> {
-    /// How many output rows.
-    pub(crate) rows: usize,
-    /// Weights of so many rows; multiplied by the scales of the tokens.
-    pub(crate) weights: &'a mut Weights,
-    /// Rows of V, and what to ask for meanwhile.
-    pub(crate) v: Part<'a>,
-    pub(crate) next: Part<'a>,
-    pub(crate) layout: &'a RowLayout,
-    pub(crate) row_scale: RowScale<'a>,
-    pub(crate) tokens: usize,
-    /// The rows, `out_stride` apart.
-    pub(crate) out: &'a mut [f32],
-    pub(crate) out_stride: usize,
-}
+type Loop = unsafe fn(&mut Piece<'_>);
 
 /// The loops of one instruction set, by encoding. Calling one is sound only on a CPU that has it.
 pub(crate) struct Table {
-    pub(super) weigh: [unsafe fn(&mut WeighPiece<'_>); Encoding::COUNT],
-    pub(super) sum: [unsafe fn(&mut SumPiece<'_>); Encoding::COUNT],
+    /// Scores and weighs a piece.
+    pub(super) weigh: [Loop; Encoding::COUNT],
+    /// Adds its values by their weights.
+    pub(super) sum: [Loop; Encoding::COUNT],
 }
 
 impl Kernels {
@@ -129,21 +123,15 @@ impl Kernels {
         self.pieces.is_some() && has_rows(rows) && layouts.into_iter().all(is_whole)
     }
 
-    /// Scores and weighs a piece, where [`Self::has_pieces`] has said so.
-    pub(crate) fn weigh_piece(self, args: &mut WeighPiece<'_>) {
+    /// Lets query rows meet a piece, where [`Self::has_pieces`] has said so.
+    pub(crate) fn meet_piece(self, args: &mut Piece<'_>) {
         if let Some(table) = self.pieces {
-            let kernel = of_encoding(&table.weigh, args.layout.encoding());
+            let weigh = of_encoding(&table.weigh, args.k.layout.encoding());
+            let sum = of_encoding(&table.sum, args.v.layout.encoding());
             // SAFETY: the CPU has the instruction set, by `Self::of`.
-            unsafe { kernel(args) }
-        }
-    }
-
-    /// Adds a piece of V by its weights, where [`Self::has_pieces`] has said so.
-    pub(crate) fn sum_piece(self, args: &mut SumPiece<'_>) {
-        if let Some(table) = self.pieces {
-            let kernel = of_encoding(&table.sum, args.layout.encoding());
-            // SAFETY: the CPU has the instruction set, by `Self::of`.
-            unsafe { kernel(args) }
+            unsafe { weigh(args) };
+            // SAFETY: as above.
+            unsafe { sum(args) };
         }
     }
 }
@@ -153,23 +141,23 @@ macro_rules! table {
     ([$(#[$attribute:meta])*] $simd:expr) => {
         /// The loops over pieces.
         pub(super) static PIECES: super::piece::Table = {
-            use super::piece::{self, SumPiece, Table, WeighPiece};
+            use super::piece::{self, Piece, Table};
             use super::stored::Stored;
 
             $(#[$attribute])*
-            fn weigh<E: Stored>(args: &mut WeighPiece<'_>) {
+            fn weigh<E: Stored>(args: &mut Piece<'_>) {
                 piece::weigh::<_, E>($simd, args);
             }
             $(#[$attribute])*
-            fn weigh_e4m3(args: &mut WeighPiece<'_>) {
+            fn weigh_e4m3(args: &mut Piece<'_>) {
                 piece::weigh_e4m3($simd, args);
             }
             $(#[$attribute])*
-            fn sum<E: Stored>(args: &mut SumPiece<'_>) {
+            fn sum<E: Stored>(args: &mut Piece<'_>) {
                 piece::sum::<_, E>($simd, args);
             }
             $(#[$attribute])*
-            fn sum_e4m3(args: &mut SumPiece<'_>) {
+            fn sum_e4m3(args: &mut Piece<'_>) {
                 piece::sum_e4m3($simd, args);
             }
             Table {

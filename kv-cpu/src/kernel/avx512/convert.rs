@@ -25,6 +25,10 @@ conversions! {
     fn widen_f16(bits: __m256i) -> __m512 {
         _mm512_cvtph_ps(bits)
     }
+    fn widen_f16_words(words: [u64; 4]) -> __m512 {
+        let [a, b, c, d] = words.map(u64::cast_signed);
+        _mm512_cvtph_ps(_mm256_set_epi64x(d, c, b, a))
+    }
     fn narrow_f16(v: __m512) -> __m256i {
         _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)
     }
@@ -70,4 +74,27 @@ conversions! {
     fn widen_e5m2(bytes: __m128i) -> __m512 {
         _mm512_cvtph_ps(_mm256_slli_epi16::<8>(_mm256_cvtepu8_epi16(bytes)))
     }
+}
+
+/// Sixteen words of 16 bits, `stride` bytes apart, put together by shifts: a gather takes longer.
+///
+/// # Safety
+/// 1. They are readable. Alignment is not needed.
+#[inline(always)]
+#[expect(
+    clippy::arithmetic_side_effects,
+    clippy::inline_always,
+    reason = "places of sixteen words that the caller has; loads melt into what takes them"
+)]
+pub(super) unsafe fn words_apart(from: *const u8, stride: usize) -> [u64; 4] {
+    let mut words = [0; 4];
+    for (i, word) in words.iter_mut().enumerate() {
+        for j in 0..4 {
+            let at = from.wrapping_add((4 * i + j) * stride).cast::<[u8; 2]>();
+            // SAFETY: condition 1.
+            let bits = u16::from_le_bytes(unsafe { at.read() });
+            *word |= u64::from(bits) << (16 * j);
+        }
+    }
+    words
 }

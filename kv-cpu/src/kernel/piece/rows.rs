@@ -7,10 +7,10 @@
     reason = "kernel code: bounds are asserted at the entry, and helpers must melt into the \
               function that carries the target features"
 )]
+use super::super::RowScale;
 use super::super::simd::Simd;
 use super::super::stored::{GROUP, Stored};
-use super::super::{Part, RowScale};
-use super::PIECE;
+use super::{PIECE, PieceRows};
 use crate::encoding::RowLayout;
 use crate::num::to_u32;
 
@@ -23,7 +23,8 @@ pub(super) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    pub(super) fn new(part: Part<'a>, layout: &'a RowLayout, tokens: usize) -> Self {
+    pub(super) fn new(rows: &PieceRows<'a>, tokens: usize) -> Self {
+        let (part, layout) = (rows.now, rows.layout);
         assert!((1..=PIECE).contains(&tokens), "a piece has some tokens, and not too many");
         let fits = (tokens - 1) * part.stride + layout.bytes() <= part.rows.len();
         assert!(fits && layout.dim().is_multiple_of(GROUP), "rows lie inside their part");

@@ -11,12 +11,12 @@ use super::super::simd::{LANES_MAX, Simd};
 use super::super::stored::{E4m3, FiniteE4m3, GROUP, Stored};
 use super::super::tile::HALF;
 use super::ask::Ask;
-use super::{Rows, SumPiece, has_rows, tokens_of};
+use super::{Piece, Rows, has_rows, tokens_of};
 
 /// Adds a piece of E4M3.
 #[inline(always)]
-pub(in super::super) fn sum_e4m3<S: Simd>(s: S, args: &mut SumPiece<'_>) {
-    if Rows::new(args.v, args.layout, args.tokens).are_finite(s) {
+pub(in super::super) fn sum_e4m3<S: Simd>(s: S, args: &mut Piece<'_>) {
+    if Rows::new(&args.v, args.tokens).are_finite(s) {
         sum::<S, FiniteE4m3>(s, args);
     } else {
         sum::<S, E4m3>(s, args);
@@ -25,26 +25,26 @@ pub(in super::super) fn sum_e4m3<S: Simd>(s: S, args: &mut SumPiece<'_>) {
 
 /// Adds a piece.
 #[inline(always)]
-pub(in super::super) fn sum<S: Simd, E: Stored>(s: S, args: &mut SumPiece<'_>) {
+pub(in super::super) fn sum<S: Simd, E: Stored>(s: S, args: &mut Piece<'_>) {
     const { assert!(S::LANES == LANES_MAX, "a vector has the weights of a piece by a row") };
     assert!(
         has_rows(args.rows)
-            && args.out_stride >= args.layout.dim()
+            && args.out_stride >= args.v.layout.dim()
             && args.out.len() >= args.rows * args.out_stride,
         "output rows lie inside their slice"
     );
-    let v = Rows::new(args.v, args.layout, args.tokens);
+    let v = Rows::new(&args.v, args.tokens);
     scale_weights::<S, E>(s, args, &v);
     // Sums of so many rows and groups stay in registers; where values are hardly decoded rows of V
     // are taken whole, in the order of memory, if twice.
-    let groups = args.layout.dim() / GROUP;
+    let groups = args.v.layout.dim() / GROUP;
     let visits = match (args.rows, E::AS_IT_LIES) {
         (..=2, _) => groups.div_ceil(4),
         (rows, true) => rows.div_ceil(2) * groups.div_ceil(4),
         (..=4, false) => groups.div_ceil(2),
         _ => groups,
     };
-    let mut ask = Ask::new(args.next, visits * args.tokens);
+    let mut ask = Ask::new(args.v.next, visits * args.tokens);
     match (args.rows, E::AS_IT_LIES) {
         (1, _) => sum_rows::<S, E, 1, 16, 4>(s, args, &v, 0, &mut ask),
         (2, _) => sum_rows::<S, E, 2, 8, 4>(s, args, &v, 0, &mut ask),
@@ -71,8 +71,8 @@ pub(in super::super) fn sum<S: Simd, E: Stored>(s: S, args: &mut SumPiece<'_>) {
 
 /// Multiplies weights by the scales of tokens.
 #[inline(always)]
-fn scale_weights<S: Simd, E: Stored>(s: S, args: &mut SumPiece<'_>, v: &Rows<'_>) {
-    let Some(factors) = v.factors::<S, E>(s, args.row_scale) else {
+fn scale_weights<S: Simd, E: Stored>(s: S, args: &mut Piece<'_>, v: &Rows<'_>) {
+    let Some(factors) = v.factors::<S, E>(s, args.v.scale) else {
         return;
     };
     let tokens = tokens_of(args.rows);
@@ -93,12 +93,12 @@ fn scale_weights<S: Simd, E: Stored>(s: S, args: &mut SumPiece<'_>, v: &Rows<'_>
 #[inline(always)]
 fn sum_rows<S: Simd, E: Stored, const R: usize, const T: usize, const C: usize>(
     s: S,
-    args: &mut SumPiece<'_>,
+    args: &mut Piece<'_>,
     v: &Rows<'_>,
     row: usize,
     ask: &mut Ask,
 ) {
-    let groups = args.layout.dim() / GROUP;
+    let groups = args.v.layout.dim() / GROUP;
     let mut group = 0;
     while group + C <= groups {
         sum_groups::<S, E, R, T, C>(s, args, v, (row, group), ask);
@@ -117,7 +117,7 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const T: usize, const C: usize>(
 #[inline(always)]
 fn sum_groups<S: Simd, E: Stored, const R: usize, const T: usize, const C: usize>(
     s: S,
-    args: &mut SumPiece<'_>,
+    args: &mut Piece<'_>,
     v: &Rows<'_>,
     (row, group): (usize, usize),
     ask: &mut Ask,

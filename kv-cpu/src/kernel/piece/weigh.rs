@@ -11,12 +11,12 @@ use super::super::simd::{LANES_MAX, Simd};
 use super::super::stored::{E4m3, FiniteE4m3, GROUP, Stored};
 use super::super::tile::HALF;
 use super::ask::Ask;
-use super::{Lanes, PIECE, Rows, WeighPiece, tokens_of};
+use super::{Lanes, PIECE, Piece, Rows, tokens_of};
 
 /// Scores and weighs a piece of E4M3.
 #[inline(always)]
-pub(in super::super) fn weigh_e4m3<S: Simd>(s: S, args: &mut WeighPiece<'_>) {
-    if Rows::new(args.k, args.layout, args.tokens).are_finite(s) {
+pub(in super::super) fn weigh_e4m3<S: Simd>(s: S, args: &mut Piece<'_>) {
+    if Rows::new(&args.k, args.tokens).are_finite(s) {
         weigh::<S, FiniteE4m3>(s, args);
     } else {
         weigh::<S, E4m3>(s, args);
@@ -25,10 +25,10 @@ pub(in super::super) fn weigh_e4m3<S: Simd>(s: S, args: &mut WeighPiece<'_>) {
 
 /// Scores and weighs a piece.
 #[inline(always)]
-pub(in super::super) fn weigh<S: Simd, E: Stored>(s: S, args: &mut WeighPiece<'_>) {
+pub(in super::super) fn weigh<S: Simd, E: Stored>(s: S, args: &mut Piece<'_>) {
     const { assert!(S::LANES == LANES_MAX, "a vector has the scores of a piece by a row") };
     assert!(
-        args.q_stride >= args.layout.dim()
+        args.q_stride >= args.k.layout.dim()
             && args.q.len() >= args.rows * args.q_stride
             && args.out_stride.is_multiple_of(LANES_MAX)
             && args.out.len() >= args.rows * args.out_stride,
@@ -56,19 +56,19 @@ const SLACK: f32 = 8.0;
 #[inline(always)]
 fn weigh_rows<S: Simd, E: Stored, const R: usize, const T: usize, const N: usize>(
     s: S,
-    args: &mut WeighPiece<'_>,
+    args: &mut Piece<'_>,
 ) {
     const { assert!(T == tokens_of(R) && T * N <= PIECE, "scores are those of a piece") };
     assert!(args.rows == R && args.tokens <= T * N, "all rows and tokens have scores");
-    let k = Rows::new(args.k, args.layout, args.tokens);
-    let mut ask = Ask::new(args.next, N * args.layout.dim() / GROUP);
+    let k = Rows::new(&args.k, args.tokens);
+    let mut ask = Ask::new(args.k.next, N * args.k.layout.dim() / GROUP);
     let mut scores = [s.splat(0.0); N];
     for step in 0..N {
         let dots = dots::<S, E, R, T>(s, (args.q, args.q_stride), &k, step * T, &mut ask);
         scores[step] = s.reduce_add_each(dots);
     }
     ask.finish(s);
-    let factors = k.factors::<S, E>(s, args.row_scale);
+    let factors = k.factors::<S, E>(s, args.k.scale);
     let mut limits = [0.0; PIECE];
     limits[args.tokens..].fill(f32::NEG_INFINITY);
     // SAFETY: an array of as many, as all that is loaded here and below.
@@ -165,7 +165,7 @@ fn queries<S: Simd, const R: usize>(
 
 /// Makes greater maxima what weights are relative to.
 #[inline(always)]
-fn rise<S: Simd, const R: usize, const T: usize>(s: S, args: &mut WeighPiece<'_>, top: S::F) {
+fn rise<S: Simd, const R: usize, const T: usize>(s: S, args: &mut Piece<'_>, top: S::F) {
     let mut tops = [0.0; LANES_MAX];
     // SAFETY: an array of as many, as all that is loaded and stored here.
     unsafe { s.store(tops.as_mut_ptr(), 0, top) };
@@ -203,7 +203,7 @@ fn rise<S: Simd, const R: usize, const T: usize>(s: S, args: &mut WeighPiece<'_>
 #[inline(always)]
 fn weigh_steps<S: Simd, const EXACT: bool, const N: usize>(
     s: S,
-    args: &mut WeighPiece<'_>,
+    args: &mut Piece<'_>,
     scores: &[S::F; N],
 ) {
     let Lanes { max, sum, .. } = &mut *args.lanes;

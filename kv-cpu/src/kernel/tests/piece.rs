@@ -3,7 +3,7 @@ use kv_core::KvFormat;
 
 use super::*;
 use crate::encoding::RowLayout;
-use crate::kernel::{Lanes, PIECE, Part, SumPiece, WeighPiece, Weights};
+use crate::kernel::{Lanes, PIECE, Part, Piece, PieceRows, Weights};
 
 const SCALE: f32 = 0.3;
 /// Numbers of query rows that there are loops for.
@@ -82,33 +82,25 @@ impl Rows {
         }
     }
 
-    fn meet(&mut self, (kernels, exact): (Kernels, bool), [k, v]: [&Plane; 2]) {
+    fn meet<'a>(&'a mut self, (kernels, exact): (Kernels, bool), [k, v]: [&'a Plane; 2]) {
         let mut weights: Weights = [f32::NAN; _];
-        let tokens = k.values.len();
-        kernels.weigh_piece(&mut WeighPiece {
+        let of = |plane: &'a Plane, next| PieceRows {
+            now: plane.part(),
+            next,
+            layout: &plane.layout,
+            scale: plane.scale,
+        };
+        kernels.meet_piece(&mut Piece {
+            k: of(k, k.part()),
+            v: of(v, Part::default()),
+            tokens: k.values.len(),
             rows: self.count,
             q: &self.q,
             q_stride: self.q_stride,
-            k: k.part(),
-            next: k.part(),
-            layout: &k.layout,
-            row_scale: k.scale,
-            tokens,
             scale: SCALE,
             exact,
             lanes: &mut self.lanes,
             weights: &mut weights,
-            out: &mut self.out,
-            out_stride: self.out_stride,
-        });
-        kernels.sum_piece(&mut SumPiece {
-            rows: self.count,
-            weights: &mut weights,
-            v: v.part(),
-            next: Part::default(),
-            layout: &v.layout,
-            row_scale: v.scale,
-            tokens,
             out: &mut self.out,
             out_stride: self.out_stride,
         });
