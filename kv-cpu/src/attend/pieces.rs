@@ -10,14 +10,10 @@
 use kv_core::plan::PlannedSequence;
 
 use super::Job;
-use super::parts::{KvPiece, Parts};
+use super::parts::Strips;
 use super::unit::Unit;
-use crate::kernel::{Lanes, Piece, PieceRows, Running, Weights};
+use crate::kernel::{Lanes, Meeting, Running, Strip, Weights};
 use crate::num::to_u32;
-use crate::rows::PlaneRows;
-
-/// Pieces of fewer bytes of K are asked for two ahead: one is over before memory answers.
-const BYTES_AHEAD: usize = 4 << 10;
 
 /// Whether the query rows of a unit, so many a kv head, meet the context so: those of one query,
 /// which all see the same.
@@ -46,58 +42,47 @@ pub(super) struct QueryRows<'s> {
 pub(super) fn meet(
     job: &Job<'_>,
     (unit, sequence): (&Unit, &PlannedSequence),
-    mut queries: QueryRows<'_>,
+    queries: QueryRows<'_>,
 ) {
-    let rows = queries.rows;
-    queries.lanes.clear();
-    queries.lanes.extend(queries.bias.chunks(rows).map(Lanes::new));
-    let mut parts = Parts::new(job, unit, sequence);
+    let QueryRows { rows, q, bias, out, running, lanes, weights } = queries;
+    let scales = |head: usize, is_wide: bool| {
+        [&job.k, &job.v].map(|plane| plane.scale(unit.kv_heads.0 + to_u32(head), is_wide))
+    };
+    lanes.clear();
+    lanes.extend(
+        bias.chunks(rows).enumerate().map(|(head, bias)| Lanes::new(bias, scales(head, false))),
+    );
+    let mut strips = Strips::new(job, unit, sequence);
     // The one at hand, and the two behind it.
-    let mut pieces = [KvPiece::EMPTY; 3];
-    for piece in &mut pieces {
-        parts.next(piece);
+    let mut ring = [(Strip::EMPTY, None); 3];
+    for (strip, is_wide) in &mut ring {
+        *is_wide = strips.next(strip);
     }
-    let mut at = 0;
-    while pieces[at].tokens > 0 {
-        let now = &pieces[at];
-        let is_short = now.parts[0].rows.len() < BYTES_AHEAD;
-        let next = &pieces[(at + if is_short { 2 } else { 1 }) % 3];
-        meet_piece(job, unit.kv_heads.0, &mut queries, (now, next));
-        parts.next(&mut pieces[at]);
+    let (mut at, mut were_wide) = (0, false);
+    while let (strip, Some(is_wide)) = &ring[at] {
+        if *is_wide != were_wide {
+            were_wide = *is_wide;
+            let heads = lanes.iter_mut().enumerate();
+            heads.for_each(|(head, lanes)| lanes.set_scales(scales(head, were_wide)));
+        }
+        job.cpu.kernels.meet_strip(&mut Meeting {
+            strip,
+            next: [&ring[(at + 1) % 3].0, &ring[(at + 2) % 3].0],
+            layouts: [job.k.rows(were_wide), job.v.rows(were_wide)],
+            rows,
+            q,
+            q_stride: job.heads.stride_k,
+            scale: job.options.scale(),
+            exact: job.has_exact_sums(),
+            lanes,
+            weights,
+            out,
+            out_stride: job.heads.stride_v,
+        });
+        ring[at].1 = strips.next(&mut ring[at].0);
         at = (at + 1) % 3;
     }
-    for (index, running) in queries.running.iter_mut().enumerate() {
-        *running = queries.lanes[index / rows].running(index % rows, rows);
+    for (index, running) in running.iter_mut().enumerate() {
+        *running = lanes[index / rows].running(index % rows, rows);
     }
-}
-
-/// Lets the rows of a head meet a piece, while another one is asked for.
-fn meet_piece<'a>(
-    job: &'a Job<'_>,
-    first_head: u32,
-    queries: &'a mut QueryRows<'_>,
-    (now, next): (&KvPiece<'a>, &KvPiece<'a>),
-) {
-    let (rows, heads) = (queries.rows, job.heads);
-    let (head, first) = (first_head + to_u32(now.head), now.head * rows);
-    let of = |plane: &'a PlaneRows<'_>, index: usize| PieceRows {
-        now: now.parts[index],
-        next: next.parts[index],
-        layout: plane.rows(now.is_wide),
-        scale: plane.scale(head, now.is_wide),
-    };
-    job.cpu.kernels.meet_piece(&mut Piece {
-        k: of(&job.k, 0),
-        v: of(&job.v, 1),
-        tokens: now.tokens,
-        rows,
-        q: &queries.q[first * heads.stride_k..],
-        q_stride: heads.stride_k,
-        scale: job.options.scale(),
-        exact: job.has_exact_sums(),
-        lanes: &mut queries.lanes[now.head],
-        weights: queries.weights,
-        out: &mut queries.out[first * heads.stride_v..],
-        out_stride: heads.stride_v,
-    });
 }

@@ -12,7 +12,7 @@
 use kv_core::plan::PlannedSequence;
 
 use super::Job;
-use super::parts::{KvPiece, Parts};
+use super::parts::{KvPart, Parts};
 use super::unit::Unit;
 use crate::kernel::{Running, Stream};
 
@@ -40,17 +40,17 @@ pub(super) fn meet(
     let (q_rows, out_rows) = (rows * heads.stride_k, rows * heads.stride_v);
     let mut parts = Parts::new(job, unit, sequence);
     // What was written just before is slow to copy, so places change and not what is there.
-    let (mut some, mut other) = (KvPiece::EMPTY, KvPiece::EMPTY);
+    let (mut some, mut other) = (KvPart::EMPTY, KvPart::EMPTY);
     let (mut now, mut next) = (&mut some, &mut other);
     let mut is_there = parts.next(now);
     while is_there {
         is_there = parts.next(next);
-        let KvPiece { head, tokens, .. } = *now;
+        let KvPart { head, tokens, .. } = *now;
         let mut args = Stream {
             q: &q[head * q_rows..][..q_rows],
             q_stride: heads.stride_k,
-            now: &now.parts,
-            next: &next.parts,
+            now: &now.planes,
+            next: &next.planes,
             layouts: [job.k.rows(false), job.v.rows(false)],
             tokens,
             scale: job.options.scale(),

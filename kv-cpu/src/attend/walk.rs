@@ -16,7 +16,7 @@ use super::Job;
 use super::reach::Reach;
 use super::tile::{Tile, Tiles};
 use super::unit::Unit;
-use crate::kernel::{Ahead, BLOCK, Part, Runs, StoredRows, TILE, TileRows};
+use crate::kernel::{Ahead, BLOCK, HeadRows, Runs, StoredRows, TILE, TileRows};
 use crate::num::{offset, to_u32, to_usize};
 use crate::rows::PlaneRows;
 
@@ -142,13 +142,13 @@ impl<'a> Found<'a> {
         self.runs[run].1
     }
 
-    /// Of a run and a head the rows of so many tokens from one on.
-    #[inline]
-    pub(super) fn part(&self, run: usize, (head, token, tokens): (u32, usize, usize)) -> Part<'a> {
+    /// The rows of a run, of so many heads from one on.
+    pub(super) fn of_heads(&self, run: usize, (first, heads): (u32, usize)) -> HeadRows<'a> {
         let (stride, per_head) = self.strides;
-        let begin = to_usize(head) * per_head + token * stride;
-        let rows = &self.runs[run].0[begin..][..(tokens - 1) * stride + self.bytes];
-        Part { rows, stride, bytes: self.bytes }
+        let (block, tokens) = self.runs[run];
+        let len = (heads - 1) * per_head + (tokens - 1) * stride + self.bytes;
+        let rows = &block[to_usize(first) * per_head..][..len];
+        HeadRows { rows, stride, per_head, bytes: self.bytes }
     }
 
     /// The rows of a head, and the runs of memory that they lie in.

@@ -55,7 +55,7 @@ mod tests;
 pub(crate) use ahead::{Ahead, Runs};
 pub(crate) use convert::PastCaches;
 pub(crate) use matrix::{BLOCK, Columns, Matrix, Memory, Queries, QueryShape, StoredRows, VISIT};
-pub(crate) use piece::{Lanes, PIECE, Piece, PieceRows, Weights};
+pub(crate) use piece::{HeadRows, Lanes, Meeting, PIECE, Strip, Weights};
 pub(crate) use rows::TileRows;
 pub(crate) use simd::LANES_MAX;
 pub(crate) use stored::GROUP;

@@ -1,5 +1,5 @@
-//! A few query rows against a piece of a context, [`PIECE`] tokens at most: they are scored and
-//! weighed by one loop, and summed by another.
+//! The query rows of some kv heads against a strip of a context, by pieces of a head and [`PIECE`]
+//! tokens at most: they are scored and weighed by one loop, and summed by another.
 //!
 //! A vector has the scores of all rows by some tokens, so that maxima and exponentials are those of
 //! all rows at once, and all sums of products stay in registers. Pieces come in the order in which
@@ -11,16 +11,20 @@
     reason = "rows and lanes are counted by the callers and the types here"
 )]
 mod ask;
+mod dots;
 mod rows;
+mod strip;
 mod sums;
 mod weigh;
 
 use self::rows::Rows;
+use self::strip::Places;
+pub(crate) use self::strip::{HeadRows, Strip};
 pub(super) use self::sums::{sum, sum_e4m3};
 pub(super) use self::weigh::{weigh, weigh_e4m3};
 use super::simd::LANES_MAX;
 use super::stored::GROUP;
-use super::{Kernels, Part, RowScale, Running, of_encoding};
+use super::{Kernels, RowScale, Running, of_encoding};
 use crate::encoding::{Encoding, RowLayout};
 
 /// Most tokens of a piece.
@@ -42,7 +46,7 @@ const fn has_rows(rows: usize) -> bool {
 /// Weights of a piece: vectors of lanes `row * tokens_of(rows) + token`, as many as there are.
 pub(crate) type Weights = [f32; ROWS_MAX * PIECE];
 
-/// What some query rows have come to; the lanes of a row as in [`Weights`].
+/// What the query rows of a kv head have come to; the lanes of a row as in [`Weights`].
 #[derive(Debug, Clone, Copy)]
 #[repr(align(64))]
 pub(crate) struct Lanes {
@@ -53,17 +57,24 @@ pub(crate) struct Lanes {
     max: [f32; LANES_MAX],
     /// Of the weights of a row each lane has a part.
     sum: [f32; LANES_MAX],
+    /// What rows of K and V are multiplied with.
+    scales: [RowScale<'static>; 2],
 }
 
 impl Lanes {
-    /// Nothing seen yet by rows of these biases.
-    pub(crate) fn new(bias: &[f32]) -> Self {
-        let mut lanes =
-            Self { bias: [0.0; LANES_MAX], max: [f32::MIN; LANES_MAX], sum: [0.0; LANES_MAX] };
+    /// Nothing seen yet by rows of these biases; see [`Self::set_scales`].
+    pub(crate) fn new(bias: &[f32], scales: [RowScale<'static>; 2]) -> Self {
+        let zero = [0.0; LANES_MAX];
+        let mut lanes = Self { bias: zero, max: [f32::MIN; LANES_MAX], sum: zero, scales };
         for (lanes, bias) in lanes.bias.chunks_mut(tokens_of(bias.len())).zip(bias) {
             lanes.fill(*bias);
         }
         lanes
+    }
+
+    /// Rows of K and V are multiplied with these from now on.
+    pub(crate) fn set_scales(&mut self, scales: [RowScale<'static>; 2]) {
+        self.scales = scales;
     }
 
     /// Maximum and sum of one of so many rows.
@@ -75,38 +86,66 @@ impl Lanes {
     }
 }
 
-/// Rows of K or V of a piece, and what to ask for meanwhile.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct PieceRows<'a> {
-    pub(crate) now: Part<'a>,
-    pub(crate) next: Part<'a>,
-    pub(crate) layout: &'a RowLayout,
-    pub(crate) scale: RowScale<'a>,
-}
-
-/// A piece, and the query rows that meet it.
-pub(crate) struct Piece<'a> {
-    pub(crate) k: PieceRows<'a>,
-    pub(crate) v: PieceRows<'a>,
-    pub(crate) tokens: usize,
-    /// How many query rows: such a number as [`Kernels::has_pieces`] takes.
+/// A strip, and the query rows that meet it.
+pub(crate) struct Meeting<'a> {
+    pub(crate) strip: &'a Strip<'a>,
+    /// Those behind it, which may be empty.
+    pub(crate) next: [&'a Strip<'a>; 2],
+    pub(crate) layouts: [&'a RowLayout; 2],
+    /// Query rows of a kv head: such a number as [`Kernels::has_pieces`] takes.
     pub(crate) rows: usize,
-    /// The rows, `q_stride` apart.
+    /// The rows, `q_stride` apart, head by head.
     pub(crate) q: &'a [f32],
     pub(crate) q_stride: usize,
     /// What scores are multiplied with.
     pub(crate) scale: f32,
     /// Whether anyone has use for all bits of a weight.
     pub(crate) exact: bool,
-    pub(crate) lanes: &'a mut Lanes,
-    /// Of this piece; multiplied by the scales of V in the end.
+    /// By head.
+    pub(crate) lanes: &'a mut [Lanes],
+    /// Of the piece at hand; multiplied by the scales of V in the end.
     pub(crate) weights: &'a mut Weights,
-    /// Sums so far, `out_stride` apart.
+    /// Sums so far, `out_stride` apart, head by head.
     pub(crate) out: &'a mut [f32],
     pub(crate) out_stride: usize,
 }
 
-type Loop = unsafe fn(&mut Piece<'_>);
+impl Meeting<'_> {
+    /// What the loops rely on.
+    fn check(&self) {
+        let Strip { heads, tokens, planes } = self.strip;
+        assert!(*heads > 0 && *tokens > 0, "a strip has rows");
+        for (plane, layout) in planes.iter().zip(self.layouts) {
+            let last = (heads - 1) * plane.per_head + (tokens - 1) * plane.stride;
+            let fits = plane.bytes == layout.bytes() && last + plane.bytes <= plane.rows.len();
+            assert!(fits && layout.dim().is_multiple_of(GROUP), "rows lie inside their strip");
+        }
+        let [k, v] = self.layouts.map(RowLayout::dim);
+        let all = heads * self.rows;
+        assert!(
+            has_rows(self.rows)
+                && self.lanes.len() >= *heads
+                && self.q_stride >= k
+                && self.q.len() >= all * self.q_stride
+                && self.out_stride >= v
+                && self.out_stride.is_multiple_of(LANES_MAX)
+                && self.out.len() >= all * self.out_stride,
+            "query and output rows lie inside their slices"
+        );
+    }
+}
+
+/// One of a strip: [`PIECE`] tokens of a head, or fewer.
+pub(crate) struct Piece {
+    head: usize,
+    tokens: usize,
+    /// Where K and V begin, and where those that are wanted soon do.
+    begins: [*const u8; 2],
+    soon: [*const u8; 2],
+}
+
+/// What takes a piece of a strip that was checked.
+type Loop = unsafe fn(&mut Meeting<'_>, &Piece);
 
 /// The loops of one instruction set, by encoding. Calling one is sound only on a CPU that has it.
 pub(crate) struct Table {
@@ -116,6 +155,9 @@ pub(crate) struct Table {
     pub(super) sum: [Loop; Encoding::COUNT],
 }
 
+/// Pieces of so many bytes of K are asked for two ahead: one is over before memory answers.
+const BYTES_AHEAD: usize = 4 << 10;
+
 impl Kernels {
     /// Whether so many query rows may meet pieces of rows of these layouts.
     pub(crate) fn has_pieces(self, rows: usize, layouts: [&RowLayout; 4]) -> bool {
@@ -123,15 +165,35 @@ impl Kernels {
         self.pieces.is_some() && has_rows(rows) && layouts.into_iter().all(is_whole)
     }
 
-    /// Lets query rows meet a piece, where [`Self::has_pieces`] has said so.
-    pub(crate) fn meet_piece(self, args: &mut Piece<'_>) {
-        if let Some(table) = self.pieces {
-            let weigh = of_encoding(&table.weigh, args.k.layout.encoding());
-            let sum = of_encoding(&table.sum, args.v.layout.encoding());
-            // SAFETY: the CPU has the instruction set, by `Self::of`.
-            unsafe { weigh(args) };
+    /// Lets query rows meet a strip, where [`Self::has_pieces`] has said so.
+    pub(crate) fn meet_strip(self, args: &mut Meeting<'_>) {
+        let Some(table) = self.pieces else {
+            return;
+        };
+        args.check();
+        let [k, v] = args.layouts.map(RowLayout::encoding);
+        let (weigh, sum) = (of_encoding(&table.weigh, k), of_encoding(&table.sum, v));
+        let (strip, [next, last]) = (args.strip, args.next);
+        let mut soon = Places::new([strip, next, last]);
+        soon.next();
+        if strip.planes[0].bytes * PIECE <= BYTES_AHEAD {
+            soon.next();
+        }
+        let mut place = (0, 0);
+        while place.0 < strip.heads {
+            let begins = strip.begins(place);
+            let piece = Piece {
+                head: place.0,
+                tokens: (strip.tokens - place.1).min(PIECE),
+                begins,
+                soon: soon.next().unwrap_or(begins),
+            };
+            // SAFETY: the CPU has the instruction set, by `Self::of`. The strip was checked, and the
+            // piece is one of it.
+            unsafe { weigh(args, &piece) };
             // SAFETY: as above.
-            unsafe { sum(args) };
+            unsafe { sum(args, &piece) };
+            place = strip.behind(place);
         }
     }
 }
@@ -141,24 +203,28 @@ macro_rules! table {
     ([$(#[$attribute:meta])*] $simd:expr) => {
         /// The loops over pieces.
         pub(super) static PIECES: super::piece::Table = {
-            use super::piece::{self, Piece, Table};
+            use super::piece::{self, Meeting, Piece, Table};
             use super::stored::Stored;
 
             $(#[$attribute])*
-            fn weigh<E: Stored>(args: &mut Piece<'_>) {
-                piece::weigh::<_, E>($simd, args);
+            unsafe fn weigh<E: Stored>(args: &mut Meeting<'_>, piece: &Piece) {
+                // SAFETY: the condition is passed on.
+                unsafe { piece::weigh::<_, E>($simd, args, piece) };
             }
             $(#[$attribute])*
-            fn weigh_e4m3(args: &mut Piece<'_>) {
-                piece::weigh_e4m3($simd, args);
+            unsafe fn weigh_e4m3(args: &mut Meeting<'_>, piece: &Piece) {
+                // SAFETY: the condition is passed on.
+                unsafe { piece::weigh_e4m3($simd, args, piece) };
             }
             $(#[$attribute])*
-            fn sum<E: Stored>(args: &mut Piece<'_>) {
-                piece::sum::<_, E>($simd, args);
+            unsafe fn sum<E: Stored>(args: &mut Meeting<'_>, piece: &Piece) {
+                // SAFETY: the condition is passed on.
+                unsafe { piece::sum::<_, E>($simd, args, piece) };
             }
             $(#[$attribute])*
-            fn sum_e4m3(args: &mut Piece<'_>) {
-                piece::sum_e4m3($simd, args);
+            unsafe fn sum_e4m3(args: &mut Meeting<'_>, piece: &Piece) {
+                // SAFETY: the condition is passed on.
+                unsafe { piece::sum_e4m3($simd, args, piece) };
             }
             Table {
                 weigh: super::table::each!(weigh, weigh_e4m3),

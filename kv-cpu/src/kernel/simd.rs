@@ -98,15 +98,20 @@ pub(crate) trait Simd: Copy {
         unsafe { self.load(sums.as_ptr(), 0) }
     }
 
-    /// As many sums as there are lanes: lane `i` has that of vector `i`, with the bits of
-    /// [`Self::reduce_add`].
+    /// Adds lanes whose numbers differ in one bit only: those of `a` come to where the bit is 0,
+    /// those of `b` to where it is 1.
     #[inline(always)]
-    fn reduce_add_each(self, v: [Self::F; LANES_MAX]) -> Self::F {
-        let mut sums = [0.0; LANES_MAX];
-        for i in 0..LANES_MAX {
-            sums[i] = self.reduce_add(v[i]);
+    fn fold(self, bit: u32, a: Self::F, b: Self::F) -> Self::F {
+        let mut all = [[0.0; LANES_MAX]; 2];
+        for (all, v) in all.iter_mut().zip([a, b]) {
+            // SAFETY: an array of `LANES_MAX`.
+            unsafe { self.store(all.as_mut_ptr(), 0, v) };
         }
-        // SAFETY: an array of `LANES_MAX`.
+        let mut sums = [0.0; LANES_MAX];
+        for i in 0..Self::LANES {
+            sums[i] = all[i >> bit & 1][i] + all[i >> bit & 1][i ^ (1 << bit)];
+        }
+        // SAFETY: as above.
         unsafe { self.load(sums.as_ptr(), 0) }
     }
 

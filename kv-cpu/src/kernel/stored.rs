@@ -11,7 +11,7 @@
               function that carries the target features"
 )]
 use super::TileRows;
-use super::simd::{LANES_MAX, Simd};
+use super::simd::{LANES_MAX, LINE, Simd};
 use super::tile::check_rows;
 use crate::encoding::RowLayout;
 
@@ -30,8 +30,9 @@ pub(crate) trait Stored {
     /// Whether one query row meets rows one after another instead of side by side, as memory gives
     /// them: where there is next to nothing to decode that is faster (`docs/performance.md`).
     const BY_ROW: bool = false;
-    /// Whether sums take each row of V whole, in the order of memory, though some is decoded twice.
-    const AS_IT_LIES: bool = false;
+    /// Cache lines of a group where its values need hardly any decoding, or 0. Rows are met whole
+    /// then, in the order of memory, though some is decoded more than once (`docs/performance.md`).
+    const LINES: usize = 0;
 
     /// Decodes `LANES` values from value `group + offset` on. `group` is a multiple of [`GROUP`],
     /// `offset` is below it and a multiple of `LANES`; the split lets a decoder know at compile
@@ -103,7 +104,7 @@ pub(crate) trait Plain: Valuewise {
 
 impl<E: Valuewise> Stored for E {
     const RUN: usize = 1;
-    const AS_IT_LIES: bool = E::SIZE > 1;
+    const LINES: usize = if E::SIZE > 1 { GROUP * E::SIZE / LINE } else { 0 };
 
     #[inline(always)]
     unsafe fn load<S: Simd>(
@@ -236,7 +237,7 @@ pub(crate) struct Bf16Pairs;
 impl Stored for Bf16Pairs {
     const RUN: usize = GROUP;
     const BY_ROW: bool = true;
-    const AS_IT_LIES: bool = true;
+    const LINES: usize = 1;
     #[inline(always)]
     unsafe fn load<S: Simd>(
         s: S,

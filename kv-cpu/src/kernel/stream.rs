@@ -29,9 +29,8 @@ const STEP: usize = 4;
 pub(crate) struct Part<'a> {
     /// From the first row to the end of the last one.
     pub(crate) rows: &'a [u8],
-    /// Bytes from one row to the next, and of a row.
+    /// Bytes from one row to the next.
     pub(crate) stride: usize,
-    pub(crate) bytes: usize,
 }
 
 /// Some tokens and the query rows that see all of them.
@@ -69,19 +68,10 @@ pub(super) const fn rows<S: Simd>(_: S) -> usize {
 }
 
 /// An encoding whose values need no decoding.
-pub(super) trait InOrder: Stored {
-    /// Cache lines of a group.
-    const LINES: usize;
-}
-impl InOrder for F32 {
-    const LINES: usize = 2;
-}
-impl InOrder for F16 {
-    const LINES: usize = 1;
-}
-impl InOrder for Bf16Pairs {
-    const LINES: usize = 1;
-}
+pub(super) trait InOrder: Stored {}
+impl InOrder for F32 {}
+impl InOrder for F16 {}
+impl InOrder for Bf16Pairs {}
 
 /// With shorter exponentials, or with exact ones.
 pub(super) type StreamBy = unsafe fn(&mut Stream<'_>);

@@ -1,7 +1,7 @@
-//! Eight vectors folded to eight numbers.
+//! Vectors folded: lanes of two of them added to those of one.
 use std::arch::x86_64::{
-    __m512, _mm512_add_ps, _mm512_mask_blend_ps, _mm512_permutex2var_ps, _mm512_setr_epi32,
-    _mm512_shuffle_f32x4, _mm512_shuffle_ps,
+    __m512, _mm512_mask_blend_ps, _mm512_permutex2var_ps, _mm512_setr_epi32, _mm512_shuffle_f32x4,
+    _mm512_shuffle_ps,
 };
 
 /// One step of [`fold_eight`].
@@ -64,30 +64,7 @@ pub(super) fn pairs(a: __m512, b: __m512) -> [__m512; 2] {
 /// The same within pairs.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn neighbours(a: __m512, b: __m512) -> [__m512; 2] {
+pub(super) fn neighbours(a: __m512, b: __m512) -> [__m512; 2] {
     let order = _mm512_setr_epi32(1, 16, 3, 18, 5, 20, 7, 22, 9, 24, 11, 26, 13, 28, 15, 30);
     [_mm512_mask_blend_ps(0xaaaa, a, b), _mm512_permutex2var_ps(a, order, b)]
-}
-
-/// Lane `i` of the result is the sum of vector `i`: each fold brings together those whose numbers
-/// differ in the bit that tells the two apart in a lane's number.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-#[expect(
-    clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
-    reason = "constant places of arrays, so that all of them are registers"
-)]
-pub(super) fn fold_sixteen(v: &[__m512; 16]) -> __m512 {
-    let [mut eight, mut four, mut two] = [[v[0]; 8], [v[0]; 8], [v[0]; 8]];
-    for i in 0..8 {
-        eight[i] = fold!(_mm512_add_ps, halves(v[i], v[i + 8]));
-    }
-    for i in 0..4 {
-        four[i] = fold!(_mm512_add_ps, quarters(eight[i], eight[i + 4]));
-    }
-    for i in 0..2 {
-        two[i] = fold!(_mm512_add_ps, pairs(four[i], four[i + 2]));
-    }
-    fold!(_mm512_add_ps, neighbours(two[0], two[1]))
 }

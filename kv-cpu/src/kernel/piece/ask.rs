@@ -4,62 +4,57 @@
     clippy::inline_always,
     reason = "kernel code: addresses and counts of lines, which parts bound"
 )]
-use super::super::Part;
 use super::super::simd::{LINE, Simd};
+use super::{Meeting, PIECE, Piece};
 
-/// What of a part has not been asked for.
+/// What has not been asked for of K or V of a piece. Lines that come evenly are not waited for: too
+/// many at once are dropped, as a core has few reads under way.
 pub(super) struct Ask {
     /// The next line.
     at: *const u8,
+    /// How many are left; fewer than none where a step has asked for some behind the last one.
+    left: isize,
     /// Lines that are left of the row at hand, lines of a row, and bytes from the end of one to the
     /// next; of rows that follow each other that is 0, and they are one.
     of_row: usize,
     lines: usize,
     gap: usize,
-    /// Lines to ask for with a step, and all that are left.
-    pace: usize,
-    left: usize,
 }
 
 impl Ask {
-    /// All of a part, by so many steps.
+    /// All of K or V of what is wanted soon, which has as many tokens as pieces have.
     #[inline(always)]
-    pub(super) fn new(part: Part<'_>, steps: usize) -> Self {
-        let at = part.rows.as_ptr();
-        let of = |bytes: usize| ((at.addr() & (LINE - 1)) + bytes).div_ceil(LINE);
-        let (rows, lines) = if part.rows.is_empty() {
-            (0, 0)
-        } else if part.stride == part.bytes {
-            (1, of(part.rows.len()))
-        } else {
-            (part.rows.len().div_ceil(part.stride), of(part.bytes))
-        };
-        let left = rows * lines;
-        let gap = if rows > 1 { part.stride.wrapping_sub(lines * LINE) } else { 0 };
-        Self { at, of_row: lines, lines, gap, pace: left / steps.max(1), left }
+    pub(super) fn new(args: &Meeting<'_>, piece: &Piece, plane: usize) -> Self {
+        let rows = &args.strip.planes[plane];
+        Self::of(piece.soon[plane], (rows.bytes, rows.stride, PIECE))
     }
 
-    /// Asks for a step's lines.
+    /// So many rows, `stride` bytes apart.
     #[inline(always)]
-    pub(super) fn step<S: Simd>(&mut self, s: S) {
-        self.ask(s, self.pace);
+    fn of(at: *const u8, (bytes, stride, rows): (usize, usize, usize)) -> Self {
+        let (rows, bytes) = if bytes == stride { (1, rows * bytes) } else { (rows, bytes) };
+        let lines = ((at.addr() & (LINE - 1)) + bytes).div_ceil(LINE);
+        let gap = if rows > 1 { stride.wrapping_sub(lines * LINE) } else { 0 };
+        Self { at, left: (rows * lines).cast_signed(), of_row: lines, lines, gap }
     }
 
-    /// Asks for what is left.
+    /// How many lines a step takes where so many take them all.
     #[inline(always)]
-    pub(super) fn finish<S: Simd>(&mut self, s: S) {
-        self.ask(s, self.left);
+    pub(super) fn pace(&self, steps: usize) -> usize {
+        let steps = steps.max(1);
+        (self.left.unsigned_abs() + steps / 2) / steps
     }
 
+    /// Asks for so many lines, and for some behind the last one where they do not end with it. That
+    /// is a few instructions where the number is known when this is compiled.
     #[inline(always)]
-    fn ask<S: Simd>(&mut self, s: S, lines: usize) {
-        let lines = lines.min(self.left);
-        self.left -= lines;
+    pub(super) fn step<S: Simd>(&mut self, s: S, lines: usize) {
+        self.left -= lines.cast_signed();
         if self.gap == 0 {
-            for _ in 0..lines {
-                s.prefetch(self.at);
-                self.at = self.at.wrapping_add(LINE);
+            for line in 0..lines {
+                s.prefetch(self.at.wrapping_add(line * LINE));
             }
+            self.at = self.at.wrapping_add(lines * LINE);
             return;
         }
         for _ in 0..lines {
@@ -69,6 +64,14 @@ impl Ask {
             if self.of_row == 0 {
                 (self.at, self.of_row) = (self.at.wrapping_add(self.gap), self.lines);
             }
+        }
+    }
+
+    /// Asks for what is left.
+    #[inline(always)]
+    pub(super) fn finish<S: Simd>(&mut self, s: S) {
+        while self.left > 0 {
+            self.step(s, 1);
         }
     }
 }
@@ -82,34 +85,36 @@ mod tests {
     #[test]
     fn no_line_is_missed() {
         let memory = vec![0_u8; 1 << 14];
-        for (begin, bytes, gap, tokens) in
+        for (begin, bytes, gap, rows) in
             [(0, 256, 0, 16), (2, 130, 0, 16), (64, 128, 1024, 7), (30, 100, 156, 3), (0, 32, 0, 1)]
         {
-            let stride = bytes + gap;
-            let rows = &memory[begin..][..(tokens - 1) * stride + bytes];
-            for steps in [1, 2, 16, 64, 500] {
-                let (mut ask, mut asked) = (Ask::new(Part { rows, stride, bytes }, steps), vec![]);
-                let all = ask.left;
-                while ask.left > 0 {
-                    asked.push(ask.at.addr() / LINE);
-                    ask.ask(Scalar, 1);
+            let (first, stride) = (memory[begin..].as_ptr(), bytes + gap);
+            let (mut ask, mut asked) = (Ask::of(first, (bytes, stride, rows)), vec![]);
+            while ask.left > 0 {
+                asked.push(ask.at.addr() / LINE);
+                ask.step(Scalar, 1);
+            }
+            for row in 0..rows {
+                let first = first.addr() + row * stride;
+                for line in first / LINE..=(first + bytes - 1) / LINE {
+                    let count = asked.iter().filter(|asked| **asked == line).count();
+                    assert!((1..=2).contains(&count), "{bytes} {gap} {rows}: {count}");
                 }
-                for row in 0..tokens {
-                    let first = rows.as_ptr().addr() + row * stride;
-                    for line in first / LINE..=(first + bytes - 1) / LINE {
-                        let count = asked.iter().filter(|asked| **asked == line).count();
-                        assert!((1..=2).contains(&count), "{bytes} {gap} {tokens}: {count}");
-                    }
-                }
-                let mut ask = Ask::new(Part { rows, stride, bytes }, steps);
-                (0..steps).for_each(|_| ask.step(Scalar));
-                assert!(ask.left < steps, "{steps} steps leave {} of {all}", ask.left);
-                ask.finish(Scalar);
-                assert_eq!(ask.left, 0);
             }
         }
-        let mut nothing = Ask::new(Part::default(), 3);
-        nothing.step(Scalar);
-        assert_eq!((nothing.pace, nothing.left), (0, 0), "nothing to ask for");
+    }
+
+    /// Steps of a pace leave few lines or take few too many, and what is left is asked for.
+    #[test]
+    fn steps_take_all() {
+        let memory = vec![0_u8; 1 << 14];
+        for (bytes, stride, steps) in [(256, 256, 32), (130, 130, 16), (64, 192, 5), (32, 32, 64)] {
+            let mut ask = Ask::of(memory.as_ptr(), (bytes, stride, PIECE));
+            let pace = ask.pace(steps);
+            (0..steps).for_each(|_| ask.step(Scalar, pace));
+            assert!(ask.left.unsigned_abs() <= steps / 2, "{bytes} {stride}: {}", ask.left);
+            ask.finish(Scalar);
+            assert!(ask.left <= 0);
+        }
     }
 }

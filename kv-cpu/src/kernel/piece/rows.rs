@@ -9,12 +9,12 @@
 )]
 use super::super::RowScale;
 use super::super::simd::Simd;
-use super::super::stored::{GROUP, Stored};
-use super::{PIECE, PieceRows};
+use super::super::stored::Stored;
+use super::{Meeting, PIECE, Piece};
 use crate::encoding::RowLayout;
 use crate::num::to_u32;
 
-/// Rows of a piece, whose extents are checked.
+/// Rows of K or V of a piece.
 pub(super) struct Rows<'a> {
     pub(super) first: *const u8,
     pub(super) stride: usize,
@@ -23,12 +23,18 @@ pub(super) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    pub(super) fn new(rows: &PieceRows<'a>, tokens: usize) -> Self {
-        let (part, layout) = (rows.now, rows.layout);
-        assert!((1..=PIECE).contains(&tokens), "a piece has some tokens, and not too many");
-        let fits = (tokens - 1) * part.stride + layout.bytes() <= part.rows.len();
-        assert!(fits && layout.dim().is_multiple_of(GROUP), "rows lie inside their part");
-        Self { first: part.rows.as_ptr(), stride: part.stride, tokens, layout }
+    /// Those of K, or those of V.
+    ///
+    /// # Safety
+    /// 1. The piece is one of the strip, which was checked: so many rows of the layout lie there.
+    #[inline(always)]
+    pub(super) unsafe fn new(args: &Meeting<'a>, piece: &Piece, plane: usize) -> Self {
+        Self {
+            first: piece.begins[plane],
+            stride: args.strip.planes[plane].stride,
+            tokens: piece.tokens,
+            layout: args.layouts[plane],
+        }
     }
 
     /// Where the row of a token begins; of those behind the last one, that of the last one.

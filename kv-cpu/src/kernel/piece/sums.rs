@@ -11,72 +11,121 @@ use super::super::simd::{LANES_MAX, Simd};
 use super::super::stored::{E4m3, FiniteE4m3, GROUP, Stored};
 use super::super::tile::HALF;
 use super::ask::Ask;
-use super::{Piece, Rows, has_rows, tokens_of};
+use super::{Meeting, Piece, Rows, tokens_of};
 
 /// Adds a piece of E4M3.
+///
+/// # Safety
+/// 1. It is one of the strip, which was checked.
 #[inline(always)]
-pub(in super::super) fn sum_e4m3<S: Simd>(s: S, args: &mut Piece<'_>) {
-    if Rows::new(&args.v, args.tokens).are_finite(s) {
-        sum::<S, FiniteE4m3>(s, args);
+pub(in super::super) unsafe fn sum_e4m3<S: Simd>(s: S, args: &mut Meeting<'_>, piece: &Piece) {
+    // SAFETY: the condition is passed on, here and below.
+    if unsafe { Rows::new(args, piece, 1) }.are_finite(s) {
+        // SAFETY: as above.
+        unsafe { sum::<S, FiniteE4m3>(s, args, piece) };
     } else {
-        sum::<S, E4m3>(s, args);
+        // SAFETY: as above.
+        unsafe { sum::<S, E4m3>(s, args, piece) };
     }
 }
 
 /// Adds a piece.
+///
+/// # Safety
+/// 1. It is one of the strip, which was checked.
 #[inline(always)]
-pub(in super::super) fn sum<S: Simd, E: Stored>(s: S, args: &mut Piece<'_>) {
+pub(in super::super) unsafe fn sum<S: Simd, E: Stored>(
+    s: S,
+    args: &mut Meeting<'_>,
+    piece: &Piece,
+) {
     const { assert!(S::LANES == LANES_MAX, "a vector has the weights of a piece by a row") };
-    assert!(
-        has_rows(args.rows)
-            && args.out_stride >= args.v.layout.dim()
-            && args.out.len() >= args.rows * args.out_stride,
-        "output rows lie inside their slice"
-    );
-    let v = Rows::new(&args.v, args.tokens);
-    scale_weights::<S, E>(s, args, &v);
-    // Sums of so many rows and groups stay in registers; where values are hardly decoded rows of V
-    // are taken whole, in the order of memory, if twice.
-    let groups = args.v.layout.dim() / GROUP;
-    let visits = match (args.rows, E::AS_IT_LIES) {
-        (..=2, _) => groups.div_ceil(4),
-        (rows, true) => rows.div_ceil(2) * groups.div_ceil(4),
-        (..=4, false) => groups.div_ceil(2),
-        _ => groups,
-    };
-    let mut ask = Ask::new(args.v.next, visits * args.tokens);
-    match (args.rows, E::AS_IT_LIES) {
-        (1, _) => sum_rows::<S, E, 1, 16, 4>(s, args, &v, 0, &mut ask),
-        (2, _) => sum_rows::<S, E, 2, 8, 4>(s, args, &v, 0, &mut ask),
-        (3, false) => sum_rows::<S, E, 3, 4, 2>(s, args, &v, 0, &mut ask),
-        (4, false) => sum_rows::<S, E, 4, 4, 2>(s, args, &v, 0, &mut ask),
-        (_, false) => sum_rows::<S, E, 8, 2, 1>(s, args, &v, 0, &mut ask),
-        (3, true) => {
-            sum_rows::<S, E, 2, 4, 4>(s, args, &v, 0, &mut ask);
-            sum_rows::<S, E, 1, 4, 4>(s, args, &v, 2, &mut ask);
-        }
-        (4, true) => {
-            for row in [0, 2] {
-                sum_rows::<S, E, 2, 4, 4>(s, args, &v, row, &mut ask);
-            }
-        }
-        (_, true) => {
-            for row in [0, 2, 4, 6] {
-                sum_rows::<S, E, 2, 2, 4>(s, args, &v, row, &mut ask);
-            }
-        }
+    // SAFETY: the condition is passed on.
+    let v = unsafe { Rows::new(args, piece, 1) };
+    scale_weights::<S, E>(s, args, piece, &v);
+    let mut ask = Ask::new(args, piece, 1);
+    let out = args.out.as_mut_ptr().wrapping_add(piece.head * args.rows * args.out_stride);
+    let x = Sums { v, weights: args.weights.as_ptr(), out, stride: args.out_stride };
+    if E::LINES > 0 {
+        sum_whole::<S, E>(s, args.rows, &x, &mut ask);
+    } else {
+        sum_decoded::<S, E>(s, args.rows, &x, &mut ask);
     }
     ask.finish(s);
 }
 
+/// Rows of V of a piece, the weights of its tokens and the sums of a head, all of which are there:
+/// [`sum`] has been promised that.
+struct Sums<'a> {
+    v: Rows<'a>,
+    weights: *const f32,
+    out: *mut f32,
+    stride: usize,
+}
+
+/// Which output rows visit V.
+#[derive(Clone, Copy)]
+struct Visit {
+    row: usize,
+    /// How many visits there are, by which the lines of rows that are taken whole are asked for.
+    of: usize,
+    /// Lines to ask for by token otherwise.
+    pace: usize,
+}
+
+/// Rows of V are taken whole, in the order of memory, as often as there are pairs of output rows,
+/// whose sums stay in registers.
+#[inline(always)]
+fn sum_whole<S: Simd, E: Stored>(s: S, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
+    let visit = |row: usize, of: usize| Visit { row, of, pace: 0 };
+    match rows {
+        1 => sum_rows::<S, E, 1, 16, 4>(s, x, visit(0, 1), ask),
+        2 => sum_rows::<S, E, 2, 8, 4>(s, x, visit(0, 1), ask),
+        3 => {
+            sum_rows::<S, E, 2, 4, 4>(s, x, visit(0, 2), ask);
+            sum_rows::<S, E, 1, 4, 4>(s, x, visit(2, 2), ask);
+        }
+        4 => {
+            for row in [0, 2] {
+                sum_rows::<S, E, 2, 4, 4>(s, x, visit(row, 2), ask);
+            }
+        }
+        _ => {
+            for row in [0, 2, 4, 6] {
+                sum_rows::<S, E, 2, 2, 4>(s, x, visit(row, 4), ask);
+            }
+        }
+    }
+}
+
+/// What takes long to decode is taken once, by as many groups as have all sums in registers.
+#[inline(always)]
+fn sum_decoded<S: Simd, E: Stored>(s: S, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
+    let at_once = match rows {
+        1 | 2 => 4,
+        3 | 4 => 2,
+        _ => 1,
+    };
+    let groups = x.v.layout.dim() / GROUP;
+    let visits = groups / at_once + groups % at_once / 2 + groups % at_once % 2;
+    let all = Visit { row: 0, of: 1, pace: ask.pace(visits * x.v.tokens) };
+    match rows {
+        1 => sum_rows::<S, E, 1, 16, 4>(s, x, all, ask),
+        2 => sum_rows::<S, E, 2, 8, 4>(s, x, all, ask),
+        3 => sum_rows::<S, E, 3, 4, 2>(s, x, all, ask),
+        4 => sum_rows::<S, E, 4, 4, 2>(s, x, all, ask),
+        _ => sum_rows::<S, E, 8, 2, 1>(s, x, all, ask),
+    }
+}
+
 /// Multiplies weights by the scales of tokens.
 #[inline(always)]
-fn scale_weights<S: Simd, E: Stored>(s: S, args: &mut Piece<'_>, v: &Rows<'_>) {
-    let Some(factors) = v.factors::<S, E>(s, args.v.scale) else {
+fn scale_weights<S: Simd, E: Stored>(s: S, args: &mut Meeting<'_>, piece: &Piece, v: &Rows<'_>) {
+    let Some(factors) = v.factors::<S, E>(s, args.lanes[piece.head].scales[1]) else {
         return;
     };
     let tokens = tokens_of(args.rows);
-    let steps = args.weights.chunks_exact_mut(LANES_MAX).take(args.tokens.div_ceil(tokens));
+    let steps = args.weights.chunks_exact_mut(LANES_MAX).take(piece.tokens.div_ceil(tokens));
     for (step, weights) in steps.enumerate() {
         let factors = factors.as_ptr().wrapping_add(step * tokens);
         // SAFETY: as many of the factors, whose number they divide.
@@ -88,68 +137,59 @@ fn scale_weights<S: Simd, E: Stored>(s: S, args: &mut Piece<'_>, v: &Rows<'_>) {
     }
 }
 
-/// `R` rows from `row` on, whose vectors of weights have `T` tokens each, `C` groups of values at a
-/// time.
+/// `R` rows, whose vectors of weights have `T` tokens each, `C` groups of values at a time.
 #[inline(always)]
 fn sum_rows<S: Simd, E: Stored, const R: usize, const T: usize, const C: usize>(
     s: S,
-    args: &mut Piece<'_>,
-    v: &Rows<'_>,
-    row: usize,
+    x: &Sums<'_>,
+    visit: Visit,
     ask: &mut Ask,
 ) {
-    let groups = args.v.layout.dim() / GROUP;
+    let groups = x.v.layout.dim() / GROUP;
     let mut group = 0;
     while group + C <= groups {
-        sum_groups::<S, E, R, T, C>(s, args, v, (row, group), ask);
+        sum_groups::<S, E, R, T, C>(s, x, (visit, group), ask);
         group += C;
     }
     while C > 2 && group + 2 <= groups {
-        sum_groups::<S, E, R, T, 2>(s, args, v, (row, group), ask);
+        sum_groups::<S, E, R, T, 2>(s, x, (visit, group), ask);
         group += 2;
     }
     if group < groups {
-        sum_groups::<S, E, R, T, 1>(s, args, v, (row, group), ask);
+        sum_groups::<S, E, R, T, 1>(s, x, (visit, group), ask);
     }
 }
 
-/// `C` groups of `R` rows, whose sums stay in registers.
+/// `C` groups of them, whose sums stay in registers.
 #[inline(always)]
 fn sum_groups<S: Simd, E: Stored, const R: usize, const T: usize, const C: usize>(
     s: S,
-    args: &mut Piece<'_>,
-    v: &Rows<'_>,
-    (row, group): (usize, usize),
+    x: &Sums<'_>,
+    (visit, group): (Visit, usize),
     ask: &mut Ask,
 ) {
-    assert!(
-        row + R <= args.rows && T == tokens_of(args.rows) && (group + C) * GROUP <= v.layout.dim(),
-        "rows and values are there"
-    );
-    let (stride, out) = (args.out_stride, args.out.as_mut_ptr());
-    let weights = args.weights.as_ptr().wrapping_add(row * T);
     let mut sums = [[[s.splat(0.0); 2]; C]; R];
     for r in 0..R {
         for c in 0..C {
             for half in 0..2 {
-                let at = (row + r) * stride + (group + c) * GROUP + half * HALF;
-                // SAFETY: values of an output row, by the assertion here and that of `sum`.
-                sums[r][c][half] = unsafe { s.load(out, at) };
+                let at = (visit.row + r) * x.stride + (group + c) * GROUP + half * HALF;
+                // SAFETY: values of an output row, see `Sums`.
+                sums[r][c][half] = unsafe { s.load(x.out, at) };
             }
         }
     }
-    for token in 0..args.tokens {
-        ask.step(s);
+    for token in 0..x.v.tokens {
+        ask.step(s, if E::LINES > 0 { C * E::LINES / visit.of } else { visit.pace });
         let mut weight = [s.splat(0.0); R];
         for r in 0..R {
-            let lane = token / T * LANES_MAX + r * T + token % T;
-            // SAFETY: `token < PIECE` and `row + r < ROWS_MAX`, so there is such a weight.
-            weight[r] = s.splat(unsafe { weights.wrapping_add(lane).read() });
+            let lane = token / T * LANES_MAX + (visit.row + r) * T + token % T;
+            // SAFETY: the weight of a token by a row, see `Sums`.
+            weight[r] = s.splat(unsafe { x.weights.wrapping_add(lane).read() });
         }
-        let from = v.first.wrapping_add(token * v.stride);
+        let from = x.v.first.wrapping_add(token * x.v.stride);
         for c in 0..C {
             // SAFETY: a whole group of a row, see `Rows::new`.
-            let values = unsafe { E::load_pair(s, from, v.layout, (group + c) * GROUP, 0) };
+            let values = unsafe { E::load_pair(s, from, x.v.layout, (group + c) * GROUP, 0) };
             for r in 0..R {
                 for half in 0..2 {
                     sums[r][c][half] = s.fma(weight[r], values[half], sums[r][c][half]);
@@ -160,9 +200,9 @@ fn sum_groups<S: Simd, E: Stored, const R: usize, const T: usize, const C: usize
     for r in 0..R {
         for c in 0..C {
             for half in 0..2 {
-                let at = (row + r) * stride + (group + c) * GROUP + half * HALF;
+                let at = (visit.row + r) * x.stride + (group + c) * GROUP + half * HALF;
                 // SAFETY: as for the loads.
-                unsafe { s.store(out, at, sums[r][c][half]) };
+                unsafe { s.store(x.out, at, sums[r][c][half]) };
             }
         }
     }

@@ -3,14 +3,14 @@ use kv_core::KvFormat;
 
 use super::*;
 use crate::encoding::RowLayout;
-use crate::kernel::{Lanes, PIECE, Part, Piece, PieceRows, Weights};
+use crate::kernel::{HeadRows, Lanes, Meeting, PIECE, Strip, Weights};
 
 const SCALE: f32 = 0.3;
 /// Numbers of query rows that there are loops for.
 const COUNTS: [usize; 5] = [1, 2, 3, 4, 8];
 
-/// Rows of K or V, with bytes between them, and their values in the order in which kernels take
-/// them.
+/// Rows of K or V, head by head, with bytes between them, and their values in the order in which
+/// kernels take them.
 struct Plane {
     layout: RowLayout,
     bytes: Vec<u8>,
@@ -51,56 +51,55 @@ impl Plane {
         Self { layout, stride: layout.bytes() + gap, bytes, values, scale }
     }
 
-    fn part(&self) -> Part<'_> {
-        Part { rows: &self.bytes, stride: self.stride, bytes: self.layout.bytes() }
+    /// The rows as those of so many heads.
+    fn of_heads(&self, heads: usize) -> HeadRows<'_> {
+        let per_head = self.values.len() / heads * self.stride;
+        HeadRows { rows: &self.bytes, stride: self.stride, per_head, bytes: self.layout.bytes() }
     }
 }
 
-/// Some query rows, and what they have come to.
+/// Some query rows of each head, and what they have come to.
 struct Rows {
+    heads: usize,
     count: usize,
     q: Vec<f32>,
     q_stride: usize,
     bias: Vec<f32>,
-    lanes: Lanes,
+    lanes: Vec<Lanes>,
     out: Vec<f32>,
     out_stride: usize,
 }
 
 impl Rows {
-    fn new(random: &mut Random, count: usize, [dim_k, dim_v]: [usize; 2]) -> Self {
-        let (q_stride, out_stride) = (dim_k + 16, dim_v + 16);
-        let bias = random.units(count);
+    fn new(random: &mut Random, (heads, count): (usize, usize), [k, v]: [&Plane; 2]) -> Self {
+        let (q_stride, out_stride) = (k.layout.dim() + 16, v.layout.dim() + 16);
+        let bias = random.units(heads * count);
         Self {
+            heads,
             count,
-            q: random.units(count * q_stride),
+            q: random.units(heads * count * q_stride),
             q_stride,
-            lanes: Lanes::new(&bias),
+            lanes: bias.chunks(count).map(|bias| Lanes::new(bias, [k.scale, v.scale])).collect(),
             bias,
-            out: vec![0.0; count * out_stride],
+            out: vec![0.0; heads * count * out_stride],
             out_stride,
         }
     }
 
-    fn meet<'a>(&'a mut self, (kernels, exact): (Kernels, bool), [k, v]: [&'a Plane; 2]) {
-        let mut weights: Weights = [f32::NAN; _];
-        let of = |plane: &'a Plane, next| PieceRows {
-            now: plane.part(),
-            next,
-            layout: &plane.layout,
-            scale: plane.scale,
-        };
-        kernels.meet_piece(&mut Piece {
-            k: of(k, k.part()),
-            v: of(v, Part::default()),
-            tokens: k.values.len(),
+    fn meet(&mut self, (kernels, exact): (Kernels, bool), [k, v]: [&Plane; 2]) {
+        let (heads, tokens) = (self.heads, k.values.len() / self.heads);
+        let strip = Strip { heads, tokens, planes: [k.of_heads(heads), v.of_heads(heads)] };
+        kernels.meet_strip(&mut Meeting {
+            strip: &strip,
+            next: [&Strip::EMPTY, &strip],
+            layouts: [&k.layout, &v.layout],
             rows: self.count,
             q: &self.q,
             q_stride: self.q_stride,
             scale: SCALE,
             exact,
             lanes: &mut self.lanes,
-            weights: &mut weights,
+            weights: &mut [f32::NAN; size_of::<Weights>() / 4],
             out: &mut self.out,
             out_stride: self.out_stride,
         });
@@ -108,15 +107,21 @@ impl Rows {
 
     /// Whether all of them are near attention over the pieces.
     fn are_attention(&self, what: &str, pieces: &[[Plane; 2]]) {
-        let values = |plane: usize| pieces.iter().flat_map(move |piece| &piece[plane].values);
-        for row in 0..self.count {
+        for row in 0..self.heads * self.count {
+            let head = row / self.count;
+            let values = |plane: usize| {
+                pieces.iter().flat_map(move |piece| {
+                    let values = &piece[plane].values;
+                    values.chunks(values.len() / self.heads).nth(head).unwrap()
+                })
+            };
             let q = &self.q[row * self.q_stride..];
             let dot = |k: &Vec<f32>| -> f64 {
                 k.iter().zip(q).map(|(k, q)| f64::from(*k) * f64::from(*q)).sum()
             };
             let bias = f64::from(self.bias[row]);
             let scores: Vec<_> = values(0).map(|k| (dot(k) + bias) * f64::from(SCALE)).collect();
-            let running = self.lanes.running(row, self.count);
+            let running = self.lanes[head].running(row % self.count, self.count);
             let weigh = |score: &f64| (score - f64::from(running.max)).exp();
             let weights: Vec<_> = scores.iter().map(weigh).collect();
             let sum: f64 = weights.iter().sum();
@@ -159,12 +164,36 @@ fn pieces_come_to_attention() {
                 continue;
             }
             for count in COUNTS {
-                let mut rows = Rows::new(&mut random, count, dims);
+                let mut rows = Rows::new(&mut random, (1, count), [&pieces[0][0], &pieces[0][1]]);
                 for [k, v] in &pieces {
                     rows.meet((kernels, exact), [k, v]);
                 }
                 let what = format!("{name} {} {} {dims:?} {count}", format.0, format.1);
                 rows.are_attention(&what, &pieces);
+            }
+        }
+    }
+}
+
+/// Heads of a strip meet their own rows, as many pieces as there are, with their own scales.
+#[test]
+fn heads_meet_their_own_rows() {
+    const HEADS: usize = 3;
+    let mut random = Random::new(47);
+    for (format, dim) in formats().flat_map(|format| [(format, 64), (format, 128)]) {
+        let mut strips = Vec::new();
+        for tokens in [2 * PIECE + 5, PIECE] {
+            let mut plane = |()| Plane::new(&mut random, format, (dim, HEADS * tokens, 0));
+            strips.push([(); 2].map(&mut plane));
+        }
+        for (name, kernels, exact) in with_both_exponentials() {
+            let first = [&strips[0][0], &strips[0][1]];
+            for count in COUNTS.into_iter().filter(|_| has_pieces(kernels, first)) {
+                let mut rows = Rows::new(&mut random, (HEADS, count), first);
+                for [k, v] in &strips {
+                    rows.meet((kernels, exact), [k, v]);
+                }
+                rows.are_attention(&format!("{name} {} {dim} {count}", format.0), &strips);
             }
         }
     }
@@ -185,7 +214,8 @@ fn weights_are_relative_to_what_is_great_enough() {
         for count in
             COUNTS.into_iter().filter(|_| has_pieces(kernels, [&pieces[0][0], &pieces[0][1]]))
         {
-            let mut rows = Rows::new(&mut Random::new(43), count, [DIM; 2]);
+            let first = [&pieces[0][0], &pieces[0][1]];
+            let mut rows = Rows::new(&mut Random::new(43), (1, count), first);
             rows.q.fill(1.0);
             for [k, v] in &pieces {
                 rows.meet((kernels, exact), [k, v]);
@@ -211,11 +241,11 @@ fn what_is_not_finite_is_passed_on() {
                 let weigh = |first: f32, others: f32| {
                     let k = (0..7).map(|token| vec![if token == 0 { first } else { others }; DIM]);
                     let k = Plane::of(k.collect(), (format, false), 0);
-                    let mut rows = Rows::new(&mut Random::new(45), count, [DIM; 2]);
+                    let mut rows = Rows::new(&mut Random::new(45), (1, count), [&k, &v]);
                     rows.q.fill(1.0);
-                    rows.lanes = Lanes::new(&vec![0.0; count]);
+                    rows.lanes = vec![Lanes::new(&vec![0.0; count], [k.scale, v.scale])];
                     rows.meet((kernels, exact), [&k, &v]);
-                    (rows.lanes.running(count - 1, count), rows.out)
+                    (rows.lanes[0].running(count - 1, count), rows.out)
                 };
                 let what = format!("{name} {format} {count}");
                 let (running, out) = weigh(f32::NEG_INFINITY, f32::NEG_INFINITY);
@@ -242,7 +272,7 @@ fn a_nan_of_e4m3_is_one() {
     v.bytes[3 * v.stride + 5] = 0x7f;
     for (name, kernels, exact) in with_both_exponentials() {
         for count in COUNTS.into_iter().filter(|_| has_pieces(kernels, [&k, &v])) {
-            let mut rows = Rows::new(&mut random, count, [DIM; 2]);
+            let mut rows = Rows::new(&mut random, (1, count), [&k, &v]);
             rows.meet((kernels, exact), [&k, &v]);
             for out in rows.out.chunks(rows.out_stride) {
                 for (d, x) in out.iter().enumerate() {

@@ -32,7 +32,7 @@ impl Plane {
         Self { layout: *layout, bytes, stride, values }
     }
     fn part(&self) -> Part<'_> {
-        Part { rows: &self.bytes, stride: self.stride, bytes: self.layout.bytes() }
+        Part { rows: &self.bytes, stride: self.stride }
     }
 }
 

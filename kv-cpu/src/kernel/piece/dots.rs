@@ -1,0 +1,249 @@
+//! Products of query rows with the K rows of a piece.
+//!
+//! As many query values as fit stay in registers while all rows of K pass by them, and each product
+//! is of a row of K as it lies: loads of queries among those of K cost more than the room for them,
+//! and memory gives most where rows are met one after another (`docs/performance.md`).
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::indexing_slicing,
+    clippy::inline_always,
+    clippy::needless_range_loop,
+    reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
+              that carries the target features"
+)]
+use std::mem::MaybeUninit;
+
+use super::super::simd::{LANES_MAX, Simd};
+use super::super::stored::{GROUP, Stored};
+use super::super::tile::HALF;
+use super::ask::Ask;
+use super::{Meeting, PIECE, Piece, ROWS_MAX, Rows, tokens_of};
+
+/// The query rows of a head, and the K rows of a piece.
+pub(super) struct Operands<'a> {
+    q: *const f32,
+    q_stride: usize,
+    pub(super) k: Rows<'a>,
+}
+
+impl<'a> Operands<'a> {
+    /// # Safety
+    /// As for [`Rows::new`].
+    #[inline(always)]
+    pub(super) unsafe fn new(args: &Meeting<'a>, piece: &Piece) -> Self {
+        let q = args.q.as_ptr().wrapping_add(piece.head * args.rows * args.q_stride);
+        // SAFETY: the condition is passed on.
+        Self { q, q_stride: args.q_stride, k: unsafe { Rows::new(args, piece, 0) } }
+    }
+
+    /// A group of values of a query row.
+    #[inline(always)]
+    fn query<S: Simd>(&self, s: S, row: usize, group: usize) -> [S::F; 2] {
+        let at = row * self.q_stride + group * GROUP;
+        // SAFETY: the rows have as many values as those of K, by the check of the strip.
+        let first = unsafe { s.load(self.q, at) };
+        // SAFETY: as above.
+        [first, unsafe { s.load(self.q, at + HALF) }]
+    }
+
+    /// The same of the row of K that begins at `row`.
+    #[inline(always)]
+    fn key<S: Simd, E: Stored>(&self, s: S, row: *const u8, group: usize) -> [S::F; 2] {
+        // SAFETY: a whole group of a row, see `Rows::new`.
+        unsafe { E::load_pair(s, row, self.k.layout, group * GROUP, 0) }
+    }
+}
+
+/// Sums of products that are not folded to one lane yet, by token.
+type Partial<F> = [MaybeUninit<F>; PIECE];
+
+/// Which query rows visit K.
+#[derive(Clone, Copy)]
+struct Visit {
+    row: usize,
+    /// How many visits there are.
+    of: usize,
+    /// The lowest bit of a lane's number that tells rows apart.
+    bit: u32,
+}
+
+/// Products of `R` query rows with the tokens of a piece: vectors of lanes `row * T + token`, as
+/// many as pieces have, zero where there is no such token. `P` rows meet all of K before the next
+/// ones do, and `C` groups of their values.
+#[inline(always)]
+pub(super) fn dots<S: Simd, E: Stored, const R: usize, const P: usize, const C: usize>(
+    s: S,
+    x: &Operands<'_>,
+    ask: &mut Ask,
+) -> [S::F; ROWS_MAX] {
+    let (all, tokens) = (R.next_power_of_two(), const { tokens_of(R) });
+    let (of, whole, bit) = (all / P, R / P, tokens.ilog2());
+    let mut partial: [Partial<S::F>; ROWS_MAX] = [[MaybeUninit::uninit(); _]; _];
+    for visit in 0..whole {
+        let sums = &mut partial[visit];
+        add_rows::<S, E, P, P, C>(s, x, Visit { row: visit * P, of, bit }, ask, sums);
+    }
+    let (last, sums) = (Visit { row: whole * P, of, bit }, &mut partial[whole % ROWS_MAX]);
+    match R % P {
+        0 => {}
+        1 => add_rows::<S, E, P, 1, C>(s, x, last, ask, sums),
+        _ => add_rows::<S, E, P, 3, C>(s, x, last, ask, sums),
+    }
+    if x.k.tokens < PIECE {
+        for sums in &mut partial[..of] {
+            sums[x.k.tokens..].fill(MaybeUninit::new(s.splat(0.0)));
+        }
+    }
+    let mut scores = [s.splat(0.0); ROWS_MAX];
+    for step in 0..all {
+        // Lanes of rows are above those of tokens, and visits are the highest of a row.
+        let mut steps = [s.splat(0.0); LANES_MAX];
+        for token in 0..tokens {
+            let mut rows = [s.splat(0.0); LANES_MAX];
+            for visit in 0..of {
+                // SAFETY: each visit has set those of all tokens, and zeros are behind them.
+                rows[visit] = unsafe { partial[visit][step * tokens + token].assume_init() };
+            }
+            steps[token] = fold(s, rows, of, bit + P.ilog2());
+        }
+        scores[step] = fold(s, steps, tokens, 0);
+    }
+    scores
+}
+
+/// `R` rows in place of `P` against all of K.
+#[inline(always)]
+fn add_rows<S: Simd, E: Stored, const P: usize, const R: usize, const C: usize>(
+    s: S,
+    x: &Operands<'_>,
+    visit: Visit,
+    ask: &mut Ask,
+    sums: &mut Partial<S::F>,
+) {
+    let groups = x.k.layout.dim() / GROUP;
+    let mut group = 0;
+    while group + C <= groups {
+        add_groups::<S, E, P, R, C>(s, x, (visit, group), ask, sums);
+        group += C;
+    }
+    while C > 2 && group + 2 <= groups {
+        add_groups::<S, E, P, R, 2>(s, x, (visit, group), ask, sums);
+        group += 2;
+    }
+    if C > 1 && group < groups {
+        add_groups::<S, E, P, R, 1>(s, x, (visit, group), ask, sums);
+    }
+}
+
+/// `C` groups of them from one on, which stay in registers.
+#[inline(always)]
+fn add_groups<S: Simd, E: Stored, const P: usize, const R: usize, const C: usize>(
+    s: S,
+    x: &Operands<'_>,
+    (visit, group): (Visit, usize),
+    ask: &mut Ask,
+    sums: &mut Partial<S::F>,
+) {
+    let mut queries = [[[s.splat(0.0); 2]; C]; R];
+    for r in 0..R {
+        for c in 0..C {
+            queries[r][c] = x.query(s, visit.row + r, group + c);
+        }
+    }
+    for token in 0..x.k.tokens {
+        ask.step(s, C * E::LINES / visit.of);
+        let from = x.k.first.wrapping_add(token * x.k.stride);
+        let mut dots = [[s.splat(0.0); 2]; R];
+        for c in 0..C {
+            let keys = x.key::<S, E>(s, from, group + c);
+            for r in 0..R {
+                for half in 0..2 {
+                    dots[r][half] = s.fma(queries[r][c][half], keys[half], dots[r][half]);
+                }
+            }
+        }
+        let mut rows = [s.splat(0.0); LANES_MAX];
+        for r in 0..R {
+            rows[r] = s.add(dots[r][0], dots[r][1]);
+        }
+        let mut sum = fold(s, rows, P, visit.bit);
+        if group > 0 {
+            // SAFETY: the first groups have set it.
+            sum = s.add(sum, unsafe { sums[token].assume_init() });
+        }
+        sums[token].write(sum);
+    }
+}
+
+/// The same where keys take long to decode: once for all rows, `T` tokens side by side. Pieces have
+/// a multiple of `T`.
+#[inline(always)]
+pub(super) fn dots_decoded<S: Simd, E: Stored, const R: usize, const T: usize>(
+    s: S,
+    x: &Operands<'_>,
+    ask: &mut Ask,
+) -> [S::F; ROWS_MAX] {
+    const { assert!(T == tokens_of(R), "scores share a vector") };
+    let (steps, groups) = (x.k.tokens / T, x.k.layout.dim() / GROUP);
+    let pace = ask.pace(steps * groups);
+    let mut scores = [s.splat(0.0); ROWS_MAX];
+    for step in 0..steps {
+        let first = x.k.first.wrapping_add(step * T * x.k.stride);
+        let mut dots = [s.splat(0.0); LANES_MAX];
+        for group in 0..groups {
+            ask.step(s, pace);
+            add_decoded::<S, E, R, T>(s, x, (first, group), &mut dots);
+        }
+        scores[step] = fold(s, dots, LANES_MAX, 0);
+    }
+    scores
+}
+
+/// Adds the products of a group of values with `T` tokens from one on.
+#[inline(always)]
+fn add_decoded<S: Simd, E: Stored, const R: usize, const T: usize>(
+    s: S,
+    x: &Operands<'_>,
+    (first, group): (*const u8, usize),
+    dots: &mut [S::F; LANES_MAX],
+) {
+    // What is the shorter of both stays in registers.
+    if R <= T {
+        let mut queries = [[s.splat(0.0); 2]; R];
+        for r in 0..R {
+            queries[r] = x.query(s, r, group);
+        }
+        for t in 0..T {
+            let keys = x.key::<S, E>(s, first.wrapping_add(t * x.k.stride), group);
+            for r in 0..R {
+                dots[r * T + t] = s.fma(queries[r][0], keys[0], dots[r * T + t]);
+                dots[r * T + t] = s.fma(queries[r][1], keys[1], dots[r * T + t]);
+            }
+        }
+        return;
+    }
+    let mut keys = [[s.splat(0.0); 2]; T];
+    for t in 0..T {
+        keys[t] = x.key::<S, E>(s, first.wrapping_add(t * x.k.stride), group);
+    }
+    for r in 0..R {
+        let [even, odd] = x.query(s, r, group);
+        for t in 0..T {
+            dots[r * T + t] = s.fma(even, keys[t][0], dots[r * T + t]);
+            dots[r * T + t] = s.fma(odd, keys[t][1], dots[r * T + t]);
+        }
+    }
+}
+
+/// Adds lanes of the first `n` vectors: those that differ in bits from `bit` on, of which the lanes
+/// of vector `i` are those that have the bits of `i` there.
+#[inline(always)]
+fn fold<S: Simd>(s: S, mut v: [S::F; LANES_MAX], n: usize, bit: u32) -> S::F {
+    for level in (0..n.ilog2()).rev() {
+        let half = 1 << level;
+        for i in 0..half {
+            v[i] = s.fold(bit + level, v[i], v[i + half]);
+        }
+    }
+    v[0]
+}
