@@ -52,6 +52,7 @@ pub(super) fn meet(
     lanes.extend(
         bias.chunks(rows).enumerate().map(|(head, bias)| Lanes::new(bias, scales(head, false))),
     );
+    let q_is_bf16 = q.iter().all(|value| value.to_bits() << 16 == 0);
     let mut strips = Strips::new(job, unit, sequence);
     // The one at hand, and the two behind it.
     let mut ring = [(Strip::EMPTY, None); 3];
@@ -72,6 +73,7 @@ pub(super) fn meet(
             rows,
             q,
             q_stride: job.heads.stride_k,
+            q_is_bf16,
             scale: job.options.scale(),
             exact: job.has_exact_sums(),
             lanes,

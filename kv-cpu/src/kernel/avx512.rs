@@ -5,6 +5,7 @@
     clippy::wildcard_imports,
     reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
 )]
+pub(super) mod bf16;
 mod convert;
 mod e4m3;
 mod fold;
@@ -51,6 +52,11 @@ macro_rules! primitives {
             fn prefetch(self, at: *const u8) {
                 // SAFETY: SSE is part of x86-64, and a prefetch faults at no address.
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+            }
+            #[inline(always)]
+            fn prefetch_once(self, at: *const u8) {
+                // SAFETY: SSE is part of x86-64, and a prefetch faults at no address.
+                unsafe { _mm_prefetch::<_MM_HINT_NTA>(at.cast()) }
             }
             #[inline(always)]
             unsafe fn stream(self, from: &[u8; LINE], to: &mut [u8; LINE]) {

@@ -10,6 +10,7 @@
 )]
 use half::{bf16, f16};
 
+use super::piece::{DotBf16, Meeting, Piece};
 use super::simd::Simd;
 
 /// Sixteen lanes.
@@ -176,3 +177,26 @@ impl Simd for Wide {
 super::table! { [] Wide }
 super::stream::table! { [] Wide }
 super::piece::table! { [] Wide }
+
+impl DotBf16 for Wide {
+    type S = Self;
+
+    fn simd(self) -> Self {
+        self
+    }
+    fn pairs(self, [even, odd]: [[f32; 16]; 2]) -> [u32; 16] {
+        std::array::from_fn(|i| even[i].to_bits() >> 16 | odd[i].to_bits())
+    }
+    fn dot(self, a: [u32; 16], b: [u32; 16], sums: [f32; 16]) -> [f32; 16] {
+        let value =
+            |word: u32, odd: bool| f32::from_bits(if odd { word >> 16 } else { word } << 16);
+        let products = |i: usize| [false, true].map(|odd| value(a[i], odd) * value(b[i], odd));
+        each(|i| sums[i] + products(i).iter().sum::<f32>())
+    }
+}
+
+/// The loop over K of pieces of bf16 for queries of bf16.
+pub(super) unsafe fn weigh_bf16(args: &mut Meeting<'_>, piece: &Piece) {
+    // SAFETY: the condition is passed on.
+    unsafe { super::piece::weigh_bf16(Wide, args, piece) };
+}

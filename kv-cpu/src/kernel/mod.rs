@@ -157,7 +157,7 @@ pub(crate) struct Kernels {
     /// Where the set has a unit that multiplies matrices.
     matrix: Option<&'static matrix::Table>,
     stream: Option<&'static stream::Table>,
-    pieces: Option<&'static piece::Table>,
+    pieces: Option<piece::Loops>,
 }
 
 impl std::fmt::Debug for Kernels {
@@ -181,7 +181,11 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => with(&avx2::TABLE, &avx2::STREAM, None),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => with(&avx512::TABLE, &avx512::STREAM, Some(&avx512::PIECES)),
+            Isa::Avx512 => {
+                let pieces =
+                    piece::Loops { table: &avx512::PIECES, weigh_bf16: avx512::bf16::weigh() };
+                with(&avx512::TABLE, &avx512::STREAM, Some(pieces))
+            }
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => Self { matrix: Some(&matrix::amx::TABLE), ..Self::of(Isa::Avx512)? },
             #[cfg(target_arch = "aarch64")]
@@ -197,7 +201,10 @@ impl Kernels {
             loops: &emulated::TABLE,
             matrix: None,
             stream: Some(&emulated::STREAM),
-            pieces: Some(&emulated::PIECES),
+            pieces: Some(piece::Loops {
+                table: &emulated::PIECES,
+                weigh_bf16: Some(emulated::weigh_bf16),
+            }),
         }
     }
 

@@ -12,16 +12,18 @@
 )]
 mod ask;
 mod dots;
+mod multiply;
 mod rows;
 mod strip;
 mod sums;
 mod weigh;
 
+pub(super) use self::multiply::DotBf16;
 use self::rows::Rows;
 use self::strip::Places;
 pub(crate) use self::strip::{HeadRows, Strip};
 pub(super) use self::sums::{sum, sum_e4m3};
-pub(super) use self::weigh::{weigh, weigh_e4m3};
+pub(super) use self::weigh::{weigh, weigh_bf16, weigh_e4m3};
 use super::simd::LANES_MAX;
 use super::stored::GROUP;
 use super::{Kernels, RowScale, Running, of_encoding};
@@ -97,6 +99,8 @@ pub(crate) struct Meeting<'a> {
     /// The rows, `q_stride` apart, head by head.
     pub(crate) q: &'a [f32],
     pub(crate) q_stride: usize,
+    /// Whether they have no more bits than bf16.
+    pub(crate) q_is_bf16: bool,
     /// What scores are multiplied with.
     pub(crate) scale: f32,
     /// Whether anyone has use for all bits of a weight.
@@ -111,6 +115,12 @@ pub(crate) struct Meeting<'a> {
 }
 
 impl Meeting<'_> {
+    /// Whether products of bf16 are worth it. With fewer rows memory is waited for, and gives less
+    /// when scores take less time (`docs/performance.md`).
+    fn has_use_for_bf16(&self) -> bool {
+        self.q_is_bf16 && (self.rows == ROWS_MAX || self.layouts[0].dim() <= 2 * GROUP)
+    }
+
     /// What the loops rely on.
     fn check(&self) {
         let Strip { heads, tokens, planes } = self.strip;
@@ -145,7 +155,15 @@ pub(crate) struct Piece {
 }
 
 /// What takes a piece of a strip that was checked.
-type Loop = unsafe fn(&mut Meeting<'_>, &Piece);
+pub(crate) type Loop = unsafe fn(&mut Meeting<'_>, &Piece);
+
+/// The loops of a CPU.
+#[derive(Clone, Copy)]
+pub(crate) struct Loops {
+    pub(super) table: &'static Table,
+    /// That over K of [`Encoding::Bf16Pairs`] for queries of bf16, if the CPU has such products.
+    pub(super) weigh_bf16: Option<Loop>,
+}
 
 /// The loops of one instruction set, by encoding. Calling one is sound only on a CPU that has it.
 pub(crate) struct Table {
@@ -155,7 +173,7 @@ pub(crate) struct Table {
     pub(super) sum: [Loop; Encoding::COUNT],
 }
 
-/// Pieces of so many bytes of K are asked for two ahead: one is over before memory answers.
+/// Pieces of fewer bytes of K are asked for two ahead: one is over before memory answers.
 const BYTES_AHEAD: usize = 4 << 10;
 
 impl Kernels {
@@ -167,16 +185,18 @@ impl Kernels {
 
     /// Lets query rows meet a strip, where [`Self::has_pieces`] has said so.
     pub(crate) fn meet_strip(self, args: &mut Meeting<'_>) {
-        let Some(table) = self.pieces else {
+        let Some(Loops { table, weigh_bf16 }) = self.pieces else {
             return;
         };
         args.check();
         let [k, v] = args.layouts.map(RowLayout::encoding);
-        let (weigh, sum) = (of_encoding(&table.weigh, k), of_encoding(&table.sum, v));
+        let weigh_bf16 = weigh_bf16.filter(|_| k == Encoding::Bf16Pairs && args.has_use_for_bf16());
+        let weigh = weigh_bf16.unwrap_or(of_encoding(&table.weigh, k));
+        let sum = of_encoding(&table.sum, v);
         let (strip, [next, last]) = (args.strip, args.next);
         let mut soon = Places::new([strip, next, last]);
         soon.next();
-        if strip.planes[0].bytes * PIECE <= BYTES_AHEAD {
+        if strip.planes[0].bytes * PIECE < BYTES_AHEAD {
             soon.next();
         }
         let mut place = (0, 0);
@@ -188,8 +208,8 @@ impl Kernels {
                 begins,
                 soon: soon.next().unwrap_or(begins),
             };
-            // SAFETY: the CPU has the instruction set, by `Self::of`. The strip was checked, and the
-            // piece is one of it.
+            // SAFETY: the CPU has the instruction set, by `Self::of`. The strip was checked, and
+            // the piece is one of it.
             unsafe { weigh(args, &piece) };
             // SAFETY: as above.
             unsafe { sum(args, &piece) };

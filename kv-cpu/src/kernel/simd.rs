@@ -180,6 +180,13 @@ pub(crate) trait Simd: Copy {
     #[inline(always)]
     fn prefetch(self, _at: *const u8) {}
 
+    /// The same for a line that is read once: it takes the place of no others in the caches, where
+    /// that is possible.
+    #[inline(always)]
+    fn prefetch_once(self, at: *const u8) {
+        self.prefetch(at);
+    }
+
     /// Writes a whole cache line past the caches, where that is possible: a line that is in no
     /// cache is not read first. Others see it after a [`Self::fence`] at the latest.
     ///

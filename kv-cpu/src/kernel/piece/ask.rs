@@ -52,13 +52,13 @@ impl Ask {
         self.left -= lines.cast_signed();
         if self.gap == 0 {
             for line in 0..lines {
-                s.prefetch(self.at.wrapping_add(line * LINE));
+                s.prefetch_once(self.at.wrapping_add(line * LINE));
             }
             self.at = self.at.wrapping_add(lines * LINE);
             return;
         }
         for _ in 0..lines {
-            s.prefetch(self.at);
+            s.prefetch_once(self.at);
             self.at = self.at.wrapping_add(LINE);
             self.of_row -= 1;
             if self.of_row == 0 {

@@ -15,44 +15,9 @@ use std::mem::MaybeUninit;
 
 use super::super::simd::{LANES_MAX, Simd};
 use super::super::stored::{GROUP, Stored};
-use super::super::tile::HALF;
 use super::ask::Ask;
-use super::{Meeting, PIECE, Piece, ROWS_MAX, Rows, tokens_of};
-
-/// The query rows of a head, and the K rows of a piece.
-pub(super) struct Operands<'a> {
-    q: *const f32,
-    q_stride: usize,
-    pub(super) k: Rows<'a>,
-}
-
-impl<'a> Operands<'a> {
-    /// # Safety
-    /// As for [`Rows::new`].
-    #[inline(always)]
-    pub(super) unsafe fn new(args: &Meeting<'a>, piece: &Piece) -> Self {
-        let q = args.q.as_ptr().wrapping_add(piece.head * args.rows * args.q_stride);
-        // SAFETY: the condition is passed on.
-        Self { q, q_stride: args.q_stride, k: unsafe { Rows::new(args, piece, 0) } }
-    }
-
-    /// A group of values of a query row.
-    #[inline(always)]
-    fn query<S: Simd>(&self, s: S, row: usize, group: usize) -> [S::F; 2] {
-        let at = row * self.q_stride + group * GROUP;
-        // SAFETY: the rows have as many values as those of K, by the check of the strip.
-        let first = unsafe { s.load(self.q, at) };
-        // SAFETY: as above.
-        [first, unsafe { s.load(self.q, at + HALF) }]
-    }
-
-    /// The same of the row of K that begins at `row`.
-    #[inline(always)]
-    fn key<S: Simd, E: Stored>(&self, s: S, row: *const u8, group: usize) -> [S::F; 2] {
-        // SAFETY: a whole group of a row, see `Rows::new`.
-        unsafe { E::load_pair(s, row, self.k.layout, group * GROUP, 0) }
-    }
-}
+use super::multiply::{F, Multiply, Operands};
+use super::{PIECE, ROWS_MAX, tokens_of};
 
 /// Sums of products that are not folded to one lane yet, by token.
 type Partial<F> = [MaybeUninit<F>; PIECE];
@@ -71,23 +36,24 @@ struct Visit {
 /// many as pieces have, zero where there is no such token. `P` rows meet all of K before the next
 /// ones do, and `C` groups of their values.
 #[inline(always)]
-pub(super) fn dots<S: Simd, E: Stored, const R: usize, const P: usize, const C: usize>(
-    s: S,
+pub(super) fn dots<M: Multiply, const R: usize, const P: usize, const C: usize>(
+    m: M,
     x: &Operands<'_>,
     ask: &mut Ask,
-) -> [S::F; ROWS_MAX] {
+) -> [F<M>; ROWS_MAX] {
+    let s = m.simd();
     let (all, tokens) = (R.next_power_of_two(), const { tokens_of(R) });
     let (of, whole, bit) = (all / P, R / P, tokens.ilog2());
-    let mut partial: [Partial<S::F>; ROWS_MAX] = [[MaybeUninit::uninit(); _]; _];
+    let mut partial: [Partial<F<M>>; ROWS_MAX] = [[MaybeUninit::uninit(); _]; _];
     for visit in 0..whole {
         let sums = &mut partial[visit];
-        add_rows::<S, E, P, P, C>(s, x, Visit { row: visit * P, of, bit }, ask, sums);
+        add_rows::<M, P, P, C>(m, x, Visit { row: visit * P, of, bit }, ask, sums);
     }
     let (last, sums) = (Visit { row: whole * P, of, bit }, &mut partial[whole % ROWS_MAX]);
     match R % P {
         0 => {}
-        1 => add_rows::<S, E, P, 1, C>(s, x, last, ask, sums),
-        _ => add_rows::<S, E, P, 3, C>(s, x, last, ask, sums),
+        1 => add_rows::<M, P, 1, C>(m, x, last, ask, sums),
+        _ => add_rows::<M, P, 3, C>(m, x, last, ask, sums),
     }
     if x.k.tokens < PIECE {
         for sums in &mut partial[..of] {
@@ -113,53 +79,52 @@ pub(super) fn dots<S: Simd, E: Stored, const R: usize, const P: usize, const C: 
 
 /// `R` rows in place of `P` against all of K.
 #[inline(always)]
-fn add_rows<S: Simd, E: Stored, const P: usize, const R: usize, const C: usize>(
-    s: S,
+fn add_rows<M: Multiply, const P: usize, const R: usize, const C: usize>(
+    m: M,
     x: &Operands<'_>,
     visit: Visit,
     ask: &mut Ask,
-    sums: &mut Partial<S::F>,
+    sums: &mut Partial<F<M>>,
 ) {
     let groups = x.k.layout.dim() / GROUP;
     let mut group = 0;
     while group + C <= groups {
-        add_groups::<S, E, P, R, C>(s, x, (visit, group), ask, sums);
+        add_groups::<M, P, R, C>(m, x, (visit, group), ask, sums);
         group += C;
     }
     while C > 2 && group + 2 <= groups {
-        add_groups::<S, E, P, R, 2>(s, x, (visit, group), ask, sums);
+        add_groups::<M, P, R, 2>(m, x, (visit, group), ask, sums);
         group += 2;
     }
     if C > 1 && group < groups {
-        add_groups::<S, E, P, R, 1>(s, x, (visit, group), ask, sums);
+        add_groups::<M, P, R, 1>(m, x, (visit, group), ask, sums);
     }
 }
 
 /// `C` groups of them from one on, which stay in registers.
 #[inline(always)]
-fn add_groups<S: Simd, E: Stored, const P: usize, const R: usize, const C: usize>(
-    s: S,
+fn add_groups<M: Multiply, const P: usize, const R: usize, const C: usize>(
+    m: M,
     x: &Operands<'_>,
     (visit, group): (Visit, usize),
     ask: &mut Ask,
-    sums: &mut Partial<S::F>,
+    sums: &mut Partial<F<M>>,
 ) {
-    let mut queries = [[[s.splat(0.0); 2]; C]; R];
+    let s = m.simd();
+    let mut queries = [[m.query(x, visit.row, group); C]; R];
     for r in 0..R {
         for c in 0..C {
-            queries[r][c] = x.query(s, visit.row + r, group + c);
+            queries[r][c] = m.query(x, visit.row + r, group + c);
         }
     }
     for token in 0..x.k.tokens {
-        ask.step(s, C * E::LINES / visit.of);
+        ask.step(s, C * M::LINES / visit.of);
         let from = x.k.first.wrapping_add(token * x.k.stride);
         let mut dots = [[s.splat(0.0); 2]; R];
         for c in 0..C {
-            let keys = x.key::<S, E>(s, from, group + c);
+            let keys = m.key(x, from, group + c);
             for r in 0..R {
-                for half in 0..2 {
-                    dots[r][half] = s.fma(queries[r][c][half], keys[half], dots[r][half]);
-                }
+                dots[r] = m.add(c, dots[r], (queries[r][c], keys));
             }
         }
         let mut rows = [s.splat(0.0); LANES_MAX];

@@ -10,8 +10,9 @@
 use super::super::simd::{LANES_MAX, Simd};
 use super::super::stored::{E4m3, FiniteE4m3, GROUP, Stored};
 use super::ask::Ask;
-use super::dots::{Operands, dots, dots_decoded};
-use super::{Lanes, Meeting, PIECE, Piece, Rows};
+use super::dots::{dots, dots_decoded};
+use super::multiply::{Decoded, DotBf16, Operands, Paired};
+use super::{Lanes, Meeting, PIECE, Piece, ROWS_MAX, Rows};
 
 /// Scores and weighs a piece of E4M3.
 ///
@@ -56,9 +57,37 @@ pub(in super::super) unsafe fn weigh<S: Simd, E: Stored>(
     }
 }
 
-/// How far scores may be above what weights are relative to: sums are multiplied when it is passed,
-/// and not for each new maximum. Weights are as exact, and their sums far from what overflows.
-const SLACK: f32 = 8.0;
+/// Scores and weighs a piece of [`Bf16Pairs`](super::super::stored::Bf16Pairs), for queries with no
+/// more bits than bf16 has.
+///
+/// # Safety
+/// 1. It is one of the strip, which was checked.
+#[inline(always)]
+pub(in super::super) unsafe fn weigh_bf16<B: DotBf16>(b: B, args: &mut Meeting<'_>, piece: &Piece) {
+    // SAFETY: the condition is passed on.
+    let x = &unsafe { Operands::new(args, piece) };
+    match args.rows {
+        1 => weigh_pairs::<B, 1, 16, 1>(b, args, piece, x),
+        2 => weigh_pairs::<B, 2, 8, 2>(b, args, piece, x),
+        3 => weigh_pairs::<B, 3, 4, 4>(b, args, piece, x),
+        4 => weigh_pairs::<B, 4, 4, 4>(b, args, piece, x),
+        _ => weigh_pairs::<B, 8, 2, 4>(b, args, piece, x),
+    }
+}
+
+/// As `weigh_rows`.
+#[inline(always)]
+fn weigh_pairs<B: DotBf16, const R: usize, const T: usize, const P: usize>(
+    b: B,
+    args: &mut Meeting<'_>,
+    piece: &Piece,
+    x: &Operands<'_>,
+) {
+    let mut ask = Ask::new(args, piece, 0);
+    let scores = dots::<Paired<B>, R, P, 4>(Paired(b), x, &mut ask);
+    ask.finish(b.simd());
+    weigh_scores::<B::S, R, T>(b.simd(), args, piece, (scores, None));
+}
 
 /// `R` rows, of which a vector has the scores by `T` tokens; see [`dots`] for `P` and `C`.
 #[inline(always)]
@@ -76,15 +105,30 @@ fn weigh_rows<
     x: &Operands<'_>,
 ) {
     let mut ask = Ask::new(args, piece, 0);
-    let mut scores = if E::LINES > 0 || !piece.tokens.is_multiple_of(T) {
-        dots::<S, E, R, P, C>(s, x, &mut ask)
+    let scores = if E::LINES > 0 || !piece.tokens.is_multiple_of(T) {
+        dots::<Decoded<S, E>, R, P, C>(Decoded::new(s), x, &mut ask)
     } else {
         dots_decoded::<S, E, R, T>(s, x, &mut ask)
     };
     ask.finish(s);
+    let factors = x.k.factors::<S, E>(s, args.lanes[piece.head].scales[0]);
+    weigh_scores::<S, R, T>(s, args, piece, (scores, factors));
+}
+
+/// How far scores may be above what weights are relative to: sums are multiplied when it is passed,
+/// and not for each new maximum. Weights are as exact, and their sums far from what overflows.
+const SLACK: f32 = 8.0;
+
+/// Makes products, which tokens may have factors of, scores and weights.
+#[inline(always)]
+fn weigh_scores<S: Simd, const R: usize, const T: usize>(
+    s: S,
+    args: &mut Meeting<'_>,
+    piece: &Piece,
+    (mut scores, factors): ([S::F; ROWS_MAX], Option<[f32; PIECE]>),
+) {
     let steps = const { LANES_MAX / T };
     let lanes = &args.lanes[piece.head];
-    let factors = x.k.factors::<S, E>(s, lanes.scales[0]);
     let mut limits = [0.0; PIECE];
     limits[piece.tokens..].fill(f32::NEG_INFINITY);
     // SAFETY: an array of as many, as all that is loaded here and below.

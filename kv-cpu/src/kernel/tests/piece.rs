@@ -96,6 +96,7 @@ impl Rows {
             rows: self.count,
             q: &self.q,
             q_stride: self.q_stride,
+            q_is_bf16: self.q.iter().all(|x| x.to_bits() << 16 == 0),
             scale: SCALE,
             exact,
             lanes: &mut self.lanes,
@@ -170,6 +171,30 @@ fn pieces_come_to_attention() {
                 }
                 let what = format!("{name} {} {} {dims:?} {count}", format.0, format.1);
                 rows.are_attention(&what, &pieces);
+            }
+        }
+    }
+}
+
+/// Queries of bf16 against keys of bf16, which some CPUs multiply as they are.
+#[test]
+fn queries_of_bf16_come_to_attention() {
+    let mut random = Random::new(48);
+    for (index, dim) in [32, 64, 96, 128, 256].into_iter().enumerate() {
+        let mut pieces = Vec::new();
+        for tokens in [PIECE, 3 + index] {
+            let mut plane = |()| Plane::new(&mut random, (KvFormat::Bf16, true), (dim, tokens, 32));
+            pieces.push([(); 2].map(&mut plane));
+        }
+        let first = [&pieces[0][0], &pieces[0][1]];
+        for (name, kernels, exact) in with_both_exponentials() {
+            for count in COUNTS.into_iter().filter(|_| has_pieces(kernels, first)) {
+                let mut rows = Rows::new(&mut random, (1, count), first);
+                rows.q.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+                for [k, v] in &pieces {
+                    rows.meet((kernels, exact), [k, v]);
+                }
+                rows.are_attention(&format!("{name} {dim} {count}"), &pieces);
             }
         }
     }
