@@ -49,10 +49,8 @@ pub(super) fn meet(
         [&job.k, &job.v].map(|plane| plane.scale(unit.kv_heads.0 + to_u32(head), is_wide))
     };
     lanes.clear();
-    lanes.extend(
-        bias.chunks(rows).enumerate().map(|(head, bias)| Lanes::new(bias, scales(head, false))),
-    );
-    let q_is_bf16 = q.iter().all(|value| value.to_bits() << 16 == 0);
+    let heads = q.chunks(rows * job.heads.stride_k).zip(bias.chunks(rows)).enumerate();
+    lanes.extend(heads.map(|(head, (q, bias))| Lanes::new(q, bias, scales(head, false))));
     let mut strips = Strips::new(job, unit, sequence);
     // The one at hand, and the two behind it.
     let mut ring = [(Strip::EMPTY, None); 3];
@@ -73,7 +71,6 @@ pub(super) fn meet(
             rows,
             q,
             q_stride: job.heads.stride_k,
-            q_is_bf16,
             scale: job.options.scale(),
             exact: job.has_exact_sums(),
             lanes,

@@ -2,8 +2,9 @@
 //! tokens at most: they are scored and weighed by one loop, and summed by another.
 //!
 //! A vector has the scores of all rows by some tokens, so that maxima and exponentials are those of
-//! all rows at once, and all sums of products stay in registers. Pieces come in the order in which
-//! memory has them, and while one is at work another one is asked for, a few lines a step
+//! all rows at once. Sums of products stay in registers, and as many query values as there is room
+//! for, as loads besides those of K and V slow these down. Pieces come in the order in which memory
+//! has them, and while one is at work another one is asked for, a few lines a step
 //! (`docs/performance.md`).
 #![expect(
     clippy::arithmetic_side_effects,
@@ -61,13 +62,17 @@ pub(crate) struct Lanes {
     sum: [f32; LANES_MAX],
     /// What rows of K and V are multiplied with.
     scales: [RowScale<'static>; 2],
+    /// Whether the query rows have no more bits than bf16. Each head has its own answer, so that
+    /// its bits do not depend on which others it is met with.
+    is_bf16: bool,
 }
 
 impl Lanes {
-    /// Nothing seen yet by rows of these biases; see [`Self::set_scales`].
-    pub(crate) fn new(bias: &[f32], scales: [RowScale<'static>; 2]) -> Self {
+    /// Nothing seen yet by query rows with these biases; see [`Self::set_scales`].
+    pub(crate) fn new(q: &[f32], bias: &[f32], scales: [RowScale<'static>; 2]) -> Self {
         let zero = [0.0; LANES_MAX];
-        let mut lanes = Self { bias: zero, max: [f32::MIN; LANES_MAX], sum: zero, scales };
+        let is_bf16 = q.iter().all(|value| value.to_bits() << 16 == 0);
+        let mut lanes = Self { bias: zero, max: [f32::MIN; LANES_MAX], sum: zero, scales, is_bf16 };
         for (lanes, bias) in lanes.bias.chunks_mut(tokens_of(bias.len())).zip(bias) {
             lanes.fill(*bias);
         }
@@ -99,8 +104,6 @@ pub(crate) struct Meeting<'a> {
     /// The rows, `q_stride` apart, head by head.
     pub(crate) q: &'a [f32],
     pub(crate) q_stride: usize,
-    /// Whether they have no more bits than bf16.
-    pub(crate) q_is_bf16: bool,
     /// What scores are multiplied with.
     pub(crate) scale: f32,
     /// Whether anyone has use for all bits of a weight.
@@ -118,7 +121,8 @@ impl Meeting<'_> {
     /// Whether products of bf16 are worth it. With fewer rows memory is waited for, and gives less
     /// when scores take less time (`docs/performance.md`).
     fn has_use_for_bf16(&self) -> bool {
-        self.q_is_bf16 && (self.rows == ROWS_MAX || self.layouts[0].dim() <= 2 * GROUP)
+        let k = self.layouts[0];
+        k.encoding() == Encoding::Bf16Pairs && (self.rows == ROWS_MAX || k.dim() <= 2 * GROUP)
     }
 
     /// What the loops rely on.
@@ -173,7 +177,7 @@ pub(crate) struct Table {
     pub(super) sum: [Loop; Encoding::COUNT],
 }
 
-/// Pieces of fewer bytes of K are asked for two ahead: one is over before memory answers.
+/// Pieces of so many bytes of K at most are asked for two ahead: one is over too soon.
 const BYTES_AHEAD: usize = 4 << 10;
 
 impl Kernels {
@@ -190,13 +194,12 @@ impl Kernels {
         };
         args.check();
         let [k, v] = args.layouts.map(RowLayout::encoding);
-        let weigh_bf16 = weigh_bf16.filter(|_| k == Encoding::Bf16Pairs && args.has_use_for_bf16());
-        let weigh = weigh_bf16.unwrap_or(of_encoding(&table.weigh, k));
-        let sum = of_encoding(&table.sum, v);
+        let (weigh, sum) = (of_encoding(&table.weigh, k), of_encoding(&table.sum, v));
+        let weigh_bf16 = weigh_bf16.filter(|_| args.has_use_for_bf16()).unwrap_or(weigh);
         let (strip, [next, last]) = (args.strip, args.next);
         let mut soon = Places::new([strip, next, last]);
         soon.next();
-        if strip.planes[0].bytes * PIECE < BYTES_AHEAD {
+        if strip.planes[0].bytes * PIECE <= BYTES_AHEAD {
             soon.next();
         }
         let mut place = (0, 0);
@@ -208,6 +211,7 @@ impl Kernels {
                 begins,
                 soon: soon.next().unwrap_or(begins),
             };
+            let weigh = if args.lanes[place.0].is_bf16 { weigh_bf16 } else { weigh };
             // SAFETY: the CPU has the instruction set, by `Self::of`. The strip was checked, and
             // the piece is one of it.
             unsafe { weigh(args, &piece) };

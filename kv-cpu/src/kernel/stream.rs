@@ -199,7 +199,7 @@ fn scores<S: Simd, E: InOrder, const R: usize, const N: usize>(
         for i in 0..groups {
             let (group, bytes) = (i * GROUP, i * E::LINES * LINE);
             for line in 0..E::LINES {
-                s.prefetch(next[j].wrapping_add(bytes + line * LINE));
+                s.prefetch_once(next[j].wrapping_add(bytes + line * LINE));
             }
             for offset in (0..HALF).step_by(S::LANES) {
                 // SAFETY: a whole group of a row, see `Rows::new`.

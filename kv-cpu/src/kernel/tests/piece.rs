@@ -74,16 +74,18 @@ impl Rows {
     fn new(random: &mut Random, (heads, count): (usize, usize), [k, v]: [&Plane; 2]) -> Self {
         let (q_stride, out_stride) = (k.layout.dim() + 16, v.layout.dim() + 16);
         let bias = random.units(heads * count);
-        Self {
-            heads,
-            count,
-            q: random.units(heads * count * q_stride),
-            q_stride,
-            lanes: bias.chunks(count).map(|bias| Lanes::new(bias, [k.scale, v.scale])).collect(),
-            bias,
-            out: vec![0.0; heads * count * out_stride],
-            out_stride,
-        }
+        let q = random.units(heads * count * q_stride);
+        let out = vec![0.0; heads * count * out_stride];
+        let rows = Self { heads, count, q, q_stride, lanes: vec![], bias, out, out_stride };
+        rows.with([k.scale, v.scale], |_| ())
+    }
+
+    /// The same with other queries or biases.
+    fn with(mut self, scales: [RowScale<'static>; 2], change: impl Fn(&mut Self)) -> Self {
+        change(&mut self);
+        let heads = self.q.chunks(self.count * self.q_stride).zip(self.bias.chunks(self.count));
+        self.lanes = heads.map(|(q, bias)| Lanes::new(q, bias, scales)).collect();
+        self
     }
 
     fn meet(&mut self, (kernels, exact): (Kernels, bool), [k, v]: [&Plane; 2]) {
@@ -96,7 +98,6 @@ impl Rows {
             rows: self.count,
             q: &self.q,
             q_stride: self.q_stride,
-            q_is_bf16: self.q.iter().all(|x| x.to_bits() << 16 == 0),
             scale: SCALE,
             exact,
             lanes: &mut self.lanes,
@@ -189,8 +190,10 @@ fn queries_of_bf16_come_to_attention() {
         let first = [&pieces[0][0], &pieces[0][1]];
         for (name, kernels, exact) in with_both_exponentials() {
             for count in COUNTS.into_iter().filter(|_| has_pieces(kernels, first)) {
-                let mut rows = Rows::new(&mut random, (1, count), first);
-                rows.q.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+                let rows = Rows::new(&mut random, (1, count), first);
+                let mut rows = rows.with(first.map(|plane| plane.scale), |rows| {
+                    rows.q.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32());
+                });
                 for [k, v] in &pieces {
                     rows.meet((kernels, exact), [k, v]);
                 }
@@ -256,8 +259,9 @@ fn weights_are_relative_to_what_is_great_enough() {
 fn what_is_not_finite_is_passed_on() {
     const DIM: usize = 32;
     let mut random = Random::new(44);
-    for format in [KvFormat::F32, KvFormat::F16, KvFormat::Bf16] {
-        let v = Plane::new(&mut random, (format, false), (DIM, 7, 0));
+    let plain = [KvFormat::F32, KvFormat::F16, KvFormat::Bf16].map(|format| (format, false));
+    for format in plain.into_iter().chain([(KvFormat::Bf16, true)]) {
+        let v = Plane::new(&mut random, format, (DIM, 7, 0));
         for (name, kernels, exact) in with_both_exponentials() {
             if !has_pieces(kernels, [&v, &v]) {
                 continue;
@@ -265,14 +269,16 @@ fn what_is_not_finite_is_passed_on() {
             for count in COUNTS {
                 let weigh = |first: f32, others: f32| {
                     let k = (0..7).map(|token| vec![if token == 0 { first } else { others }; DIM]);
-                    let k = Plane::of(k.collect(), (format, false), 0);
-                    let mut rows = Rows::new(&mut Random::new(45), (1, count), [&k, &v]);
-                    rows.q.fill(1.0);
-                    rows.lanes = vec![Lanes::new(&vec![0.0; count], [k.scale, v.scale])];
+                    let k = Plane::of(k.collect(), format, 0);
+                    let rows = Rows::new(&mut Random::new(45), (1, count), [&k, &v]);
+                    let mut rows = rows.with([k.scale, v.scale], |rows| {
+                        rows.q.fill(1.0);
+                        rows.bias.fill(0.0);
+                    });
                     rows.meet((kernels, exact), [&k, &v]);
                     (rows.lanes[0].running(count - 1, count), rows.out)
                 };
-                let what = format!("{name} {format} {count}");
+                let what = format!("{name} {format:?} {count}");
                 let (running, out) = weigh(f32::NEG_INFINITY, f32::NEG_INFINITY);
                 assert_eq!((running.max, running.sum), (f32::NEG_INFINITY, 0.0), "{what}: nothing");
                 assert!(out.iter().all(|x| *x == 0.0), "{what}: nothing seen");
