@@ -8,7 +8,7 @@
               that carries the target features"
 )]
 use super::super::simd::{LANES_MAX, Simd};
-use super::super::stored::{E4m3, FiniteE4m3, GROUP, Stored};
+use super::super::stored::{Bf16Pairs, E4m3, FiniteE4m3, GROUP, Stored};
 use super::ask::Ask;
 use super::dots::{dots, dots_decoded};
 use super::multiply::{Decoded, DotBf16, Operands, Paired};
@@ -57,8 +57,7 @@ pub(in super::super) unsafe fn weigh<S: Simd, E: Stored>(
     }
 }
 
-/// Scores and weighs a piece of [`Bf16Pairs`](super::super::stored::Bf16Pairs), for queries with no
-/// more bits than bf16 has.
+/// Scores and weighs a piece of [`Bf16Pairs`], for queries with no more bits than bf16 has.
 ///
 /// # Safety
 /// 1. It is one of the strip, which was checked.
@@ -83,10 +82,11 @@ fn weigh_pairs<B: DotBf16, const R: usize, const T: usize, const P: usize>(
     piece: &Piece,
     x: &Operands<'_>,
 ) {
-    let mut ask = Ask::new(args, piece, 0);
+    let (s, mut ask) = (b.simd(), Ask::new(args, piece, 0));
     let scores = dots::<Paired<B>, R, P, 4>(Paired(b), x, &mut ask);
-    ask.finish(b.simd());
-    weigh_scores::<B::S, R, T>(b.simd(), args, piece, (scores, None));
+    ask.finish(s);
+    let factors = x.k.factors::<B::S, Bf16Pairs>(s, args.lanes[piece.head].scales[0]);
+    weigh_scores::<B::S, R, T>(s, args, piece, (scores, factors));
 }
 
 /// `R` rows, of which a vector has the scores by `T` tokens; see [`dots`] for `P` and `C`.
