@@ -2,13 +2,13 @@
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::inline_always,
-    reason = "kernel code: addresses and counts of lines, which parts bound"
+    reason = "kernel code: addresses of lines, which are hints, and their counts"
 )]
 use super::super::simd::{LINE, Simd};
 use super::{Meeting, PIECE, Piece};
 
-/// What has not been asked for of K or V of a piece. Lines that come evenly are not waited for: too
-/// many at once are dropped, as a core has few reads under way.
+/// What has not been asked for of K or V of a piece. A core has few reads under way, and what is
+/// asked for too fast is probably dropped, so lines are asked for evenly.
 pub(super) struct Ask {
     /// The next line.
     at: *const u8,

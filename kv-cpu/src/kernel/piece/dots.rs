@@ -1,8 +1,8 @@
 //! Products of query rows with the K rows of a piece.
 //!
-//! As many query values as fit stay in registers while all rows of K pass by them, and each product
-//! is of a row of K as it lies: loads of queries among those of K cost more than the room for them,
-//! and memory gives most where rows are met one after another (`docs/performance.md`).
+//! As many query values as fit stay in registers while the rows of K pass by, one after another:
+//! loads of queries among those of K cost most, and memory gives most in its own order
+//! (`docs/performance.md`). What takes long to decode is decoded once instead, for all query rows.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,

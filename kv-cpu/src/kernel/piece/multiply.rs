@@ -21,6 +21,8 @@ pub(super) struct Operands<'a> {
 }
 
 impl<'a> Operands<'a> {
+    /// Those of a piece.
+    ///
     /// # Safety
     /// As for [`Rows::new`].
     #[inline(always)]
@@ -76,7 +78,7 @@ pub(super) trait Multiply: Copy {
 pub(super) type F<M> = <<M as Multiply>::S as Simd>::F;
 
 /// As `f32`, whatever K is stored in.
-pub(super) struct Decoded<S, E>(pub(super) S, PhantomData<E>);
+pub(super) struct Decoded<S, E>(S, PhantomData<E>);
 
 impl<S, E> Decoded<S, E> {
     pub(super) const fn new(s: S) -> Self {

@@ -8,7 +8,7 @@ use super::super::Part;
 use super::PIECE;
 
 /// Rows of K or V of some tokens that follow each other, of some kv heads.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct HeadRows<'a> {
     /// From the first row of the first head to the end of the last one of the last head.
     pub(crate) rows: &'a [u8],
