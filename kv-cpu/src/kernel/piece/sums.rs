@@ -74,23 +74,30 @@ struct Visit {
 }
 
 /// Rows of V are taken whole, in the order of memory, as often as there are pairs of output rows,
-/// whose sums stay in registers.
+/// whose sums stay in registers; of two groups of values those of four rows do.
 #[inline(always)]
 fn sum_whole<S: Simd, E: Stored>(s: S, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
     let visit = |row: usize, of: usize| Visit { row, of, pace: 0 };
-    match rows {
-        1 => sum_rows::<S, E, 1, 16, 4>(s, x, visit(0, 1), ask),
-        2 => sum_rows::<S, E, 2, 8, 4>(s, x, visit(0, 1), ask),
-        3 => {
+    match (rows, x.v.layout.dim() > 2 * GROUP) {
+        (1, _) => sum_rows::<S, E, 1, 16, 4>(s, x, visit(0, 1), ask),
+        (2, _) => sum_rows::<S, E, 2, 8, 4>(s, x, visit(0, 1), ask),
+        (3, false) => sum_rows::<S, E, 3, 4, 2>(s, x, visit(0, 1), ask),
+        (4, false) => sum_rows::<S, E, 4, 4, 2>(s, x, visit(0, 1), ask),
+        (_, false) => {
+            for row in [0, 4] {
+                sum_rows::<S, E, 4, 2, 2>(s, x, visit(row, 2), ask);
+            }
+        }
+        (3, true) => {
             sum_rows::<S, E, 2, 4, 4>(s, x, visit(0, 2), ask);
             sum_rows::<S, E, 1, 4, 4>(s, x, visit(2, 2), ask);
         }
-        4 => {
+        (4, true) => {
             for row in [0, 2] {
                 sum_rows::<S, E, 2, 4, 4>(s, x, visit(row, 2), ask);
             }
         }
-        _ => {
+        (_, true) => {
             for row in [0, 2, 4, 6] {
                 sum_rows::<S, E, 2, 2, 4>(s, x, visit(row, 4), ask);
             }
