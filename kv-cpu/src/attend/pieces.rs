@@ -31,6 +31,8 @@ pub(super) struct QueryRows<'s> {
     /// Of a kv head.
     pub(super) rows: usize,
     pub(super) q: &'s [f32],
+    /// Room for them as words.
+    pub(super) words: &'s mut [u32],
     pub(super) bias: &'s [f32],
     pub(super) out: &'s mut [f32],
     pub(super) running: &'s mut [Running],
@@ -44,13 +46,21 @@ pub(super) fn meet(
     (unit, sequence): (&Unit, &PlannedSequence),
     queries: QueryRows<'_>,
 ) {
-    let QueryRows { rows, q, bias, out, running, lanes, weights } = queries;
+    let QueryRows { rows, q, words, bias, out, running, lanes, weights } = queries;
     let scales = |head: usize, is_wide: bool| {
         [&job.k, &job.v].map(|plane| plane.scale(unit.kv_heads.0 + to_u32(head), is_wide))
     };
     lanes.clear();
-    let heads = q.chunks(rows * job.heads.stride_k).zip(bias.chunks(rows)).enumerate();
-    lanes.extend(heads.map(|(head, (q, bias))| Lanes::new(q, bias, scales(head, false))));
+    let biases = bias.chunks(rows).enumerate();
+    lanes.extend(biases.map(|(head, bias)| Lanes::new(bias, scales(head, false))));
+    let exact = job.has_exact_sums();
+    if let Some(kind) = job.cpu.kernels.words(rows, job.k.rows(false), exact) {
+        let stride = rows * job.heads.stride_k;
+        let heads = lanes.iter_mut().zip(q.chunks(stride).zip(words.chunks_mut(stride / 2)));
+        for (lanes, (q, words)) in heads {
+            lanes.put_words(kind, (q, rows, job.k.is_in_pairs()), words);
+        }
+    }
     let mut strips = Strips::new(job, unit, sequence);
     // The one at hand, and the two behind it.
     let mut ring = [(Strip::EMPTY, None); 3];
@@ -71,8 +81,9 @@ pub(super) fn meet(
             rows,
             q,
             q_stride: job.heads.stride_k,
+            words,
             scale: job.options.scale(),
-            exact: job.has_exact_sums(),
+            exact,
             lanes,
             weights,
             out,

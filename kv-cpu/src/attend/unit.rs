@@ -282,8 +282,9 @@ fn meet_tiles(
     if matrix.is_none() && pieces::is_worth_it(job, unit, rows) {
         let (bias, lanes) = (&*scratch.bias.get(all), &mut scratch.lanes);
         let running = &mut scratch.running;
+        let words = bytemuck::cast_slice_mut(scratch.queries.get(all * heads.stride_k / 2));
         let weights = &mut [0.0; _];
-        let queries = QueryRows { rows, q, bias, out, running, lanes, weights };
+        let queries = QueryRows { rows, q, words, bias, out, running, lanes, weights };
         pieces::meet(job, (unit, sequence), queries);
         return true;
     }

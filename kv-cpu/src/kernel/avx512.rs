@@ -5,10 +5,13 @@
     clippy::wildcard_imports,
     reason = "intrinsics by the dozen; clippy is silent about them in test builds, so not `expect`"
 )]
-pub(super) mod bf16;
+mod bf16;
 mod convert;
 mod e4m3;
 mod fold;
+mod pieces;
+mod vbmi;
+mod vnni;
 
 use std::arch::x86_64::*;
 
@@ -17,6 +20,7 @@ use self::convert::{
     widen_e5m2, widen_f16, widen_f16_words, widen_i8, widen_twice, words_apart,
 };
 use self::fold::{fold, fold_eight, halves, neighbours, pairs, quarters};
+pub(super) use self::pieces::LOOPS;
 use super::simd::{LINE, Simd, exp};
 
 /// Witness that the instructions may run: made only inside functions that carry the features.

@@ -8,10 +8,14 @@
     clippy::cast_sign_loss,
     reason = "tests: exponents and codes are small integers"
 )]
+use std::sync::LazyLock;
+
 use half::{bf16, f16};
 
-use super::piece::{DotBf16, Meeting, Piece};
+use super::piece::{self, Codes, DotBf16, DotWords, Fp8, LookUp, Loops, Meeting, Piece, Words};
 use super::simd::Simd;
+use super::stored::{E4m3, E5m2};
+use crate::encoding::Encoding;
 
 /// Sixteen lanes.
 #[derive(Debug, Clone, Copy)]
@@ -184,9 +188,6 @@ impl DotBf16 for Wide {
     fn simd(self) -> Self {
         self
     }
-    fn pairs(self, [even, odd]: [[f32; 16]; 2]) -> [u32; 16] {
-        std::array::from_fn(|i| even[i].to_bits() >> 16 | odd[i].to_bits())
-    }
     fn dot(self, a: [u32; 16], b: [u32; 16], sums: [f32; 16]) -> [f32; 16] {
         let value =
             |word: u32, odd: bool| f32::from_bits(if odd { word >> 16 } else { word } << 16);
@@ -195,8 +196,142 @@ impl DotBf16 for Wide {
     }
 }
 
-/// The loop over K of pieces of bf16 for queries of bf16.
-pub(super) unsafe fn weigh_bf16(args: &mut Meeting<'_>, piece: &Piece) {
-    // SAFETY: the condition is passed on.
-    unsafe { super::piece::weigh_bf16(Wide, args, piece) };
+/// The bits of codes as bf16.
+unsafe fn look_up<const N: usize>(codes: &Codes, from: *const u8) -> [u32; N] {
+    // SAFETY: `LookUp` has so many readable.
+    let bytes = unsafe { from.cast::<[u8; N]>().read() };
+    bytes.map(|code| {
+        let [lower, upper] = [&codes.lower, &codes.upper].map(|halves| halves.as_flattened());
+        let at = usize::from(code & 0x7f);
+        u32::from_le_bytes([lower[at], upper[at] | code & 0x80, 0, 0])
+    })
 }
+
+impl LookUp for Wide {
+    type S = Self;
+
+    fn simd(self) -> Self {
+        self
+    }
+    unsafe fn words(self, codes: &'static Codes, from: *const u8) -> [[u32; 16]; 2] {
+        // SAFETY: condition 1.
+        let bits = unsafe { look_up::<64>(codes, from) };
+        [0, 32].map(|first| {
+            std::array::from_fn(|i| bits[first + 2 * i] | bits[first + 2 * i + 1] << 16)
+        })
+    }
+    unsafe fn floats(self, codes: &'static Codes, from: *const u8) -> [[f32; 16]; 4] {
+        // SAFETY: condition 1.
+        let bits = unsafe { look_up::<64>(codes, from) };
+        [0, 16, 32, 48].map(|first| each(|i| f32::from_bits(bits[first + i] << 16)))
+    }
+    unsafe fn half(self, codes: &'static Codes, from: *const u8) -> [[f32; 16]; 2] {
+        // SAFETY: condition 1.
+        let bits = unsafe { look_up::<32>(codes, from) };
+        [0, 16].map(|first| each(|i| f32::from_bits(bits[first + i] << 16)))
+    }
+}
+
+/// Both halves of a word.
+fn halves(word: u32) -> [i32; 2] {
+    [word, word >> 16].map(|word| i32::from((word as u16).cast_signed()))
+}
+
+impl DotWords for Wide {
+    type S = Self;
+
+    fn simd(self) -> Self {
+        self
+    }
+    unsafe fn load(self, from: *const u8) -> [u32; 16] {
+        // SAFETY: condition 1 of `DotWords::load`.
+        let bytes = unsafe { from.cast::<[i8; 32]>().read() };
+        let word = |i: usize| u32::from(i16::from(bytes[i]).cast_unsigned());
+        std::array::from_fn(|i| word(2 * i) | word(2 * i + 1) << 16)
+    }
+    fn dot(self, a: [u32; 16], b: [u32; 16], sums: [u32; 16]) -> [u32; 16] {
+        std::array::from_fn(|i| {
+            let ([a, x], [b, y]) = (halves(a[i]), halves(b[i]));
+            (sums[i].cast_signed() + a * b + x * y).cast_unsigned()
+        })
+    }
+    fn add(self, a: [u32; 16], b: [u32; 16]) -> [u32; 16] {
+        std::array::from_fn(|i| a[i].wrapping_add(b[i]))
+    }
+    fn fold(self, bit: u32, a: [u32; 16], b: [u32; 16]) -> [u32; 16] {
+        let of = 1 << bit;
+        std::array::from_fn(|i| {
+            let from = if i & of == 0 { a } else { b };
+            from[i & !of].wrapping_add(from[i | of])
+        })
+    }
+    fn floats(self, sums: [u32; 16]) -> [f32; 16] {
+        sums.map(|sum| sum.cast_signed() as f32)
+    }
+    fn beside(self, a: [u32; 16], b: [u32; 16]) -> [[u32; 16]; 2] {
+        let low = |i: usize| a[i] & 0xffff | b[i] << 16;
+        let high = |i: usize| a[i] >> 16 | b[i] & 0xffff_0000;
+        [std::array::from_fn(low), std::array::from_fn(high)]
+    }
+    fn in_order(self, sums: [[u32; 16]; 2]) -> [[f32; 16]; 2] {
+        let sum = |i: usize| sums[i % 2][i / 2].cast_signed() as f32;
+        [0, 16].map(|first| each(|i| sum(first + i)))
+    }
+    fn is_finite(self, v: [f32; 16]) -> bool {
+        v.iter().all(|x| x.is_finite())
+    }
+    fn exponent(self, v: [f32; 16], n: usize) -> [f32; 16] {
+        each(|i| {
+            let lanes = &v[i / n * n..][..n];
+            14.0 - lanes.iter().fold(0.0_f32, |max, x| max.max(*x)).log2().floor()
+        })
+    }
+    fn times_power(self, v: [f32; 16], exponent: [f32; 16]) -> [f32; 16] {
+        each(|i| v[i] * exponent[i].exp2())
+    }
+    fn round_to_pairs(self, v: [f32; 16]) -> [u32; 16] {
+        let word = |i: usize| u32::from((v[i].round_ties_even() as i16).cast_unsigned());
+        std::array::from_fn(|i| if i % 2 == 0 { word(i) | word(i + 1) << 16 } else { 0 })
+    }
+    unsafe fn store(self, to: *mut u32, at: usize, v: [u32; 16]) {
+        // SAFETY: condition 1 of `DotWords::store`.
+        unsafe { to.wrapping_add(at).cast::<[u32; 16]>().write(v) }
+    }
+}
+
+/// All loops over pieces that any CPU has.
+pub(super) static LOOPS: LazyLock<Loops> = LazyLock::new(|| {
+    unsafe fn weigh_bf16(args: &mut Meeting<'_>, piece: &Piece) {
+        // SAFETY: the condition is passed on, here and below.
+        unsafe { piece::weigh_bf16(Wide, args, piece) };
+    }
+    unsafe fn weigh_codes<E: Fp8>(args: &mut Meeting<'_>, piece: &Piece) {
+        // SAFETY: as above.
+        unsafe { piece::weigh_codes::<_, E>(Wide, args, piece) };
+    }
+    unsafe fn sum_codes<E: Fp8>(args: &mut Meeting<'_>, piece: &Piece) {
+        // SAFETY: as above.
+        unsafe { piece::sum_codes::<_, E>(Wide, args, piece) };
+    }
+    unsafe fn weigh_codes_bf16<E: Fp8>(args: &mut Meeting<'_>, piece: &Piece) {
+        // SAFETY: as above.
+        unsafe { piece::weigh_codes_bf16::<_, _, E>((Wide, Wide), args, piece) };
+    }
+    unsafe fn weigh_bytes(args: &mut Meeting<'_>, piece: &Piece) {
+        // SAFETY: as above.
+        unsafe { piece::weigh_bytes(Wide, args, piece) };
+    }
+    unsafe fn sum_words(args: &mut Meeting<'_>, piece: &Piece) {
+        // SAFETY: as above.
+        unsafe { piece::sum_words(Wide, args, piece) };
+    }
+    let mut loops = PIECES.clone();
+    loops.set_weigh_words(Encoding::Bf16Pairs, Words::Bf16, weigh_bf16);
+    loops.set(Encoding::E4m3, weigh_codes::<E4m3>, sum_codes::<E4m3>);
+    loops.set(Encoding::E5m2, weigh_codes::<E5m2>, sum_codes::<E5m2>);
+    loops.set_weigh_words(Encoding::E4m3, Words::Bf16, weigh_codes_bf16::<E4m3>);
+    loops.set_weigh_words(Encoding::E5m2, Words::Bf16, weigh_codes_bf16::<E5m2>);
+    loops.set_weigh_words(Encoding::Int8, Words::Fixed, weigh_bytes);
+    loops.set_sum_words(Encoding::Int8, sum_words);
+    loops
+});

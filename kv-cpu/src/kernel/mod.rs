@@ -157,7 +157,7 @@ pub(crate) struct Kernels {
     /// Where the set has a unit that multiplies matrices.
     matrix: Option<&'static matrix::Table>,
     stream: Option<&'static stream::Table>,
-    pieces: Option<piece::Loops>,
+    pieces: Option<&'static piece::Loops>,
 }
 
 impl std::fmt::Debug for Kernels {
@@ -181,11 +181,7 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => with(&avx2::TABLE, &avx2::STREAM, None),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => {
-                let pieces =
-                    piece::Loops { table: &avx512::PIECES, weigh_bf16: avx512::bf16::weigh() };
-                with(&avx512::TABLE, &avx512::STREAM, Some(pieces))
-            }
+            Isa::Avx512 => with(&avx512::TABLE, &avx512::STREAM, Some(&avx512::LOOPS)),
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => Self { matrix: Some(&matrix::amx::TABLE), ..Self::of(Isa::Avx512)? },
             #[cfg(target_arch = "aarch64")]
@@ -201,17 +197,15 @@ impl Kernels {
             loops: &emulated::TABLE,
             matrix: None,
             stream: Some(&emulated::STREAM),
-            pieces: Some(piece::Loops {
-                table: &emulated::PIECES,
-                weigh_bf16: Some(emulated::weigh_bf16),
-            }),
+            pieces: Some(&emulated::LOOPS),
         }
     }
 
-    /// The same, and blocks of matrices.
+    /// The same with blocks of matrices, and without what is put into words.
     #[cfg(test)]
     pub(crate) fn emulated_matrix() -> Self {
-        Self { matrix: Some(&matrix::emulated::TABLE), ..Self::emulated() }
+        let (matrix, pieces) = (Some(&matrix::emulated::TABLE), Some(&emulated::PIECES));
+        Self { matrix, pieces, ..Self::emulated() }
     }
 
     /// Tokens of a tile for loops over vectors: [`TILE`] or fewer.

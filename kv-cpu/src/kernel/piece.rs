@@ -12,22 +12,28 @@
     reason = "rows and lanes are counted by the callers and the types here"
 )]
 mod ask;
+mod bf16;
 mod dots;
+mod lanes;
 mod multiply;
 mod rows;
 mod strip;
 mod sums;
 mod weigh;
+mod words;
 
-pub(super) use self::multiply::DotBf16;
+pub(super) use self::bf16::{Codes, DotBf16, Fp8, LookUp};
+pub(crate) use self::lanes::{Lanes, Words};
 use self::rows::Rows;
 use self::strip::Places;
 pub(crate) use self::strip::{HeadRows, Strip};
-pub(super) use self::sums::{sum, sum_e4m3};
-pub(super) use self::weigh::{weigh, weigh_bf16, weigh_e4m3};
-use super::simd::LANES_MAX;
+pub(super) use self::sums::{sum, sum_codes, sum_e4m3};
+pub(super) use self::weigh::{
+    weigh, weigh_bf16, weigh_bytes, weigh_codes, weigh_codes_bf16, weigh_e4m3,
+};
+pub(super) use self::words::{DotWords, sum_words};
 use super::stored::GROUP;
-use super::{Kernels, RowScale, Running, of_encoding};
+use super::{Kernels, LANES_MAX, of_encoding};
 use crate::encoding::{Encoding, RowLayout};
 
 /// Most tokens of a piece.
@@ -49,50 +55,6 @@ const fn has_rows(rows: usize) -> bool {
 /// Weights of a piece: vectors of lanes `row * tokens_of(rows) + token`, as many as there are.
 pub(crate) type Weights = [f32; ROWS_MAX * PIECE];
 
-/// What the query rows of a kv head have come to; the lanes of a row as in [`Weights`].
-#[derive(Debug, Clone, Copy)]
-#[repr(align(64))]
-pub(crate) struct Lanes {
-    /// What is added to scores before they are scaled.
-    bias: [f32; LANES_MAX],
-    /// What weights are relative to, about the greatest score: the same in all lanes of a row, and
-    /// finite, so that what is infinitely less weighs nothing.
-    max: [f32; LANES_MAX],
-    /// Of the weights of a row each lane has a part.
-    sum: [f32; LANES_MAX],
-    /// What rows of K and V are multiplied with.
-    scales: [RowScale<'static>; 2],
-    /// Whether the query rows have no more bits than bf16. Each head has its own answer, so that
-    /// its bits do not depend on which others it is met with.
-    is_bf16: bool,
-}
-
-impl Lanes {
-    /// Nothing seen yet by query rows with these biases; see [`Self::set_scales`].
-    pub(crate) fn new(q: &[f32], bias: &[f32], scales: [RowScale<'static>; 2]) -> Self {
-        let zero = [0.0; LANES_MAX];
-        let is_bf16 = q.iter().all(|value| value.to_bits() << 16 == 0);
-        let mut lanes = Self { bias: zero, max: [f32::MIN; LANES_MAX], sum: zero, scales, is_bf16 };
-        for (lanes, bias) in lanes.bias.chunks_mut(tokens_of(bias.len())).zip(bias) {
-            lanes.fill(*bias);
-        }
-        lanes
-    }
-
-    /// Rows of K and V are multiplied with these from now on.
-    pub(crate) fn set_scales(&mut self, scales: [RowScale<'static>; 2]) {
-        self.scales = scales;
-    }
-
-    /// Maximum and sum of one of so many rows.
-    pub(crate) fn running(&self, row: usize, rows: usize) -> Running {
-        let tokens = tokens_of(rows);
-        let sum: f32 = self.sum[row * tokens..][..tokens].iter().sum();
-        // Where nothing weighs, nothing was seen.
-        if sum == 0.0 { Running::EMPTY } else { Running { max: self.max[row * tokens], sum } }
-    }
-}
-
 /// A strip, and the query rows that meet it.
 pub(crate) struct Meeting<'a> {
     pub(crate) strip: &'a Strip<'a>,
@@ -104,6 +66,8 @@ pub(crate) struct Meeting<'a> {
     /// The rows, `q_stride` apart, head by head.
     pub(crate) q: &'a [f32],
     pub(crate) q_stride: usize,
+    /// The same of heads whose lanes say so, see [`Lanes::put_words`]; half as far apart.
+    pub(crate) words: &'a [u32],
     /// What scores are multiplied with.
     pub(crate) scale: f32,
     /// Whether anyone has use for all bits of a weight.
@@ -118,13 +82,6 @@ pub(crate) struct Meeting<'a> {
 }
 
 impl Meeting<'_> {
-    /// Whether products of bf16 are worth it. With fewer rows memory is waited for, and gives less
-    /// when scores take less time (`docs/performance.md`).
-    fn has_use_for_bf16(&self) -> bool {
-        let k = self.layouts[0];
-        k.encoding() == Encoding::Bf16Pairs && (self.rows == ROWS_MAX || k.dim() <= 2 * GROUP)
-    }
-
     /// What the loops rely on.
     fn check(&self) {
         let Strip { heads, tokens, planes } = self.strip;
@@ -141,6 +98,9 @@ impl Meeting<'_> {
                 && self.lanes.len() >= *heads
                 && self.q_stride >= k
                 && self.q.len() >= all * self.q_stride
+                && self.q_stride.is_multiple_of(2)
+                && (self.words.len() >= all * self.q_stride / 2
+                    || self.lanes.iter().all(|lanes| lanes.words().is_none()))
                 && self.out_stride >= v
                 && self.out_stride.is_multiple_of(LANES_MAX)
                 && self.out.len() >= all * self.out_stride,
@@ -161,20 +121,30 @@ pub(crate) struct Piece {
 /// What takes a piece of a strip that was checked.
 pub(crate) type Loop = unsafe fn(&mut Meeting<'_>, &Piece);
 
-/// The loops of a CPU.
-#[derive(Clone, Copy)]
+/// The loops of a CPU, by encoding. Calling one is sound only on such a CPU.
+#[derive(Clone)]
 pub(crate) struct Loops {
-    pub(super) table: &'static Table,
-    /// That over K of [`Encoding::Bf16Pairs`] for queries of bf16, if the CPU has such products.
-    pub(super) weigh_bf16: Option<Loop>,
-}
-
-/// The loops of one instruction set, by encoding. Calling one is sound only on a CPU that has it.
-pub(crate) struct Table {
     /// Scores and weighs a piece.
     pub(super) weigh: [Loop; Encoding::COUNT],
+    /// The same for queries that are there as such words, where that is faster.
+    pub(super) weigh_words: [Option<(Words, Loop)>; Encoding::COUNT],
     /// Adds its values by their weights.
     pub(super) sum: [Loop; Encoding::COUNT],
+    /// The same where weights of 16 bits are enough, where that is faster.
+    pub(super) sum_words: [Option<Loop>; Encoding::COUNT],
+}
+
+impl Loops {
+    /// Other loops for an encoding.
+    pub(super) fn set(&mut self, encoding: Encoding, weigh: Loop, sum: Loop) {
+        (self.weigh[encoding.index()], self.sum[encoding.index()]) = (weigh, sum);
+    }
+    pub(super) fn set_weigh_words(&mut self, encoding: Encoding, words: Words, weigh: Loop) {
+        self.weigh_words[encoding.index()] = Some((words, weigh));
+    }
+    pub(super) fn set_sum_words(&mut self, encoding: Encoding, sum: Loop) {
+        self.sum_words[encoding.index()] = Some(sum);
+    }
 }
 
 /// Pieces of so many bytes of K at most are asked for two ahead: one is over too soon.
@@ -187,15 +157,34 @@ impl Kernels {
         self.pieces.is_some() && has_rows(rows) && layouts.into_iter().all(is_whole)
     }
 
+    /// As what words so many query rows best meet rows of K, if as any; `exact` as in [`Meeting`].
+    pub(crate) fn words(self, rows: usize, k: &RowLayout, exact: bool) -> Option<Words> {
+        let (words, _) = of_encoding(&self.pieces?.weigh_words, k.encoding())?;
+        let is_worth_it = match words {
+            Words::Fixed => !exact && k.dim() <= words::VALUES_MAX,
+            // With fewer rows of bf16 itself memory is waited for, and gives less when scores take
+            // less time (`docs/performance.md`).
+            Words::Bf16 if k.encoding() == Encoding::Bf16Pairs => {
+                rows == ROWS_MAX || k.dim() <= bf16::PAIRED
+            }
+            Words::Bf16 => true,
+        };
+        let fits = words == Words::Fixed || k.dim().is_multiple_of(bf16::PAIRED);
+        (is_worth_it && fits).then_some(words)
+    }
+
     /// Lets query rows meet a strip, where [`Self::has_pieces`] has said so.
     pub(crate) fn meet_strip(self, args: &mut Meeting<'_>) {
-        let Some(Loops { table, weigh_bf16 }) = self.pieces else {
+        let Some(loops) = self.pieces else {
             return;
         };
         args.check();
         let [k, v] = args.layouts.map(RowLayout::encoding);
-        let (weigh, sum) = (of_encoding(&table.weigh, k), of_encoding(&table.sum, v));
-        let weigh_bf16 = weigh_bf16.filter(|_| args.has_use_for_bf16()).unwrap_or(weigh);
+        let weigh = of_encoding(&loops.weigh, k);
+        let words = self.words(args.rows, args.layouts[0], args.exact);
+        let by_words = of_encoding(&loops.weigh_words, k).map_or(weigh, |(_, weigh)| weigh);
+        let sum_words = of_encoding(&loops.sum_words, v).filter(|_| !args.exact);
+        let sum = sum_words.unwrap_or(of_encoding(&loops.sum, v));
         let (strip, [next, last]) = (args.strip, args.next);
         let mut soon = Places::new([strip, next, last]);
         soon.next();
@@ -211,7 +200,8 @@ impl Kernels {
                 begins,
                 soon: soon.next().unwrap_or(begins),
             };
-            let weigh = if args.lanes[place.0].is_bf16 { weigh_bf16 } else { weigh };
+            let are_there = words.is_some() && args.lanes[place.0].words() == words;
+            let weigh = if are_there { by_words } else { weigh };
             // SAFETY: the CPU has the instruction set, by `Self::of`. The strip was checked, and
             // the piece is one of it.
             unsafe { weigh(args, &piece) };
@@ -226,9 +216,10 @@ impl Kernels {
 macro_rules! table {
     ([$(#[$attribute:meta])*] $simd:expr) => {
         /// The loops over pieces.
-        pub(super) static PIECES: super::piece::Table = {
-            use super::piece::{self, Meeting, Piece, Table};
+        pub(super) static PIECES: super::piece::Loops = {
+            use super::piece::{self, Loops, Meeting, Piece};
             use super::stored::Stored;
+            use crate::encoding::Encoding;
 
             $(#[$attribute])*
             unsafe fn weigh<E: Stored>(args: &mut Meeting<'_>, piece: &Piece) {
@@ -250,9 +241,11 @@ macro_rules! table {
                 // SAFETY: the condition is passed on.
                 unsafe { piece::sum_e4m3($simd, args, piece) };
             }
-            Table {
+            Loops {
                 weigh: super::table::each!(weigh, weigh_e4m3),
+                weigh_words: [None; Encoding::COUNT],
                 sum: super::table::each!(sum, sum_e4m3),
+                sum_words: [None; Encoding::COUNT],
             }
         };
     };

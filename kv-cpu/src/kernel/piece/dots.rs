@@ -13,14 +13,14 @@
 )]
 use std::mem::MaybeUninit;
 
-use super::super::simd::{LANES_MAX, Simd};
-use super::super::stored::{GROUP, Stored};
+use super::super::simd::{LANES_MAX, LINE, Simd};
+use super::super::stored::GROUP;
 use super::ask::Ask;
-use super::multiply::{F, Multiply, Operands};
+use super::multiply::{Floats, Load, Multiply, Operands, V};
 use super::{PIECE, ROWS_MAX, tokens_of};
 
 /// Sums of products that are not folded to one lane yet, by token.
-type Partial<F> = [MaybeUninit<F>; PIECE];
+type Partial<M> = [MaybeUninit<<M as Multiply>::Sums>; PIECE];
 
 /// Which query rows visit K.
 #[derive(Clone, Copy)]
@@ -40,11 +40,10 @@ pub(super) fn dots<M: Multiply, const R: usize, const P: usize, const C: usize>(
     m: M,
     x: &Operands<'_>,
     ask: &mut Ask,
-) -> [F<M>; ROWS_MAX] {
-    let s = m.simd();
+) -> [<M::S as Simd>::F; ROWS_MAX] {
     let (all, tokens) = (R.next_power_of_two(), const { tokens_of(R) });
     let (of, whole, bit) = (all / P, R / P, tokens.ilog2());
-    let mut partial: [Partial<F<M>>; ROWS_MAX] = [[MaybeUninit::uninit(); _]; _];
+    let mut partial: [Partial<M>; ROWS_MAX] = [[MaybeUninit::uninit(); _]; _];
     for visit in 0..whole {
         let sums = &mut partial[visit];
         add_rows::<M, P, P, C>(m, x, Visit { row: visit * P, of, bit }, ask, sums);
@@ -57,22 +56,22 @@ pub(super) fn dots<M: Multiply, const R: usize, const P: usize, const C: usize>(
     }
     if x.k.tokens < PIECE {
         for sums in &mut partial[..of] {
-            sums[x.k.tokens..].fill(MaybeUninit::new(s.splat(0.0)));
+            sums[x.k.tokens..].fill(MaybeUninit::new(m.zero()));
         }
     }
-    let mut scores = [s.splat(0.0); ROWS_MAX];
+    let mut scores = [m.simd().splat(0.0); ROWS_MAX];
     for step in 0..all {
         // Lanes of rows are above those of tokens, and visits are the highest of a row.
-        let mut steps = [s.splat(0.0); LANES_MAX];
+        let mut steps = [m.zero(); LANES_MAX];
         for token in 0..tokens {
-            let mut rows = [s.splat(0.0); LANES_MAX];
+            let mut rows = [m.zero(); LANES_MAX];
             for visit in 0..of {
                 // SAFETY: each visit has set those of all tokens, and zeros are behind them.
                 rows[visit] = unsafe { partial[visit][step * tokens + token].assume_init() };
             }
-            steps[token] = fold(s, rows, of, bit + P.ilog2());
+            steps[token] = fold(m, rows, of, bit + P.ilog2());
         }
-        scores[step] = fold(s, steps, tokens, 0);
+        scores[step] = m.floats(fold(m, steps, tokens, 0));
     }
     scores
 }
@@ -84,9 +83,9 @@ fn add_rows<M: Multiply, const P: usize, const R: usize, const C: usize>(
     x: &Operands<'_>,
     visit: Visit,
     ask: &mut Ask,
-    sums: &mut Partial<F<M>>,
+    sums: &mut Partial<M>,
 ) {
-    let groups = x.k.layout.dim() / GROUP;
+    let groups = x.k.layout.dim() / M::VALUES;
     let mut group = 0;
     while group + C <= groups {
         add_groups::<M, P, R, C>(m, x, (visit, group), ask, sums);
@@ -108,9 +107,8 @@ fn add_groups<M: Multiply, const P: usize, const R: usize, const C: usize>(
     x: &Operands<'_>,
     (visit, group): (Visit, usize),
     ask: &mut Ask,
-    sums: &mut Partial<F<M>>,
+    sums: &mut Partial<M>,
 ) {
-    let s = m.simd();
     let mut queries = [[m.query(x, visit.row, group); C]; R];
     for r in 0..R {
         for c in 0..C {
@@ -118,23 +116,23 @@ fn add_groups<M: Multiply, const P: usize, const R: usize, const C: usize>(
         }
     }
     for token in 0..x.k.tokens {
-        ask.step(s, C * M::LINES / visit.of);
+        ask.step(m.simd(), C * M::BYTES / (LINE * visit.of));
         let from = x.k.first.wrapping_add(token * x.k.stride);
-        let mut dots = [[s.splat(0.0); 2]; R];
+        let mut dots = [[m.zero(); 2]; R];
         for c in 0..C {
             let keys = m.key(x, from, group + c);
             for r in 0..R {
-                dots[r] = m.add(c, dots[r], (queries[r][c], keys));
+                dots[r] = m.dot(dots[r], (queries[r][c], keys));
             }
         }
-        let mut rows = [s.splat(0.0); LANES_MAX];
+        let mut rows = [m.zero(); LANES_MAX];
         for r in 0..R {
-            rows[r] = s.add(dots[r][0], dots[r][1]);
+            rows[r] = m.add(dots[r][0], dots[r][1]);
         }
-        let mut sum = fold(s, rows, P, visit.bit);
+        let mut sum = fold(m, rows, P, visit.bit);
         if group > 0 {
             // SAFETY: the first groups have set it.
-            sum = s.add(sum, unsafe { sums[token].assume_init() });
+            sum = m.add(sum, unsafe { sums[token].assume_init() });
         }
         sums[token].write(sum);
     }
@@ -143,12 +141,13 @@ fn add_groups<M: Multiply, const P: usize, const R: usize, const C: usize>(
 /// The same where keys take long to decode: once for all rows, `T` tokens side by side. Pieces have
 /// a multiple of `T`.
 #[inline(always)]
-pub(super) fn dots_decoded<S: Simd, E: Stored, const R: usize, const T: usize>(
-    s: S,
+pub(super) fn dots_decoded<L: Load, const R: usize, const T: usize>(
+    l: L,
     x: &Operands<'_>,
     ask: &mut Ask,
-) -> [S::F; ROWS_MAX] {
+) -> [V<L>; ROWS_MAX] {
     const { assert!(T == tokens_of(R), "scores share a vector") };
+    let s = l.simd();
     let (steps, groups) = (x.k.tokens / T, x.k.layout.dim() / GROUP);
     let pace = ask.pace(steps * groups);
     let mut scores = [s.splat(0.0); ROWS_MAX];
@@ -157,29 +156,30 @@ pub(super) fn dots_decoded<S: Simd, E: Stored, const R: usize, const T: usize>(
         let mut dots = [s.splat(0.0); LANES_MAX];
         for group in 0..groups {
             ask.step(s, pace);
-            add_decoded::<S, E, R, T>(s, x, (first, group), &mut dots);
+            add_decoded::<L, R, T>(l, x, (first, group), &mut dots);
         }
-        scores[step] = fold(s, dots, LANES_MAX, 0);
+        scores[step] = fold(Floats(l), dots, LANES_MAX, 0);
     }
     scores
 }
 
 /// Adds the products of a group of values with `T` tokens from one on.
 #[inline(always)]
-fn add_decoded<S: Simd, E: Stored, const R: usize, const T: usize>(
-    s: S,
+fn add_decoded<L: Load, const R: usize, const T: usize>(
+    l: L,
     x: &Operands<'_>,
     (first, group): (*const u8, usize),
-    dots: &mut [S::F; LANES_MAX],
+    dots: &mut [V<L>; LANES_MAX],
 ) {
+    let (s, m) = (l.simd(), Floats(l));
     // What is the shorter of both stays in registers.
     if R <= T {
         let mut queries = [[s.splat(0.0); 2]; R];
         for r in 0..R {
-            queries[r] = x.query(s, r, group);
+            queries[r] = m.query(x, r, group);
         }
         for t in 0..T {
-            let keys = x.key::<S, E>(s, first.wrapping_add(t * x.k.stride), group);
+            let keys = m.key(x, first.wrapping_add(t * x.k.stride), group);
             for r in 0..R {
                 dots[r * T + t] = s.fma(queries[r][0], keys[0], dots[r * T + t]);
                 dots[r * T + t] = s.fma(queries[r][1], keys[1], dots[r * T + t]);
@@ -189,10 +189,10 @@ fn add_decoded<S: Simd, E: Stored, const R: usize, const T: usize>(
     }
     let mut keys = [[s.splat(0.0); 2]; T];
     for t in 0..T {
-        keys[t] = x.key::<S, E>(s, first.wrapping_add(t * x.k.stride), group);
+        keys[t] = m.key(x, first.wrapping_add(t * x.k.stride), group);
     }
     for r in 0..R {
-        let [even, odd] = x.query(s, r, group);
+        let [even, odd] = m.query(x, r, group);
         for t in 0..T {
             dots[r * T + t] = s.fma(even, keys[t][0], dots[r * T + t]);
             dots[r * T + t] = s.fma(odd, keys[t][1], dots[r * T + t]);
@@ -203,11 +203,11 @@ fn add_decoded<S: Simd, E: Stored, const R: usize, const T: usize>(
 /// Adds lanes of the first `n` vectors: those that differ in bits from `bit` on, of which the lanes
 /// of vector `i` are those that have the bits of `i` there.
 #[inline(always)]
-fn fold<S: Simd>(s: S, mut v: [S::F; LANES_MAX], n: usize, bit: u32) -> S::F {
+fn fold<M: Multiply>(m: M, mut v: [M::Sums; LANES_MAX], n: usize, bit: u32) -> M::Sums {
     for level in (0..n.ilog2()).rev() {
         let half = 1 << level;
         for i in 0..half {
-            v[i] = s.fold(bit + level, v[i], v[i + half]);
+            v[i] = m.fold(bit + level, v[i], v[i + half]);
         }
     }
     v[0]

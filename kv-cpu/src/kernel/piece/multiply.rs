@@ -1,83 +1,48 @@
-//! How queries and keys are multiplied: as `f32`, or as the pairs of bf16 as which K lies there.
+//! How rows are read, and how queries and keys are multiplied: as `f32`, whatever they are stored
+//! in. `bf16.rs` and `words.rs` have what takes half the time where a CPU has instructions for it.
 #![expect(
     clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
+    clippy::needless_range_loop,
+    clippy::indexing_slicing,
     reason = "kernel code: the strip was checked, and loops must melt into the function that \
               carries the target features"
 )]
 use std::marker::PhantomData;
 
-use super::super::simd::Simd;
-use super::super::stored::{Bf16Pairs, GROUP, Stored};
+use super::super::simd::{LINE, Simd};
+use super::super::stored::{GROUP, Stored};
 use super::super::tile::HALF;
 use super::{Meeting, Piece, Rows};
 
-/// The query rows of a head, and the K rows of a piece.
-pub(super) struct Operands<'a> {
-    q: *const f32,
-    q_stride: usize,
-    pub(super) k: Rows<'a>,
-}
-
-impl<'a> Operands<'a> {
-    /// Those of a piece.
-    ///
-    /// # Safety
-    /// As for [`Rows::new`].
-    #[inline(always)]
-    pub(super) unsafe fn new(args: &Meeting<'a>, piece: &Piece) -> Self {
-        let q = args.q.as_ptr().wrapping_add(piece.head * args.rows * args.q_stride);
-        // SAFETY: the condition is passed on.
-        Self { q, q_stride: args.q_stride, k: unsafe { Rows::new(args, piece, 0) } }
-    }
-
-    /// A group of values of a query row.
-    #[inline(always)]
-    pub(super) fn query<S: Simd>(&self, s: S, row: usize, group: usize) -> [S::F; 2] {
-        let at = row * self.q_stride + group * GROUP;
-        // SAFETY: the rows have as many values as those of K, by the check of the strip.
-        let first = unsafe { s.load(self.q, at) };
-        // SAFETY: as above.
-        [first, unsafe { s.load(self.q, at + HALF) }]
-    }
-
-    /// The same of the row of K that begins at `row`.
-    #[inline(always)]
-    pub(super) fn key<S: Simd, E: Stored>(&self, s: S, row: *const u8, group: usize) -> [S::F; 2] {
-        // SAFETY: a whole group of a row, see `Rows::new`.
-        unsafe { E::load_pair(s, row, self.k.layout, group * GROUP, 0) }
-    }
-
-    /// As it lies there, of two bytes a value.
-    #[inline(always)]
-    fn key_bits<S: Simd>(&self, s: S, row: *const u8, group: usize) -> S::I {
-        debug_assert_eq!(self.k.layout.bytes(), 2 * self.k.layout.dim(), "values of 16 bits");
-        // SAFETY: a whole group of a row, see `Rows::new`; `weigh_bf16` takes no other encoding.
-        unsafe { s.load_bits(row.cast(), group * HALF) }
-    }
-}
-
-/// How groups of values are multiplied.
-pub(super) trait Multiply: Copy {
+/// How rows are read as `f32`.
+pub(super) trait Load: Copy {
     type S: Simd;
-    /// A group of values.
-    type Group: Copy;
-    /// Cache lines that such a group of K has, if its rows are to be met whole.
-    const LINES: usize;
+    /// Whether rows are met whole, in the order of memory, though some is decoded more than once:
+    /// where values need hardly any decoding (`docs/performance.md`).
+    const WHOLE: bool;
+    /// Bytes of a group of values, or 0 where that is not known here.
+    const BYTES: usize;
+    /// What loaded values are multiplied with besides the scale of their row.
+    const FACTOR: f32;
 
     fn simd(self) -> Self::S;
-    fn query(self, x: &Operands<'_>, row: usize, group: usize) -> Self::Group;
-    /// Of the row of K that begins at `row`.
-    fn key(self, x: &Operands<'_>, row: *const u8, group: usize) -> Self::Group;
-    /// Adds the products of group number `c` of a query with that of a key to two vectors of sums.
-    fn add(self, c: usize, sums: [F<Self>; 2], groups: (Self::Group, Self::Group)) -> [F<Self>; 2];
+    /// `C` groups from one on of the row that begins at `row`, which is one of `rows`.
+    ///
+    /// # Safety
+    /// 1. The rows are those of a piece, see [`Rows::new`], and have so many groups.
+    unsafe fn load<const C: usize>(
+        self,
+        rows: &Rows<'_>,
+        row: *const u8,
+        group: usize,
+    ) -> [[V<Self>; 2]; C];
 }
 
-/// A vector of sums.
-pub(super) type F<M> = <<M as Multiply>::S as Simd>::F;
+/// A vector of values.
+pub(super) type V<L> = <<L as Load>::S as Simd>::F;
 
-/// As `f32`, whatever K is stored in.
+/// By the primitives of an encoding.
 pub(super) struct Decoded<S, E>(S, PhantomData<E>);
 
 impl<S, E> Decoded<S, E> {
@@ -92,75 +57,147 @@ impl<S: Copy, E> Clone for Decoded<S, E> {
     }
 }
 
-impl<S: Simd, E: Stored> Multiply for Decoded<S, E> {
+impl<S: Simd, E: Stored> Load for Decoded<S, E> {
     type S = S;
-    type Group = [S::F; 2];
-    const LINES: usize = E::LINES;
+    const WHOLE: bool = E::LINES > 0;
+    const BYTES: usize = E::LINES * LINE;
+    const FACTOR: f32 = E::FACTOR;
 
     #[inline(always)]
     fn simd(self) -> S {
         self.0
     }
     #[inline(always)]
-    fn query(self, x: &Operands<'_>, row: usize, group: usize) -> [S::F; 2] {
-        x.query(self.0, row, group)
-    }
-    #[inline(always)]
-    fn key(self, x: &Operands<'_>, row: *const u8, group: usize) -> [S::F; 2] {
-        x.key::<S, E>(self.0, row, group)
-    }
-    #[inline(always)]
-    fn add(self, _: usize, [a, b]: [S::F; 2], (q, k): ([S::F; 2], [S::F; 2])) -> [S::F; 2] {
-        [self.0.fma(q[0], k[0], a), self.0.fma(q[1], k[1], b)]
+    unsafe fn load<const C: usize>(
+        self,
+        rows: &Rows<'_>,
+        row: *const u8,
+        group: usize,
+    ) -> [[S::F; 2]; C] {
+        let mut values = [[self.0.splat(0.0); 2]; C];
+        for c in 0..C {
+            let at = (group + c) * GROUP;
+            // SAFETY: a whole group of a row, by condition 1.
+            values[c] = unsafe { E::load_pair(self.0, row, rows.layout, at, 0) };
+        }
+        values
     }
 }
 
-/// Products of bf16, which not every CPU has that has the vectors.
-pub(in super::super) trait DotBf16: Copy {
+/// The query rows of a head, and the K rows of a piece.
+pub(super) struct Operands<'a> {
+    q: *const f32,
+    q_stride: usize,
+    words: *const u32,
+    pub(super) k: Rows<'a>,
+}
+
+impl<'a> Operands<'a> {
+    /// Those of a piece.
+    ///
+    /// # Safety
+    /// As for [`Rows::new`].
+    #[inline(always)]
+    pub(super) unsafe fn new(args: &Meeting<'a>, piece: &Piece) -> Self {
+        let first = piece.head * args.rows * args.q_stride;
+        Self {
+            q: args.q.as_ptr().wrapping_add(first),
+            q_stride: args.q_stride,
+            words: args.words.as_ptr().wrapping_add(first / 2),
+            // SAFETY: the condition is passed on.
+            k: unsafe { Rows::new(args, piece, 0) },
+        }
+    }
+
+    /// A group of values of a query row.
+    #[inline(always)]
+    pub(super) fn query<S: Simd>(&self, s: S, row: usize, group: usize) -> [S::F; 2] {
+        let at = row * self.q_stride + group * GROUP;
+        // SAFETY: the rows have as many values as those of K, by the check of the strip.
+        let first = unsafe { s.load(self.q, at) };
+        // SAFETY: as above.
+        [first, unsafe { s.load(self.q, at + HALF) }]
+    }
+
+    /// The same as words of two values, for heads whose queries are there as such.
+    #[inline(always)]
+    pub(super) fn query_words<S: Simd>(&self, s: S, row: usize, group: usize) -> S::I {
+        let at = row * self.q_stride / 2 + group * HALF;
+        // SAFETY: there are as many, half as far apart, by the check of the strip.
+        unsafe { s.load_bits(self.words, at) }
+    }
+}
+
+/// How groups of values are multiplied, and products added.
+pub(super) trait Multiply: Copy {
     type S: Simd;
+    /// A group of values.
+    type Group: Copy;
+    /// A vector of sums of products.
+    type Sums: Copy;
+    /// Values of a group.
+    const VALUES: usize = GROUP;
+    /// Bytes of a group of K, or 0 where lines are not asked for by it.
+    const BYTES: usize;
+    /// Whether products are to be multiplied by the units of query rows.
+    const HAS_UNITS: bool = false;
 
     fn simd(self) -> Self::S;
-    /// Words of an even value, the lower half, and the odd one behind it, both as bf16 has them.
-    fn pairs(self, even_and_odd: [<Self::S as Simd>::F; 2]) -> <Self::S as Simd>::I;
-    /// Adds the products of both values of each word.
-    fn dot(
-        self,
-        a: <Self::S as Simd>::I,
-        b: <Self::S as Simd>::I,
-        sums: <Self::S as Simd>::F,
-    ) -> <Self::S as Simd>::F;
+    fn zero(self) -> Self::Sums;
+    fn query(self, x: &Operands<'_>, row: usize, group: usize) -> Self::Group;
+    /// Of the row of K that begins at `row`.
+    fn key(self, x: &Operands<'_>, row: *const u8, group: usize) -> Self::Group;
+    /// Adds the products of a query's group with that of a key to two vectors.
+    fn dot(self, sums: [Self::Sums; 2], groups: (Self::Group, Self::Group)) -> [Self::Sums; 2];
+    fn add(self, a: Self::Sums, b: Self::Sums) -> Self::Sums;
+    /// As [`Simd::fold`].
+    fn fold(self, bit: u32, a: Self::Sums, b: Self::Sums) -> Self::Sums;
+    fn floats(self, sums: Self::Sums) -> <Self::S as Simd>::F;
 }
 
-/// As pairs of bf16, of which queries are too. Twice as many products at once.
+/// As `f32`.
 #[derive(Clone, Copy)]
-pub(super) struct Paired<B>(pub(super) B);
+pub(super) struct Floats<L>(pub(super) L);
 
-impl<B: DotBf16> Multiply for Paired<B> {
-    type S = B::S;
-    type Group = <B::S as Simd>::I;
-    const LINES: usize = Bf16Pairs::LINES;
+impl<L: Load> Multiply for Floats<L> {
+    type S = L::S;
+    type Group = [V<L>; 2];
+    type Sums = V<L>;
+    const BYTES: usize = if L::WHOLE { L::BYTES } else { 0 };
 
     #[inline(always)]
-    fn simd(self) -> B::S {
+    fn simd(self) -> L::S {
         self.0.simd()
     }
     #[inline(always)]
-    fn query(self, x: &Operands<'_>, row: usize, group: usize) -> Self::Group {
-        self.0.pairs(x.query(self.0.simd(), row, group))
+    fn zero(self) -> V<L> {
+        self.simd().splat(0.0)
     }
     #[inline(always)]
-    fn key(self, x: &Operands<'_>, row: *const u8, group: usize) -> Self::Group {
-        x.key_bits(self.0.simd(), row, group)
+    fn query(self, x: &Operands<'_>, row: usize, group: usize) -> [V<L>; 2] {
+        x.query(self.simd(), row, group)
     }
     #[inline(always)]
-    fn add(
-        self,
-        c: usize,
-        mut sums: [F<Self>; 2],
-        (q, k): (Self::Group, Self::Group),
-    ) -> [F<Self>; 2] {
-        // Two chains of sums, as one waits for itself.
-        sums[c % 2] = self.0.dot(q, k, sums[c % 2]);
+    fn key(self, x: &Operands<'_>, row: *const u8, group: usize) -> [V<L>; 2] {
+        // SAFETY: a group of K of a piece, by the check of the strip.
+        let [values] = unsafe { self.0.load::<1>(&x.k, row, group) };
+        values
+    }
+    #[inline(always)]
+    fn dot(self, sums: [V<L>; 2], (q, k): ([V<L>; 2], [V<L>; 2])) -> [V<L>; 2] {
+        let s = self.simd();
+        [s.fma(q[0], k[0], sums[0]), s.fma(q[1], k[1], sums[1])]
+    }
+    #[inline(always)]
+    fn add(self, a: V<L>, b: V<L>) -> V<L> {
+        self.simd().add(a, b)
+    }
+    #[inline(always)]
+    fn fold(self, bit: u32, a: V<L>, b: V<L>) -> V<L> {
+        self.simd().fold(bit, a, b)
+    }
+    #[inline(always)]
+    fn floats(self, sums: V<L>) -> V<L> {
         sums
     }
 }

@@ -9,7 +9,6 @@
 )]
 use super::super::RowScale;
 use super::super::simd::Simd;
-use super::super::stored::Stored;
 use super::{Meeting, PIECE, Piece};
 use crate::encoding::RowLayout;
 use crate::num::to_u32;
@@ -43,22 +42,23 @@ impl<'a> Rows<'a> {
         self.first.wrapping_add(token.min(self.tokens - 1) * self.stride)
     }
 
-    /// What the tokens are multiplied with; `None` where that is 1 for all.
+    /// What the tokens are multiplied with, and with a factor; `None` where that is 1 for all.
     #[inline(always)]
-    pub(super) fn factors<S: Simd, E: Stored>(
+    pub(super) fn factors<S: Simd>(
         &self,
         s: S,
         scale: RowScale<'_>,
+        factor: f32,
     ) -> Option<[f32; PIECE]> {
         match scale {
-            RowScale::Given(scale) if (scale * E::FACTOR).to_bits() == 1.0_f32.to_bits() => None,
-            RowScale::Given(scale) => Some([scale * E::FACTOR; PIECE]),
+            RowScale::Given(scale) if (scale * factor).to_bits() == 1.0_f32.to_bits() => None,
+            RowScale::Given(scale) => Some([scale * factor; PIECE]),
             RowScale::Each(scales) => {
                 let mut all = [1.0; PIECE];
                 all[..self.tokens].copy_from_slice(&scales[..self.tokens]);
-                Some(all.map(|scale| scale * E::FACTOR))
+                Some(all.map(|scale| scale * factor))
             }
-            RowScale::Stored => Some(self.stored_scales(s, E::FACTOR)),
+            RowScale::Stored => Some(self.stored_scales(s, factor)),
         }
     }
 

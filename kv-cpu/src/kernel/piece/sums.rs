@@ -7,11 +7,13 @@
     reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
               that carries the target features"
 )]
-use super::super::simd::{LANES_MAX, Simd};
+use super::super::simd::{LANES_MAX, LINE, Simd};
 use super::super::stored::{E4m3, FiniteE4m3, GROUP, Stored};
 use super::super::tile::HALF;
 use super::ask::Ask;
-use super::{Meeting, Piece, Rows, tokens_of};
+use super::bf16::{Coded, Fp8, LookUp};
+use super::multiply::{Decoded, Load};
+use super::{Meeting, PIECE, Piece, Rows, tokens_of};
 
 /// Adds a piece of E4M3.
 ///
@@ -22,10 +24,10 @@ pub(in super::super) unsafe fn sum_e4m3<S: Simd>(s: S, args: &mut Meeting<'_>, p
     // SAFETY: the condition is passed on, here and below.
     if unsafe { Rows::new(args, piece, 1) }.are_finite(s) {
         // SAFETY: as above.
-        unsafe { sum::<S, FiniteE4m3>(s, args, piece) };
+        unsafe { sum_loaded(Decoded::<S, FiniteE4m3>::new(s), args, piece) };
     } else {
         // SAFETY: as above.
-        unsafe { sum::<S, E4m3>(s, args, piece) };
+        unsafe { sum_loaded(Decoded::<S, E4m3>::new(s), args, piece) };
     }
 }
 
@@ -39,19 +41,54 @@ pub(in super::super) unsafe fn sum<S: Simd, E: Stored>(
     args: &mut Meeting<'_>,
     piece: &Piece,
 ) {
-    const { assert!(S::LANES == LANES_MAX, "a vector has the weights of a piece by a row") };
+    // SAFETY: the condition is passed on.
+    unsafe { sum_loaded(Decoded::<S, E>::new(s), args, piece) };
+}
+
+/// Adds a piece of FP8 by lookups.
+///
+/// # Safety
+/// 1. It is one of the strip, which was checked.
+#[inline(always)]
+pub(in super::super) unsafe fn sum_codes<B: LookUp, E: Fp8>(
+    b: B,
+    args: &mut Meeting<'_>,
+    piece: &Piece,
+) {
+    // SAFETY: the condition is passed on.
+    unsafe { sum_loaded(Coded::<B, E>::new(b), args, piece) };
+}
+
+/// # Safety
+/// 1. It is one of the strip, which was checked.
+#[inline(always)]
+unsafe fn sum_loaded<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
     // SAFETY: the condition is passed on.
     let v = unsafe { Rows::new(args, piece, 1) };
-    scale_weights::<S, E>(s, args, piece, &v);
+    let factors = v.factors(l.simd(), args.lanes[piece.head].scales[1], L::FACTOR);
+    scale_weights(l.simd(), args, piece, factors);
+    // SAFETY: the condition is passed on.
+    unsafe { add_weighted(l, args, piece) };
+}
+
+/// Adds a piece whose scales the weights have.
+///
+/// # Safety
+/// 1. It is one of the strip, which was checked.
+#[inline(always)]
+pub(super) unsafe fn add_weighted<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
+    const { assert!(L::S::LANES == LANES_MAX, "a vector has the weights of a piece by a row") };
+    // SAFETY: the condition is passed on.
+    let v = unsafe { Rows::new(args, piece, 1) };
     let mut ask = Ask::new(args, piece, 1);
     let out = args.out.as_mut_ptr().wrapping_add(piece.head * args.rows * args.out_stride);
     let x = Sums { v, weights: args.weights.as_ptr(), out, stride: args.out_stride };
-    if E::LINES > 0 {
-        sum_whole::<S, E>(s, args.rows, &x, &mut ask);
+    if L::WHOLE {
+        sum_whole(l, args.rows, &x, &mut ask);
     } else {
-        sum_decoded::<S, E>(s, args.rows, &x, &mut ask);
+        sum_decoded(l, args.rows, &x, &mut ask);
     }
-    ask.finish(s);
+    ask.finish(l.simd());
 }
 
 /// Rows of V of a piece, the weights of its tokens and the sums of a head, all of which are there:
@@ -76,30 +113,30 @@ struct Visit {
 /// Rows of V are taken whole, in the order of memory, as often as there are pairs of output rows,
 /// whose sums stay in registers; of two groups of values those of four rows do.
 #[inline(always)]
-fn sum_whole<S: Simd, E: Stored>(s: S, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
+fn sum_whole<L: Load>(l: L, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
     let visit = |row: usize, of: usize| Visit { row, of, pace: 0 };
     match (rows, x.v.layout.dim() > 2 * GROUP) {
-        (1, _) => sum_rows::<S, E, 1, 16, 4>(s, x, visit(0, 1), ask),
-        (2, _) => sum_rows::<S, E, 2, 8, 4>(s, x, visit(0, 1), ask),
-        (3, false) => sum_rows::<S, E, 3, 4, 2>(s, x, visit(0, 1), ask),
-        (4, false) => sum_rows::<S, E, 4, 4, 2>(s, x, visit(0, 1), ask),
+        (1, _) => sum_rows::<L, 1, 16, 4>(l, x, visit(0, 1), ask),
+        (2, _) => sum_rows::<L, 2, 8, 4>(l, x, visit(0, 1), ask),
+        (3, false) => sum_rows::<L, 3, 4, 2>(l, x, visit(0, 1), ask),
+        (4, false) => sum_rows::<L, 4, 4, 2>(l, x, visit(0, 1), ask),
         (_, false) => {
             for row in [0, 4] {
-                sum_rows::<S, E, 4, 2, 2>(s, x, visit(row, 2), ask);
+                sum_rows::<L, 4, 2, 2>(l, x, visit(row, 2), ask);
             }
         }
         (3, true) => {
-            sum_rows::<S, E, 2, 4, 4>(s, x, visit(0, 2), ask);
-            sum_rows::<S, E, 1, 4, 4>(s, x, visit(2, 2), ask);
+            sum_rows::<L, 2, 4, 4>(l, x, visit(0, 2), ask);
+            sum_rows::<L, 1, 4, 4>(l, x, visit(2, 2), ask);
         }
         (4, true) => {
             for row in [0, 2] {
-                sum_rows::<S, E, 2, 4, 4>(s, x, visit(row, 2), ask);
+                sum_rows::<L, 2, 4, 4>(l, x, visit(row, 2), ask);
             }
         }
         (_, true) => {
             for row in [0, 2, 4, 6] {
-                sum_rows::<S, E, 2, 2, 4>(s, x, visit(row, 4), ask);
+                sum_rows::<L, 2, 2, 4>(l, x, visit(row, 4), ask);
             }
         }
     }
@@ -107,7 +144,7 @@ fn sum_whole<S: Simd, E: Stored>(s: S, rows: usize, x: &Sums<'_>, ask: &mut Ask)
 
 /// What takes long to decode is taken once, by as many groups as have all sums in registers.
 #[inline(always)]
-fn sum_decoded<S: Simd, E: Stored>(s: S, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
+fn sum_decoded<L: Load>(l: L, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
     let at_once = match rows {
         1 | 2 => 4,
         3 | 4 => 2,
@@ -117,18 +154,23 @@ fn sum_decoded<S: Simd, E: Stored>(s: S, rows: usize, x: &Sums<'_>, ask: &mut As
     let visits = groups / at_once + groups % at_once / 2 + groups % at_once % 2;
     let all = Visit { row: 0, of: 1, pace: ask.pace(visits * x.v.tokens) };
     match rows {
-        1 => sum_rows::<S, E, 1, 16, 4>(s, x, all, ask),
-        2 => sum_rows::<S, E, 2, 8, 4>(s, x, all, ask),
-        3 => sum_rows::<S, E, 3, 4, 2>(s, x, all, ask),
-        4 => sum_rows::<S, E, 4, 4, 2>(s, x, all, ask),
-        _ => sum_rows::<S, E, 8, 2, 1>(s, x, all, ask),
+        1 => sum_rows::<L, 1, 16, 4>(l, x, all, ask),
+        2 => sum_rows::<L, 2, 8, 4>(l, x, all, ask),
+        3 => sum_rows::<L, 3, 4, 2>(l, x, all, ask),
+        4 => sum_rows::<L, 4, 4, 2>(l, x, all, ask),
+        _ => sum_rows::<L, 8, 2, 1>(l, x, all, ask),
     }
 }
 
-/// Multiplies weights by the scales of tokens.
+/// Multiplies weights by the scales of tokens, if there are any.
 #[inline(always)]
-fn scale_weights<S: Simd, E: Stored>(s: S, args: &mut Meeting<'_>, piece: &Piece, v: &Rows<'_>) {
-    let Some(factors) = v.factors::<S, E>(s, args.lanes[piece.head].scales[1]) else {
+pub(super) fn scale_weights<S: Simd>(
+    s: S,
+    args: &mut Meeting<'_>,
+    piece: &Piece,
+    factors: Option<[f32; PIECE]>,
+) {
+    let Some(factors) = factors else {
         return;
     };
     let tokens = tokens_of(args.rows);
@@ -146,8 +188,8 @@ fn scale_weights<S: Simd, E: Stored>(s: S, args: &mut Meeting<'_>, piece: &Piece
 
 /// `R` rows, whose vectors of weights have `T` tokens each, `C` groups of values at a time.
 #[inline(always)]
-fn sum_rows<S: Simd, E: Stored, const R: usize, const T: usize, const C: usize>(
-    s: S,
+fn sum_rows<L: Load, const R: usize, const T: usize, const C: usize>(
+    l: L,
     x: &Sums<'_>,
     visit: Visit,
     ask: &mut Ask,
@@ -155,26 +197,27 @@ fn sum_rows<S: Simd, E: Stored, const R: usize, const T: usize, const C: usize>(
     let groups = x.v.layout.dim() / GROUP;
     let mut group = 0;
     while group + C <= groups {
-        sum_groups::<S, E, R, T, C>(s, x, (visit, group), ask);
+        sum_groups::<L, R, T, C>(l, x, (visit, group), ask);
         group += C;
     }
     while C > 2 && group + 2 <= groups {
-        sum_groups::<S, E, R, T, 2>(s, x, (visit, group), ask);
+        sum_groups::<L, R, T, 2>(l, x, (visit, group), ask);
         group += 2;
     }
     if group < groups {
-        sum_groups::<S, E, R, T, 1>(s, x, (visit, group), ask);
+        sum_groups::<L, R, T, 1>(l, x, (visit, group), ask);
     }
 }
 
 /// `C` groups of them, whose sums stay in registers.
 #[inline(always)]
-fn sum_groups<S: Simd, E: Stored, const R: usize, const T: usize, const C: usize>(
-    s: S,
+fn sum_groups<L: Load, const R: usize, const T: usize, const C: usize>(
+    l: L,
     x: &Sums<'_>,
     (visit, group): (Visit, usize),
     ask: &mut Ask,
 ) {
+    let s = l.simd();
     let mut sums = [[[s.splat(0.0); 2]; C]; R];
     for r in 0..R {
         for c in 0..C {
@@ -186,7 +229,8 @@ fn sum_groups<S: Simd, E: Stored, const R: usize, const T: usize, const C: usize
         }
     }
     for token in 0..x.v.tokens {
-        ask.step(s, if E::LINES > 0 { C * E::LINES / visit.of } else { visit.pace });
+        let lines = C * L::BYTES / (LINE * visit.of);
+        ask.step(s, if lines > 0 { lines } else { visit.pace });
         let mut weight = [s.splat(0.0); R];
         for r in 0..R {
             let lane = token / T * LANES_MAX + (visit.row + r) * T + token % T;
@@ -194,12 +238,12 @@ fn sum_groups<S: Simd, E: Stored, const R: usize, const T: usize, const C: usize
             weight[r] = s.splat(unsafe { x.weights.wrapping_add(lane).read() });
         }
         let from = x.v.first.wrapping_add(token * x.v.stride);
+        // SAFETY: whole groups of a row, see `Rows::new`.
+        let values = unsafe { l.load::<C>(&x.v, from, group) };
         for c in 0..C {
-            // SAFETY: a whole group of a row, see `Rows::new`.
-            let values = unsafe { E::load_pair(s, from, x.v.layout, (group + c) * GROUP, 0) };
             for r in 0..R {
                 for half in 0..2 {
-                    sums[r][c][half] = s.fma(weight[r], values[half], sums[r][c][half]);
+                    sums[r][c][half] = s.fma(weight[r], values[c][half], sums[r][c][half]);
                 }
             }
         }

@@ -8,10 +8,12 @@
               that carries the target features"
 )]
 use super::super::simd::{LANES_MAX, Simd};
-use super::super::stored::{Bf16Pairs, E4m3, FiniteE4m3, GROUP, Stored};
+use super::super::stored::{E4m3, FiniteE4m3, GROUP, Stored};
 use super::ask::Ask;
+use super::bf16::{Coded, DotBf16, Fp8, LookUp, Paired, Plain};
 use super::dots::{dots, dots_decoded};
-use super::multiply::{Decoded, DotBf16, Operands, Paired};
+use super::multiply::{Decoded, Floats, Load, Multiply, Operands};
+use super::words::{Bytes, DotWords};
 use super::{Lanes, Meeting, PIECE, Piece, ROWS_MAX, Rows};
 
 /// Scores and weighs a piece of E4M3.
@@ -23,10 +25,10 @@ pub(in super::super) unsafe fn weigh_e4m3<S: Simd>(s: S, args: &mut Meeting<'_>,
     // SAFETY: the condition is passed on, here and below.
     if unsafe { Rows::new(args, piece, 0) }.are_finite(s) {
         // SAFETY: as above.
-        unsafe { weigh::<S, FiniteE4m3>(s, args, piece) };
+        unsafe { weigh_loaded(Decoded::<S, FiniteE4m3>::new(s), args, piece) };
     } else {
         // SAFETY: as above.
-        unsafe { weigh::<S, E4m3>(s, args, piece) };
+        unsafe { weigh_loaded(Decoded::<S, E4m3>::new(s), args, piece) };
     }
 }
 
@@ -40,79 +42,144 @@ pub(in super::super) unsafe fn weigh<S: Simd, E: Stored>(
     args: &mut Meeting<'_>,
     piece: &Piece,
 ) {
-    const { assert!(S::LANES == LANES_MAX, "a vector has the scores of a piece by a row") };
     // SAFETY: the condition is passed on.
-    let x = &unsafe { Operands::new(args, piece) };
-    // Query values of so many rows and groups stay in registers; keys of more groups than two are
-    // taken whole, in the order of memory, if more than once.
-    match (args.rows, x.k.layout.dim() > 2 * GROUP) {
-        (1, _) => weigh_rows::<S, E, 1, 16, 1, 4>(s, args, piece, x),
-        (2, _) => weigh_rows::<S, E, 2, 8, 2, 4>(s, args, piece, x),
-        (3, true) => weigh_rows::<S, E, 3, 4, 2, 4>(s, args, piece, x),
-        (3, false) => weigh_rows::<S, E, 3, 4, 4, 2>(s, args, piece, x),
-        (4, true) => weigh_rows::<S, E, 4, 4, 2, 4>(s, args, piece, x),
-        (4, false) => weigh_rows::<S, E, 4, 4, 4, 2>(s, args, piece, x),
-        (_, true) => weigh_rows::<S, E, 8, 2, 2, 4>(s, args, piece, x),
-        (_, false) => weigh_rows::<S, E, 8, 2, 4, 2>(s, args, piece, x),
-    }
+    unsafe { weigh_loaded(Decoded::<S, E>::new(s), args, piece) };
 }
 
-/// Scores and weighs a piece of [`Bf16Pairs`], for queries with no more bits than bf16 has.
+/// Scores and weighs a piece of FP8 by lookups.
+///
+/// # Safety
+/// 1. It is one of the strip, which was checked.
+#[inline(always)]
+pub(in super::super) unsafe fn weigh_codes<B: LookUp, E: Fp8>(
+    b: B,
+    args: &mut Meeting<'_>,
+    piece: &Piece,
+) {
+    // SAFETY: the condition is passed on.
+    unsafe { weigh_loaded(Coded::<B, E>::new(b), args, piece) };
+}
+
+/// Scores and weighs a piece of bf16, for queries that are there as such.
 ///
 /// # Safety
 /// 1. It is one of the strip, which was checked.
 #[inline(always)]
 pub(in super::super) unsafe fn weigh_bf16<B: DotBf16>(b: B, args: &mut Meeting<'_>, piece: &Piece) {
     // SAFETY: the condition is passed on.
-    let x = &unsafe { Operands::new(args, piece) };
-    match args.rows {
-        1 => weigh_pairs::<B, 1, 16, 1>(b, args, piece, x),
-        2 => weigh_pairs::<B, 2, 8, 2>(b, args, piece, x),
-        3 => weigh_pairs::<B, 3, 4, 4>(b, args, piece, x),
-        4 => weigh_pairs::<B, 4, 4, 4>(b, args, piece, x),
-        _ => weigh_pairs::<B, 8, 2, 4>(b, args, piece, x),
-    }
+    unsafe { weigh_words(Paired(b, Plain(b.simd())), args, piece) };
 }
 
-/// As `weigh_rows`.
+/// Scores and weighs a piece of FP8, for queries that are there as bf16.
+///
+/// # Safety
+/// 1. It is one of the strip, which was checked.
 #[inline(always)]
-fn weigh_pairs<B: DotBf16, const R: usize, const T: usize, const P: usize>(
+pub(in super::super) unsafe fn weigh_codes_bf16<B: DotBf16, L: LookUp<S = B::S>, E: Fp8>(
+    (b, l): (B, L),
+    args: &mut Meeting<'_>,
+    piece: &Piece,
+) {
+    // SAFETY: the condition is passed on.
+    unsafe { weigh_words(Paired(b, Coded::<L, E>::new(l)), args, piece) };
+}
+
+/// Scores and weighs a piece of signed bytes, for queries that are there in fixed point.
+///
+/// # Safety
+/// 1. It is one of the strip, which was checked.
+#[inline(always)]
+pub(in super::super) unsafe fn weigh_bytes<B: DotWords>(
     b: B,
     args: &mut Meeting<'_>,
     piece: &Piece,
-    x: &Operands<'_>,
 ) {
-    let (s, mut ask) = (b.simd(), Ask::new(args, piece, 0));
-    let scores = dots::<Paired<B>, R, P, 4>(Paired(b), x, &mut ask);
-    ask.finish(s);
-    let factors = x.k.factors::<B::S, Bf16Pairs>(s, args.lanes[piece.head].scales[0]);
-    weigh_scores::<B::S, R, T>(s, args, piece, (scores, factors));
+    // SAFETY: the condition is passed on.
+    unsafe { weigh_words(Bytes(b), args, piece) };
+}
+
+/// # Safety
+/// 1. The piece is one of the strip, which was checked.
+#[inline(always)]
+unsafe fn weigh_loaded<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
+    // SAFETY: the condition is passed on.
+    let x = &unsafe { Operands::new(args, piece) };
+    // Query values of so many rows and groups stay in registers; keys of more groups than two are
+    // taken whole, in the order of memory, if more than once.
+    match (args.rows, x.k.layout.dim() > 2 * GROUP) {
+        (1, _) => weigh_rows::<L, 1, 16, 1, 4>(l, args, piece, x),
+        (2, _) => weigh_rows::<L, 2, 8, 2, 4>(l, args, piece, x),
+        (3, true) => weigh_rows::<L, 3, 4, 2, 4>(l, args, piece, x),
+        (3, false) => weigh_rows::<L, 3, 4, 4, 2>(l, args, piece, x),
+        (4, true) => weigh_rows::<L, 4, 4, 2, 4>(l, args, piece, x),
+        (4, false) => weigh_rows::<L, 4, 4, 4, 2>(l, args, piece, x),
+        (_, true) => weigh_rows::<L, 8, 2, 2, 4>(l, args, piece, x),
+        (_, false) => weigh_rows::<L, 8, 2, 4, 2>(l, args, piece, x),
+    }
 }
 
 /// `R` rows, of which a vector has the scores by `T` tokens; see [`dots`] for `P` and `C`.
 #[inline(always)]
-fn weigh_rows<
-    S: Simd,
-    E: Stored,
-    const R: usize,
-    const T: usize,
-    const P: usize,
-    const C: usize,
->(
-    s: S,
+fn weigh_rows<L: Load, const R: usize, const T: usize, const P: usize, const C: usize>(
+    l: L,
     args: &mut Meeting<'_>,
     piece: &Piece,
     x: &Operands<'_>,
 ) {
     let mut ask = Ask::new(args, piece, 0);
-    let scores = if E::LINES > 0 || !piece.tokens.is_multiple_of(T) {
-        dots::<Decoded<S, E>, R, P, C>(Decoded::new(s), x, &mut ask)
+    let scores = if L::WHOLE || !piece.tokens.is_multiple_of(T) {
+        dots::<Floats<L>, R, P, C>(Floats(l), x, &mut ask)
     } else {
-        dots_decoded::<S, E, R, T>(s, x, &mut ask)
+        dots_decoded::<L, R, T>(l, x, &mut ask)
+    };
+    ask.finish(l.simd());
+    let factors = x.k.factors(l.simd(), args.lanes[piece.head].scales[0], L::FACTOR);
+    weigh_scores::<L::S, R, T>(l.simd(), args, piece, (scores, factors));
+}
+
+/// For queries that are there as words.
+///
+/// # Safety
+/// 1. The piece is one of the strip, which was checked.
+#[inline(always)]
+unsafe fn weigh_words<M: Multiply>(m: M, args: &mut Meeting<'_>, piece: &Piece) {
+    // SAFETY: the condition is passed on.
+    let x = &unsafe { Operands::new(args, piece) };
+    match args.rows {
+        1 => weigh_rows_of_words::<M, 1, 16, 1>(m, args, piece, x),
+        2 => weigh_rows_of_words::<M, 2, 8, 2>(m, args, piece, x),
+        3 => weigh_rows_of_words::<M, 3, 4, 4>(m, args, piece, x),
+        4 => weigh_rows_of_words::<M, 4, 4, 4>(m, args, piece, x),
+        _ => weigh_rows_of_words::<M, 8, 2, 4>(m, args, piece, x),
+    }
+}
+
+/// As [`weigh_rows`].
+#[inline(always)]
+fn weigh_rows_of_words<M: Multiply, const R: usize, const T: usize, const P: usize>(
+    m: M,
+    args: &mut Meeting<'_>,
+    piece: &Piece,
+    x: &Operands<'_>,
+) {
+    let (s, mut ask) = (m.simd(), Ask::new(args, piece, 0));
+    // Four rows by 128 values are 16 registers.
+    let mut scores = if M::VALUES == GROUP {
+        dots::<M, R, P, 4>(m, x, &mut ask)
+    } else {
+        dots::<M, R, P, 2>(m, x, &mut ask)
     };
     ask.finish(s);
-    let factors = x.k.factors::<S, E>(s, args.lanes[piece.head].scales[0]);
-    weigh_scores::<S, R, T>(s, args, piece, (scores, factors));
+    let lanes = &args.lanes[piece.head];
+    if M::HAS_UNITS {
+        // SAFETY: an array of as many.
+        let units = unsafe { s.load(lanes.units.as_ptr(), 0) };
+        for step in 0..const { LANES_MAX / T } {
+            scores[step] = s.mul(scores[step], units);
+        }
+    }
+    let factors = x.k.factors(s, lanes.scales[0], 1.0);
+    weigh_scores::<M::S, R, T>(s, args, piece, (scores, factors));
 }
 
 /// How far scores may be above what weights are relative to: sums are multiplied when it is passed,
@@ -127,6 +194,7 @@ fn weigh_scores<S: Simd, const R: usize, const T: usize>(
     piece: &Piece,
     (mut scores, factors): ([S::F; ROWS_MAX], Option<[f32; PIECE]>),
 ) {
+    const { assert!(S::LANES == LANES_MAX, "a vector has the scores of a piece by a row") };
     let steps = const { LANES_MAX / T };
     let lanes = &args.lanes[piece.head];
     let mut limits = [0.0; PIECE];
