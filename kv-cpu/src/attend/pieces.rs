@@ -54,7 +54,7 @@ pub(super) fn meet(
     let biases = bias.chunks(rows).enumerate();
     lanes.extend(biases.map(|(head, bias)| Lanes::new(bias, scales(head, false))));
     let exact = job.has_exact_sums();
-    if let Some(kind) = job.cpu.kernels.words(rows, job.k.rows(false), exact) {
+    if let Some(kind) = job.cpu.kernels.words(job.k.rows(false), exact) {
         let stride = rows * job.heads.stride_k;
         let heads = lanes.iter_mut().zip(q.chunks(stride).zip(words.chunks_mut(stride / 2)));
         for (lanes, (q, words)) in heads {

@@ -157,20 +157,14 @@ impl Kernels {
         self.pieces.is_some() && has_rows(rows) && layouts.into_iter().all(is_whole)
     }
 
-    /// As what words so many query rows best meet rows of K, if as any; `exact` as in [`Meeting`].
-    pub(crate) fn words(self, rows: usize, k: &RowLayout, exact: bool) -> Option<Words> {
+    /// As what words query rows best meet rows of K, if as any; `exact` as in [`Meeting`].
+    pub(crate) fn words(self, k: &RowLayout, exact: bool) -> Option<Words> {
         let (words, _) = of_encoding(&self.pieces?.weigh_words, k.encoding())?;
-        let is_worth_it = match words {
+        let fit = match words {
+            Words::Bf16 => k.dim().is_multiple_of(bf16::PAIRED),
             Words::Fixed => !exact && k.dim() <= words::VALUES_MAX,
-            // With fewer rows of bf16 itself memory is waited for, and gives less when scores take
-            // less time (`docs/performance.md`).
-            Words::Bf16 if k.encoding() == Encoding::Bf16Pairs => {
-                rows == ROWS_MAX || k.dim() <= bf16::PAIRED
-            }
-            Words::Bf16 => true,
         };
-        let fits = words == Words::Fixed || k.dim().is_multiple_of(bf16::PAIRED);
-        (is_worth_it && fits).then_some(words)
+        fit.then_some(words)
     }
 
     /// Lets query rows meet a strip, where [`Self::has_pieces`] has said so.
@@ -181,7 +175,7 @@ impl Kernels {
         args.check();
         let [k, v] = args.layouts.map(RowLayout::encoding);
         let weigh = of_encoding(&loops.weigh, k);
-        let words = self.words(args.rows, args.layouts[0], args.exact);
+        let words = self.words(args.layouts[0], args.exact);
         let by_words = of_encoding(&loops.weigh_words, k).map_or(weigh, |(_, weigh)| weigh);
         let sum_words = of_encoding(&loops.sum_words, v).filter(|_| !args.exact);
         let sum = sum_words.unwrap_or(of_encoding(&loops.sum, v));

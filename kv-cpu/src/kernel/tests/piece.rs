@@ -92,7 +92,7 @@ impl Rows {
             let biases = self.bias.chunks(self.count);
             self.lanes.extend(biases.map(|bias| Lanes::new(bias, self.scales)));
         }
-        if let Some(kind) = kernels.words(self.count, &k.layout, exact) {
+        if let Some(kind) = kernels.words(&k.layout, exact) {
             let in_pairs = k.layout.encoding() == Encoding::Bf16Pairs;
             let heads = self.q.chunks(self.count * self.q_stride);
             let words = words.chunks_mut(self.count * self.q_stride / 2);
