@@ -11,41 +11,92 @@ use kv_core::plan::PlannedSequence;
 
 use super::Job;
 use super::parts::Strips;
-use super::unit::Unit;
+use super::unit::{Scratch, Unit};
 use crate::kernel::{Lanes, Meeting, Running, Strip, Weights};
 use crate::num::to_u32;
 
-/// Whether the query rows of a unit, so many a kv head, meet the context so: those of one query,
-/// which all see the same.
-pub(super) fn is_worth_it(job: &Job<'_>, unit: &Unit, rows: usize) -> bool {
+/// As how many query rows those of a unit, so many a kv head, meet the context so, if they do: those
+/// of one query, which all see the same.
+pub(super) fn rows(job: &Job<'_>, unit: &Unit, rows: usize) -> Option<usize> {
     let layouts = [job.k.rows(false), job.k.rows(true), job.v.rows(false), job.v.rows(true)];
-    unit.q_end - unit.q_begin == 1
+    let is_one = unit.q_end - unit.q_begin == 1
         && job.options.cap().is_none()
-        && !job.k.layout().has_block_means()
-        && job.cpu.kernels.has_pieces(rows, layouts)
+        && !job.k.layout().has_block_means();
+    job.cpu.kernels.piece_rows(rows, layouts).filter(|_| is_one)
+}
+
+/// Lets the query rows that are loaded, `rows` a kv head and `all` of them, meet the pieces of a
+/// unit, with rows of zeros behind those of a head if need be.
+pub(super) fn meet(
+    job: &Job<'_>,
+    unit: (&Unit, &PlannedSequence),
+    scratch: &mut Scratch,
+    (rows, as_rows, all): (usize, usize, usize),
+) {
+    let (stride_k, stride_v) = (job.heads.stride_k, job.heads.stride_v);
+    let q = scratch.q.get(all * stride_k);
+    let bias = scratch.bias.get(all);
+    let out = scratch.out.get(all * stride_v);
+    let (lanes, running) = (&mut scratch.lanes, &mut scratch.running);
+    let count = all / rows * as_rows;
+    let words = bytemuck::cast_slice_mut(scratch.queries.get(count * stride_k / 2));
+    let weights = &mut [0.0; _];
+    if rows == as_rows {
+        let queries = QueryRows { rows, q, words, bias, out, running, lanes, weights };
+        meet_pieces(job, unit, queries);
+        return;
+    }
+    let padded_q = scratch.k.get(count * stride_k);
+    let padded_bias = scratch.tile_bias.get(count);
+    let padded_out = scratch.v.get(count * stride_v);
+    for padded in [&mut *padded_q, &mut *padded_bias, &mut *padded_out] {
+        padded.fill(0.0);
+    }
+    copy_runs((q, rows * stride_k), (padded_q, as_rows * stride_k));
+    copy_runs((bias, rows), (padded_bias, as_rows));
+    running.resize(count, Running::EMPTY);
+    let queries = QueryRows {
+        rows: as_rows,
+        q: padded_q,
+        words,
+        bias: padded_bias,
+        out: padded_out,
+        running,
+        lanes,
+        weights,
+    };
+    meet_pieces(job, unit, queries);
+    copy_runs((padded_out, as_rows * stride_v), (out, rows * stride_v));
+    for index in 0..all {
+        running[index] = running[index / rows * as_rows + index % rows];
+    }
+}
+
+/// Copies runs of so many values to others, which are longer or shorter.
+fn copy_runs((from, from_len): (&[f32], usize), (to, to_len): (&mut [f32], usize)) {
+    let len = from_len.min(to_len);
+    for (from, to) in from.chunks_exact(from_len).zip(to.chunks_exact_mut(to_len)) {
+        to[..len].copy_from_slice(&from[..len]);
+    }
 }
 
 /// What the query rows of a unit are, and what they come to: those of each kv head one after
 /// another.
-pub(super) struct QueryRows<'s> {
-    /// Of a kv head.
-    pub(super) rows: usize,
-    pub(super) q: &'s [f32],
+struct QueryRows<'s> {
+    /// Of a kv head, such a number as [`rows`] answers.
+    rows: usize,
+    q: &'s [f32],
     /// Room for them as words.
-    pub(super) words: &'s mut [u32],
-    pub(super) bias: &'s [f32],
-    pub(super) out: &'s mut [f32],
-    pub(super) running: &'s mut [Running],
-    pub(super) lanes: &'s mut Vec<Lanes>,
-    pub(super) weights: &'s mut Weights,
+    words: &'s mut [u32],
+    bias: &'s [f32],
+    out: &'s mut [f32],
+    running: &'s mut [Running],
+    lanes: &'s mut Vec<Lanes>,
+    weights: &'s mut Weights,
 }
 
 /// Lets the query rows of each head meet all keys that the unit's query sees.
-pub(super) fn meet(
-    job: &Job<'_>,
-    (unit, sequence): (&Unit, &PlannedSequence),
-    queries: QueryRows<'_>,
-) {
+fn meet_pieces(job: &Job<'_>, (unit, sequence): (&Unit, &PlannedSequence), queries: QueryRows<'_>) {
     let QueryRows { rows, q, words, bias, out, running, lanes, weights } = queries;
     let scales = |head: usize, is_wide: bool| {
         [&job.k, &job.v].map(|plane| plane.scale(unit.kv_heads.0 + to_u32(head), is_wide))

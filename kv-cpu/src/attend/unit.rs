@@ -15,7 +15,7 @@ use kv_quant::transform;
 
 use super::matrix::{self, OnMatrix, is_worth_it};
 use super::merge::Merge;
-use super::pieces::{self, QueryRows};
+use super::pieces;
 use super::reach::Reach;
 use super::stage::meet_staged;
 use super::stream;
@@ -57,17 +57,17 @@ pub(crate) struct Unit {
 /// Memory of one thread.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
-    q: AlignedFloats,
-    bias: AlignedFloats,
-    tile_bias: AlignedFloats,
-    out: AlignedFloats,
+    pub(super) q: AlignedFloats,
+    pub(super) bias: AlignedFloats,
+    pub(super) tile_bias: AlignedFloats,
+    pub(super) out: AlignedFloats,
     scores: AlignedFloats,
-    k: AlignedFloats,
-    v: AlignedFloats,
-    queries: AlignedFloats,
+    pub(super) k: AlignedFloats,
+    pub(super) v: AlignedFloats,
+    pub(super) queries: AlignedFloats,
     blocks: AlignedFloats,
-    running: Vec<Running>,
-    lanes: Vec<Lanes>,
+    pub(super) running: Vec<Running>,
+    pub(super) lanes: Vec<Lanes>,
     mean: BlockMean,
 }
 
@@ -279,13 +279,9 @@ fn meet_tiles(
         stream::meet(job, (unit, sequence), rows, (q, out, &mut scratch.running));
         return true;
     }
-    if matrix.is_none() && pieces::is_worth_it(job, unit, rows) {
-        let (bias, lanes) = (&*scratch.bias.get(all), &mut scratch.lanes);
-        let running = &mut scratch.running;
-        let words = bytemuck::cast_slice_mut(scratch.queries.get(all * heads.stride_k / 2));
-        let weights = &mut [0.0; _];
-        let queries = QueryRows { rows, q, words, bias, out, running, lanes, weights };
-        pieces::meet(job, (unit, sequence), queries);
+    let as_rows = pieces::rows(job, unit, rows).filter(|_| matrix.is_none());
+    if let Some(as_rows) = as_rows {
+        pieces::meet(job, (unit, sequence), scratch, (rows, as_rows, all));
         return true;
     }
     let matrix = matrix.map(|matrix| {

@@ -47,9 +47,13 @@ const fn tokens_of(rows: usize) -> usize {
 /// Most query rows that meet a piece at once.
 const ROWS_MAX: usize = 8;
 
-/// Whether there are loops for so many query rows.
-const fn has_rows(rows: usize) -> bool {
-    matches!(rows, 1..=4 | ROWS_MAX)
+/// The least number of query rows that there are loops for, and that is no less than this one.
+const fn rows_of_loops(rows: usize) -> Option<usize> {
+    match rows {
+        1..=4 => Some(rows),
+        5..=ROWS_MAX => Some(ROWS_MAX),
+        _ => None,
+    }
 }
 
 /// Weights of a piece: vectors of lanes `row * tokens_of(rows) + token`, as many as there are.
@@ -61,7 +65,7 @@ pub(crate) struct Meeting<'a> {
     /// Those behind it, which may be empty.
     pub(crate) next: [&'a Strip<'a>; 2],
     pub(crate) layouts: [&'a RowLayout; 2],
-    /// Query rows of a kv head: such a number as [`Kernels::has_pieces`] takes.
+    /// Query rows of a kv head: such a number as [`Kernels::piece_rows`] answers.
     pub(crate) rows: usize,
     /// The rows, `q_stride` apart, head by head.
     pub(crate) q: &'a [f32],
@@ -94,7 +98,7 @@ impl Meeting<'_> {
         let [k, v] = self.layouts.map(RowLayout::dim);
         let all = heads * self.rows;
         assert!(
-            has_rows(self.rows)
+            rows_of_loops(self.rows) == Some(self.rows)
                 && self.lanes.len() >= *heads
                 && self.q_stride >= k
                 && self.q.len() >= all * self.q_stride
@@ -151,10 +155,12 @@ impl Loops {
 const BYTES_AHEAD: usize = 4 << 10;
 
 impl Kernels {
-    /// Whether so many query rows may meet pieces of rows of these layouts.
-    pub(crate) fn has_pieces(self, rows: usize, layouts: [&RowLayout; 4]) -> bool {
+    /// As how many query rows so many may meet pieces of rows of these layouts, if at all: as many,
+    /// or with some of zeros behind them.
+    pub(crate) fn piece_rows(self, rows: usize, layouts: [&RowLayout; 4]) -> Option<usize> {
         let is_whole = |rows: &RowLayout| rows.dim().is_multiple_of(GROUP);
-        self.pieces.is_some() && has_rows(rows) && layouts.into_iter().all(is_whole)
+        let has_loops = self.pieces.is_some() && layouts.into_iter().all(is_whole);
+        rows_of_loops(rows).filter(|_| has_loops)
     }
 
     /// As what words query rows best meet rows of K, if as any; `exact` as in [`Meeting`].
@@ -167,7 +173,7 @@ impl Kernels {
         fit.then_some(words)
     }
 
-    /// Lets query rows meet a strip, where [`Self::has_pieces`] has said so.
+    /// Lets query rows meet a strip, where [`Self::piece_rows`] has said so.
     pub(crate) fn meet_strip(self, args: &mut Meeting<'_>) {
         let Some(loops) = self.pieces else {
             return;

@@ -111,6 +111,27 @@ fn large_heads_match_the_reference() {
     }
 }
 
+/// Loops of their own for some numbers of heads, and rows of zeros beside those of others.
+#[test]
+fn any_number_of_heads_matches_the_reference() {
+    let mut formats = FORMATS.to_vec();
+    formats.extend(["int8", "fp8-e4m3", "fp8-e5m2"].map(|name| name.parse::<KvFormat>().unwrap()));
+    for (group, format) in (1..=9).flat_map(|group| formats.iter().map(move |f| (group, *f))) {
+        let case = Case {
+            dims: [64, 96],
+            formats: [format; 2],
+            group,
+            block_size: 16,
+            sinks: if group % 2 == 0 { 3 } else { 0 },
+            dtype: if group % 3 == 0 { DType::F32 } else { DType::Bf16 },
+            ..case(vec![entry(0, 70, 1, 1), entry(1, 5, 1, 1)])
+        };
+        for (name, backend) in backends() {
+            World::new(&backend, case.clone()).attend(&name, &backend, &Choice::default());
+        }
+    }
+}
+
 #[test]
 fn a_cut_context_matches_the_reference() {
     for (queries, window) in [(1, None), (3, None), (2, Some(700)), (1, Some(3))] {

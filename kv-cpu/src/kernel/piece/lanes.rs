@@ -110,6 +110,10 @@ fn put_fixed(q: &[f32], to: &mut [u32]) -> Option<f32> {
     // Bits of magnitudes have their order, and what is not finite is above all others.
     let greatest = q.iter().fold(0, |greatest, q| q.abs().to_bits().max(greatest));
     let greatest = f32::from_bits(greatest);
+    if greatest == 0.0 {
+        to.fill(0);
+        return Some(0.0);
+    }
     let (times, unit) = (GREATEST / greatest, greatest / GREATEST);
     if !greatest.is_finite() || !times.is_finite() || !unit.is_normal() {
         return None;

@@ -162,7 +162,8 @@ fn formats() -> impl Iterator<Item = (KvFormat, bool)> {
 }
 
 fn has_pieces(kernels: Kernels, [k, v]: [&Plane; 2]) -> bool {
-    COUNTS.iter().all(|n| kernels.has_pieces(*n, [&k.layout, &k.layout, &v.layout, &v.layout]))
+    let layouts = [&k.layout, &k.layout, &v.layout, &v.layout];
+    COUNTS.iter().all(|count| kernels.piece_rows(*count, layouts) == Some(*count))
 }
 
 /// Pieces of any length, one after the other, of rows with gaps as well, are near what `f64` comes
