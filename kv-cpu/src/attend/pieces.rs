@@ -15,8 +15,8 @@ use super::unit::{Scratch, Unit};
 use crate::kernel::{Lanes, Meeting, Running, Strip, Weights};
 use crate::num::to_u32;
 
-/// As how many query rows those of a unit, so many a kv head, meet the context so, if they do: those
-/// of one query, which all see the same.
+/// As how many query rows those of a unit, so many a kv head, meet the context so, if they do:
+/// those of one query, which all see the same.
 pub(super) fn rows(job: &Job<'_>, unit: &Unit, rows: usize) -> Option<usize> {
     let layouts = [job.k.rows(false), job.k.rows(true), job.v.rows(false), job.v.rows(true)];
     let is_one = unit.q_end - unit.q_begin == 1

@@ -37,8 +37,8 @@ const ONCE: Duration = Duration::from_secs(4);
 /// What runs of one turn take together, where one takes less.
 const TURN: Duration = Duration::from_millis(15);
 const TIMES_MAX: u128 = 50;
-/// Between two turns: threads of the last contender stop looking for work. After 5 ms some still do,
-/// and a call of 20 us with two threads takes half as long again.
+/// Between two turns: threads of the last contender stop looking for work. After 5 ms some still
+/// do, and a call of 20 us with two threads takes half as long again.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Where a form was so many times slower than the fastest in a smaller case, and by its rate there
