@@ -268,35 +268,6 @@ impl DotWords for Wide {
     fn floats(self, sums: [u32; 16]) -> [f32; 16] {
         sums.map(|sum| sum.cast_signed() as f32)
     }
-    fn beside(self, a: [u32; 16], b: [u32; 16]) -> [[u32; 16]; 2] {
-        let low = |i: usize| a[i] & 0xffff | b[i] << 16;
-        let high = |i: usize| a[i] >> 16 | b[i] & 0xffff_0000;
-        [std::array::from_fn(low), std::array::from_fn(high)]
-    }
-    fn in_order(self, sums: [[u32; 16]; 2]) -> [[f32; 16]; 2] {
-        let sum = |i: usize| sums[i % 2][i / 2].cast_signed() as f32;
-        [0, 16].map(|first| each(|i| sum(first + i)))
-    }
-    fn is_finite(self, v: [f32; 16]) -> bool {
-        v.iter().all(|x| x.is_finite())
-    }
-    fn exponent(self, v: [f32; 16], n: usize) -> [f32; 16] {
-        each(|i| {
-            let lanes = &v[i / n * n..][..n];
-            14.0 - lanes.iter().fold(0.0_f32, |max, x| max.max(*x)).log2().floor()
-        })
-    }
-    fn times_power(self, v: [f32; 16], exponent: [f32; 16]) -> [f32; 16] {
-        each(|i| v[i] * exponent[i].exp2())
-    }
-    fn round_to_pairs(self, v: [f32; 16]) -> [u32; 16] {
-        let word = |i: usize| u32::from((v[i].round_ties_even() as i16).cast_unsigned());
-        std::array::from_fn(|i| if i % 2 == 0 { word(i) | word(i + 1) << 16 } else { 0 })
-    }
-    unsafe fn store(self, to: *mut u32, at: usize, v: [u32; 16]) {
-        // SAFETY: condition 1 of `DotWords::store`.
-        unsafe { to.wrapping_add(at).cast::<[u32; 16]>().write(v) }
-    }
 }
 
 /// All loops over pieces that any CPU has.
@@ -321,10 +292,6 @@ pub(super) static LOOPS: LazyLock<Loops> = LazyLock::new(|| {
         // SAFETY: as above.
         unsafe { piece::weigh_bytes(Wide, args, piece) };
     }
-    unsafe fn sum_words(args: &mut Meeting<'_>, piece: &Piece) {
-        // SAFETY: as above.
-        unsafe { piece::sum_words(Wide, args, piece) };
-    }
     let mut loops = PIECES.clone();
     loops.set_weigh_words(Encoding::Bf16Pairs, Words::Bf16, weigh_bf16);
     loops.set(Encoding::E4m3, weigh_codes::<E4m3>, sum_codes::<E4m3>);
@@ -332,6 +299,5 @@ pub(super) static LOOPS: LazyLock<Loops> = LazyLock::new(|| {
     loops.set_weigh_words(Encoding::E4m3, Words::Bf16, weigh_codes_bf16::<E4m3>);
     loops.set_weigh_words(Encoding::E5m2, Words::Bf16, weigh_codes_bf16::<E5m2>);
     loops.set_weigh_words(Encoding::Int8, Words::Fixed, weigh_bytes);
-    loops.set_sum_words(Encoding::Int8, sum_words);
     loops
 });

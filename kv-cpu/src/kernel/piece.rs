@@ -31,7 +31,7 @@ pub(super) use self::sums::{sum, sum_codes, sum_e4m3};
 pub(super) use self::weigh::{
     weigh, weigh_bf16, weigh_bytes, weigh_codes, weigh_codes_bf16, weigh_e4m3,
 };
-pub(super) use self::words::{DotWords, sum_words};
+pub(super) use self::words::DotWords;
 use super::stored::GROUP;
 use super::{Kernels, LANES_MAX, of_encoding};
 use crate::encoding::{Encoding, RowLayout};
@@ -134,8 +134,6 @@ pub(crate) struct Loops {
     pub(super) weigh_words: [Option<(Words, Loop)>; Encoding::COUNT],
     /// Adds its values by their weights.
     pub(super) sum: [Loop; Encoding::COUNT],
-    /// The same where weights of 16 bits are enough, where that is faster.
-    pub(super) sum_words: [Option<Loop>; Encoding::COUNT],
 }
 
 impl Loops {
@@ -145,9 +143,6 @@ impl Loops {
     }
     pub(super) fn set_weigh_words(&mut self, encoding: Encoding, words: Words, weigh: Loop) {
         self.weigh_words[encoding.index()] = Some((words, weigh));
-    }
-    pub(super) fn set_sum_words(&mut self, encoding: Encoding, sum: Loop) {
-        self.sum_words[encoding.index()] = Some(sum);
     }
 }
 
@@ -183,8 +178,7 @@ impl Kernels {
         let weigh = of_encoding(&loops.weigh, k);
         let words = self.words(args.layouts[0], args.exact);
         let by_words = of_encoding(&loops.weigh_words, k).map_or(weigh, |(_, weigh)| weigh);
-        let sum_words = of_encoding(&loops.sum_words, v).filter(|_| !args.exact);
-        let sum = sum_words.unwrap_or(of_encoding(&loops.sum, v));
+        let sum = of_encoding(&loops.sum, v);
         let (strip, [next, last]) = (args.strip, args.next);
         let mut soon = Places::new([strip, next, last]);
         soon.next();
@@ -245,7 +239,6 @@ macro_rules! table {
                 weigh: super::table::each!(weigh, weigh_e4m3),
                 weigh_words: [None; Encoding::COUNT],
                 sum: super::table::each!(sum, sum_e4m3),
-                sum_words: [None; Encoding::COUNT],
             }
         };
     };

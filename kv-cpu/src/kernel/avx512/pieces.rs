@@ -27,7 +27,6 @@ pub(in super::super) static LOOPS: LazyLock<Loops> = LazyLock::new(|| {
     }
     if is_x86_feature_detected!("avx512vnni") {
         loops.set_weigh_words(Encoding::Int8, Words::Fixed, weigh_bytes);
-        loops.set_sum_words(Encoding::Int8, sum_words);
     }
     loops
 });
@@ -61,10 +60,4 @@ unsafe fn weigh_codes_bf16<E: Fp8>(args: &mut Meeting<'_>, piece: &Piece) {
 unsafe fn weigh_bytes(args: &mut Meeting<'_>, piece: &Piece) {
     // SAFETY: the condition is passed on.
     unsafe { piece::weigh_bytes(Vnni(Avx512::witness()), args, piece) };
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn sum_words(args: &mut Meeting<'_>, piece: &Piece) {
-    // SAFETY: the condition is passed on.
-    unsafe { piece::sum_words(Vnni(Avx512::witness()), args, piece) };
 }

@@ -36,11 +36,6 @@ macro_rules! primitives {
                 // SAFETY: the witness.
                 unsafe { widen(bytes) }
             }
-            #[inline(always)]
-            unsafe fn store(self, to: *mut u32, at: usize, v: __m512i) {
-                // SAFETY: condition 1 of `DotWords::store`, and the witness.
-                unsafe { _mm512_storeu_si512(to.wrapping_add(at).cast(), v) }
-            }
             $(#[inline(always)]
             fn $name(self, $($arg: $type),*) -> $result {
                 #[inline]
@@ -84,40 +79,5 @@ primitives! {
     }
     fn floats(sums: __m512i) -> __m512 {
         _mm512_cvtepi32_ps(sums)
-    }
-    fn beside(a: __m512i, b: __m512i) -> [__m512i; 2] {
-        [_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)]
-    }
-    // The lower one has the first half of each quarter of the words.
-    fn in_order(sums: [__m512i; 2]) -> [__m512; 2] {
-        let first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-        let second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-        let [lower, upper] = sums;
-        [_mm512_cvtepi32_ps(_mm512_permutex2var_epi32(lower, first, upper)),
-         _mm512_cvtepi32_ps(_mm512_permutex2var_epi32(lower, second, upper))]
-    }
-    fn is_finite(v: __m512) -> bool {
-        _mm512_cmp_ps_mask::<_CMP_NLE_UQ>(v, _mm512_set1_ps(f32::MAX)) == 0
-    }
-    fn exponent(v: __m512, n: usize) -> __m512 {
-        let mut v = _mm512_max_ps(v, _mm512_permute_ps::<0b10_11_00_01>(v));
-        if n > 2 {
-            v = _mm512_max_ps(v, _mm512_permute_ps::<0b01_00_11_10>(v));
-        }
-        if n > 4 {
-            v = _mm512_max_ps(v, _mm512_shuffle_f32x4::<0b10_11_00_01>(v, v));
-        }
-        if n > 8 {
-            v = _mm512_max_ps(v, _mm512_shuffle_f32x4::<0b01_00_11_10>(v, v));
-        }
-        _mm512_sub_ps(_mm512_set1_ps(14.0), _mm512_getexp_ps(v))
-    }
-    fn times_power(v: __m512, exponent: __m512) -> __m512 {
-        _mm512_scalef_ps(v, exponent)
-    }
-    fn round_to_pairs(v: __m512) -> __m512i {
-        let even = _mm512_min_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(0x7fff));
-        let odd = _mm512_srli_epi64::<16>(even);
-        _mm512_mask_blend_epi16(0xaaaa_aaaa, even, odd)
     }
 }

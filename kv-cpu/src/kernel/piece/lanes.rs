@@ -16,7 +16,8 @@ use super::words::GREATEST;
 pub(crate) enum Words {
     /// bf16, which loses no bit.
     Bf16,
-    /// Signed fixed point, of which 32,767 is the greatest magnitude of a row.
+    /// Signed fixed point, of which 32,767 is the greatest magnitude of a row: for scores that are
+    /// off by some millionths of the lengths of queries and keys.
     Fixed,
 }
 
@@ -63,8 +64,8 @@ impl Lanes {
     }
 
     /// Puts the query rows, in the order of pairs or not, into such words if they can be: values
-    /// that have no more bits than bf16, or finite ones. Each head has its own answer, so that its
-    /// bits do not depend on which others it is met with.
+    /// that have no more bits than bf16, or finite ones none of which is great among the others.
+    /// Each head has its own answer, so that its bits do not depend on which others it is met with.
     pub(crate) fn put_words(
         &mut self,
         words: Words,
@@ -104,8 +105,13 @@ fn put_bf16(q: &[f32], in_pairs: bool, to: &mut [u32]) -> bool {
     lost == 0
 }
 
-/// Values as parts of the greatest magnitude, and what one of these is, or `None` where values are
-/// not finite, or about the least that there are.
+/// How many times the mean square the greatest one may be where values are put in fixed point. If
+/// few values are great, and keys are small where they are, others decide, and would be too coarse;
+/// rows that were rotated, and most others, are well below it.
+const SQUARES_MAX: f32 = 32.0;
+
+/// Values as parts of the greatest magnitude, and what one of these is, or `None` where fixed point
+/// is too coarse or has no such values.
 fn put_fixed(q: &[f32], to: &mut [u32]) -> Option<f32> {
     // Bits of magnitudes have their order, and what is not finite is above all others.
     let greatest = q.iter().fold(0, |greatest, q| q.abs().to_bits().max(greatest));
@@ -120,8 +126,14 @@ fn put_fixed(q: &[f32], to: &mut [u32]) -> Option<f32> {
     }
     // The last bits of such a sum are the number, rounded.
     let fixed = |q: f32| (q * times + exp::ROUND).to_bits();
-    for ([first, second], to) in q.as_chunks::<2>().0.iter().zip(to) {
-        *to = fixed(*first) & 0xffff | fixed(*second) << 16;
+    let mut squares = [0.0; HALF];
+    for (q, to) in q.as_chunks::<GROUP>().0.iter().zip(to.as_chunks_mut::<HALF>().0) {
+        for (i, to) in to.iter_mut().enumerate() {
+            let [first, second] = [q[2 * i], q[2 * i + 1]];
+            squares[i] += (first / greatest).powi(2) + (second / greatest).powi(2);
+            *to = fixed(first) & 0xffff | fixed(second) << 16;
+        }
     }
-    Some(unit)
+    let dim = f32::from(u16::try_from(q.len()).unwrap_or(u16::MAX));
+    (dim <= SQUARES_MAX * squares.iter().sum::<f32>()).then_some(unit)
 }

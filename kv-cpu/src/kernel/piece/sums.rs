@@ -76,7 +76,7 @@ unsafe fn sum_loaded<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
 /// # Safety
 /// 1. It is one of the strip, which was checked.
 #[inline(always)]
-pub(super) unsafe fn add_weighted<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
+unsafe fn add_weighted<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
     const { assert!(L::S::LANES == LANES_MAX, "a vector has the weights of a piece by a row") };
     // SAFETY: the condition is passed on.
     let v = unsafe { Rows::new(args, piece, 1) };
@@ -164,7 +164,7 @@ fn sum_decoded<L: Load>(l: L, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
 
 /// Multiplies weights by the scales of tokens, if there are any.
 #[inline(always)]
-pub(super) fn scale_weights<S: Simd>(
+fn scale_weights<S: Simd>(
     s: S,
     args: &mut Meeting<'_>,
     piece: &Piece,

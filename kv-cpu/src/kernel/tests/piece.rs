@@ -119,8 +119,8 @@ impl Rows {
 
     /// Whether all of them are near attention over the pieces.
     fn are_attention(&self, what: &str, exact: bool, pieces: &[[Plane; 2]]) {
-        // Weights in fixed point are rounded to a 32,768th of the greatest of a piece, or so.
-        let is_fixed = !exact && pieces[0][1].layout.encoding() == Encoding::Int8;
+        // Queries in fixed point are rounded to a 32,767th of the greatest of a row.
+        let is_fixed = !exact && pieces[0][0].layout.encoding() == Encoding::Int8;
         self.are_within(what, if is_fixed { 1e-4 } else { 3e-5 }, pieces);
     }
 

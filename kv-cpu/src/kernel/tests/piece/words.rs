@@ -100,6 +100,54 @@ fn what_fits_no_fixed_point_is_met_as_it_is() {
     }
 }
 
+/// A query value that is great where keys are zero does not make the others too coarse.
+#[test]
+fn few_great_queries_spoil_no_scores() {
+    const DIM: usize = 128;
+    let mut random = Random::new(52);
+    let format = ("int8".parse().unwrap(), false);
+    let k = (0..PIECE).map(|_| [vec![0.0; 2], random.units(DIM - 2)].concat()).collect();
+    let k = Plane::of(k, format, 0);
+    let v = Plane::new(&mut random, format, (DIM, PIECE, 0));
+    for (name, kernels, exact) in with_both_exponentials() {
+        for count in COUNTS.into_iter().filter(|_| has_pieces(kernels, [&k, &v])) {
+            let mut rows = Rows::new(&mut random, (1, count), [&k, &v]);
+            rows.q.chunks_mut(rows.q_stride).for_each(|q| q[1] = 1e4);
+            rows.meet((kernels, exact), [&k, &v]);
+            rows.are_within(&format!("{name} {count}"), 3e-5, &[[k.clone(), v.clone()]]);
+        }
+    }
+}
+
+/// Small weights count where the values of the great ones are zero.
+#[test]
+fn small_weights_count_where_great_ones_add_nothing() {
+    const DIM: usize = 64;
+    let mut random = Random::new(53);
+    let format = ("int8".parse().unwrap(), false);
+    let k = (0..PIECE).map(|token| vec![if token == 0 { 1.0 } else { 0.1 }; DIM]).collect();
+    let mut v: Vec<_> = (0..PIECE).map(|_| random.units(DIM)).collect();
+    v[0].fill(0.0);
+    let [k, v] = [k, v].map(|rows| Plane::of(rows, format, 0));
+    for (name, kernels, exact) in with_both_exponentials() {
+        for count in COUNTS.into_iter().filter(|_| has_pieces(kernels, [&k, &v])) {
+            let mut rows = Rows::new(&mut random, (1, count), [&k, &v]);
+            rows.q.fill(1.0);
+            rows.meet((kernels, exact), [&k, &v]);
+            let of_first = f64::from(rows.lanes[0].running(0, count).sum);
+            assert!(of_first > 0.99, "{name} {count}: {of_first}");
+            // All others weigh the same.
+            let dot = |k: &Vec<f32>| k.iter().map(|k| f64::from(*k)).sum::<f64>();
+            let off = f64::from(SCALE) * (dot(&k.values[1]) - dot(&k.values[0]));
+            for (d, came) in rows.out[..DIM].iter().enumerate() {
+                let wanted: f64 = v.values.iter().map(|v| f64::from(v[d]) * off.exp()).sum();
+                let all: f64 = v.values.iter().map(|v| f64::from(v[d]).abs() * off.exp()).sum();
+                assert!((f64::from(*came) - wanted).abs() < 1e-3 * all, "{name} {count}: {d}");
+            }
+        }
+    }
+}
+
 /// Near each other, or NaN or infinite alike.
 fn are_alike(what: &str, came: &[f32], wanted: &[f32]) {
     for (came, wanted) in came.iter().zip(wanted) {
