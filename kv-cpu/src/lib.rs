@@ -6,7 +6,8 @@
 //! over planes of 16 and 8 bits go to AMX where there is one ([`Isa`]). Which of them runs is
 //! decided when the backend is opened, and `KV_CPU_ISA` forces it.
 //!
-//! Element types of q, k, v and out are independent of the stored format; sums are kept in `f32`.
+//! Element types of q, k, v and out are independent of the stored format; sums are kept in `f32`,
+//! but for scores of `int8` where outputs have 16 bits, which may be those of integers.
 //! Results are the same bits on repeat and for any number of threads, as long as the plan is the
 //! same.
 //!
