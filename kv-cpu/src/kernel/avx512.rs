@@ -19,7 +19,7 @@ use self::convert::{
     lower_bf16, narrow_bf16, narrow_f16, spread_nibbles, upper_bf16, widen_bf16, widen_bytes,
     widen_e5m2, widen_f16, widen_f16_words, widen_i8, widen_twice, words_apart,
 };
-use self::fold::{fold, fold_eight, halves, neighbours, pairs, quarters};
+use self::fold::{by_bit, fold, fold_eight, halves, pairs, quarters};
 pub(super) use self::pieces::LOOPS;
 use super::simd::{LINE, Simd, exp};
 
@@ -289,14 +289,8 @@ primitives! {
         let order = _mm512_setr_epi32(0, 8, 4, 12, 0, 8, 4, 12, 0, 8, 4, 12, 0, 8, 4, 12);
         _mm512_permutexvar_ps(order, all)
     }
-    // The bit is constant where the primitive is used, and one of these is left.
     fn fold(bit: u32, a: __m512, b: __m512) -> __m512 {
-        let [kept, moved] = match bit {
-            0 => neighbours(a, b),
-            1 => pairs(a, b),
-            2 => quarters(a, b),
-            _ => halves(a, b),
-        };
+        let [kept, moved] = by_bit(bit, a, b);
         _mm512_add_ps(kept, moved)
     }
     fn any_greater(a: __m512, b: __m512) -> bool {

@@ -12,7 +12,10 @@ use std::sync::LazyLock;
 
 use half::{bf16, f16};
 
-use super::piece::{self, Codes, DotBf16, DotWords, Fp8, LookUp, Loops, Meeting, Piece, Words};
+use super::piece::{
+    self, Bytes, Coded, Codes, DotBf16, DotWords, Fp8, LookUp, Loops, Meeting, Paired, Piece,
+    Plain, Words,
+};
 use super::simd::Simd;
 use super::stored::{E4m3, E5m2};
 use crate::encoding::Encoding;
@@ -274,23 +277,23 @@ impl DotWords for Wide {
 pub(super) static LOOPS: LazyLock<Loops> = LazyLock::new(|| {
     unsafe fn weigh_bf16(args: &mut Meeting<'_>, piece: &Piece) {
         // SAFETY: the condition is passed on, here and below.
-        unsafe { piece::weigh_bf16(Wide, args, piece) };
+        unsafe { piece::weigh_words(Paired(Wide, Plain(Wide)), args, piece) };
     }
     unsafe fn weigh_codes<E: Fp8>(args: &mut Meeting<'_>, piece: &Piece) {
         // SAFETY: as above.
-        unsafe { piece::weigh_codes::<_, E>(Wide, args, piece) };
+        unsafe { piece::weigh(Coded::<_, E>::new(Wide), args, piece) };
     }
     unsafe fn sum_codes<E: Fp8>(args: &mut Meeting<'_>, piece: &Piece) {
         // SAFETY: as above.
-        unsafe { piece::sum_codes::<_, E>(Wide, args, piece) };
+        unsafe { piece::sum(Coded::<_, E>::new(Wide), args, piece) };
     }
     unsafe fn weigh_codes_bf16<E: Fp8>(args: &mut Meeting<'_>, piece: &Piece) {
         // SAFETY: as above.
-        unsafe { piece::weigh_codes_bf16::<_, _, E>((Wide, Wide), args, piece) };
+        unsafe { piece::weigh_words(Paired(Wide, Coded::<_, E>::new(Wide)), args, piece) };
     }
     unsafe fn weigh_bytes(args: &mut Meeting<'_>, piece: &Piece) {
         // SAFETY: as above.
-        unsafe { piece::weigh_bytes(Wide, args, piece) };
+        unsafe { piece::weigh_words(Bytes(Wide), args, piece) };
     }
     let mut loops = PIECES.clone();
     loops.set_weigh_words(Encoding::Bf16Pairs, Words::Bf16, weigh_bf16);

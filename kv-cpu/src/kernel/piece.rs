@@ -22,16 +22,15 @@ mod sums;
 mod weigh;
 mod words;
 
-pub(super) use self::bf16::{Codes, DotBf16, Fp8, LookUp};
+pub(super) use self::bf16::{Coded, Codes, DotBf16, Fp8, LookUp, Paired, Plain};
 pub(crate) use self::lanes::{Lanes, Words};
+pub(super) use self::multiply::Decoded;
 use self::rows::Rows;
 use self::strip::Places;
 pub(crate) use self::strip::{HeadRows, Strip};
-pub(super) use self::sums::{sum, sum_codes, sum_e4m3};
-pub(super) use self::weigh::{
-    weigh, weigh_bf16, weigh_bytes, weigh_codes, weigh_codes_bf16, weigh_e4m3,
-};
-pub(super) use self::words::DotWords;
+pub(super) use self::sums::{sum, sum_e4m3};
+pub(super) use self::weigh::{weigh, weigh_e4m3, weigh_words};
+pub(super) use self::words::{Bytes, DotWords};
 use super::stored::GROUP;
 use super::{Kernels, LANES_MAX, of_encoding};
 use crate::encoding::{Encoding, RowLayout};
@@ -211,14 +210,14 @@ macro_rules! table {
     ([$(#[$attribute:meta])*] $simd:expr) => {
         /// The loops over pieces.
         pub(super) static PIECES: super::piece::Loops = {
-            use super::piece::{self, Loops, Meeting, Piece};
+            use super::piece::{self, Decoded, Loops, Meeting, Piece};
             use super::stored::Stored;
             use crate::encoding::Encoding;
 
             $(#[$attribute])*
             unsafe fn weigh<E: Stored>(args: &mut Meeting<'_>, piece: &Piece) {
                 // SAFETY: the condition is passed on.
-                unsafe { piece::weigh::<_, E>($simd, args, piece) };
+                unsafe { piece::weigh(Decoded::<_, E>::new($simd), args, piece) };
             }
             $(#[$attribute])*
             unsafe fn weigh_e4m3(args: &mut Meeting<'_>, piece: &Piece) {
@@ -228,7 +227,7 @@ macro_rules! table {
             $(#[$attribute])*
             unsafe fn sum<E: Stored>(args: &mut Meeting<'_>, piece: &Piece) {
                 // SAFETY: the condition is passed on.
-                unsafe { piece::sum::<_, E>($simd, args, piece) };
+                unsafe { piece::sum(Decoded::<_, E>::new($simd), args, piece) };
             }
             $(#[$attribute])*
             unsafe fn sum_e4m3(args: &mut Meeting<'_>, piece: &Piece) {

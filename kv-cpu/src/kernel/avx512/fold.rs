@@ -38,6 +38,19 @@ macro_rules! fold_eight {
 
 pub(super) use {fold, fold_eight};
 
+/// What a fold by a bit of the lane's number brings together. The bit is constant where it is used,
+/// and one of these is left.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) fn by_bit(bit: u32, a: __m512, b: __m512) -> [__m512; 2] {
+    match bit {
+        0 => neighbours(a, b),
+        1 => pairs(a, b),
+        2 => quarters(a, b),
+        _ => halves(a, b),
+    }
+}
+
 /// What a fold of two vectors brings together: halves of `a` come to lie in the lower half of both
 /// results, of `b` in the upper one.
 #[inline]
@@ -64,7 +77,7 @@ pub(super) fn pairs(a: __m512, b: __m512) -> [__m512; 2] {
 /// The same within pairs.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) fn neighbours(a: __m512, b: __m512) -> [__m512; 2] {
+fn neighbours(a: __m512, b: __m512) -> [__m512; 2] {
     let order = _mm512_setr_epi32(1, 16, 3, 18, 5, 20, 7, 22, 9, 24, 11, 26, 13, 28, 15, 30);
     [_mm512_mask_blend_ps(0xaaaa, a, b), _mm512_permutex2var_ps(a, order, b)]
 }

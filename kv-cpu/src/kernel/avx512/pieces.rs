@@ -6,7 +6,7 @@ use super::vbmi::Vbmi;
 use super::vnni::Vnni;
 use super::{Avx512, PIECES};
 use crate::encoding::Encoding;
-use crate::kernel::piece::{self, Fp8, Loops, Meeting, Piece, Words};
+use crate::kernel::piece::{self, Bytes, Coded, Fp8, Loops, Meeting, Paired, Piece, Plain, Words};
 use crate::kernel::stored::{E4m3, E5m2};
 
 /// The loops of this CPU, which has the vectors.
@@ -33,31 +33,32 @@ pub(in super::super) static LOOPS: LazyLock<Loops> = LazyLock::new(|| {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 unsafe fn weigh_bf16(args: &mut Meeting<'_>, piece: &Piece) {
+    let bf16 = Bf16(Avx512::witness());
     // SAFETY: the condition is passed on.
-    unsafe { piece::weigh_bf16(Bf16(Avx512::witness()), args, piece) };
+    unsafe { piece::weigh_words(Paired(bf16, Plain(bf16.0)), args, piece) };
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")]
 unsafe fn weigh_codes<E: Fp8>(args: &mut Meeting<'_>, piece: &Piece) {
     // SAFETY: the condition is passed on.
-    unsafe { piece::weigh_codes::<_, E>(Vbmi(Avx512::witness()), args, piece) };
+    unsafe { piece::weigh(Coded::<_, E>::new(Vbmi(Avx512::witness())), args, piece) };
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")]
 unsafe fn sum_codes<E: Fp8>(args: &mut Meeting<'_>, piece: &Piece) {
     // SAFETY: the condition is passed on.
-    unsafe { piece::sum_codes::<_, E>(Vbmi(Avx512::witness()), args, piece) };
+    unsafe { piece::sum(Coded::<_, E>::new(Vbmi(Avx512::witness())), args, piece) };
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi")]
 unsafe fn weigh_codes_bf16<E: Fp8>(args: &mut Meeting<'_>, piece: &Piece) {
-    let (dot, look_up) = (Bf16(Avx512::witness()), Vbmi(Avx512::witness()));
+    let (bf16, codes) = (Bf16(Avx512::witness()), Coded::<_, E>::new(Vbmi(Avx512::witness())));
     // SAFETY: the condition is passed on.
-    unsafe { piece::weigh_codes_bf16::<_, _, E>((dot, look_up), args, piece) };
+    unsafe { piece::weigh_words(Paired(bf16, codes), args, piece) };
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn weigh_bytes(args: &mut Meeting<'_>, piece: &Piece) {
     // SAFETY: the condition is passed on.
-    unsafe { piece::weigh_bytes(Vnni(Avx512::witness()), args, piece) };
+    unsafe { piece::weigh_words(Bytes(Vnni(Avx512::witness())), args, piece) };
 }

@@ -59,8 +59,7 @@ primitives! {
     }
 }
 
-/// Puts each quarter of the first quarter behind those of the same place in the others, which is
-/// the order that unpacking twice brings back.
+/// Turns four by four words of four codes, which unpacking twice turns back.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn in_quarters(codes: __m512i) -> __m512i {

@@ -7,7 +7,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 use super::Avx512;
-use super::fold::{halves, neighbours, pairs, quarters};
+use super::fold::by_bit;
 use crate::kernel::piece::DotWords;
 
 /// Witness that the instructions may run, as [`Avx512`] is.
@@ -69,12 +69,7 @@ primitives! {
     }
     fn fold(bit: u32, a: __m512i, b: __m512i) -> __m512i {
         let [a, b] = [_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)];
-        let [kept, moved] = match bit {
-            0 => neighbours(a, b),
-            1 => pairs(a, b),
-            2 => quarters(a, b),
-            _ => halves(a, b),
-        };
+        let [kept, moved] = by_bit(bit, a, b);
         _mm512_add_epi32(_mm512_castps_si512(kept), _mm512_castps_si512(moved))
     }
     fn floats(sums: __m512i) -> __m512 {

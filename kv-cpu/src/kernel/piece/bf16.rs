@@ -122,10 +122,10 @@ impl Codes {
 }
 
 /// FP8 by lookups.
-pub(super) struct Coded<B, E>(B, PhantomData<E>);
+pub(in super::super) struct Coded<B, E>(B, PhantomData<E>);
 
 impl<B, E> Coded<B, E> {
-    pub(super) const fn new(b: B) -> Self {
+    pub(in super::super) const fn new(b: B) -> Self {
         Self(b, PhantomData)
     }
 }
@@ -172,7 +172,7 @@ impl<B: LookUp, E: Fp8> Load for Coded<B, E> {
 }
 
 /// How rows are read as bf16.
-pub(super) trait AsBf16: Copy {
+pub(in super::super) trait AsBf16: Copy {
     type S: Simd;
     /// Bytes of [`PAIRED`] values.
     const BYTES: usize;
@@ -189,7 +189,7 @@ pub(super) const PAIRED: usize = 2 * GROUP;
 
 /// Rows of bf16.
 #[derive(Clone, Copy)]
-pub(super) struct Plain<S>(pub(super) S);
+pub(in super::super) struct Plain<S>(pub(in super::super) S);
 
 impl<S: Simd> AsBf16 for Plain<S> {
     type S = S;
@@ -218,7 +218,7 @@ impl<B: LookUp, E: Fp8> AsBf16 for Coded<B, E> {
 
 /// Products of bf16 with rows that are read so.
 #[derive(Clone, Copy)]
-pub(super) struct Paired<B, K>(pub(super) B, pub(super) K);
+pub(in super::super) struct Paired<B, K>(pub(in super::super) B, pub(in super::super) K);
 
 impl<B: DotBf16, K: AsBf16<S = B::S>> Multiply for Paired<B, K> {
     type S = B::S;
@@ -258,7 +258,7 @@ impl<B: DotBf16, K: AsBf16<S = B::S>> Multiply for Paired<B, K> {
         self.simd().fold(bit, a, b)
     }
     #[inline(always)]
-    fn floats(self, sums: Self::Sums) -> Self::Sums {
+    fn scores(self, _: &Operands<'_>, sums: Self::Sums) -> Self::Sums {
         sums
     }
 }

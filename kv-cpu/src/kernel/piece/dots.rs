@@ -71,7 +71,7 @@ pub(super) fn dots<M: Multiply, const R: usize, const P: usize, const C: usize>(
             }
             steps[token] = fold(m, rows, of, bit + P.ilog2());
         }
-        scores[step] = m.floats(fold(m, steps, tokens, 0));
+        scores[step] = m.scores(x, fold(m, steps, tokens, 0));
     }
     scores
 }

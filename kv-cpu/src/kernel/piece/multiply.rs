@@ -16,7 +16,7 @@ use super::super::tile::HALF;
 use super::{Meeting, Piece, Rows};
 
 /// How rows are read as `f32`.
-pub(super) trait Load: Copy {
+pub(in super::super) trait Load: Copy {
     type S: Simd;
     /// Whether rows are met whole, in the order of memory, though some is decoded more than once:
     /// where values need hardly any decoding (`docs/performance.md`).
@@ -40,13 +40,13 @@ pub(super) trait Load: Copy {
 }
 
 /// A vector of values.
-pub(super) type V<L> = <<L as Load>::S as Simd>::F;
+pub(in super::super) type V<L> = <<L as Load>::S as Simd>::F;
 
 /// By the primitives of an encoding.
-pub(super) struct Decoded<S, E>(S, PhantomData<E>);
+pub(in super::super) struct Decoded<S, E>(S, PhantomData<E>);
 
 impl<S, E> Decoded<S, E> {
-    pub(super) const fn new(s: S) -> Self {
+    pub(in super::super) const fn new(s: S) -> Self {
         Self(s, PhantomData)
     }
 }
@@ -85,10 +85,11 @@ impl<S: Simd, E: Stored> Load for Decoded<S, E> {
 }
 
 /// The query rows of a head, and the K rows of a piece.
-pub(super) struct Operands<'a> {
+pub(in super::super) struct Operands<'a> {
     q: *const f32,
     q_stride: usize,
     words: *const u32,
+    units: *const f32,
     pub(super) k: Rows<'a>,
 }
 
@@ -104,6 +105,7 @@ impl<'a> Operands<'a> {
             q: args.q.as_ptr().wrapping_add(first),
             q_stride: args.q_stride,
             words: args.words.as_ptr().wrapping_add(first / 2),
+            units: args.lanes[piece.head].units.as_ptr(),
             // SAFETY: the condition is passed on.
             k: unsafe { Rows::new(args, piece, 0) },
         }
@@ -126,10 +128,17 @@ impl<'a> Operands<'a> {
         // SAFETY: there are as many, half as far apart, by the check of the strip.
         unsafe { s.load_bits(self.words, at) }
     }
+
+    /// By lane of scores, what a query value of 1 in fixed point is.
+    #[inline(always)]
+    pub(super) fn units<S: Simd>(&self, s: S) -> S::F {
+        // SAFETY: an array of as many, see `new`.
+        unsafe { s.load(self.units, 0) }
+    }
 }
 
 /// How groups of values are multiplied, and products added.
-pub(super) trait Multiply: Copy {
+pub(in super::super) trait Multiply: Copy {
     type S: Simd;
     /// A group of values.
     type Group: Copy;
@@ -139,8 +148,6 @@ pub(super) trait Multiply: Copy {
     const VALUES: usize = GROUP;
     /// Bytes of a group of K, or 0 where lines are not asked for by it.
     const BYTES: usize;
-    /// Whether products are to be multiplied by the units of query rows.
-    const HAS_UNITS: bool = false;
 
     fn simd(self) -> Self::S;
     fn zero(self) -> Self::Sums;
@@ -152,7 +159,8 @@ pub(super) trait Multiply: Copy {
     fn add(self, a: Self::Sums, b: Self::Sums) -> Self::Sums;
     /// As [`Simd::fold`].
     fn fold(self, bit: u32, a: Self::Sums, b: Self::Sums) -> Self::Sums;
-    fn floats(self, sums: Self::Sums) -> <Self::S as Simd>::F;
+    /// What sums whose lanes are those of scores come to.
+    fn scores(self, x: &Operands<'_>, sums: Self::Sums) -> <Self::S as Simd>::F;
 }
 
 /// As `f32`.
@@ -197,7 +205,7 @@ impl<L: Load> Multiply for Floats<L> {
         self.simd().fold(bit, a, b)
     }
     #[inline(always)]
-    fn floats(self, sums: V<L>) -> V<L> {
+    fn scores(self, _: &Operands<'_>, sums: V<L>) -> V<L> {
         sums
     }
 }

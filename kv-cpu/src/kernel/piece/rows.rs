@@ -14,7 +14,7 @@ use crate::encoding::RowLayout;
 use crate::num::to_u32;
 
 /// Rows of K or V of a piece.
-pub(super) struct Rows<'a> {
+pub(in super::super) struct Rows<'a> {
     pub(super) first: *const u8,
     pub(super) stride: usize,
     pub(super) tokens: usize,

@@ -8,10 +8,9 @@
               that carries the target features"
 )]
 use super::super::simd::{LANES_MAX, LINE, Simd};
-use super::super::stored::{E4m3, FiniteE4m3, GROUP, Stored};
+use super::super::stored::{E4m3, FiniteE4m3, GROUP};
 use super::super::tile::HALF;
 use super::ask::Ask;
-use super::bf16::{Coded, Fp8, LookUp};
 use super::multiply::{Decoded, Load};
 use super::{Meeting, PIECE, Piece, Rows, tokens_of};
 
@@ -24,62 +23,24 @@ pub(in super::super) unsafe fn sum_e4m3<S: Simd>(s: S, args: &mut Meeting<'_>, p
     // SAFETY: the condition is passed on, here and below.
     if unsafe { Rows::new(args, piece, 1) }.are_finite(s) {
         // SAFETY: as above.
-        unsafe { sum_loaded(Decoded::<S, FiniteE4m3>::new(s), args, piece) };
+        unsafe { sum(Decoded::<S, FiniteE4m3>::new(s), args, piece) };
     } else {
         // SAFETY: as above.
-        unsafe { sum_loaded(Decoded::<S, E4m3>::new(s), args, piece) };
+        unsafe { sum(Decoded::<S, E4m3>::new(s), args, piece) };
     }
 }
 
-/// Adds a piece.
+/// Adds a piece whose rows are read so.
 ///
 /// # Safety
 /// 1. It is one of the strip, which was checked.
 #[inline(always)]
-pub(in super::super) unsafe fn sum<S: Simd, E: Stored>(
-    s: S,
-    args: &mut Meeting<'_>,
-    piece: &Piece,
-) {
-    // SAFETY: the condition is passed on.
-    unsafe { sum_loaded(Decoded::<S, E>::new(s), args, piece) };
-}
-
-/// Adds a piece of FP8 by lookups.
-///
-/// # Safety
-/// 1. It is one of the strip, which was checked.
-#[inline(always)]
-pub(in super::super) unsafe fn sum_codes<B: LookUp, E: Fp8>(
-    b: B,
-    args: &mut Meeting<'_>,
-    piece: &Piece,
-) {
-    // SAFETY: the condition is passed on.
-    unsafe { sum_loaded(Coded::<B, E>::new(b), args, piece) };
-}
-
-/// # Safety
-/// 1. It is one of the strip, which was checked.
-#[inline(always)]
-unsafe fn sum_loaded<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
+pub(in super::super) unsafe fn sum<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
+    const { assert!(L::S::LANES == LANES_MAX, "a vector has the weights of a piece by a row") };
     // SAFETY: the condition is passed on.
     let v = unsafe { Rows::new(args, piece, 1) };
     let factors = v.factors(l.simd(), args.lanes[piece.head].scales[1], L::FACTOR);
     scale_weights(l.simd(), args, piece, factors);
-    // SAFETY: the condition is passed on.
-    unsafe { add_weighted(l, args, piece) };
-}
-
-/// Adds a piece whose scales the weights have.
-///
-/// # Safety
-/// 1. It is one of the strip, which was checked.
-#[inline(always)]
-unsafe fn add_weighted<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
-    const { assert!(L::S::LANES == LANES_MAX, "a vector has the weights of a piece by a row") };
-    // SAFETY: the condition is passed on.
-    let v = unsafe { Rows::new(args, piece, 1) };
     let mut ask = Ask::new(args, piece, 1);
     let out = args.out.as_mut_ptr().wrapping_add(piece.head * args.rows * args.out_stride);
     let x = Sums { v, weights: args.weights.as_ptr(), out, stride: args.out_stride };
@@ -104,7 +65,7 @@ struct Sums<'a> {
 #[derive(Clone, Copy)]
 struct Visit {
     row: usize,
-    /// How many visits there are, by which the lines of rows that are taken whole are asked for.
+    /// How many visits share the lines to ask for, where it is known how many a step meets.
     of: usize,
     /// Lines to ask for by token otherwise.
     pace: usize,

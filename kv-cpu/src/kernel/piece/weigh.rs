@@ -8,12 +8,10 @@
               that carries the target features"
 )]
 use super::super::simd::{LANES_MAX, Simd};
-use super::super::stored::{E4m3, FiniteE4m3, GROUP, Stored};
+use super::super::stored::{E4m3, FiniteE4m3, GROUP};
 use super::ask::Ask;
-use super::bf16::{Coded, DotBf16, Fp8, LookUp, Paired, Plain};
 use super::dots::{dots, dots_decoded};
 use super::multiply::{Decoded, Floats, Load, Multiply, Operands};
-use super::words::{Bytes, DotWords};
 use super::{Lanes, Meeting, PIECE, Piece, ROWS_MAX, Rows};
 
 /// Scores and weighs a piece of E4M3.
@@ -25,83 +23,19 @@ pub(in super::super) unsafe fn weigh_e4m3<S: Simd>(s: S, args: &mut Meeting<'_>,
     // SAFETY: the condition is passed on, here and below.
     if unsafe { Rows::new(args, piece, 0) }.are_finite(s) {
         // SAFETY: as above.
-        unsafe { weigh_loaded(Decoded::<S, FiniteE4m3>::new(s), args, piece) };
+        unsafe { weigh(Decoded::<S, FiniteE4m3>::new(s), args, piece) };
     } else {
         // SAFETY: as above.
-        unsafe { weigh_loaded(Decoded::<S, E4m3>::new(s), args, piece) };
+        unsafe { weigh(Decoded::<S, E4m3>::new(s), args, piece) };
     }
 }
 
-/// Scores and weighs a piece.
+/// Scores and weighs a piece whose rows are read so.
 ///
 /// # Safety
 /// 1. It is one of the strip, which was checked.
 #[inline(always)]
-pub(in super::super) unsafe fn weigh<S: Simd, E: Stored>(
-    s: S,
-    args: &mut Meeting<'_>,
-    piece: &Piece,
-) {
-    // SAFETY: the condition is passed on.
-    unsafe { weigh_loaded(Decoded::<S, E>::new(s), args, piece) };
-}
-
-/// Scores and weighs a piece of FP8 by lookups.
-///
-/// # Safety
-/// 1. It is one of the strip, which was checked.
-#[inline(always)]
-pub(in super::super) unsafe fn weigh_codes<B: LookUp, E: Fp8>(
-    b: B,
-    args: &mut Meeting<'_>,
-    piece: &Piece,
-) {
-    // SAFETY: the condition is passed on.
-    unsafe { weigh_loaded(Coded::<B, E>::new(b), args, piece) };
-}
-
-/// Scores and weighs a piece of bf16, for queries that are there as such.
-///
-/// # Safety
-/// 1. It is one of the strip, which was checked.
-#[inline(always)]
-pub(in super::super) unsafe fn weigh_bf16<B: DotBf16>(b: B, args: &mut Meeting<'_>, piece: &Piece) {
-    // SAFETY: the condition is passed on.
-    unsafe { weigh_words(Paired(b, Plain(b.simd())), args, piece) };
-}
-
-/// Scores and weighs a piece of FP8, for queries that are there as bf16.
-///
-/// # Safety
-/// 1. It is one of the strip, which was checked.
-#[inline(always)]
-pub(in super::super) unsafe fn weigh_codes_bf16<B: DotBf16, L: LookUp<S = B::S>, E: Fp8>(
-    (b, l): (B, L),
-    args: &mut Meeting<'_>,
-    piece: &Piece,
-) {
-    // SAFETY: the condition is passed on.
-    unsafe { weigh_words(Paired(b, Coded::<L, E>::new(l)), args, piece) };
-}
-
-/// Scores and weighs a piece of signed bytes, for queries that are there in fixed point.
-///
-/// # Safety
-/// 1. It is one of the strip, which was checked.
-#[inline(always)]
-pub(in super::super) unsafe fn weigh_bytes<B: DotWords>(
-    b: B,
-    args: &mut Meeting<'_>,
-    piece: &Piece,
-) {
-    // SAFETY: the condition is passed on.
-    unsafe { weigh_words(Bytes(b), args, piece) };
-}
-
-/// # Safety
-/// 1. The piece is one of the strip, which was checked.
-#[inline(always)]
-unsafe fn weigh_loaded<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
+pub(in super::super) unsafe fn weigh<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
     // SAFETY: the condition is passed on.
     let x = &unsafe { Operands::new(args, piece) };
     // Query values of so many rows and groups stay in registers; keys of more groups than two are
@@ -137,12 +71,16 @@ fn weigh_rows<L: Load, const R: usize, const T: usize, const P: usize, const C: 
     weigh_scores::<L::S, R, T>(l.simd(), args, piece, (scores, factors));
 }
 
-/// For queries that are there as words.
+/// Scores and weighs a piece that is multiplied so, for queries that are there as such words.
 ///
 /// # Safety
-/// 1. The piece is one of the strip, which was checked.
+/// 1. It is one of the strip, which was checked.
 #[inline(always)]
-unsafe fn weigh_words<M: Multiply>(m: M, args: &mut Meeting<'_>, piece: &Piece) {
+pub(in super::super) unsafe fn weigh_words<M: Multiply>(
+    m: M,
+    args: &mut Meeting<'_>,
+    piece: &Piece,
+) {
     // SAFETY: the condition is passed on.
     let x = &unsafe { Operands::new(args, piece) };
     match args.rows {
@@ -164,21 +102,13 @@ fn weigh_rows_of_words<M: Multiply, const R: usize, const T: usize, const P: usi
 ) {
     let (s, mut ask) = (m.simd(), Ask::new(args, piece, 0));
     // Four rows by 128 values are 16 registers.
-    let mut scores = if M::VALUES == GROUP {
+    let scores = if M::VALUES == GROUP {
         dots::<M, R, P, 4>(m, x, &mut ask)
     } else {
         dots::<M, R, P, 2>(m, x, &mut ask)
     };
     ask.finish(s);
-    let lanes = &args.lanes[piece.head];
-    if M::HAS_UNITS {
-        // SAFETY: an array of as many.
-        let units = unsafe { s.load(lanes.units.as_ptr(), 0) };
-        for step in 0..const { LANES_MAX / T } {
-            scores[step] = s.mul(scores[step], units);
-        }
-    }
-    let factors = x.k.factors(s, lanes.scales[0], 1.0);
+    let factors = x.k.factors(s, args.lanes[piece.head].scales[0], 1.0);
     weigh_scores::<M::S, R, T>(s, args, piece, (scores, factors));
 }
 

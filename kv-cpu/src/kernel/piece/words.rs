@@ -52,14 +52,13 @@ pub(in super::super) trait DotWords: Copy {
 
 /// Products with rows of bytes.
 #[derive(Clone, Copy)]
-pub(super) struct Bytes<B>(pub(super) B);
+pub(in super::super) struct Bytes<B>(pub(in super::super) B);
 
 impl<B: DotWords> Multiply for Bytes<B> {
     type S = B::S;
     type Group = <B::S as Simd>::I;
     type Sums = <B::S as Simd>::I;
     const BYTES: usize = GROUP;
-    const HAS_UNITS: bool = true;
 
     #[inline(always)]
     fn simd(self) -> B::S {
@@ -91,7 +90,8 @@ impl<B: DotWords> Multiply for Bytes<B> {
         self.0.fold(bit, a, b)
     }
     #[inline(always)]
-    fn floats(self, sums: Self::Sums) -> <B::S as Simd>::F {
-        self.0.floats(sums)
+    fn scores(self, x: &Operands<'_>, sums: Self::Sums) -> <B::S as Simd>::F {
+        let s = self.simd();
+        s.mul(self.0.floats(sums), x.units(s))
     }
 }
