@@ -9,10 +9,13 @@ use crate::encoding::unsupported;
 use crate::isa::Isa;
 use crate::kernel::Kernels;
 use crate::queue::CpuQueue;
+use crate::read_ahead::ReadAhead;
 use crate::threads::Threads;
 
 /// How to open the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
-/// `KV_CPU_THREADS`), and else from the machine.
+/// `KV_CPU_THREADS`), and else from the machine. `KV_CPU_READ_AHEAD` is for trying what suits a CPU
+/// that was not measured: where lines that are wanted soon are brought, `first`, `second` or `none`,
+/// or one of these for one query head a kv head and one for all else, as in `none/second`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CpuOptions {
     threads: Option<usize>,
@@ -52,8 +55,8 @@ impl CpuBackend {
     /// Opens the CPU.
     ///
     /// # Errors
-    /// `Unsupported` for an instruction set that is unknown or that this CPU lacks, and for 0
-    /// threads; `Driver` when the threads cannot be started.
+    /// `Unsupported` for an instruction set that is unknown or that this CPU lacks, for 0 threads,
+    /// and for settings that are no such thing; `Driver` when the threads cannot be started.
     pub fn open(options: CpuOptions) -> Result<Self, DeviceError> {
         let setting =
             |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
@@ -65,7 +68,8 @@ impl CpuBackend {
             Some(count) => Some(count),
             None => Threads::parse_count(setting("KV_CPU_THREADS").as_deref())?,
         };
-        let kernels = Kernels::of(isa)
+        let read_ahead = ReadAhead::from_setting(setting("KV_CPU_READ_AHEAD").as_deref())?;
+        let kernels = Kernels::of(isa, read_ahead)
             .ok_or_else(|| unsupported("open cpu", format!("no kernels for {isa}")))?;
         let threads = Threads::new(count)?;
         let capabilities = Capabilities::minimal()

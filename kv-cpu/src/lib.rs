@@ -76,6 +76,7 @@ mod isa;
 mod kernel;
 mod num;
 mod queue;
+mod read_ahead;
 mod rows;
 #[cfg(test)]
 mod tests;

@@ -46,6 +46,11 @@ macro_rules! primitives {
                 unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
             }
             #[inline(always)]
+            fn prefetch_second(self, at: *const u8) {
+                // SAFETY: SSE is part of x86-64, and a prefetch faults at no address.
+                unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+            }
+            #[inline(always)]
             unsafe fn stream(self, from: &[u8; LINE], to: &mut [u8; LINE]) {
                 for half in [0, 32] {
                     let (from, to) = (from.as_ptr().wrapping_add(half), to.as_mut_ptr());

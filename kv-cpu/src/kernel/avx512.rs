@@ -63,6 +63,11 @@ macro_rules! primitives {
                 unsafe { _mm_prefetch::<_MM_HINT_NTA>(at.cast()) }
             }
             #[inline(always)]
+            fn prefetch_second(self, at: *const u8) {
+                // SAFETY: SSE is part of x86-64, and a prefetch faults at no address.
+                unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+            }
+            #[inline(always)]
             unsafe fn stream(self, from: &[u8; LINE], to: &mut [u8; LINE]) {
                 // SAFETY: the array, and the witness.
                 let line = unsafe { _mm512_loadu_si512(from.as_ptr().cast()) };

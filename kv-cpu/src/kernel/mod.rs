@@ -66,6 +66,7 @@ pub(crate) use matrix::amx::is_available as has_amx;
 
 use crate::encoding::{Element, Encoding, RowLayout};
 use crate::isa::Isa;
+use crate::read_ahead::ReadAhead;
 use table::{Table, table};
 
 /// Most tokens that are scored, weighed and summed together.
@@ -158,6 +159,7 @@ pub(crate) struct Kernels {
     matrix: Option<&'static matrix::Table>,
     stream: Option<&'static stream::Table>,
     pieces: Option<&'static piece::Loops>,
+    read_ahead: ReadAhead,
 }
 
 impl std::fmt::Debug for Kernels {
@@ -167,25 +169,25 @@ impl std::fmt::Debug for Kernels {
 }
 
 impl Kernels {
-    /// The kernels of `isa`, `None` when this CPU lacks it.
-    pub(crate) fn of(isa: Isa) -> Option<Self> {
+    /// The kernels of `isa`, which read ahead so; `None` when this CPU lacks it.
+    pub(crate) fn of(isa: Isa, read_ahead: ReadAhead) -> Option<Self> {
         if !isa.is_available() {
             return None;
         }
-        let with = |loops, stream, pieces| {
-            let (stream, matrix) = (Some(stream), None);
-            Self { loops, matrix, stream, pieces }
-        };
+        let with = |loops, stream, pieces| Self { loops, matrix: None, stream, pieces, read_ahead };
         Some(match isa {
-            Isa::Scalar => Self { loops: &scalar::TABLE, matrix: None, stream: None, pieces: None },
+            Isa::Scalar => with(&scalar::TABLE, None, None),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => with(&avx2::TABLE, &avx2::STREAM, None),
+            Isa::Avx2 => with(&avx2::TABLE, Some(&avx2::STREAM), None),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => with(&avx512::TABLE, &avx512::STREAM, Some(&avx512::LOOPS)),
+            Isa::Avx512 => with(&avx512::TABLE, Some(&avx512::STREAM), Some(&avx512::LOOPS)),
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx => Self { matrix: Some(&matrix::amx::TABLE), ..Self::of(Isa::Avx512)? },
+            Isa::Amx => {
+                let matrix = Some(&matrix::amx::TABLE);
+                Self { matrix, ..Self::of(Isa::Avx512, read_ahead)? }
+            }
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon => with(&neon::TABLE, &neon::STREAM, None),
+            Isa::Neon => with(&neon::TABLE, Some(&neon::STREAM), None),
             _ => return None,
         })
     }
@@ -198,6 +200,7 @@ impl Kernels {
             matrix: None,
             stream: Some(&emulated::STREAM),
             pieces: Some(&emulated::LOOPS),
+            read_ahead: ReadAhead::FIRST,
         }
     }
 

@@ -34,6 +34,7 @@ pub(super) use self::words::{Bytes, DotWords};
 use super::stored::GROUP;
 use super::{Kernels, LANES_MAX, of_encoding};
 use crate::encoding::{Encoding, RowLayout};
+use crate::read_ahead::Fetch;
 
 /// Most tokens of a piece.
 pub(crate) const PIECE: usize = LANES_MAX;
@@ -119,6 +120,7 @@ pub(crate) struct Piece {
     /// Where K and V begin, and where those that are wanted soon do.
     begins: [*const u8; 2],
     soon: [*const u8; 2],
+    fetch: Fetch,
 }
 
 /// What takes a piece of a strip that was checked.
@@ -192,6 +194,7 @@ impl Kernels {
                 tokens: (strip.tokens - place.1).min(PIECE),
                 begins,
                 soon: soon.next().unwrap_or(begins),
+                fetch: self.read_ahead.other,
             };
             let are_there = words.is_some() && args.lanes[place.0].words() == words;
             let weigh = if are_there { by_words } else { weigh };

@@ -16,6 +16,8 @@
 use half::f16;
 use kv_quant::minifloat::E4M3;
 
+use crate::read_ahead::Fetch;
+
 /// Widest vector of any instruction set, in `f32` lanes; scratch rows are padded to it.
 pub(crate) const LANES_MAX: usize = 16;
 
@@ -185,6 +187,20 @@ pub(crate) trait Simd: Copy {
     #[inline(always)]
     fn prefetch_once(self, at: *const u8) {
         self.prefetch(at);
+    }
+    /// The same into the second cache, where that is possible.
+    #[inline(always)]
+    fn prefetch_second(self, at: *const u8) {
+        self.prefetch(at);
+    }
+    /// Asks for the line at `at` as that CPU is best asked.
+    #[inline(always)]
+    fn fetch(self, fetch: Fetch, at: *const u8) {
+        match fetch {
+            Fetch::First => self.prefetch_once(at),
+            Fetch::Second => self.prefetch_second(at),
+            Fetch::Nothing => {}
+        }
     }
 
     /// Writes a whole cache line past the caches, where that is possible: a line that is in no

@@ -20,6 +20,7 @@ use super::stored::{Bf16Pairs, F16, F32, GROUP, Stored};
 use super::tile::HALF;
 use super::{Kernels, Running};
 use crate::encoding::{Encoding, RowLayout};
+use crate::read_ahead::{Fetch, ReadAhead};
 
 /// Tokens that are scored, weighed and summed before the next ones.
 const STEP: usize = 4;
@@ -74,7 +75,7 @@ impl InOrder for F16 {}
 impl InOrder for Bf16Pairs {}
 
 /// With shorter exponentials, or with exact ones.
-pub(super) type StreamBy = unsafe fn(&mut Stream<'_>);
+pub(super) type StreamBy = unsafe fn(&mut Stream<'_>, Fetch);
 
 impl Kernels {
     /// Whether so many query rows may meet rows of these layouts so.
@@ -90,8 +91,10 @@ impl Kernels {
         assert!(k == v, "rows of K and V are of one encoding");
         if let Some([short, exact]) = self.stream_by(k) {
             let kernel = if args.exact { exact } else { short };
+            let ReadAhead { one_row, other } = self.read_ahead;
+            let fetch = if args.running.len() == 1 { one_row } else { other };
             // SAFETY: the CPU has the instruction set, by `Self::of`.
-            unsafe { kernel(args) }
+            unsafe { kernel(args, fetch) }
         }
     }
 
@@ -102,15 +105,19 @@ impl Kernels {
 
 /// Scores, weighs and sums all tokens. Sums of usual rows stay in registers, where those are many.
 #[inline(always)]
-pub(super) fn stream<S: Simd, E: InOrder, const EXACT: bool>(s: S, args: &mut Stream<'_>) {
+pub(super) fn stream<S: Simd, E: InOrder, const EXACT: bool>(
+    s: S,
+    args: &mut Stream<'_>,
+    fetch: Fetch,
+) {
     let dims = args.layouts.map(RowLayout::dim);
     match (args.running.len(), dims) {
-        (1, [64, 64]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 1, 4>(s, args),
-        (1, [128, 128]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 1, 8>(s, args),
-        (2, [64, 64]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 2, 4>(s, args),
-        (2, [128, 128]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 2, 8>(s, args),
-        (1, _) => stream_rows::<S, E, EXACT, 1, 0>(s, args),
-        _ => stream_rows::<S, E, EXACT, 2, 0>(s, args),
+        (1, [64, 64]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 1, 4>(s, args, fetch),
+        (1, [128, 128]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 1, 8>(s, args, fetch),
+        (2, [64, 64]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 2, 4>(s, args, fetch),
+        (2, [128, 128]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 2, 8>(s, args, fetch),
+        (1, _) => stream_rows::<S, E, EXACT, 1, 0>(s, args, fetch),
+        _ => stream_rows::<S, E, EXACT, 2, 0>(s, args, fetch),
     }
 }
 
@@ -121,17 +128,19 @@ struct Rows<'a> {
     /// Where the same rows of what comes next begin, and how far they are apart.
     next: *const u8,
     next_stride: usize,
+    fetch: Fetch,
     layout: &'a RowLayout,
 }
 
 impl<'a> Rows<'a> {
-    fn new(args: &Stream<'a>, plane: usize) -> Self {
+    fn new(args: &Stream<'a>, plane: usize, fetch: Fetch) -> Self {
         let (now, next, layout) = (args.now[plane], args.next[plane], args.layouts[plane]);
         let fits = args.tokens.checked_sub(1);
         let fits = fits.is_some_and(|last| last * now.stride + layout.bytes() <= now.rows.len());
         assert!(fits && layout.dim().is_multiple_of(GROUP), "rows lie inside their part");
         let (first, stride) = (now.rows.as_ptr(), now.stride);
-        Self { first, stride, next: next.rows.as_ptr(), next_stride: next.stride, layout }
+        let (next, next_stride) = (next.rows.as_ptr(), next.stride);
+        Self { first, stride, next, next_stride, fetch, layout }
     }
 
     /// Where the rows of a step begin, and those of what comes next at the same place.
@@ -151,8 +160,9 @@ impl<'a> Rows<'a> {
 fn stream_rows<S: Simd, E: InOrder, const EXACT: bool, const R: usize, const N: usize>(
     s: S,
     args: &mut Stream<'_>,
+    fetch: Fetch,
 ) {
-    let (k, v) = (Rows::new(args, 0), Rows::new(args, 1));
+    let (k, v) = (Rows::new(args, 0, fetch), Rows::new(args, 1, fetch));
     let dims = [k.layout.dim(), v.layout.dim()];
     assert!(
         args.running.len() == R
@@ -199,7 +209,7 @@ fn scores<S: Simd, E: InOrder, const R: usize, const N: usize>(
         for i in 0..groups {
             let (group, bytes) = (i * GROUP, i * E::LINES * LINE);
             for line in 0..E::LINES {
-                s.prefetch_once(next[j].wrapping_add(bytes + line * LINE));
+                s.fetch(k.fetch, next[j].wrapping_add(bytes + line * LINE));
             }
             for offset in (0..HALF).step_by(S::LANES) {
                 // SAFETY: a whole group of a row, see `Rows::new`.
@@ -238,10 +248,11 @@ macro_rules! table {
             use super::stored::{Bf16Pairs, F16, F32};
             use super::stream::{InOrder, Stream, StreamBy, Table, rows, stream};
             use crate::encoding::Encoding;
+            use crate::read_ahead::Fetch;
 
             $(#[$attribute])*
-            fn by<E: InOrder, const EXACT: bool>(args: &mut Stream<'_>) {
-                stream::<_, E, EXACT>($simd, args);
+            fn by<E: InOrder, const EXACT: bool>(args: &mut Stream<'_>, fetch: Fetch) {
+                stream::<_, E, EXACT>($simd, args, fetch);
             }
             fn loops(encoding: Encoding) -> Option<[StreamBy; 2]> {
                 match encoding {

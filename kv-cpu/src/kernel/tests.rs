@@ -21,7 +21,9 @@ mod stream;
 const ELEMENTS: [Element; 3] = [Element::F32, Element::F16, Element::Bf16];
 
 fn all() -> Vec<(String, Kernels)> {
-    let real = Isa::available().map(|isa| (isa.to_string(), Kernels::of(isa).unwrap()));
+    let read_ahead = ReadAhead::from_setting(None).unwrap();
+    let of = |isa: Isa| (isa.to_string(), Kernels::of(isa, read_ahead).unwrap());
+    let real = Isa::available().map(of);
     let emulated = [
         ("emulated".to_owned(), Kernels::emulated()),
         ("emulated matrices".to_owned(), Kernels::emulated_matrix()),

@@ -4,6 +4,8 @@ use kv_core::{BlockOrder, DType, Determinism, KvFormat, QkvFormat};
 
 use super::world::{Case, Choice, World};
 use super::{DTYPES, FORMATS, Random, backends};
+use crate::kernel::Kernels;
+use crate::read_ahead::ReadAhead;
 use crate::{CpuBackend, CpuOptions, Isa};
 
 pub(super) fn entry(row: u32, cached: u32, new_tokens: u32, queries: u32) -> BatchEntry {
@@ -185,6 +187,35 @@ fn bits_depend_neither_on_repetition_nor_on_threads() {
     let first = run(1);
     for threads in [1, 2, 3, 7] {
         assert!(run(threads) == first, "{threads} threads");
+    }
+}
+
+/// However memory is asked for ahead of need, what it holds is the same.
+#[test]
+fn bits_do_not_depend_on_what_is_asked_for_ahead() {
+    for (group, format) in [1, 2, 4].into_iter().flat_map(|group| FORMATS.map(|f| (group, f))) {
+        let case = Case {
+            dims: [64, 64],
+            formats: [format; 2],
+            group,
+            block_size: 16,
+            dtype: DType::Bf16,
+            ..case(vec![entry(0, 70, 1, 1), entry(1, 5, 1, 1)])
+        };
+        for isa in Isa::available() {
+            let run = |setting| {
+                let read_ahead = ReadAhead::from_setting(Some(setting)).unwrap();
+                let kernels = Kernels::of(isa, read_ahead).unwrap();
+                let backend = CpuBackend::open(CpuOptions::default().isa(isa).threads(1)).unwrap();
+                let backend = backend.with_kernels(kernels);
+                let world = World::new(&backend, case.clone());
+                world.attend(setting, &backend, &Choice::default())
+            };
+            let first = run("first");
+            for setting in ["second", "none", "none/second"] {
+                assert!(run(setting) == first, "{isa} {group} {format}: {setting}");
+            }
+        }
     }
 }
 

@@ -6,6 +6,7 @@
 )]
 use super::super::simd::{LINE, Simd};
 use super::{Meeting, PIECE, Piece};
+use crate::read_ahead::Fetch;
 
 /// What has not been asked for of K or V of a piece. A core has few reads under way, and what is
 /// asked for too fast is probably dropped, so lines are asked for evenly.
@@ -19,6 +20,7 @@ pub(super) struct Ask {
     of_row: usize,
     lines: usize,
     gap: usize,
+    to: Fetch,
 }
 
 impl Ask {
@@ -26,16 +28,16 @@ impl Ask {
     #[inline(always)]
     pub(super) fn new(args: &Meeting<'_>, piece: &Piece, plane: usize) -> Self {
         let rows = &args.strip.planes[plane];
-        Self::of(piece.soon[plane], (rows.bytes, rows.stride, PIECE))
+        Self::of(piece.soon[plane], (rows.bytes, rows.stride, PIECE), piece.fetch)
     }
 
     /// So many rows, `stride` bytes apart.
     #[inline(always)]
-    fn of(at: *const u8, (bytes, stride, rows): (usize, usize, usize)) -> Self {
+    fn of(at: *const u8, (bytes, stride, rows): (usize, usize, usize), to: Fetch) -> Self {
         let (rows, bytes) = if bytes == stride { (1, rows * bytes) } else { (rows, bytes) };
         let lines = ((at.addr() & (LINE - 1)) + bytes).div_ceil(LINE);
         let gap = if rows > 1 { stride.wrapping_sub(lines * LINE) } else { 0 };
-        Self { at, left: (rows * lines).cast_signed(), of_row: lines, lines, gap }
+        Self { at, left: (rows * lines).cast_signed(), of_row: lines, lines, gap, to }
     }
 
     /// How many lines a step takes where so many take them all.
@@ -52,13 +54,13 @@ impl Ask {
         self.left -= lines.cast_signed();
         if self.gap == 0 {
             for line in 0..lines {
-                s.prefetch_once(self.at.wrapping_add(line * LINE));
+                s.fetch(self.to, self.at.wrapping_add(line * LINE));
             }
             self.at = self.at.wrapping_add(lines * LINE);
             return;
         }
         for _ in 0..lines {
-            s.prefetch_once(self.at);
+            s.fetch(self.to, self.at);
             self.at = self.at.wrapping_add(LINE);
             self.of_row -= 1;
             if self.of_row == 0 {
@@ -89,7 +91,8 @@ mod tests {
             [(0, 256, 0, 16), (2, 130, 0, 16), (64, 128, 1024, 7), (30, 100, 156, 3), (0, 32, 0, 1)]
         {
             let (first, stride) = (memory[begin..].as_ptr(), bytes + gap);
-            let (mut ask, mut asked) = (Ask::of(first, (bytes, stride, rows)), vec![]);
+            let (mut ask, mut asked) =
+                (Ask::of(first, (bytes, stride, rows), Fetch::First), vec![]);
             while ask.left > 0 {
                 asked.push(ask.at.addr() / LINE);
                 ask.step(Scalar, 1);
@@ -109,7 +112,7 @@ mod tests {
     fn steps_take_all() {
         let memory = vec![0_u8; 1 << 14];
         for (bytes, stride, steps) in [(256, 256, 32), (130, 130, 16), (64, 192, 5), (32, 32, 64)] {
-            let mut ask = Ask::of(memory.as_ptr(), (bytes, stride, PIECE));
+            let mut ask = Ask::of(memory.as_ptr(), (bytes, stride, PIECE), Fetch::First);
             let pace = ask.pace(steps);
             (0..steps).for_each(|_| ask.step(Scalar, pace));
             assert!(ask.left.unsigned_abs() <= steps / 2, "{bytes} {stride}: {}", ask.left);
