@@ -2,7 +2,6 @@
 #![expect(clippy::arithmetic_side_effects, reason = "sums of a test's own small numbers")]
 use super::host::{DecodePlan, END_MIN, INVARIANT, OVERHEAD, SHARE_MIN, cost};
 use super::*;
-use crate::num::to_u32;
 use crate::params::{Piece, Sequence};
 
 /// A small generator of its own: the same numbers on every machine.
@@ -176,7 +175,7 @@ mod device {
     use super::*;
     use crate::emulated::{Emulator, EmulatorOptions};
     use crate::gpu::Gpu;
-    use crate::num::to_u64;
+    use crate::num::{to_u32, to_u64};
     use crate::params::{Address, Counts, Plan};
 
     fn address<T>(list: &[T]) -> Address {
