@@ -1,5 +1,7 @@
 //! Attention over quantised rows.
-use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat, Plane, ScaleGroup, Scaling, Transform};
+use kv_core::{
+    CacheSpec, CacheSpecBuilder, DType, KvFormat, Plane, ScaleGroup, Scaling, Transform,
+};
 
 use super::{LARGE_MEANS, Likeness, NEUTRAL, lab, quantised, talk};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
@@ -20,6 +22,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("quant/transform_on_and_off", transforms),
         case("quant/large_means_with_cap_and_sink_logits", large_means),
         case("quant/first_tokens_in_16_bits", sinks),
+        case("quant/small_weights_where_great_ones_meet_zeros", small_weights),
         case("quant/long_context_is_split", long),
         case("quant/segments", segments),
     ]
@@ -163,6 +166,37 @@ fn sinks<B: Device>(backend: &B) -> CaseResult {
 /// Slots of a sink.
 fn slots(spec: &CacheSpecBuilder) -> Result<u32, CaseError> {
     Ok(spec.clone().build()?.groups()[0].slot_map().wide_slots())
+}
+
+/// V is zero but for one token in eight, and weights are sharp: what counts is hardly ever the
+/// greatest weight, and may be a millionth of it. Outputs have 16 bits, for which a device may take
+/// short cuts.
+fn small_weights<B: Device>(backend: &B) -> CaseResult {
+    const TOKENS: usize = 40;
+    let dtypes = [DType::Bf16, DType::F16];
+    for (format, dtype) in KvFormat::all().flat_map(|format| dtypes.map(|dtype| (format, dtype))) {
+        for group in [1, 4, 8] {
+            let dim = dim(backend, 64);
+            let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(dim).format(format);
+            // Rows that are rotated among others of zeros would no longer be of zeros.
+            let spec = spec.transform(Transform::Off).paged(16, 8);
+            let mut lab = lab(backend, spec, NEUTRAL, 10)?;
+            let how = How { q_dtype: dtype, group, spread: 5.0, lse: false, ..How::default() };
+            lab.start(1)?;
+            for new in [TOKENS, 1, 1, 1] {
+                let mut rows = lab.random_rows(&[new], &how);
+                let width = 2 * dim as usize;
+                for (token, v) in rows[0][0][1].chunks_exact_mut(width).enumerate() {
+                    if token % 8 != 5 {
+                        v.fill(0.0);
+                    }
+                }
+                lab.step_with(&[(1, Brings::Tokens(new as u32))], &rows, &how)
+                    .at(format!("{format} to {dtype}, {group} query heads"))?;
+            }
+        }
+    }
+    Ok(Outcome::Holds)
 }
 
 /// Enough keys that workers share a sequence and merge.
