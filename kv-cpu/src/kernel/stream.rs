@@ -206,6 +206,8 @@ fn scores<S: Simd, E: InOrder, const R: usize, const N: usize>(
     let (rows, next) = k.at(token);
     let groups = if N > 0 { N * S::LANES / GROUP } else { k.layout.dim() / GROUP };
     for j in 0..tokens {
+        // By row of their own: `dots` is in memory, as `j` is not known when this is compiled.
+        let mut sums = [[s.splat(0.0); 2]; R];
         for i in 0..groups {
             let (group, bytes) = (i * GROUP, i * E::LINES * LINE);
             for line in 0..E::LINES {
@@ -219,10 +221,13 @@ fn scores<S: Simd, E: InOrder, const R: usize, const N: usize>(
                         let at = r * stride + group + offset + half * HALF;
                         // SAFETY: values of a query row, as the caller has asserted.
                         let query = unsafe { s.load(q.as_ptr(), at) };
-                        dots[r][j] = s.fma(query, keys[half], dots[r][j]);
+                        sums[r][half] = s.fma(query, keys[half], sums[r][half]);
                     }
                 }
             }
+        }
+        for r in 0..R {
+            dots[r][j] = s.add(sums[r][0], sums[r][1]);
         }
     }
     let mut scores = [s.splat(0.0); R];
