@@ -13,9 +13,11 @@ use crate::read_ahead::ReadAhead;
 use crate::threads::Threads;
 
 /// How to open the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
-/// `KV_CPU_THREADS`), and else from the machine. `KV_CPU_READ_AHEAD` is for trying what suits a CPU
-/// that was not measured: where lines that are wanted soon are brought, `first`, `second` or `none`,
-/// or one of these for one query head a kv head and one for all else, as in `none/second`.
+/// `KV_CPU_THREADS`), and else from the machine.
+///
+/// `KV_CPU_READ_AHEAD` is for trying what suits a CPU that was not measured: into which cache lines
+/// are brought that are wanted soon, `first`, `second` or `none`; or one of these for one query
+/// head a kv head over rows of f32, f16 or bf16 and one for all else, as in `none/second`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CpuOptions {
     threads: Option<usize>,

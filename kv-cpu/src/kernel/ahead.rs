@@ -13,6 +13,19 @@
 )]
 use super::TILE;
 use super::simd::{LINE, Simd};
+use crate::read_ahead::Fetch;
+
+impl Fetch {
+    /// Asks for the line at `at`, if this is how to.
+    #[inline(always)]
+    pub(super) fn ask<S: Simd>(self, s: S, at: *const u8) {
+        match self {
+            Self::First => s.prefetch_once(at),
+            Self::Second => s.prefetch_second(at),
+            Self::Nothing => {}
+        }
+    }
+}
 
 /// Runs of memory: at most one a row of K and of V of a tile.
 #[derive(Debug)]

@@ -16,8 +16,6 @@
 use half::f16;
 use kv_quant::minifloat::E4M3;
 
-use crate::read_ahead::Fetch;
-
 /// Widest vector of any instruction set, in `f32` lanes; scratch rows are padded to it.
 pub(crate) const LANES_MAX: usize = 16;
 
@@ -181,28 +179,16 @@ pub(crate) trait Simd: Copy {
     /// Starts to fetch the cache line at `at`; never faults.
     #[inline(always)]
     fn prefetch(self, _at: *const u8) {}
-
-    /// The same for a line that is read once: it takes the place of no others in the caches, where
-    /// that is possible.
+    /// The same where a line is read once: it takes the place of no others, where possible.
     #[inline(always)]
     fn prefetch_once(self, at: *const u8) {
         self.prefetch(at);
     }
-    /// The same into the second cache, where that is possible.
+    /// The same into the second cache, where possible.
     #[inline(always)]
     fn prefetch_second(self, at: *const u8) {
         self.prefetch(at);
     }
-    /// Asks for the line at `at` as that CPU is best asked.
-    #[inline(always)]
-    fn fetch(self, fetch: Fetch, at: *const u8) {
-        match fetch {
-            Fetch::First => self.prefetch_once(at),
-            Fetch::Second => self.prefetch_second(at),
-            Fetch::Nothing => {}
-        }
-    }
-
     /// Writes a whole cache line past the caches, where that is possible: a line that is in no
     /// cache is not read first. Others see it after a [`Self::fence`] at the latest.
     ///

@@ -211,7 +211,7 @@ fn scores<S: Simd, E: InOrder, const R: usize, const N: usize>(
         for i in 0..groups {
             let (group, bytes) = (i * GROUP, i * E::LINES * LINE);
             for line in 0..E::LINES {
-                s.fetch(k.fetch, next[j].wrapping_add(bytes + line * LINE));
+                k.fetch.ask(s, next[j].wrapping_add(bytes + line * LINE));
             }
             for offset in (0..HALF).step_by(S::LANES) {
                 // SAFETY: a whole group of a row, see `Rows::new`.

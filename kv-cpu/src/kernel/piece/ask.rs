@@ -54,13 +54,13 @@ impl Ask {
         self.left -= lines.cast_signed();
         if self.gap == 0 {
             for line in 0..lines {
-                s.fetch(self.to, self.at.wrapping_add(line * LINE));
+                self.to.ask(s, self.at.wrapping_add(line * LINE));
             }
             self.at = self.at.wrapping_add(lines * LINE);
             return;
         }
         for _ in 0..lines {
-            s.fetch(self.to, self.at);
+            self.to.ask(s, self.at);
             self.at = self.at.wrapping_add(LINE);
             self.of_row -= 1;
             if self.of_row == 0 {

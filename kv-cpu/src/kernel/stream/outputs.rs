@@ -198,7 +198,7 @@ fn add<S: Simd, E: InOrder, const R: usize, const M: usize>(
     for j in 0..tokens {
         for i in 0..M * S::LANES / GROUP {
             for line in 0..E::LINES {
-                s.fetch(v.fetch, next[j].wrapping_add(((first + i) * E::LINES + line) * LINE));
+                v.fetch.ask(s, next[j].wrapping_add(((first + i) * E::LINES + line) * LINE));
             }
             for pair in 0..HALF / S::LANES {
                 let (group, offset) = ((first + i) * GROUP, pair * S::LANES);
