@@ -169,19 +169,26 @@ fn slots(spec: &CacheSpecBuilder) -> Result<u32, CaseError> {
 }
 
 /// V is zero but for one token in eight, and weights are sharp: what counts is hardly ever the
-/// greatest weight, and may be a millionth of it. Outputs have 16 bits, for which a device may take
-/// short cuts.
+/// greatest weight. Outputs have 16 bits, for which a device may take short cuts.
+///
+/// Only formats whose codes are values of few bits: of others a device may round what codes stand
+/// for, which decides here. Weights are not sharper, as some devices make them f16 before they meet
+/// V.
 fn small_weights<B: Device>(backend: &B) -> CaseResult {
     const TOKENS: usize = 40;
+    let is_short = |format: &KvFormat| {
+        matches!(format, KvFormat::Int8(_) | KvFormat::Fp8E4m3(_) | KvFormat::Fp8E5m2(_))
+    };
+    let formats = KvFormat::all().filter(|format| !format.is_quantised() || is_short(format));
     let dtypes = [DType::Bf16, DType::F16];
-    for (format, dtype) in KvFormat::all().flat_map(|format| dtypes.map(|dtype| (format, dtype))) {
+    for (format, dtype) in formats.flat_map(|format| dtypes.map(|dtype| (format, dtype))) {
         for group in [1, 4, 8] {
             let dim = dim(backend, 64);
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(dim).format(format);
             // Rows that are rotated among others of zeros would no longer be of zeros.
             let spec = spec.transform(Transform::Off).paged(16, 8);
             let mut lab = lab(backend, spec, NEUTRAL, 10)?;
-            let how = How { q_dtype: dtype, group, spread: 5.0, lse: false, ..How::default() };
+            let how = How { q_dtype: dtype, group, spread: 2.0, lse: false, ..How::default() };
             lab.start(1)?;
             for new in [TOKENS, 1, 1, 1] {
                 let mut rows = lab.random_rows(&[new], &how);
