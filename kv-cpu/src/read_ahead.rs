@@ -2,7 +2,8 @@
 //!
 //! CPUs of one instruction set differ in it: some have few reads into their first cache under way
 //! and more into their second one, and some find rows that follow each other by themselves. So it
-//! is chosen by the CPU, from what was measured (`docs/performance.md`), and changes no result.
+//! is chosen by the CPU, and changes no result. `docs/performance.md` says which CPUs were
+//! measured.
 use std::str::FromStr;
 
 use kv_core::{DeviceError, UnknownName};
@@ -111,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cpus_are_told_apart_by_what_was_measured() {
+    fn cpus_are_told_apart_by_vendor_and_family() {
         let zen_4 = ReadAhead::of_x86(b"AuthenticAMD", 0x19);
         assert_eq!((zen_4.one_row, zen_4.other), (Fetch::Nothing, Fetch::Second));
         assert_eq!(ReadAhead::of_x86(b"AuthenticAMD", 0x1a), ReadAhead::FIRST);

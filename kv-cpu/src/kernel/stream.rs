@@ -3,7 +3,7 @@
 //! So few rows wait for memory, which gives most where it is read in its own order, a little of K
 //! and a little of V by turns (`docs/performance.md`). Therefore four tokens are scored, weighed
 //! and summed before the next four, row by row, and meanwhile the same place of what comes next is
-//! asked for.
+//! asked for, where that suits the CPU.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
