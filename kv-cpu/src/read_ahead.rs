@@ -18,6 +18,9 @@ pub(crate) enum Fetch {
     First,
     /// It is brought into the second cache.
     Second,
+    /// The same shortly before it is wanted: the CPU goes on from there by itself. Where pieces are
+    /// asked for as wholes, it is as [`Self::Second`].
+    Near,
     /// Nothing: the CPU is left to find it.
     Nothing,
 }
@@ -25,37 +28,45 @@ pub(crate) enum Fetch {
 /// What becomes of lines that are wanted soon, by how much is done with each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ReadAhead {
-    /// Where one query row meets rows of K and V that need no decoding.
-    pub(crate) one_row: Fetch,
-    /// Where several do, or rows are decoded.
+    /// Where rows of K and V need no decoding, and four bytes of them take part in one product, or
+    /// in two.
+    light: [Fetch; 2],
+    /// Where they take part in more, or are decoded.
     pub(crate) other: Fetch,
 }
 
 impl ReadAhead {
-    /// What no other is known to be better than.
-    pub(crate) const FIRST: Self = Self { one_row: Fetch::First, other: Fetch::First };
+    /// The same for all.
+    pub(crate) const fn all(fetch: Fetch) -> Self {
+        Self { light: [fetch; 2], other: fetch }
+    }
+
+    /// For rows that need no decoding, four bytes of which take part in so many products.
+    pub(crate) fn of(self, products: usize) -> Fetch {
+        products.checked_sub(1).and_then(|at| self.light.get(at)).copied().unwrap_or(self.other)
+    }
 
     /// What is best on this CPU.
     fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         return Self::of_x86(&x86::vendor(), x86::family());
         #[cfg(not(target_arch = "x86_64"))]
-        return Self::FIRST;
+        return Self::all(Fetch::First);
     }
 
-    /// Reads a setting such as that of `KV_CPU_READ_AHEAD`: `first`, `second` or `none`, or one of
-    /// them for one query row and one for all else, with a `/` between. Absent or empty means what
-    /// is best on this CPU.
+    /// Reads a setting such as that of `KV_CPU_READ_AHEAD`: `first`, `second`, `near` or `none`, or
+    /// three of them with a `/` between: for one product with four bytes, for two, and for all else.
+    /// Absent or empty means what is best on this CPU.
     pub(crate) fn from_setting(setting: Option<&str>) -> Result<Self, DeviceError> {
         let Some(setting) = setting.map(str::trim).filter(|setting| !setting.is_empty()) else {
             return Ok(Self::detect());
         };
-        let (one_row, other) = setting.split_once('/').unwrap_or((setting, setting));
-        let fetch = |name: &str| {
-            name.parse()
-                .map_err(|unknown: UnknownName| unsupported("open cpu", unknown.to_string()))
-        };
-        Ok(Self { one_row: fetch(one_row)?, other: fetch(other)? })
+        let refuse = |unknown: UnknownName| unsupported("open cpu", unknown.to_string());
+        let fetch = |name: &str| name.parse::<Fetch>().map_err(refuse);
+        Ok(match *setting.split('/').collect::<Vec<_>>() {
+            [one, two, other] => Self { light: [fetch(one)?, fetch(two)?], other: fetch(other)? },
+            _ => Self::all(fetch(setting)?),
+        })
     }
 
     /// What is best on a CPU of a vendor and a family.
@@ -64,9 +75,11 @@ impl ReadAhead {
         /// Zen 3 and Zen 4.
         const AMD_19: u32 = 0x19;
         match (vendor, family) {
-            (b"AuthenticAMD", AMD_19) => Self { one_row: Fetch::Nothing, other: Fetch::Second },
-            (b"GenuineIntel", _) => Self { one_row: Fetch::Second, other: Fetch::Second },
-            _ => Self::FIRST,
+            (b"AuthenticAMD", AMD_19) => {
+                Self { light: [Fetch::Near, Fetch::Nothing], other: Fetch::Second }
+            }
+            (b"GenuineIntel", _) => Self::all(Fetch::Second),
+            _ => Self::all(Fetch::First),
         }
     }
 }
@@ -77,8 +90,11 @@ impl FromStr for Fetch {
         match name {
             "first" => Ok(Self::First),
             "second" => Ok(Self::Second),
+            "near" => Ok(Self::Near),
             "none" => Ok(Self::Nothing),
-            _ => Err(UnknownName::new("place to read ahead into", name, "first, second, none")),
+            _ => {
+                Err(UnknownName::new("place to read ahead into", name, "first, second, near, none"))
+            }
         }
     }
 }
@@ -114,21 +130,23 @@ mod tests {
     #[test]
     fn cpus_are_told_apart_by_vendor_and_family() {
         let zen_4 = ReadAhead::of_x86(b"AuthenticAMD", 0x19);
-        assert_eq!((zen_4.one_row, zen_4.other), (Fetch::Nothing, Fetch::Second));
-        assert_eq!(ReadAhead::of_x86(b"AuthenticAMD", 0x1a), ReadAhead::FIRST);
-        assert_eq!(ReadAhead::of_x86(b"GenuineIntel", 6).other, Fetch::Second);
-        assert_eq!(ReadAhead::of_x86(b"HygonGenuine", 0x18), ReadAhead::FIRST);
+        let of_products = [1, 2, 3, 8].map(|products| zen_4.of(products));
+        assert_eq!(of_products, [Fetch::Near, Fetch::Nothing, Fetch::Second, Fetch::Second]);
+        let first = ReadAhead::all(Fetch::First);
+        assert_eq!(ReadAhead::of_x86(b"AuthenticAMD", 0x1a), first);
+        assert_eq!(ReadAhead::of_x86(b"GenuineIntel", 6), ReadAhead::all(Fetch::Second));
+        assert_eq!(ReadAhead::of_x86(b"HygonGenuine", 0x18), first);
     }
 
     #[test]
     fn a_setting_is_obeyed_or_refused_in_words() {
         let setting = |text| ReadAhead::from_setting(Some(text));
-        let both = ReadAhead { one_row: Fetch::Nothing, other: Fetch::Second };
-        assert_eq!(setting(" none/second ").unwrap(), both);
-        assert_eq!(setting("first").unwrap(), ReadAhead::FIRST);
+        let each = ReadAhead { light: [Fetch::Nothing, Fetch::Near], other: Fetch::Second };
+        assert_eq!(setting(" none/near/second ").unwrap(), each);
+        assert_eq!(setting("first").unwrap(), ReadAhead::all(Fetch::First));
         assert_eq!(setting("").unwrap(), ReadAhead::detect());
         assert_eq!(ReadAhead::from_setting(None).unwrap(), ReadAhead::detect());
-        for refused in ["third", "first/", "first/second/none"] {
+        for refused in ["third", "first/", "first/second", "first/second/none/near"] {
             let error = setting(refused).unwrap_err();
             assert_eq!(error.kind(), DeviceErrorKind::Unsupported, "{refused}");
             assert!(error.to_string().contains("none"), "{error}");

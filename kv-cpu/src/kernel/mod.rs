@@ -200,7 +200,7 @@ impl Kernels {
             matrix: None,
             stream: Some(&emulated::STREAM),
             pieces: Some(&emulated::LOOPS),
-            read_ahead: ReadAhead::FIRST,
+            read_ahead: ReadAhead::all(crate::read_ahead::Fetch::First),
         }
     }
 

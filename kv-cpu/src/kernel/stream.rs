@@ -2,8 +2,8 @@
 //!
 //! So few rows wait for memory, which gives most where it is read in its own order, a little of K
 //! and a little of V by turns (`docs/performance.md`). Therefore four tokens are scored, weighed
-//! and summed before the next four, row by row, and meanwhile the same place of what comes next is
-//! asked for, where that suits the CPU.
+//! and summed before the next four, row by row, and meanwhile others are asked for, as suits the
+//! CPU.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -12,15 +12,17 @@
     reason = "kernel code: bounds are asserted at the entry, and loops must melt into the function \
               that carries the target features"
 )]
+mod hint;
 mod outputs;
 
+use self::hint::Hint;
 use self::outputs::Outputs;
 use super::simd::{LANES_MAX, LINE, Simd};
 use super::stored::{Bf16Pairs, F16, F32, GROUP, Stored};
 use super::tile::HALF;
 use super::{Kernels, Running};
 use crate::encoding::{Encoding, RowLayout};
-use crate::read_ahead::{Fetch, ReadAhead};
+use crate::read_ahead::Fetch;
 
 /// Tokens that are scored, weighed and summed before the next ones.
 const STEP: usize = 4;
@@ -60,7 +62,7 @@ pub(crate) struct Table {
     /// Most query rows for which they are faster than tiles.
     pub(super) rows: usize,
     /// Those of an encoding, if it needs no decoding.
-    pub(super) loops: fn(Encoding) -> Option<[StreamBy; 2]>,
+    pub(super) loops: fn(Encoding) -> Option<StreamBy>,
 }
 
 /// Most query rows for these vectors: with more, sums of usual rows do not stay in registers.
@@ -74,7 +76,6 @@ impl InOrder for F32 {}
 impl InOrder for F16 {}
 impl InOrder for Bf16Pairs {}
 
-/// With shorter exponentials, or with exact ones.
 pub(super) type StreamBy = unsafe fn(&mut Stream<'_>, Fetch);
 
 impl Kernels {
@@ -89,35 +90,42 @@ impl Kernels {
     pub(crate) fn stream(self, args: &mut Stream<'_>) {
         let [k, v] = args.layouts.map(RowLayout::encoding);
         assert!(k == v, "rows of K and V are of one encoding");
-        if let Some([short, exact]) = self.stream_by(k) {
-            let kernel = if args.exact { exact } else { short };
-            let ReadAhead { one_row, other } = self.read_ahead;
-            let fetch = if args.running.len() == 1 { one_row } else { other };
+        if let Some(kernel) = self.stream_by(k) {
+            let values_of_a_word = if k == Encoding::F32 { 1 } else { 2 };
+            let fetch = self.read_ahead.of(args.running.len() * values_of_a_word);
             // SAFETY: the CPU has the instruction set, by `Self::of`.
             unsafe { kernel(args, fetch) }
         }
     }
 
-    fn stream_by(self, encoding: Encoding) -> Option<[StreamBy; 2]> {
+    fn stream_by(self, encoding: Encoding) -> Option<StreamBy> {
         self.stream.and_then(|table| (table.loops)(encoding))
     }
 }
 
-/// Scores, weighs and sums all tokens. Sums of usual rows stay in registers, where those are many.
+/// Scores, weighs and sums all tokens. What is asked for is known when this is compiled: to choose
+/// it line by line keeps rows from passing by without a branch.
 #[inline(always)]
-pub(super) fn stream<S: Simd, E: InOrder, const EXACT: bool>(
-    s: S,
-    args: &mut Stream<'_>,
-    fetch: Fetch,
-) {
+pub(super) fn stream<S: Simd, E: InOrder>(s: S, args: &mut Stream<'_>, fetch: Fetch) {
+    match fetch {
+        Fetch::First => by_shape::<S, E, hint::First>(s, args),
+        Fetch::Second => by_shape::<S, E, hint::Second>(s, args),
+        Fetch::Near => by_shape::<S, E, hint::Near>(s, args),
+        Fetch::Nothing => by_shape::<S, E, hint::Nothing>(s, args),
+    }
+}
+
+/// Sums of usual rows stay in registers, where those are enough.
+#[inline(always)]
+fn by_shape<S: Simd, E: InOrder, H: Hint>(s: S, args: &mut Stream<'_>) {
     let dims = args.layouts.map(RowLayout::dim);
     match (args.running.len(), dims) {
-        (1, [64, 64]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 1, 4>(s, args, fetch),
-        (1, [128, 128]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 1, 8>(s, args, fetch),
-        (2, [64, 64]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 2, 4>(s, args, fetch),
-        (2, [128, 128]) if S::SUMS == 16 => stream_rows::<S, E, EXACT, 2, 8>(s, args, fetch),
-        (1, _) => stream_rows::<S, E, EXACT, 1, 0>(s, args, fetch),
-        _ => stream_rows::<S, E, EXACT, 2, 0>(s, args, fetch),
+        (1, [64, 64]) if S::SUMS == 16 => stream_rows::<S, E, H, 1, 4>(s, args),
+        (1, [128, 128]) if S::SUMS == 16 => stream_rows::<S, E, H, 1, 8>(s, args),
+        (2, [64, 64]) if S::SUMS == 16 => stream_rows::<S, E, H, 2, 4>(s, args),
+        (2, [128, 128]) if S::SUMS == 16 => stream_rows::<S, E, H, 2, 8>(s, args),
+        (1, _) => stream_rows::<S, E, H, 1, 0>(s, args),
+        _ => stream_rows::<S, E, H, 2, 0>(s, args),
     }
 }
 
@@ -125,44 +133,41 @@ pub(super) fn stream<S: Simd, E: InOrder, const EXACT: bool>(
 struct Rows<'a> {
     first: *const u8,
     stride: usize,
-    /// Where the same rows of what comes next begin, and how far they are apart.
+    /// Where what is asked for along with them begins, and how far its rows are apart.
     next: *const u8,
     next_stride: usize,
-    fetch: Fetch,
     layout: &'a RowLayout,
 }
 
 impl<'a> Rows<'a> {
-    fn new(args: &Stream<'a>, plane: usize, fetch: Fetch) -> Self {
+    fn new<H: Hint>(args: &Stream<'a>, plane: usize) -> Self {
         let (now, next, layout) = (args.now[plane], args.next[plane], args.layouts[plane]);
         let fits = args.tokens.checked_sub(1);
         let fits = fits.is_some_and(|last| last * now.stride + layout.bytes() <= now.rows.len());
         assert!(fits && layout.dim().is_multiple_of(GROUP), "rows lie inside their part");
         let (first, stride) = (now.rows.as_ptr(), now.stride);
-        let (next, next_stride) = (next.rows.as_ptr(), next.stride);
-        Self { first, stride, next, next_stride, fetch, layout }
+        let (next, next_stride) = match H::ROWS_AHEAD {
+            Some(bytes) => (first.wrapping_add(bytes.div_ceil(stride.max(1)) * stride), stride),
+            None => (next.rows.as_ptr(), next.stride),
+        };
+        Self { first, stride, next, next_stride, layout }
     }
 
-    /// Where the rows of a step begin, and those of what comes next at the same place.
+    /// Where a row begins, and what is asked for along with it.
     #[inline(always)]
-    fn at(&self, token: usize) -> ([*const u8; STEP], [*const u8; STEP]) {
-        let (mut rows, mut next) = ([self.first; STEP], [self.next; STEP]);
-        for j in 0..STEP {
-            rows[j] = self.first.wrapping_add((token + j) * self.stride);
-            next[j] = self.next.wrapping_add((token + j) * self.next_stride);
-        }
-        (rows, next)
+    fn at(&self, token: usize) -> [*const u8; 2] {
+        let next = self.next.wrapping_add(token * self.next_stride);
+        [self.first.wrapping_add(token * self.stride), next]
     }
 }
 
 /// `R` rows. Of sums of `N` vectors all stay in registers; of none they are in memory.
 #[inline(always)]
-fn stream_rows<S: Simd, E: InOrder, const EXACT: bool, const R: usize, const N: usize>(
+fn stream_rows<S: Simd, E: InOrder, H: Hint, const R: usize, const N: usize>(
     s: S,
     args: &mut Stream<'_>,
-    fetch: Fetch,
 ) {
-    let (k, v) = (Rows::new(args, 0, fetch), Rows::new(args, 1, fetch));
+    let (k, v) = (Rows::new::<H>(args, 0), Rows::new::<H>(args, 1));
     let dims = [k.layout.dim(), v.layout.dim()];
     assert!(
         args.running.len() == R
@@ -173,76 +178,87 @@ fn stream_rows<S: Simd, E: InOrder, const EXACT: bool, const R: usize, const N: 
             && args.out.len() >= R * args.out_stride,
         "query and output rows lie inside their slices"
     );
-    let (q, scale) = ((args.q, args.q_stride), args.scale);
+    let (q, scale, exact) = ((args.q, args.q_stride), args.scale, args.exact);
     let out = (&mut *args.out, args.out_stride);
     let mut outputs = Outputs::<S, R, N>::new(s, &mut *args.running, out, dims[1]);
     let mut token = 0;
-    // Whole steps have a length that the compiler knows.
     while token + STEP <= args.tokens {
-        let scores = scores::<S, E, R, N>(s, q, &k, (token, STEP));
-        let weights = outputs.weigh::<EXACT>(s, scores, scale);
-        outputs.add::<E>(s, &v, &weights, (token, STEP));
+        let scores = scores::<S, E, H, R, N, STEP>(s, q, &k, token);
+        let weights = outputs.weigh(s, scores, (scale, exact));
+        outputs.add::<E, H, STEP>(s, &v, &weights, token);
         token += STEP;
     }
-    if token < args.tokens {
-        let some = (token, args.tokens - token);
-        let scores = scores::<S, E, R, N>(s, q, &k, some);
-        let weights = outputs.weigh::<EXACT>(s, scores, scale);
-        outputs.add::<E>(s, &v, &weights, some);
+    while token < args.tokens {
+        let scores = scores::<S, E, H, R, N, 1>(s, q, &k, token);
+        let weights = outputs.weigh(s, scores, (scale, exact));
+        outputs.add::<E, H, 1>(s, &v, &weights, token);
+        token += 1;
     }
     outputs.finish(s);
 }
 
-/// Scores of [`STEP`] tokens, or of as many as there are, by `R` rows: lane `i` has that of token
-/// `i % STEP`, or negative infinity.
+/// Scores of `T` tokens, [`STEP`] or one, by `R` rows: lane `i` has that of token `i % STEP`, or
+/// negative infinity.
 #[inline(always)]
-fn scores<S: Simd, E: InOrder, const R: usize, const N: usize>(
+fn scores<S: Simd, E: InOrder, H: Hint, const R: usize, const N: usize, const T: usize>(
     s: S,
-    (q, stride): (&[f32], usize),
+    q: (&[f32], usize),
     k: &Rows<'_>,
-    (token, tokens): (usize, usize),
+    token: usize,
 ) -> [S::F; R] {
     let mut dots = [[s.splat(0.0); STEP]; R];
-    let (rows, next) = k.at(token);
-    let groups = if N > 0 { N * S::LANES / GROUP } else { k.layout.dim() / GROUP };
-    for j in 0..tokens {
-        // By row of their own: `dots` is in memory, as `j` is not known when this is compiled.
-        let mut sums = [[s.splat(0.0); 2]; R];
-        for i in 0..groups {
-            let (group, bytes) = (i * GROUP, i * E::LINES * LINE);
-            for line in 0..E::LINES {
-                k.fetch.ask(s, next[j].wrapping_add(bytes + line * LINE));
-            }
-            for offset in (0..HALF).step_by(S::LANES) {
-                // SAFETY: a whole group of a row, see `Rows::new`.
-                let keys = unsafe { E::load_pair(s, rows[j], k.layout, group, offset) };
-                for r in 0..R {
-                    for half in 0..2 {
-                        let at = r * stride + group + offset + half * HALF;
-                        // SAFETY: values of a query row, as the caller has asserted.
-                        let query = unsafe { s.load(q.as_ptr(), at) };
-                        sums[r][half] = s.fma(query, keys[half], sums[r][half]);
-                    }
-                }
-            }
-        }
+    for j in 0..T {
+        let sums = dot::<S, E, H, R, N>(s, q, k, token + j);
         for r in 0..R {
-            dots[r][j] = s.add(sums[r][0], sums[r][1]);
+            dots[r][j] = sums[r];
         }
     }
     let mut scores = [s.splat(0.0); R];
     for r in 0..R {
         scores[r] = s.reduce_add4(dots[r]);
-        if tokens < STEP {
+        if T < STEP {
             let mut lanes = [0.0; LANES_MAX];
             // SAFETY: an array of `LANES_MAX`.
             unsafe { s.store(lanes.as_mut_ptr(), 0, scores[r]) };
-            lanes[tokens..].fill(f32::NEG_INFINITY);
+            lanes[T..].fill(f32::NEG_INFINITY);
             // SAFETY: as above.
             scores[r] = unsafe { s.load(lanes.as_ptr(), 0) };
         }
     }
     scores
+}
+
+/// Products of a row of K with `R` query rows, by lane.
+#[inline(always)]
+fn dot<S: Simd, E: InOrder, H: Hint, const R: usize, const N: usize>(
+    s: S,
+    (q, stride): (&[f32], usize),
+    k: &Rows<'_>,
+    token: usize,
+) -> [S::F; R] {
+    let [row, next] = k.at(token);
+    let groups = if N > 0 { N * S::LANES / GROUP } else { k.layout.dim() / GROUP };
+    let mut sums = [[s.splat(0.0); 2]; R];
+    for i in 0..groups {
+        let (group, bytes) = (i * GROUP, i * E::LINES * LINE);
+        for line in 0..E::LINES {
+            H::ask(s, next.wrapping_add(bytes + line * LINE));
+        }
+        for offset in (0..HALF).step_by(S::LANES) {
+            // SAFETY: a whole group of a row, see `Rows::new`.
+            let keys = unsafe { E::load_pair(s, row, k.layout, group, offset) };
+            for r in 0..R {
+                for half in 0..2 {
+                    let at = r * stride + group + offset + half * HALF;
+                    // SAFETY: values of a query row, as `stream_rows` has asserted.
+                    let query = unsafe { s.load(q.as_ptr(), at) };
+                    sums[r][half] = s.fma(query, keys[half], sums[r][half]);
+                }
+            }
+        }
+    }
+    H::after_row();
+    sums.map(|[even, odd]| s.add(even, odd))
 }
 
 /// Instantiates the loops for one vector type, behind the attributes given.
@@ -256,15 +272,15 @@ macro_rules! table {
             use crate::read_ahead::Fetch;
 
             $(#[$attribute])*
-            fn by<E: InOrder, const EXACT: bool>(args: &mut Stream<'_>, fetch: Fetch) {
-                stream::<_, E, EXACT>($simd, args, fetch);
+            fn by<E: InOrder>(args: &mut Stream<'_>, fetch: Fetch) {
+                stream::<_, E>($simd, args, fetch);
             }
-            fn loops(encoding: Encoding) -> Option<[StreamBy; 2]> {
+            fn loops(encoding: Encoding) -> Option<StreamBy> {
                 match encoding {
-                Encoding::F32 => Some([by::<F32, false>, by::<F32, true>]),
-                Encoding::F16 => Some([by::<F16, false>, by::<F16, true>]),
-                Encoding::Bf16Pairs => Some([by::<Bf16Pairs, false>, by::<Bf16Pairs, true>]),
-                _ => None,
+                    Encoding::F32 => Some(by::<F32>),
+                    Encoding::F16 => Some(by::<F16>),
+                    Encoding::Bf16Pairs => Some(by::<Bf16Pairs>),
+                    _ => None,
                 }
             }
             Table { rows: rows($simd), loops }

@@ -11,6 +11,7 @@ use super::super::Running;
 use super::super::simd::{LANES_MAX, LINE, Simd};
 use super::super::stored::GROUP;
 use super::super::tile::HALF;
+use super::hint::Hint;
 use super::{InOrder, Rows, STEP};
 
 /// Weights of a step: of row `r` those of its tokens come first.
@@ -58,23 +59,24 @@ impl<'a, S: Simd, const R: usize, const N: usize> Outputs<'a, S, R, N> {
 
     /// Turns scores of a step, before they are scaled, into weights.
     #[inline(always)]
-    pub(super) fn weigh<const EXACT: bool>(
+    pub(super) fn weigh(
         &mut self,
         s: S,
         scores: [S::F; R],
-        scale: f32,
+        (scale, exact): (f32, bool),
     ) -> Weights<R> {
+        let exp = |x: S::F| if exact { s.exp(x) } else { s.exp_short(x) };
         let mut weights = [[0.0; LANES_MAX]; R];
         for r in 0..R {
             let scores = s.mul(scores[r], s.splat(scale));
             if s.any_above(scores, self.max[r]) {
                 let top = s.reduce_max(scores);
                 let off = s.splat(self.max[r] - top);
-                self.rescale(s, r, if EXACT { s.exp(off) } else { s.exp_short(off) });
+                self.rescale(s, r, exp(off));
                 self.max[r] = top;
             }
             let off = s.add(scores, s.splat(-self.max[r]));
-            let weight = if EXACT { s.exp(off) } else { s.exp_short(off) };
+            let weight = exp(off);
             self.sums[r] = s.add(self.sums[r], weight);
             // SAFETY: an array of `LANES_MAX`.
             unsafe { s.store(weights[r].as_mut_ptr(), 0, weight) };
@@ -100,35 +102,35 @@ impl<'a, S: Simd, const R: usize, const N: usize> Outputs<'a, S, R, N> {
         }
     }
 
-    /// Adds the values of some tokens, [`STEP`] at most, by their weights.
+    /// Adds the values of `T` tokens by their weights.
     #[inline(always)]
-    pub(super) fn add<E: InOrder>(
+    pub(super) fn add<E: InOrder, H: Hint, const T: usize>(
         &mut self,
         s: S,
         v: &Rows<'_>,
         weights: &Weights<R>,
-        tokens: (usize, usize),
+        token: usize,
     ) {
         assert!(v.layout.dim() == self.dim, "rows of V have as many values");
         if N > 0 {
-            add::<S, E, R, N>(s, v, weights, tokens, (0, &mut self.held));
+            add::<S, E, H, R, N, T>(s, v, (weights, token), (0, &mut self.held));
             return;
         }
         let (groups, mut first) = (self.dim / GROUP, 0);
         // Two groups at a time, so that their sums stay in registers for a step.
         while R == 1 && first + 2 <= groups {
             match S::LANES {
-                16 => self.add_to_memory::<E, 4>(s, v, weights, tokens, first),
-                8 => self.add_to_memory::<E, 8>(s, v, weights, tokens, first),
-                _ => self.add_to_memory::<E, 16>(s, v, weights, tokens, first),
+                16 => self.add_to_memory::<E, H, T, 4>(s, v, (weights, token), first),
+                8 => self.add_to_memory::<E, H, T, 8>(s, v, (weights, token), first),
+                _ => self.add_to_memory::<E, H, T, 16>(s, v, (weights, token), first),
             }
             first += 2;
         }
         while first < groups {
             match S::LANES {
-                16 => self.add_to_memory::<E, 2>(s, v, weights, tokens, first),
-                8 => self.add_to_memory::<E, 4>(s, v, weights, tokens, first),
-                _ => self.add_to_memory::<E, 8>(s, v, weights, tokens, first),
+                16 => self.add_to_memory::<E, H, T, 2>(s, v, (weights, token), first),
+                8 => self.add_to_memory::<E, H, T, 4>(s, v, (weights, token), first),
+                _ => self.add_to_memory::<E, H, T, 8>(s, v, (weights, token), first),
             }
             first += 1;
         }
@@ -136,12 +138,11 @@ impl<'a, S: Simd, const R: usize, const N: usize> Outputs<'a, S, R, N> {
 
     /// The same to sums in memory, of `M` vectors from a group on.
     #[inline(always)]
-    fn add_to_memory<E: InOrder, const M: usize>(
+    fn add_to_memory<E: InOrder, H: Hint, const T: usize, const M: usize>(
         &mut self,
         s: S,
         v: &Rows<'_>,
-        weights: &Weights<R>,
-        tokens: (usize, usize),
+        weights: (&Weights<R>, usize),
         first: usize,
     ) {
         assert!(first * GROUP + M * S::LANES <= self.dim, "groups of a row");
@@ -153,7 +154,7 @@ impl<'a, S: Simd, const R: usize, const N: usize> Outputs<'a, S, R, N> {
                 sums[r][i] = unsafe { s.load(out, at) };
             }
         }
-        add::<S, E, R, M>(s, v, weights, tokens, (first, &mut sums));
+        add::<S, E, H, R, M, T>(s, v, weights, (first, &mut sums));
         for r in 0..R {
             for i in 0..M {
                 let at = r * self.stride + first * GROUP + i * S::LANES;
@@ -185,25 +186,24 @@ impl<'a, S: Simd, const R: usize, const N: usize> Outputs<'a, S, R, N> {
     }
 }
 
-/// Adds values from a group on to sums of `M` vectors, and asks for those that come next.
+/// Adds values of `T` tokens from a group on to sums of `M` vectors, and asks for others.
 #[inline(always)]
-fn add<S: Simd, E: InOrder, const R: usize, const M: usize>(
+fn add<S: Simd, E: InOrder, H: Hint, const R: usize, const M: usize, const T: usize>(
     s: S,
     v: &Rows<'_>,
-    weights: &Weights<R>,
-    (token, tokens): (usize, usize),
+    (weights, token): (&Weights<R>, usize),
     (first, sums): (usize, &mut [[S::F; M]; R]),
 ) {
-    let (rows, next) = v.at(token);
-    for j in 0..tokens {
+    for j in 0..T {
+        let [row, next] = v.at(token + j);
         for i in 0..M * S::LANES / GROUP {
             for line in 0..E::LINES {
-                v.fetch.ask(s, next[j].wrapping_add(((first + i) * E::LINES + line) * LINE));
+                H::ask(s, next.wrapping_add(((first + i) * E::LINES + line) * LINE));
             }
             for pair in 0..HALF / S::LANES {
                 let (group, offset) = ((first + i) * GROUP, pair * S::LANES);
                 // SAFETY: a whole group of a row, see `Rows::new`; callers know that it is one.
-                let values = unsafe { E::load_pair(s, rows[j], v.layout, group, offset) };
+                let values = unsafe { E::load_pair(s, row, v.layout, group, offset) };
                 for r in 0..R {
                     let weight = s.splat(weights[r][j]);
                     for half in 0..2 {
@@ -213,5 +213,6 @@ fn add<S: Simd, E: InOrder, const R: usize, const M: usize>(
                 }
             }
         }
+        H::after_row();
     }
 }
