@@ -28,22 +28,16 @@ pub(crate) enum Fetch {
 /// What becomes of lines that are wanted soon, by how much is done with each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ReadAhead {
-    /// Where rows of K and V need no decoding, and four bytes of them take part in one product, or
-    /// in two.
-    light: [Fetch; 2],
-    /// Where they take part in more, or are decoded.
+    /// Where little is: rows of K and V need no decoding, and one query row meets those of 16 bits,
+    /// or two meet those of `f32`.
+    pub(crate) light: Fetch,
     pub(crate) other: Fetch,
 }
 
 impl ReadAhead {
     /// The same for all.
     pub(crate) const fn all(fetch: Fetch) -> Self {
-        Self { light: [fetch; 2], other: fetch }
-    }
-
-    /// For rows that need no decoding, four bytes of which take part in so many products.
-    pub(crate) fn of(self, products: usize) -> Fetch {
-        products.checked_sub(1).and_then(|at| self.light.get(at)).copied().unwrap_or(self.other)
+        Self { light: fetch, other: fetch }
     }
 
     /// What is best on this CPU.
@@ -55,18 +49,18 @@ impl ReadAhead {
     }
 
     /// Reads a setting such as that of `KV_CPU_READ_AHEAD`: `first`, `second`, `near` or `none`, or
-    /// three of them with a `/` between: for one product with four bytes, for two, and for all else.
+    /// one of them for where little is done with a line and one for all else, with a `/` between.
     /// Absent or empty means what is best on this CPU.
     pub(crate) fn from_setting(setting: Option<&str>) -> Result<Self, DeviceError> {
         let Some(setting) = setting.map(str::trim).filter(|setting| !setting.is_empty()) else {
             return Ok(Self::detect());
         };
-        let refuse = |unknown: UnknownName| unsupported("open cpu", unknown.to_string());
-        let fetch = |name: &str| name.parse::<Fetch>().map_err(refuse);
-        Ok(match *setting.split('/').collect::<Vec<_>>() {
-            [one, two, other] => Self { light: [fetch(one)?, fetch(two)?], other: fetch(other)? },
-            _ => Self::all(fetch(setting)?),
-        })
+        let (light, other) = setting.split_once('/').unwrap_or((setting, setting));
+        let fetch = |name: &str| {
+            name.parse()
+                .map_err(|unknown: UnknownName| unsupported("open cpu", unknown.to_string()))
+        };
+        Ok(Self { light: fetch(light)?, other: fetch(other)? })
     }
 
     /// What is best on a CPU of a vendor and a family.
@@ -75,9 +69,7 @@ impl ReadAhead {
         /// Zen 3 and Zen 4.
         const AMD_19: u32 = 0x19;
         match (vendor, family) {
-            (b"AuthenticAMD", AMD_19) => {
-                Self { light: [Fetch::Near, Fetch::Nothing], other: Fetch::Second }
-            }
+            (b"AuthenticAMD", AMD_19) => Self { light: Fetch::Near, other: Fetch::Second },
             (b"GenuineIntel", _) => Self::all(Fetch::Second),
             _ => Self::all(Fetch::First),
         }
@@ -130,8 +122,7 @@ mod tests {
     #[test]
     fn cpus_are_told_apart_by_vendor_and_family() {
         let zen_4 = ReadAhead::of_x86(b"AuthenticAMD", 0x19);
-        let of_products = [1, 2, 3, 8].map(|products| zen_4.of(products));
-        assert_eq!(of_products, [Fetch::Near, Fetch::Nothing, Fetch::Second, Fetch::Second]);
+        assert_eq!((zen_4.light, zen_4.other), (Fetch::Near, Fetch::Second));
         let first = ReadAhead::all(Fetch::First);
         assert_eq!(ReadAhead::of_x86(b"AuthenticAMD", 0x1a), first);
         assert_eq!(ReadAhead::of_x86(b"GenuineIntel", 6), ReadAhead::all(Fetch::Second));
@@ -141,12 +132,12 @@ mod tests {
     #[test]
     fn a_setting_is_obeyed_or_refused_in_words() {
         let setting = |text| ReadAhead::from_setting(Some(text));
-        let each = ReadAhead { light: [Fetch::Nothing, Fetch::Near], other: Fetch::Second };
-        assert_eq!(setting(" none/near/second ").unwrap(), each);
+        let both = ReadAhead { light: Fetch::Near, other: Fetch::Second };
+        assert_eq!(setting(" near/second ").unwrap(), both);
         assert_eq!(setting("first").unwrap(), ReadAhead::all(Fetch::First));
         assert_eq!(setting("").unwrap(), ReadAhead::detect());
         assert_eq!(ReadAhead::from_setting(None).unwrap(), ReadAhead::detect());
-        for refused in ["third", "first/", "first/second", "first/second/none/near"] {
+        for refused in ["third", "first/", "first/second/none"] {
             let error = setting(refused).unwrap_err();
             assert_eq!(error.kind(), DeviceErrorKind::Unsupported, "{refused}");
             assert!(error.to_string().contains("none"), "{error}");

@@ -22,7 +22,7 @@ use super::stored::{Bf16Pairs, F16, F32, GROUP, Stored};
 use super::tile::HALF;
 use super::{Kernels, Running};
 use crate::encoding::{Encoding, RowLayout};
-use crate::read_ahead::Fetch;
+use crate::read_ahead::{Fetch, ReadAhead};
 
 /// Tokens that are scored, weighed and summed before the next ones.
 const STEP: usize = 4;
@@ -91,8 +91,10 @@ impl Kernels {
         let [k, v] = args.layouts.map(RowLayout::encoding);
         assert!(k == v, "rows of K and V are of one encoding");
         if let Some(kernel) = self.stream_by(k) {
-            let values_of_a_word = if k == Encoding::F32 { 1 } else { 2 };
-            let fetch = self.read_ahead.of(args.running.len() * values_of_a_word);
+            let ReadAhead { light, other } = self.read_ahead;
+            // How many products four bytes take part in.
+            let products = args.running.len() * if k == Encoding::F32 { 1 } else { 2 };
+            let fetch = if products <= 2 { light } else { other };
             // SAFETY: the CPU has the instruction set, by `Self::of`.
             unsafe { kernel(args, fetch) }
         }
@@ -146,8 +148,10 @@ impl<'a> Rows<'a> {
         let fits = fits.is_some_and(|last| last * now.stride + layout.bytes() <= now.rows.len());
         assert!(fits && layout.dim().is_multiple_of(GROUP), "rows lie inside their part");
         let (first, stride) = (now.rows.as_ptr(), now.stride);
-        let (next, next_stride) = match H::ROWS_AHEAD {
-            Some(bytes) => (first.wrapping_add(bytes.div_ceil(stride.max(1)) * stride), stride),
+        let (next, next_stride) = match H::VALUES_AHEAD {
+            Some(values) => {
+                (first.wrapping_add(values.div_ceil(layout.dim().max(1)) * stride), stride)
+            }
             None => (next.rows.as_ptr(), next.stride),
         };
         Self { first, stride, next, next_stride, layout }

@@ -3,14 +3,14 @@ use std::sync::atomic::{Ordering, compiler_fence};
 
 use super::super::simd::Simd;
 
-/// Bytes from a row to one that is near.
-const NEAR: usize = 1024;
+/// Values from a row to the one that is asked for near it.
+const NEAR: usize = 256;
 
 /// What [`Fetch`](crate::read_ahead::Fetch) says, as a type.
 pub(super) trait Hint {
-    /// From a row to the one that is asked for along with it; where there is none, it is the row at
-    /// the same place of what comes next.
-    const ROWS_AHEAD: Option<usize> = None;
+    /// Values from a row to the one that is asked for along with it, at least. Where there is none,
+    /// that is the row at the same place of what comes next.
+    const VALUES_AHEAD: Option<usize> = None;
     /// Asks for a line.
     fn ask<S: Simd>(s: S, at: *const u8);
     /// Keeps the compiler from asking for the lines of several rows at once, which it otherwise
@@ -39,7 +39,7 @@ impl Hint for Second {
 
 pub(super) struct Near;
 impl Hint for Near {
-    const ROWS_AHEAD: Option<usize> = Some(NEAR);
+    const VALUES_AHEAD: Option<usize> = Some(NEAR);
     #[inline(always)]
     fn ask<S: Simd>(s: S, at: *const u8) {
         s.prefetch_second(at);
