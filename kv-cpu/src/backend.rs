@@ -17,8 +17,8 @@ use crate::threads::Threads;
 ///
 /// `KV_CPU_READ_AHEAD` is for trying what suits a CPU that was not measured: into which cache lines
 /// are brought that are wanted soon, `first`, `second`, `near` (into the second, shortly before) or
-/// `none`; or one of these for one query head a kv head over rows of f32, f16 or bf16, and two over
-/// f32, and one for all else, as in `near/second`.
+/// `none`; or one of these for one query head a kv head over rows of f32, f16 or bf16 and one for
+/// all else, as in `near/second`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CpuOptions {
     threads: Option<usize>,

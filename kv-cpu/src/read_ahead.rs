@@ -28,16 +28,16 @@ pub(crate) enum Fetch {
 /// What becomes of lines that are wanted soon, by how much is done with each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ReadAhead {
-    /// Where little is: rows of K and V need no decoding, and one query row meets those of 16 bits,
-    /// or two meet those of `f32`.
-    pub(crate) light: Fetch,
+    /// Where one query row meets rows of K and V that need no decoding.
+    pub(crate) one_row: Fetch,
+    /// Where several do, or rows are decoded.
     pub(crate) other: Fetch,
 }
 
 impl ReadAhead {
     /// The same for all.
     pub(crate) const fn all(fetch: Fetch) -> Self {
-        Self { light: fetch, other: fetch }
+        Self { one_row: fetch, other: fetch }
     }
 
     /// What is best on this CPU.
@@ -49,18 +49,18 @@ impl ReadAhead {
     }
 
     /// Reads a setting such as that of `KV_CPU_READ_AHEAD`: `first`, `second`, `near` or `none`, or
-    /// one of them for where little is done with a line and one for all else, with a `/` between.
+    /// one of them for one query row and one for all else, with a `/` between.
     /// Absent or empty means what is best on this CPU.
     pub(crate) fn from_setting(setting: Option<&str>) -> Result<Self, DeviceError> {
         let Some(setting) = setting.map(str::trim).filter(|setting| !setting.is_empty()) else {
             return Ok(Self::detect());
         };
-        let (light, other) = setting.split_once('/').unwrap_or((setting, setting));
+        let (one_row, other) = setting.split_once('/').unwrap_or((setting, setting));
         let fetch = |name: &str| {
             name.parse()
                 .map_err(|unknown: UnknownName| unsupported("open cpu", unknown.to_string()))
         };
-        Ok(Self { light: fetch(light)?, other: fetch(other)? })
+        Ok(Self { one_row: fetch(one_row)?, other: fetch(other)? })
     }
 
     /// What is best on a CPU of a vendor and a family.
@@ -69,7 +69,7 @@ impl ReadAhead {
         /// Zen 3 and Zen 4.
         const AMD_19: u32 = 0x19;
         match (vendor, family) {
-            (b"AuthenticAMD", AMD_19) => Self { light: Fetch::Near, other: Fetch::Second },
+            (b"AuthenticAMD", AMD_19) => Self { one_row: Fetch::Near, other: Fetch::Second },
             (b"GenuineIntel", _) => Self::all(Fetch::Second),
             _ => Self::all(Fetch::First),
         }
@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn cpus_are_told_apart_by_vendor_and_family() {
         let zen_4 = ReadAhead::of_x86(b"AuthenticAMD", 0x19);
-        assert_eq!((zen_4.light, zen_4.other), (Fetch::Near, Fetch::Second));
+        assert_eq!((zen_4.one_row, zen_4.other), (Fetch::Near, Fetch::Second));
         let first = ReadAhead::all(Fetch::First);
         assert_eq!(ReadAhead::of_x86(b"AuthenticAMD", 0x1a), first);
         assert_eq!(ReadAhead::of_x86(b"GenuineIntel", 6), ReadAhead::all(Fetch::Second));
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn a_setting_is_obeyed_or_refused_in_words() {
         let setting = |text| ReadAhead::from_setting(Some(text));
-        let both = ReadAhead { light: Fetch::Near, other: Fetch::Second };
+        let both = ReadAhead { one_row: Fetch::Near, other: Fetch::Second };
         assert_eq!(setting(" near/second ").unwrap(), both);
         assert_eq!(setting("first").unwrap(), ReadAhead::all(Fetch::First));
         assert_eq!(setting("").unwrap(), ReadAhead::detect());

@@ -91,10 +91,8 @@ impl Kernels {
         let [k, v] = args.layouts.map(RowLayout::encoding);
         assert!(k == v, "rows of K and V are of one encoding");
         if let Some(kernel) = self.stream_by(k) {
-            let ReadAhead { light, other } = self.read_ahead;
-            // How many products four bytes take part in.
-            let products = args.running.len() * if k == Encoding::F32 { 1 } else { 2 };
-            let fetch = if products <= 2 { light } else { other };
+            let ReadAhead { one_row, other } = self.read_ahead;
+            let fetch = if args.running.len() == 1 { one_row } else { other };
             // SAFETY: the CPU has the instruction set, by `Self::of`.
             unsafe { kernel(args, fetch) }
         }
@@ -105,8 +103,7 @@ impl Kernels {
     }
 }
 
-/// Scores, weighs and sums all tokens. What is asked for is known when this is compiled: to choose
-/// it line by line keeps rows from passing by without a branch.
+/// Scores, weighs and sums all tokens.
 #[inline(always)]
 pub(super) fn stream<S: Simd, E: InOrder>(s: S, args: &mut Stream<'_>, fetch: Fetch) {
     match fetch {
