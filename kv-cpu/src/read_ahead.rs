@@ -21,6 +21,9 @@ pub(crate) enum Fetch {
     /// The same shortly before it is wanted: the CPU goes on from there by itself. Where pieces are
     /// asked for as wholes, it is as [`Self::Second`].
     Near,
+    /// It is brought into the second cache, and asked for once more some time later: the CPU drops
+    /// what is asked for while too many lines are under way. In streams it is as [`Self::Second`].
+    Twice,
     /// Nothing: the CPU is left to find it.
     Nothing,
 }
@@ -48,8 +51,8 @@ impl ReadAhead {
         return Self::all(Fetch::First);
     }
 
-    /// Reads a setting such as that of `KV_CPU_READ_AHEAD`: `first`, `second`, `near` or `none`, or
-    /// one of them for one query row and one for all else, with a `/` between.
+    /// Reads a setting such as that of `KV_CPU_READ_AHEAD`: `first`, `second`, `near`, `twice` or
+    /// `none`, or one of them for one query row and one for all else, with a `/` between.
     /// Absent or empty means what is best on this CPU.
     pub(crate) fn from_setting(setting: Option<&str>) -> Result<Self, DeviceError> {
         let Some(setting) = setting.map(str::trim).filter(|setting| !setting.is_empty()) else {
@@ -69,7 +72,7 @@ impl ReadAhead {
         /// Zen 3 and Zen 4.
         const AMD_19: u32 = 0x19;
         match (vendor, family) {
-            (b"AuthenticAMD", AMD_19) => Self { one_row: Fetch::Near, other: Fetch::Second },
+            (b"AuthenticAMD", AMD_19) => Self { one_row: Fetch::Near, other: Fetch::Twice },
             (b"GenuineIntel", _) => Self::all(Fetch::Second),
             _ => Self::all(Fetch::First),
         }
@@ -83,9 +86,11 @@ impl FromStr for Fetch {
             "first" => Ok(Self::First),
             "second" => Ok(Self::Second),
             "near" => Ok(Self::Near),
+            "twice" => Ok(Self::Twice),
             "none" => Ok(Self::Nothing),
             _ => {
-                Err(UnknownName::new("place to read ahead into", name, "first, second, near, none"))
+                let known = "first, second, near, twice, none";
+                Err(UnknownName::new("place to read ahead into", name, known))
             }
         }
     }
@@ -122,7 +127,7 @@ mod tests {
     #[test]
     fn cpus_are_told_apart_by_vendor_and_family() {
         let zen_4 = ReadAhead::of_x86(b"AuthenticAMD", 0x19);
-        assert_eq!((zen_4.one_row, zen_4.other), (Fetch::Near, Fetch::Second));
+        assert_eq!((zen_4.one_row, zen_4.other), (Fetch::Near, Fetch::Twice));
         let first = ReadAhead::all(Fetch::First);
         assert_eq!(ReadAhead::of_x86(b"AuthenticAMD", 0x1a), first);
         assert_eq!(ReadAhead::of_x86(b"GenuineIntel", 6), ReadAhead::all(Fetch::Second));

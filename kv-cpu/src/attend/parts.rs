@@ -111,7 +111,7 @@ impl<'j, 'a> Parts<'j, 'a> {
         for (part_of, plane) in part.planes.iter_mut().zip(&self.strip.planes) {
             *part_of = plane.part(head, (token, part.tokens));
         }
-        self.next = self.strip.behind((head, token));
+        self.next = self.strip.behind((head, token), PIECE);
         true
     }
 }

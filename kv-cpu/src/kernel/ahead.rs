@@ -21,7 +21,7 @@ impl Fetch {
     pub(super) fn ask<S: Simd>(self, s: S, at: *const u8) {
         match self {
             Self::First => s.prefetch_once(at),
-            Self::Second | Self::Near => s.prefetch_second(at),
+            Self::Second | Self::Near | Self::Twice => s.prefetch_second(at),
             Self::Nothing => {}
         }
     }

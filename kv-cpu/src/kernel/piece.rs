@@ -117,9 +117,12 @@ impl Meeting<'_> {
 pub(crate) struct Piece {
     head: usize,
     tokens: usize,
-    /// Where K and V begin, and where those that are wanted soon do.
+    /// Tokens of all pieces of a head but its last one.
+    length: usize,
+    /// Where K and V begin, where those that are wanted soon do, and those that are wanted sooner.
     begins: [*const u8; 2],
     soon: [*const u8; 2],
+    sooner: [*const u8; 2],
     fetch: Fetch,
 }
 
@@ -147,8 +150,16 @@ impl Loops {
     }
 }
 
-/// Pieces of so many bytes of K at most are asked for two ahead: one is over too soon.
-const BYTES_AHEAD: usize = 4 << 10;
+/// Most tokens of a piece of long rows, where K and V come by turns of [`TURN`] bytes: of longer
+/// ones memory gives less (`docs/performance.md`).
+const SHORT_PIECE: usize = PIECE / 2;
+const TURN: usize = 4 << 10;
+
+/// Most tokens of a piece of such keys. Codes of 8 bits and less take long enough for memory.
+fn piece_of(k: &RowLayout) -> usize {
+    let is_long = k.bytes() * PIECE > TURN && k.bytes() >= 2 * k.dim();
+    if is_long { SHORT_PIECE } else { PIECE }
+}
 
 impl Kernels {
     /// As how many query rows so many may meet pieces of rows of these layouts, if at all: as many,
@@ -181,19 +192,22 @@ impl Kernels {
         let by_words = of_encoding(&loops.weigh_words, k).map_or(weigh, |(_, weigh)| weigh);
         let sum = of_encoding(&loops.sum, v);
         let (strip, [next, last]) = (args.strip, args.next);
-        let mut soon = Places::new([strip, next, last]);
-        soon.next();
-        if strip.planes[0].bytes * PIECE <= BYTES_AHEAD {
-            soon.next();
-        }
+        let length = piece_of(args.layouts[0]);
+        // One piece is over too soon for what is asked for along with it.
+        let mut places = Places::new([strip, next, last], length);
+        places.next();
+        let mut sooner = places.next();
         let mut place = (0, 0);
         while place.0 < strip.heads {
             let begins = strip.begins(place);
+            let soon = places.next();
             let piece = Piece {
                 head: place.0,
-                tokens: (strip.tokens - place.1).min(PIECE),
+                tokens: (strip.tokens - place.1).min(length),
+                length,
                 begins,
-                soon: soon.next().unwrap_or(begins),
+                soon: soon.unwrap_or(begins),
+                sooner: sooner.unwrap_or(begins),
                 fetch: self.read_ahead.other,
             };
             let are_there = words.is_some() && args.lanes[place.0].words() == words;
@@ -203,7 +217,7 @@ impl Kernels {
             unsafe { weigh(args, &piece) };
             // SAFETY: as above.
             unsafe { sum(args, &piece) };
-            place = strip.behind(place);
+            (place, sooner) = (strip.behind(place, length), soon);
         }
     }
 }

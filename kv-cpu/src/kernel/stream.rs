@@ -108,7 +108,7 @@ impl Kernels {
 pub(super) fn stream<S: Simd, E: InOrder>(s: S, args: &mut Stream<'_>, fetch: Fetch) {
     match fetch {
         Fetch::First => by_shape::<S, E, hint::First>(s, args),
-        Fetch::Second => by_shape::<S, E, hint::Second>(s, args),
+        Fetch::Second | Fetch::Twice => by_shape::<S, E, hint::Second>(s, args),
         Fetch::Near => by_shape::<S, E, hint::Near>(s, args),
         Fetch::Nothing => by_shape::<S, E, hint::Nothing>(s, args),
     }

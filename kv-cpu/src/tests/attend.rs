@@ -193,9 +193,10 @@ fn bits_depend_neither_on_repetition_nor_on_threads() {
 /// However memory is asked for ahead of need, what it holds is the same.
 #[test]
 fn bits_do_not_depend_on_what_is_asked_for_ahead() {
-    for (group, format) in [1, 2, 4].into_iter().flat_map(|group| FORMATS.map(|f| (group, f))) {
+    let all = [1, 2, 4].into_iter().flat_map(|group| FORMATS.map(|f| (group, f)));
+    for ((group, format), dim) in all.flat_map(|all| [64, 128].map(|dim| (all, dim))) {
         let case = Case {
-            dims: [64, 64],
+            dims: [dim, dim],
             formats: [format; 2],
             group,
             block_size: 16,
@@ -212,8 +213,8 @@ fn bits_do_not_depend_on_what_is_asked_for_ahead() {
                 world.attend(setting, &backend, &Choice::default())
             };
             let first = run("first");
-            for setting in ["second", "near", "none", "near/second"] {
-                assert!(run(setting) == first, "{isa} {group} {format}: {setting}");
+            for setting in ["second", "near", "twice", "none", "near/second"] {
+                assert!(run(setting) == first, "{isa} {group} {format} {dim}: {setting}");
             }
         }
     }

@@ -5,12 +5,12 @@
     reason = "kernel code: addresses of lines, which are hints, and their counts"
 )]
 use super::super::simd::{LINE, Simd};
-use super::{Meeting, PIECE, Piece};
+use super::{Meeting, Piece};
 use crate::read_ahead::Fetch;
 
-/// What has not been asked for of K or V of a piece. A core has few reads under way, and what is
-/// asked for too fast is probably dropped, so lines are asked for evenly.
-pub(super) struct Ask {
+/// What has not been asked for of K or V of a piece, and whether it is asked for `TWICE`. A core has
+/// few reads under way, and drops what is asked for too fast, so lines are asked for evenly.
+pub(super) struct Ask<const TWICE: bool> {
     /// The next line.
     at: *const u8,
     /// How many are left; fewer than none where a step has asked for some behind the last one.
@@ -21,14 +21,19 @@ pub(super) struct Ask {
     lines: usize,
     gap: usize,
     to: Fetch,
+    /// Bytes from a line to the one that is asked for once more with it.
+    again: usize,
 }
 
-impl Ask {
-    /// All of K or V of what is wanted soon, which has as many tokens as pieces have.
+impl<const TWICE: bool> Ask<TWICE> {
+    /// All of K or V of what is wanted soon, which has as many tokens as pieces have, and once more
+    /// of what is wanted sooner.
     #[inline(always)]
     pub(super) fn new(args: &Meeting<'_>, piece: &Piece, plane: usize) -> Self {
         let rows = &args.strip.planes[plane];
-        Self::of(piece.soon[plane], (rows.bytes, rows.stride, PIECE), piece.fetch)
+        let [soon, sooner] = [piece.soon[plane], piece.sooner[plane]];
+        let again = sooner.addr().wrapping_sub(soon.addr());
+        Self { again, ..Self::of(soon, (rows.bytes, rows.stride, piece.length), piece.fetch) }
     }
 
     /// So many rows, `stride` bytes apart.
@@ -37,7 +42,8 @@ impl Ask {
         let (rows, bytes) = if bytes == stride { (1, rows * bytes) } else { (rows, bytes) };
         let lines = ((at.addr() & (LINE - 1)) + bytes).div_ceil(LINE);
         let gap = if rows > 1 { stride.wrapping_sub(lines * LINE) } else { 0 };
-        Self { at, left: (rows * lines).cast_signed(), of_row: lines, lines, gap, to }
+        let left = (rows * lines).cast_signed();
+        Self { at, left, of_row: lines, lines, gap, to, again: 0 }
     }
 
     /// How many lines a step takes where so many take them all.
@@ -47,6 +53,25 @@ impl Ask {
         (self.left.unsigned_abs() + steps / 2) / steps
     }
 
+    /// Asks for what falls to a visit with each token, the `nth` of `of` visits of which each meets
+    /// so many lines of it, of `f32` or not.
+    ///
+    /// The first visits wait for lines themselves, and what is asked for meanwhile is dropped more
+    /// often. `f32` has so many lines that it is better to ask for all of them in the later visits.
+    #[inline(always)]
+    pub(super) fn visit<S: Simd>(
+        &mut self,
+        s: S,
+        (lines, is_f32): (usize, bool),
+        (nth, of): (usize, usize),
+    ) {
+        if !TWICE || !is_f32 || of == 1 {
+            self.step(s, lines / of);
+        } else if 2 * nth >= of {
+            self.step(s, 2 * lines / of);
+        }
+    }
+
     /// Asks for so many lines, and for some behind the last one where they do not end with it. That
     /// is a few instructions where the number is known when this is compiled.
     #[inline(always)]
@@ -54,18 +79,28 @@ impl Ask {
         self.left -= lines.cast_signed();
         if self.gap == 0 {
             for line in 0..lines {
-                self.to.ask(s, self.at.wrapping_add(line * LINE));
+                self.line(s, self.at.wrapping_add(line * LINE));
             }
             self.at = self.at.wrapping_add(lines * LINE);
             return;
         }
         for _ in 0..lines {
-            self.to.ask(s, self.at);
+            self.line(s, self.at);
             self.at = self.at.wrapping_add(LINE);
             self.of_row -= 1;
             if self.of_row == 0 {
                 (self.at, self.of_row) = (self.at.wrapping_add(self.gap), self.lines);
             }
+        }
+    }
+
+    #[inline(always)]
+    fn line<S: Simd>(&self, s: S, at: *const u8) {
+        if TWICE {
+            s.prefetch_second(at);
+            s.prefetch_second(at.wrapping_add(self.again));
+        } else {
+            self.to.ask(s, at);
         }
     }
 
@@ -80,6 +115,7 @@ impl Ask {
 
 #[cfg(test)]
 mod tests {
+    use super::super::PIECE;
     use super::*;
     use crate::kernel::scalar::Scalar;
 
@@ -92,7 +128,7 @@ mod tests {
         {
             let (first, stride) = (memory[begin..].as_ptr(), bytes + gap);
             let (mut ask, mut asked) =
-                (Ask::of(first, (bytes, stride, rows), Fetch::First), vec![]);
+                (Ask::<false>::of(first, (bytes, stride, rows), Fetch::First), vec![]);
             while ask.left > 0 {
                 asked.push(ask.at.addr() / LINE);
                 ask.step(Scalar, 1);
@@ -112,7 +148,7 @@ mod tests {
     fn steps_take_all() {
         let memory = vec![0_u8; 1 << 14];
         for (bytes, stride, steps) in [(256, 256, 32), (130, 130, 16), (64, 192, 5), (32, 32, 64)] {
-            let mut ask = Ask::of(memory.as_ptr(), (bytes, stride, PIECE), Fetch::First);
+            let mut ask = Ask::<false>::of(memory.as_ptr(), (bytes, stride, PIECE), Fetch::First);
             let pace = ask.pace(steps);
             (0..steps).for_each(|_| ask.step(Scalar, pace));
             assert!(ask.left.unsigned_abs() <= steps / 2, "{bytes} {stride}: {}", ask.left);

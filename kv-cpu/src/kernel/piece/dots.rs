@@ -17,10 +17,10 @@ use super::super::simd::{LANES_MAX, LINE, Simd};
 use super::super::stored::GROUP;
 use super::ask::Ask;
 use super::multiply::{Floats, Load, Multiply, Operands, V};
-use super::{PIECE, ROWS_MAX, tokens_of};
+use super::{ROWS_MAX, tokens_of};
 
 /// Sums of products that are not folded to one lane yet, by token.
-type Partial<M> = [MaybeUninit<<M as Multiply>::Sums>; PIECE];
+type Partial<M, const N: usize> = [MaybeUninit<<M as Multiply>::Sums>; N];
 
 /// Which query rows visit K.
 #[derive(Clone, Copy)]
@@ -32,35 +32,42 @@ struct Visit {
     bit: u32,
 }
 
-/// Products of `R` query rows with the tokens of a piece: vectors of lanes `row * T + token`, as
-/// many as pieces have, zero where there is no such token. `P` rows meet all of K before the next
-/// ones do, and `C` groups of their values.
+/// Products of `R` query rows with the tokens of a piece, `N` at most: vectors of lanes
+/// `row * T + token`, as many as such pieces have, zero where there is no such token. `P` rows meet
+/// all of K before the next ones do, and `C` groups of their values.
 #[inline(always)]
-pub(super) fn dots<M: Multiply, const R: usize, const P: usize, const C: usize>(
+pub(super) fn dots<
+    M: Multiply,
+    const R: usize,
+    const P: usize,
+    const C: usize,
+    const N: usize,
+    const TWICE: bool,
+>(
     m: M,
     x: &Operands<'_>,
-    ask: &mut Ask,
+    ask: &mut Ask<TWICE>,
 ) -> [<M::S as Simd>::F; ROWS_MAX] {
     let (all, tokens) = (R.next_power_of_two(), const { tokens_of(R) });
     let (of, whole, bit) = (all / P, R / P, tokens.ilog2());
-    let mut partial: [Partial<M>; ROWS_MAX] = [[MaybeUninit::uninit(); _]; _];
+    let mut partial: [Partial<M, N>; ROWS_MAX] = [[MaybeUninit::uninit(); _]; _];
     for visit in 0..whole {
         let sums = &mut partial[visit];
-        add_rows::<M, P, P, C>(m, x, Visit { row: visit * P, of, bit }, ask, sums);
+        add_rows::<M, P, P, C, N, TWICE>(m, x, Visit { row: visit * P, of, bit }, ask, sums);
     }
     let (last, sums) = (Visit { row: whole * P, of, bit }, &mut partial[whole % ROWS_MAX]);
     match R % P {
         0 => {}
-        1 => add_rows::<M, P, 1, C>(m, x, last, ask, sums),
-        _ => add_rows::<M, P, 3, C>(m, x, last, ask, sums),
+        1 => add_rows::<M, P, 1, C, N, TWICE>(m, x, last, ask, sums),
+        _ => add_rows::<M, P, 3, C, N, TWICE>(m, x, last, ask, sums),
     }
-    if x.k.tokens < PIECE {
+    if x.k.tokens < N {
         for sums in &mut partial[..of] {
             sums[x.k.tokens..].fill(MaybeUninit::new(m.zero()));
         }
     }
     let mut scores = [m.simd().splat(0.0); ROWS_MAX];
-    for step in 0..all {
+    for step in 0..N / tokens {
         // Lanes of rows are above those of tokens, and visits are the highest of a row.
         let mut steps = [m.zero(); LANES_MAX];
         for token in 0..tokens {
@@ -78,36 +85,50 @@ pub(super) fn dots<M: Multiply, const R: usize, const P: usize, const C: usize>(
 
 /// `R` rows in place of `P` against all of K.
 #[inline(always)]
-fn add_rows<M: Multiply, const P: usize, const R: usize, const C: usize>(
+fn add_rows<
+    M: Multiply,
+    const P: usize,
+    const R: usize,
+    const C: usize,
+    const N: usize,
+    const TWICE: bool,
+>(
     m: M,
     x: &Operands<'_>,
     visit: Visit,
-    ask: &mut Ask,
-    sums: &mut Partial<M>,
+    ask: &mut Ask<TWICE>,
+    sums: &mut Partial<M, N>,
 ) {
     let groups = x.k.layout.dim() / M::VALUES;
     let mut group = 0;
     while group + C <= groups {
-        add_groups::<M, P, R, C>(m, x, (visit, group), ask, sums);
+        add_groups::<M, P, R, C, N, TWICE>(m, x, (visit, group), ask, sums);
         group += C;
     }
     while C > 2 && group + 2 <= groups {
-        add_groups::<M, P, R, 2>(m, x, (visit, group), ask, sums);
+        add_groups::<M, P, R, 2, N, TWICE>(m, x, (visit, group), ask, sums);
         group += 2;
     }
     if C > 1 && group < groups {
-        add_groups::<M, P, R, 1>(m, x, (visit, group), ask, sums);
+        add_groups::<M, P, R, 1, N, TWICE>(m, x, (visit, group), ask, sums);
     }
 }
 
 /// `C` groups of them from one on, which stay in registers.
 #[inline(always)]
-fn add_groups<M: Multiply, const P: usize, const R: usize, const C: usize>(
+fn add_groups<
+    M: Multiply,
+    const P: usize,
+    const R: usize,
+    const C: usize,
+    const N: usize,
+    const TWICE: bool,
+>(
     m: M,
     x: &Operands<'_>,
     (visit, group): (Visit, usize),
-    ask: &mut Ask,
-    sums: &mut Partial<M>,
+    ask: &mut Ask<TWICE>,
+    sums: &mut Partial<M, N>,
 ) {
     let mut queries = [[m.query(x, visit.row, group); C]; R];
     for r in 0..R {
@@ -116,7 +137,8 @@ fn add_groups<M: Multiply, const P: usize, const R: usize, const C: usize>(
         }
     }
     for token in 0..x.k.tokens {
-        ask.step(m.simd(), C * M::BYTES / (LINE * visit.of));
+        let lines = (C * M::BYTES / LINE, M::BYTES > 2 * M::VALUES);
+        ask.visit(m.simd(), lines, (visit.row / P, visit.of));
         let from = x.k.first.wrapping_add(token * x.k.stride);
         let mut dots = [[m.zero(); 2]; R];
         for c in 0..C {
@@ -144,7 +166,7 @@ fn add_groups<M: Multiply, const P: usize, const R: usize, const C: usize>(
 pub(super) fn dots_decoded<L: Load, const R: usize, const T: usize>(
     l: L,
     x: &Operands<'_>,
-    ask: &mut Ask,
+    ask: &mut Ask<false>,
 ) -> [V<L>; ROWS_MAX] {
     const { assert!(T == tokens_of(R), "scores share a vector") };
     let s = l.simd();

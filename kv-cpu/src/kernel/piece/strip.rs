@@ -5,7 +5,6 @@
     reason = "kernel code: rows and heads are counted by the callers and the types here"
 )]
 use super::super::Part;
-use super::PIECE;
 
 /// Rows of K or V of some tokens that follow each other, of some kv heads.
 #[derive(Debug, Clone, Copy)]
@@ -48,10 +47,10 @@ impl Strip<'_> {
         planes: [HeadRows { rows: &[], stride: 0, per_head: 0, bytes: 0 }; 2],
     };
 
-    /// Head and token of the piece behind one: those of a head follow each other, and the last one
-    /// has a head behind it that there is not.
-    pub(crate) fn behind(&self, (head, token): (usize, usize)) -> (usize, usize) {
-        if token + PIECE < self.tokens { (head, token + PIECE) } else { (head + 1, 0) }
+    /// Head and token of the piece behind one of so many tokens: those of a head follow each other,
+    /// and the last one has a head behind it that there is not.
+    pub(crate) fn behind(&self, (head, token): (usize, usize), length: usize) -> (usize, usize) {
+        if token + length < self.tokens { (head, token + length) } else { (head + 1, 0) }
     }
 
     /// Where K and V of a piece begin.
@@ -66,11 +65,13 @@ pub(super) struct Places<'a> {
     at: usize,
     /// Head and token.
     place: (usize, usize),
+    /// Tokens of a piece.
+    length: usize,
 }
 
 impl<'a> Places<'a> {
-    pub(super) fn new(strips: [&'a Strip<'a>; 3]) -> Self {
-        Self { strips, at: 0, place: (0, 0) }
+    pub(super) fn new(strips: [&'a Strip<'a>; 3], length: usize) -> Self {
+        Self { strips, at: 0, place: (0, 0), length }
     }
 
     /// Where K and V of the next one begin.
@@ -80,7 +81,7 @@ impl<'a> Places<'a> {
         }
         let strip = self.strips[self.at];
         let begins = strip.begins(self.place);
-        self.place = strip.behind(self.place);
+        self.place = strip.behind(self.place, self.length);
         Some(begins)
     }
 }

@@ -13,6 +13,7 @@ use super::super::tile::HALF;
 use super::ask::Ask;
 use super::multiply::{Decoded, Load};
 use super::{Meeting, PIECE, Piece, Rows, tokens_of};
+use crate::read_ahead::Fetch;
 
 /// Adds a piece of E4M3.
 ///
@@ -41,9 +42,15 @@ pub(in super::super) unsafe fn sum<L: Load>(l: L, args: &mut Meeting<'_>, piece:
     let v = unsafe { Rows::new(args, piece, 1) };
     let factors = v.factors(l.simd(), args.lanes[piece.head].scales[1], L::FACTOR);
     scale_weights(l.simd(), args, piece, factors);
-    let mut ask = Ask::new(args, piece, 1);
     let out = args.out.as_mut_ptr().wrapping_add(piece.head * args.rows * args.out_stride);
     let x = Sums { v, weights: args.weights.as_ptr(), out, stride: args.out_stride };
+    if L::WHOLE && args.rows > 2 && piece.fetch == Fetch::Twice {
+        let mut ask = Ask::<true>::new(args, piece, 1);
+        sum_whole(l, args.rows, &x, &mut ask);
+        ask.finish(l.simd());
+        return;
+    }
+    let mut ask = Ask::<false>::new(args, piece, 1);
     if L::WHOLE {
         sum_whole(l, args.rows, &x, &mut ask);
     } else {
@@ -65,7 +72,8 @@ struct Sums<'a> {
 #[derive(Clone, Copy)]
 struct Visit {
     row: usize,
-    /// How many visits share the lines to ask for, where it is known how many a step meets.
+    /// Which visit it is, and of how many.
+    nth: usize,
     of: usize,
     /// Lines to ask for by token otherwise.
     pace: usize,
@@ -74,30 +82,30 @@ struct Visit {
 /// Rows of V are taken whole, in the order of memory, as often as there are pairs of output rows,
 /// whose sums stay in registers; of two groups of values those of four rows do.
 #[inline(always)]
-fn sum_whole<L: Load>(l: L, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
-    let visit = |row: usize, of: usize| Visit { row, of, pace: 0 };
+fn sum_whole<L: Load, const TWICE: bool>(l: L, rows: usize, x: &Sums<'_>, ask: &mut Ask<TWICE>) {
+    let visit = |row: usize, nth: usize, of: usize| Visit { row, nth, of, pace: 0 };
     match (rows, x.v.layout.dim() > 2 * GROUP) {
-        (1, _) => sum_rows::<L, 1, 16, 4>(l, x, visit(0, 1), ask),
-        (2, _) => sum_rows::<L, 2, 8, 4>(l, x, visit(0, 1), ask),
-        (3, false) => sum_rows::<L, 3, 4, 2>(l, x, visit(0, 1), ask),
-        (4, false) => sum_rows::<L, 4, 4, 2>(l, x, visit(0, 1), ask),
+        (1, _) => sum_rows::<L, 1, 16, 4, _>(l, x, visit(0, 0, 1), ask),
+        (2, _) => sum_rows::<L, 2, 8, 4, _>(l, x, visit(0, 0, 1), ask),
+        (3, false) => sum_rows::<L, 3, 4, 2, _>(l, x, visit(0, 0, 1), ask),
+        (4, false) => sum_rows::<L, 4, 4, 2, _>(l, x, visit(0, 0, 1), ask),
         (_, false) => {
-            for row in [0, 4] {
-                sum_rows::<L, 4, 2, 2>(l, x, visit(row, 2), ask);
+            for nth in 0..2 {
+                sum_rows::<L, 4, 2, 2, _>(l, x, visit(4 * nth, nth, 2), ask);
             }
         }
         (3, true) => {
-            sum_rows::<L, 2, 4, 4>(l, x, visit(0, 2), ask);
-            sum_rows::<L, 1, 4, 4>(l, x, visit(2, 2), ask);
+            sum_rows::<L, 2, 4, 4, _>(l, x, visit(0, 0, 2), ask);
+            sum_rows::<L, 1, 4, 4, _>(l, x, visit(2, 1, 2), ask);
         }
         (4, true) => {
-            for row in [0, 2] {
-                sum_rows::<L, 2, 4, 4>(l, x, visit(row, 2), ask);
+            for nth in 0..2 {
+                sum_rows::<L, 2, 4, 4, _>(l, x, visit(2 * nth, nth, 2), ask);
             }
         }
         (_, true) => {
-            for row in [0, 2, 4, 6] {
-                sum_rows::<L, 2, 2, 4>(l, x, visit(row, 4), ask);
+            for nth in 0..4 {
+                sum_rows::<L, 2, 2, 4, _>(l, x, visit(2 * nth, nth, 4), ask);
             }
         }
     }
@@ -105,7 +113,7 @@ fn sum_whole<L: Load>(l: L, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
 
 /// What takes long to decode is taken once, by as many groups as have all sums in registers.
 #[inline(always)]
-fn sum_decoded<L: Load>(l: L, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
+fn sum_decoded<L: Load>(l: L, rows: usize, x: &Sums<'_>, ask: &mut Ask<false>) {
     let at_once = match rows {
         1 | 2 => 4,
         3 | 4 => 2,
@@ -113,13 +121,13 @@ fn sum_decoded<L: Load>(l: L, rows: usize, x: &Sums<'_>, ask: &mut Ask) {
     };
     let groups = x.v.layout.dim() / GROUP;
     let visits = groups / at_once + groups % at_once / 2 + groups % at_once % 2;
-    let all = Visit { row: 0, of: 1, pace: ask.pace(visits * x.v.tokens) };
+    let all = Visit { row: 0, nth: 0, of: 1, pace: ask.pace(visits * x.v.tokens) };
     match rows {
-        1 => sum_rows::<L, 1, 16, 4>(l, x, all, ask),
-        2 => sum_rows::<L, 2, 8, 4>(l, x, all, ask),
-        3 => sum_rows::<L, 3, 4, 2>(l, x, all, ask),
-        4 => sum_rows::<L, 4, 4, 2>(l, x, all, ask),
-        _ => sum_rows::<L, 8, 2, 1>(l, x, all, ask),
+        1 => sum_rows::<L, 1, 16, 4, _>(l, x, all, ask),
+        2 => sum_rows::<L, 2, 8, 4, _>(l, x, all, ask),
+        3 => sum_rows::<L, 3, 4, 2, _>(l, x, all, ask),
+        4 => sum_rows::<L, 4, 4, 2, _>(l, x, all, ask),
+        _ => sum_rows::<L, 8, 2, 1, _>(l, x, all, ask),
     }
 }
 
@@ -149,34 +157,34 @@ fn scale_weights<S: Simd>(
 
 /// `R` rows, whose vectors of weights have `T` tokens each, `C` groups of values at a time.
 #[inline(always)]
-fn sum_rows<L: Load, const R: usize, const T: usize, const C: usize>(
+fn sum_rows<L: Load, const R: usize, const T: usize, const C: usize, const TWICE: bool>(
     l: L,
     x: &Sums<'_>,
     visit: Visit,
-    ask: &mut Ask,
+    ask: &mut Ask<TWICE>,
 ) {
     let groups = x.v.layout.dim() / GROUP;
     let mut group = 0;
     while group + C <= groups {
-        sum_groups::<L, R, T, C>(l, x, (visit, group), ask);
+        sum_groups::<L, R, T, C, TWICE>(l, x, (visit, group), ask);
         group += C;
     }
     while C > 2 && group + 2 <= groups {
-        sum_groups::<L, R, T, 2>(l, x, (visit, group), ask);
+        sum_groups::<L, R, T, 2, TWICE>(l, x, (visit, group), ask);
         group += 2;
     }
     if group < groups {
-        sum_groups::<L, R, T, 1>(l, x, (visit, group), ask);
+        sum_groups::<L, R, T, 1, TWICE>(l, x, (visit, group), ask);
     }
 }
 
 /// `C` groups of them, whose sums stay in registers.
 #[inline(always)]
-fn sum_groups<L: Load, const R: usize, const T: usize, const C: usize>(
+fn sum_groups<L: Load, const R: usize, const T: usize, const C: usize, const TWICE: bool>(
     l: L,
     x: &Sums<'_>,
     (visit, group): (Visit, usize),
-    ask: &mut Ask,
+    ask: &mut Ask<TWICE>,
 ) {
     let s = l.simd();
     let mut sums = [[[s.splat(0.0); 2]; C]; R];
@@ -190,8 +198,12 @@ fn sum_groups<L: Load, const R: usize, const T: usize, const C: usize>(
         }
     }
     for token in 0..x.v.tokens {
-        let lines = C * L::BYTES / (LINE * visit.of);
-        ask.step(s, if lines > 0 { lines } else { visit.pace });
+        let lines = C * L::BYTES / LINE;
+        if lines > 0 {
+            ask.visit(s, (lines, L::BYTES > 2 * GROUP), (visit.nth, visit.of));
+        } else {
+            ask.step(s, visit.pace);
+        }
         let mut weight = [s.splat(0.0); R];
         for r in 0..R {
             let lane = token / T * LANES_MAX + (visit.row + r) * T + token % T;

@@ -12,7 +12,8 @@ use super::super::stored::{E4m3, FiniteE4m3, GROUP};
 use super::ask::Ask;
 use super::dots::{dots, dots_decoded};
 use super::multiply::{Decoded, Floats, Load, Multiply, Operands};
-use super::{Lanes, Meeting, PIECE, Piece, ROWS_MAX, Rows};
+use super::{Lanes, Meeting, PIECE, Piece, ROWS_MAX, Rows, SHORT_PIECE};
+use crate::read_ahead::Fetch;
 
 /// Scores and weighs a piece of E4M3.
 ///
@@ -60,15 +61,14 @@ fn weigh_rows<L: Load, const R: usize, const T: usize, const P: usize, const C: 
     piece: &Piece,
     x: &Operands<'_>,
 ) {
-    let mut ask = Ask::new(args, piece, 0);
-    let scores = if L::WHOLE || !piece.tokens.is_multiple_of(T) {
-        dots::<Floats<L>, R, P, C>(Floats(l), x, &mut ask)
-    } else {
-        dots_decoded::<L, R, T>(l, x, &mut ask)
-    };
-    ask.finish(l.simd());
-    let factors = x.k.factors(l.simd(), args.lanes[piece.head].scales[0], L::FACTOR);
-    weigh_scores::<L::S, R, T>(l.simd(), args, piece, (scores, factors));
+    if L::WHOLE || !piece.tokens.is_multiple_of(T) {
+        weigh_products::<Floats<L>, R, T, P, C>(Floats(l), args, piece, (x, L::FACTOR));
+        return;
+    }
+    let (s, mut ask) = (l.simd(), Ask::<false>::new(args, piece, 0));
+    let scores = dots_decoded::<L, R, T>(l, x, &mut ask);
+    ask.finish(s);
+    weigh_scores::<L::S, R, T, PIECE>(s, args, piece, x, (scores, L::FACTOR));
 }
 
 /// Scores and weighs a piece that is multiplied so, for queries that are there as such words.
@@ -100,33 +100,78 @@ fn weigh_rows_of_words<M: Multiply, const R: usize, const T: usize, const P: usi
     piece: &Piece,
     x: &Operands<'_>,
 ) {
-    let (s, mut ask) = (m.simd(), Ask::new(args, piece, 0));
     // Four rows by 128 values are 16 registers.
-    let scores = if M::VALUES == GROUP {
-        dots::<M, R, P, 4>(m, x, &mut ask)
+    if M::VALUES == GROUP {
+        weigh_products::<M, R, T, P, 4>(m, args, piece, (x, 1.0));
     } else {
-        dots::<M, R, P, 2>(m, x, &mut ask)
-    };
+        weigh_products::<M, R, T, P, 2>(m, args, piece, (x, 1.0));
+    }
+}
+
+/// Scores and weighs a piece of products. Code for fewer tokens, and for lines that are asked for
+/// twice, is there where it is of use: for more than two rows, as fewer come here seldom, and values
+/// of more than 8 bits, as others take more time for products than for memory.
+#[inline(always)]
+fn weigh_products<M: Multiply, const R: usize, const T: usize, const P: usize, const C: usize>(
+    m: M,
+    args: &mut Meeting<'_>,
+    piece: &Piece,
+    x: (&Operands<'_>, f32),
+) {
+    let is_twice = R > 2 && M::BYTES > M::VALUES && piece.fetch == Fetch::Twice;
+    // Pieces of so few values are never short, and of more values of `f32` always.
+    let is_short = R > 2
+        && M::BYTES > M::VALUES
+        && C * M::VALUES > 2 * GROUP
+        && (M::BYTES > 2 * M::VALUES || piece.tokens <= SHORT_PIECE);
+    match (is_short, is_twice) {
+        (false, false) => weigh_by::<M, R, T, P, C, PIECE, false>(m, args, piece, x),
+        (false, true) => weigh_by::<M, R, T, P, C, PIECE, true>(m, args, piece, x),
+        (true, false) => weigh_by::<M, R, T, P, C, SHORT_PIECE, false>(m, args, piece, x),
+        (true, true) => weigh_by::<M, R, T, P, C, SHORT_PIECE, true>(m, args, piece, x),
+    }
+}
+
+/// The same of `N` tokens at most, whose lines are asked for `TWICE` or not.
+#[inline(always)]
+fn weigh_by<
+    M: Multiply,
+    const R: usize,
+    const T: usize,
+    const P: usize,
+    const C: usize,
+    const N: usize,
+    const TWICE: bool,
+>(
+    m: M,
+    args: &mut Meeting<'_>,
+    piece: &Piece,
+    (x, factor): (&Operands<'_>, f32),
+) {
+    let (s, mut ask) = (m.simd(), Ask::<TWICE>::new(args, piece, 0));
+    let scores = dots::<M, R, P, C, N, TWICE>(m, x, &mut ask);
     ask.finish(s);
-    let factors = x.k.factors(s, args.lanes[piece.head].scales[0], 1.0);
-    weigh_scores::<M::S, R, T>(s, args, piece, (scores, factors));
+    weigh_scores::<M::S, R, T, N>(s, args, piece, x, (scores, factor));
 }
 
 /// How far scores may be above what weights are relative to: sums are multiplied when it is passed,
 /// and not for each new maximum. Weights are as exact, and their sums far from what overflows.
 const SLACK: f32 = 8.0;
 
-/// Makes products, which tokens may have factors of, scores and weights.
+/// Makes products with `N` tokens at most, of values times a factor, scores and weights.
 #[inline(always)]
-fn weigh_scores<S: Simd, const R: usize, const T: usize>(
+fn weigh_scores<S: Simd, const R: usize, const T: usize, const N: usize>(
     s: S,
     args: &mut Meeting<'_>,
     piece: &Piece,
-    (mut scores, factors): ([S::F; ROWS_MAX], Option<[f32; PIECE]>),
+    x: &Operands<'_>,
+    (mut scores, factor): ([S::F; ROWS_MAX], f32),
 ) {
     const { assert!(S::LANES == LANES_MAX, "a vector has the scores of a piece by a row") };
-    let steps = const { LANES_MAX / T };
+    let steps = const { N / T };
     let lanes = &args.lanes[piece.head];
+    // Scales lie behind values, which have been read by now.
+    let factors = x.k.factors(s, lanes.scales[0], factor);
     let mut limits = [0.0; PIECE];
     limits[piece.tokens..].fill(f32::NEG_INFINITY);
     // SAFETY: an array of as many, as all that is loaded here and below.
@@ -139,7 +184,7 @@ fn weigh_scores<S: Simd, const R: usize, const T: usize>(
             scores[step] = s.mul(scores[step], factors);
         }
         scores[step] = s.mul(s.add(scores[step], bias), s.splat(args.scale));
-        if piece.tokens < PIECE {
+        if piece.tokens < N {
             // SAFETY: as above.
             let limits = unsafe { s.load_repeated(limits.as_ptr().wrapping_add(step * T), T) };
             scores[step] = s.add(scores[step], limits);
