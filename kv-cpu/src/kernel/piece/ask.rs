@@ -8,8 +8,8 @@ use super::super::simd::{LINE, Simd};
 use super::{Meeting, Piece};
 use crate::read_ahead::Fetch;
 
-/// What has not been asked for of K or V of a piece, and whether it is asked for `TWICE`. A core has
-/// few reads under way, and drops what is asked for too fast, so lines are asked for evenly.
+/// What has not been asked for of K or V of a piece, and whether it is asked for `TWICE`. A core
+/// has few reads under way, and drops what is asked for too fast, so lines are asked for evenly.
 pub(super) struct Ask<const TWICE: bool> {
     /// The next line.
     at: *const u8,

@@ -109,8 +109,8 @@ fn weigh_rows_of_words<M: Multiply, const R: usize, const T: usize, const P: usi
 }
 
 /// Scores and weighs a piece of products. Code for fewer tokens, and for lines that are asked for
-/// twice, is there where it is of use: for more than two rows, as fewer come here seldom, and values
-/// of more than 8 bits, as others take more time for products than for memory.
+/// twice, is there where it is of use: for more than two rows, as fewer come here seldom, and for
+/// values of more than 8 bits, as others take more time for products than for memory.
 #[inline(always)]
 fn weigh_products<M: Multiply, const R: usize, const T: usize, const P: usize, const C: usize>(
     m: M,
