@@ -16,9 +16,9 @@ use crate::threads::Threads;
 /// `KV_CPU_THREADS`), and else from the machine.
 ///
 /// `KV_CPU_READ_AHEAD` is for trying what suits a CPU that was not measured: into which cache lines
-/// are brought that are wanted soon, `first`, `second`, `near` (into the second, shortly before) or
-/// `none`; or one of these for one query head a kv head over rows of f32, f16 or bf16 and one for
-/// all else, as in `near/second`.
+/// are brought that are wanted soon, `first`, `second`, `near` (into the second, shortly before),
+/// `twice` (into the second, asked for again when nearer) or `none`; or one of these for one query
+/// head a kv head over rows of f32, f16 or bf16 and one for all else, as in `near/twice`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CpuOptions {
     threads: Option<usize>,
