@@ -156,7 +156,7 @@ const SHORT_PIECE: usize = PIECE / 2;
 const TURN: usize = 4 << 10;
 
 /// Most tokens of a piece of such keys. Codes of 8 bits and less take long enough for memory.
-fn piece_of(k: &RowLayout) -> usize {
+fn most_tokens(k: &RowLayout) -> usize {
     let is_long = k.bytes() * PIECE > TURN && k.bytes() >= 2 * k.dim();
     if is_long { SHORT_PIECE } else { PIECE }
 }
@@ -192,7 +192,7 @@ impl Kernels {
         let by_words = of_encoding(&loops.weigh_words, k).map_or(weigh, |(_, weigh)| weigh);
         let sum = of_encoding(&loops.sum, v);
         let (strip, [next, last]) = (args.strip, args.next);
-        let length = piece_of(args.layouts[0]);
+        let length = most_tokens(args.layouts[0]);
         // One piece is over too soon for what is asked for along with it.
         let mut places = Places::new([strip, next, last], length);
         places.next();

@@ -19,8 +19,8 @@ use super::ask::Ask;
 use super::multiply::{Floats, Load, Multiply, Operands, V};
 use super::{ROWS_MAX, tokens_of};
 
-/// Sums of products that are not folded to one lane yet, by token.
-type Partial<M, const N: usize> = [MaybeUninit<<M as Multiply>::Sums>; N];
+/// Sums of the products with a token that are not folded to one lane yet.
+type Partial<M> = MaybeUninit<<M as Multiply>::Sums>;
 
 /// Which query rows visit K.
 #[derive(Clone, Copy)]
@@ -50,16 +50,16 @@ pub(super) fn dots<
 ) -> [<M::S as Simd>::F; ROWS_MAX] {
     let (all, tokens) = (R.next_power_of_two(), const { tokens_of(R) });
     let (of, whole, bit) = (all / P, R / P, tokens.ilog2());
-    let mut partial: [Partial<M, N>; ROWS_MAX] = [[MaybeUninit::uninit(); _]; _];
+    let mut partial: [[Partial<M>; N]; ROWS_MAX] = [[MaybeUninit::uninit(); _]; _];
     for visit in 0..whole {
         let sums = &mut partial[visit];
-        add_rows::<M, P, P, C, N, TWICE>(m, x, Visit { row: visit * P, of, bit }, ask, sums);
+        add_rows::<M, P, P, C, TWICE>(m, x, Visit { row: visit * P, of, bit }, ask, sums);
     }
     let (last, sums) = (Visit { row: whole * P, of, bit }, &mut partial[whole % ROWS_MAX]);
     match R % P {
         0 => {}
-        1 => add_rows::<M, P, 1, C, N, TWICE>(m, x, last, ask, sums),
-        _ => add_rows::<M, P, 3, C, N, TWICE>(m, x, last, ask, sums),
+        1 => add_rows::<M, P, 1, C, TWICE>(m, x, last, ask, sums),
+        _ => add_rows::<M, P, 3, C, TWICE>(m, x, last, ask, sums),
     }
     if x.k.tokens < N {
         for sums in &mut partial[..of] {
@@ -85,50 +85,36 @@ pub(super) fn dots<
 
 /// `R` rows in place of `P` against all of K.
 #[inline(always)]
-fn add_rows<
-    M: Multiply,
-    const P: usize,
-    const R: usize,
-    const C: usize,
-    const N: usize,
-    const TWICE: bool,
->(
+fn add_rows<M: Multiply, const P: usize, const R: usize, const C: usize, const TWICE: bool>(
     m: M,
     x: &Operands<'_>,
     visit: Visit,
     ask: &mut Ask<TWICE>,
-    sums: &mut Partial<M, N>,
+    sums: &mut [Partial<M>],
 ) {
     let groups = x.k.layout.dim() / M::VALUES;
     let mut group = 0;
     while group + C <= groups {
-        add_groups::<M, P, R, C, N, TWICE>(m, x, (visit, group), ask, sums);
+        add_groups::<M, P, R, C, TWICE>(m, x, (visit, group), ask, sums);
         group += C;
     }
     while C > 2 && group + 2 <= groups {
-        add_groups::<M, P, R, 2, N, TWICE>(m, x, (visit, group), ask, sums);
+        add_groups::<M, P, R, 2, TWICE>(m, x, (visit, group), ask, sums);
         group += 2;
     }
     if C > 1 && group < groups {
-        add_groups::<M, P, R, 1, N, TWICE>(m, x, (visit, group), ask, sums);
+        add_groups::<M, P, R, 1, TWICE>(m, x, (visit, group), ask, sums);
     }
 }
 
 /// `C` groups of them from one on, which stay in registers.
 #[inline(always)]
-fn add_groups<
-    M: Multiply,
-    const P: usize,
-    const R: usize,
-    const C: usize,
-    const N: usize,
-    const TWICE: bool,
->(
+fn add_groups<M: Multiply, const P: usize, const R: usize, const C: usize, const TWICE: bool>(
     m: M,
     x: &Operands<'_>,
     (visit, group): (Visit, usize),
     ask: &mut Ask<TWICE>,
-    sums: &mut Partial<M, N>,
+    sums: &mut [Partial<M>],
 ) {
     let mut queries = [[m.query(x, visit.row, group); C]; R];
     for r in 0..R {
