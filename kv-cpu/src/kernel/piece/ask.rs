@@ -143,15 +143,16 @@ mod tests {
         }
     }
 
-    /// Visits leave no line to the end, whichever of them ask.
+    /// Visits to rows that begin with a line leave none to the end, whichever of them ask.
     #[test]
     fn visits_take_all() {
         let (memory, lines, rows) = (vec![0_u8; 1 << 14], 8, 8);
+        let first = memory[memory.as_ptr().align_offset(LINE)..].as_ptr();
         let (bytes, s) = (lines * LINE, Scalar);
         for (of, is_f32) in [1, 2, 4].into_iter().flat_map(|of| [(of, false), (of, true)]) {
             let run = (bytes, bytes, rows);
-            let mut once = Ask::<false>::of(memory.as_ptr(), run, Fetch::First);
-            let mut twice = Ask::<true>::of(memory.as_ptr(), run, Fetch::Twice);
+            let mut once = Ask::<false>::of(first, run, Fetch::First);
+            let mut twice = Ask::<true>::of(first, run, Fetch::Twice);
             for visit in (0..of).map(|nth| (nth, of)) {
                 (0..rows).for_each(|_| once.visit(s, (lines, is_f32), visit));
                 (0..rows).for_each(|_| twice.visit(s, (lines, is_f32), visit));
