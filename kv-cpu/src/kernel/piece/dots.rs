@@ -146,8 +146,8 @@ fn add_groups<M: Multiply, const P: usize, const R: usize, const C: usize, const
     }
 }
 
-/// The same where keys take long to decode: once for all rows, `T` tokens side by side. Pieces have
-/// a multiple of `T`.
+/// The same where keys take long to decode: once for all rows, `T` tokens side by side. In place of
+/// tokens behind the last one that one is met again, so that lanes of theirs hold nothing useful.
 #[inline(always)]
 pub(super) fn dots_decoded<L: Load, const R: usize, const T: usize>(
     l: L,
@@ -156,27 +156,27 @@ pub(super) fn dots_decoded<L: Load, const R: usize, const T: usize>(
 ) -> [V<L>; ROWS_MAX] {
     const { assert!(T == tokens_of(R), "scores share a vector") };
     let s = l.simd();
-    let (steps, groups) = (x.k.tokens / T, x.k.layout.dim() / GROUP);
+    let (steps, groups) = (x.k.tokens.div_ceil(T), x.k.layout.dim() / GROUP);
     let pace = ask.pace(steps * groups);
     let mut scores = [s.splat(0.0); ROWS_MAX];
     for step in 0..steps {
-        let first = x.k.first.wrapping_add(step * T * x.k.stride);
+        let rows = std::array::from_fn(|t| x.k.at(step * T + t));
         let mut dots = [s.splat(0.0); LANES_MAX];
         for group in 0..groups {
             ask.step(s, pace);
-            add_decoded::<L, R, T>(l, x, (first, group), &mut dots);
+            add_decoded::<L, R, T>(l, x, (&rows, group), &mut dots);
         }
         scores[step] = fold(Floats(l), dots, LANES_MAX, 0);
     }
     scores
 }
 
-/// Adds the products of a group of values with `T` tokens from one on.
+/// Adds the products of a group of values with that of `T` rows of K.
 #[inline(always)]
 fn add_decoded<L: Load, const R: usize, const T: usize>(
     l: L,
     x: &Operands<'_>,
-    (first, group): (*const u8, usize),
+    (rows, group): (&[*const u8; T], usize),
     dots: &mut [V<L>; LANES_MAX],
 ) {
     let (s, m) = (l.simd(), Floats(l));
@@ -187,7 +187,7 @@ fn add_decoded<L: Load, const R: usize, const T: usize>(
             queries[r] = m.query(x, r, group);
         }
         for t in 0..T {
-            let keys = m.key(x, first.wrapping_add(t * x.k.stride), group);
+            let keys = m.key(x, rows[t], group);
             for r in 0..R {
                 dots[r * T + t] = s.fma(queries[r][0], keys[0], dots[r * T + t]);
                 dots[r * T + t] = s.fma(queries[r][1], keys[1], dots[r * T + t]);
@@ -197,7 +197,7 @@ fn add_decoded<L: Load, const R: usize, const T: usize>(
     }
     let mut keys = [[s.splat(0.0); 2]; T];
     for t in 0..T {
-        keys[t] = m.key(x, first.wrapping_add(t * x.k.stride), group);
+        keys[t] = m.key(x, rows[t], group);
     }
     for r in 0..R {
         let [even, odd] = m.query(x, r, group);

@@ -39,32 +39,40 @@ pub(in super::super) unsafe fn weigh_e4m3<S: Simd>(s: S, args: &mut Meeting<'_>,
 pub(in super::super) unsafe fn weigh<L: Load>(l: L, args: &mut Meeting<'_>, piece: &Piece) {
     // SAFETY: the condition is passed on.
     let x = &unsafe { Operands::new(args, piece) };
+    if !L::WHOLE {
+        match args.rows {
+            1 => weigh_decoded::<L, 1, 16>(l, args, piece, x),
+            2 => weigh_decoded::<L, 2, 8>(l, args, piece, x),
+            3 => weigh_decoded::<L, 3, 4>(l, args, piece, x),
+            4 => weigh_decoded::<L, 4, 4>(l, args, piece, x),
+            _ => weigh_decoded::<L, 8, 2>(l, args, piece, x),
+        }
+        return;
+    }
     // Query values of so many rows and groups stay in registers; keys of more groups than two are
     // taken whole, in the order of memory, if more than once.
-    match (args.rows, x.k.layout.dim() > 2 * GROUP) {
-        (1, _) => weigh_rows::<L, 1, 16, 1, 4>(l, args, piece, x),
-        (2, _) => weigh_rows::<L, 2, 8, 2, 4>(l, args, piece, x),
-        (3, true) => weigh_rows::<L, 3, 4, 2, 4>(l, args, piece, x),
-        (3, false) => weigh_rows::<L, 3, 4, 4, 2>(l, args, piece, x),
-        (4, true) => weigh_rows::<L, 4, 4, 2, 4>(l, args, piece, x),
-        (4, false) => weigh_rows::<L, 4, 4, 4, 2>(l, args, piece, x),
-        (_, true) => weigh_rows::<L, 8, 2, 2, 4>(l, args, piece, x),
-        (_, false) => weigh_rows::<L, 8, 2, 4, 2>(l, args, piece, x),
+    let (m, x) = (Floats(l), (x, L::FACTOR));
+    match (args.rows, x.0.k.layout.dim() > 2 * GROUP) {
+        (1, _) => weigh_products::<_, 1, 16, 1, 4>(m, args, piece, x),
+        (2, _) => weigh_products::<_, 2, 8, 2, 4>(m, args, piece, x),
+        (3, true) => weigh_products::<_, 3, 4, 2, 4>(m, args, piece, x),
+        (3, false) => weigh_products::<_, 3, 4, 4, 2>(m, args, piece, x),
+        (4, true) => weigh_products::<_, 4, 4, 2, 4>(m, args, piece, x),
+        (4, false) => weigh_products::<_, 4, 4, 4, 2>(m, args, piece, x),
+        (_, true) => weigh_products::<_, 8, 2, 2, 4>(m, args, piece, x),
+        (_, false) => weigh_products::<_, 8, 2, 4, 2>(m, args, piece, x),
     }
 }
 
-/// `R` rows, of which a vector has the scores by `T` tokens; see [`dots`] for `P` and `C`.
+/// Scores and weighs a piece whose keys take long to decode: `R` rows, of which a vector has the
+/// scores by `T` tokens.
 #[inline(always)]
-fn weigh_rows<L: Load, const R: usize, const T: usize, const P: usize, const C: usize>(
+fn weigh_decoded<L: Load, const R: usize, const T: usize>(
     l: L,
     args: &mut Meeting<'_>,
     piece: &Piece,
     x: &Operands<'_>,
 ) {
-    if L::WHOLE || !piece.tokens.is_multiple_of(T) {
-        weigh_products::<Floats<L>, R, T, P, C>(Floats(l), args, piece, (x, L::FACTOR));
-        return;
-    }
     let (s, mut ask) = (l.simd(), Ask::<false>::new(args, piece, 0));
     let scores = dots_decoded::<L, R, T>(l, x, &mut ask);
     ask.finish(s);
@@ -92,7 +100,7 @@ pub(in super::super) unsafe fn weigh_words<M: Multiply>(
     }
 }
 
-/// As [`weigh_rows`].
+/// `R` rows, of which a vector has the scores by `T` tokens; see [`dots`] for `P`.
 #[inline(always)]
 fn weigh_rows_of_words<M: Multiply, const R: usize, const T: usize, const P: usize>(
     m: M,
@@ -108,7 +116,8 @@ fn weigh_rows_of_words<M: Multiply, const R: usize, const T: usize, const P: usi
     }
 }
 
-/// Scores and weighs a piece of products. Code for fewer tokens, and for lines that are asked for
+/// Scores and weighs a piece of products, by `R` rows, of which a vector has the scores by `T`
+/// tokens; see [`dots`] for `P` and `C`. Code for fewer tokens, and for lines that are asked for
 /// twice, is there where it is of use: for more than two rows, as fewer come here seldom, and for
 /// values of more than 8 bits, as others take more time for products than for memory.
 #[inline(always)]
