@@ -284,6 +284,32 @@ fn what_is_not_finite_is_passed_on() {
     }
 }
 
+/// A last token that weighs nothing, as its score overflows, leaves the others what they weigh.
+#[test]
+fn a_last_token_may_weigh_nothing() {
+    const DIM: usize = 64;
+    let mut random = Random::new(48);
+    for (format, tokens) in formats().flat_map(|format| [(format, 5), (format, PIECE)]) {
+        let k = (1..=tokens).map(|token| vec![if token == tokens { -1e3 } else { 0.0 }; DIM]);
+        let k = Plane::of(k.collect(), format, 0);
+        let v = Plane::new(&mut random, format, (DIM, tokens, 0));
+        for (name, kernels, exact) in with_both_exponentials() {
+            for count in COUNTS.into_iter().filter(|_| has_pieces(kernels, [&k, &v])) {
+                let mut rows = Rows::new(&mut random, (1, count), [&k, &v]);
+                rows.q.fill(1e36);
+                rows.bias.fill(0.0);
+                rows.meet((kernels, exact), [&k, &v]);
+                let (what, others) = (format!("{name} {format:?} {count}"), (tokens - 1) as f32);
+                for row in 0..count {
+                    let running = rows.lanes[0].running(row, count);
+                    assert_eq!((running.max, running.sum), (0.0, others), "{what}");
+                }
+                assert!(rows.out.iter().all(|x| x.is_finite()), "{what}");
+            }
+        }
+    }
+}
+
 /// A NaN of E4M3 reaches what meets it, and values of the same piece beside it do not suffer.
 #[test]
 fn a_nan_of_e4m3_is_one() {
