@@ -146,8 +146,8 @@ fn add_groups<M: Multiply, const P: usize, const R: usize, const C: usize, const
     }
 }
 
-/// The same where keys take long to decode: once for all rows, `T` tokens side by side. In place of
-/// tokens behind the last one that one is met again, so that lanes of theirs hold nothing useful.
+/// The same where keys take long to decode: once for all rows, `T` tokens side by side. Where there
+/// is no such token, but others of its vector, the last one is met once more.
 #[inline(always)]
 pub(super) fn dots_decoded<L: Load, const R: usize, const T: usize>(
     l: L,
@@ -171,7 +171,7 @@ pub(super) fn dots_decoded<L: Load, const R: usize, const T: usize>(
     scores
 }
 
-/// Adds the products of a group of values with that of `T` rows of K.
+/// Adds the products of a group of values of the query rows with that of `T` rows of K.
 #[inline(always)]
 fn add_decoded<L: Load, const R: usize, const T: usize>(
     l: L,

@@ -62,8 +62,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The scales behind the codes of the rows, times a factor. Those of tokens behind the last one
-    /// are its own: a score of minus infinity stays one.
+    /// The scales behind the codes of the rows, times a factor.
     #[inline(always)]
     fn stored_scales<S: Simd>(&self, s: S, factor: f32) -> [f32; PIECE] {
         let (at, mut scales) = (self.layout.scales(), [0.0; PIECE]);
@@ -73,7 +72,7 @@ impl<'a> Rows<'a> {
             unsafe { s.gather_f16(self.first.wrapping_add(at), to_u32(self.stride)) }
         } else {
             let mut bits = [0; PIECE];
-            for token in 0..PIECE {
+            for token in 0..self.tokens {
                 let scale = self.at(token).wrapping_add(at).cast::<[u8; 2]>();
                 // SAFETY: the scale behind the codes of a row, see `new`.
                 bits[token] = u16::from_le_bytes(unsafe { scale.read() });

@@ -196,7 +196,8 @@ fn weigh_scores<S: Simd, const R: usize, const T: usize, const N: usize>(
         if piece.tokens < N {
             // SAFETY: as above.
             let limits = unsafe { s.load_repeated(limits.as_ptr().wrapping_add(step * T), T) };
-            scores[step] = s.add(scores[step], limits);
+            // Whatever came of a token that there is not, be it NaN, is minus infinity.
+            scores[step] = s.add(s.zero_below(limits, 0.0, scores[step]), limits);
         }
         top = s.max(scores[step], top);
     }
