@@ -3,7 +3,9 @@ use crate::block::Ledger;
 use crate::eviction::{BlockInfo, EvictionPolicy, Priority};
 use crate::ids::{BlockId, GroupId};
 use crate::num::{to_u32, to_usize};
-use crate::reuse::{BlockKey, Content, IndexedBlock, Inserted, NamespaceId, PrefixIndex};
+use crate::reuse::{
+    BlockContent, BlockKey, Content, IndexedBlock, NamespaceId, Offered, PrefixIndex,
+};
 
 /// Hands out blocks, counts who holds them and finds those whose content can be reused.
 ///
@@ -12,7 +14,8 @@ use crate::reuse::{BlockKey, Content, IndexedBlock, Inserted, NamespaceId, Prefi
 /// O(1) but what the policy makes dearer.
 ///
 /// Invariants: a block is empty exactly when it is on the free list, has no holder and no content;
-/// the policy knows exactly the blocks with content, and has the idle ones as candidates.
+/// no two blocks have the same content; the policy knows exactly the blocks with content, and has
+/// the idle ones as candidates.
 #[derive(Debug)]
 pub struct BlockPool {
     group: GroupId,
@@ -35,7 +38,7 @@ const STORED: u32 = 1 << 31;
 pub struct PoolStats {
     /// Blocks whose content became reusable.
     pub stored: u64,
-    /// Of these, blocks whose content another block had already.
+    /// Blocks that were filled with content another block had already: they were not stored.
     pub duplicates: u64,
     /// Idle blocks given up for others.
     pub evictions: u64,
@@ -173,7 +176,8 @@ impl BlockPool {
     }
 
     /// Makes the content of a held block reusable. `false`, and no change, when nobody holds it, it
-    /// has content already, or its key names other content.
+    /// has content already, its key names other content, or another block has the same content: a
+    /// block with fewer tokens than blocks hold also where another one goes on behind them.
     pub fn store(
         &mut self,
         block: BlockId,
@@ -182,42 +186,103 @@ impl BlockPool {
         ledger: &mut Ledger,
     ) -> bool {
         let is_partial = content.tokens.len() < self.index.block_tokens();
-        self.store_as(block, content, (priority, is_partial), ledger)
+        let offered = self.offer(block, content, (priority, is_partial), ledger);
+        match offered {
+            Offered::New => {
+                while let Some(beginning) = self.beginning_of(block) {
+                    self.forget(beginning, ledger);
+                }
+            }
+            Offered::Known(known) if known != block => self.renew(known),
+            Offered::Known(_) | Offered::Refused => {}
+        }
+        offered == Offered::New
     }
 
-    /// As [`Self::store`]; `is_partial` says that the block is not full, whatever it holds.
-    pub(crate) fn store_as(
+    /// Makes the content of a held block reusable unless it can be found already; `is_partial` says
+    /// that the block is not full, whatever it holds. What is of no use beside new content
+    /// ([`Self::beginning_of`]) is left to the caller.
+    pub(crate) fn offer(
         &mut self,
         block: BlockId,
         content: &Content<'_>,
         (priority, is_partial): (Priority, bool),
         ledger: &mut Ledger,
-    ) -> bool {
+    ) -> Offered {
         if self.holders(block) == 0 {
-            return false;
+            return Offered::Refused;
         }
         // A block that another holder left behind unfull may be full by now: that says more.
         if !is_partial && self.index.get(block).is_some_and(|entry| entry.is_partial) {
             self.unindex(block, ledger);
             self.policy.dropped(block);
         }
-        let inserted = self.index.insert_as(block, content, priority, is_partial);
-        if inserted == Inserted::Refused {
-            return false;
+        let offered = self.index.offer(block, content, priority, is_partial);
+        if offered == Offered::New {
+            self.note_stored(block, content, (priority, is_partial), ledger);
         }
+        offered
+    }
+
+    fn note_stored(
+        &mut self,
+        block: BlockId,
+        content: &Content<'_>,
+        (priority, is_partial): (Priority, bool),
+        ledger: &mut Ledger,
+    ) {
         if let Some(count) = self.counts.get_mut(to_usize(block.0)) {
             *count |= STORED;
         }
         self.stats.stored = self.stats.stored.saturating_add(1);
-        if inserted == Inserted::Duplicate {
-            self.stats.duplicates = self.stats.duplicates.saturating_add(1);
-        }
         let (key, index) = (content.key, content.index);
         let parent = (index > 0).then_some(content.parent);
         self.policy.stored(block, &BlockInfo { key, parent, index, priority });
-        let is_news = inserted == Inserted::New && !is_partial;
-        ledger.block_stored(self.group, content, priority, is_news);
-        true
+        ledger.block_stored(self.group, content, priority, !is_partial);
+    }
+
+    /// Notes that a sequence which does not hold `block` has computed its content again: an idle
+    /// block is as if it had been released just now.
+    pub(crate) fn renew(&mut self, block: BlockId) {
+        self.note_duplicate(block);
+        if self.is_idle(block) {
+            self.policy.computed_again(block);
+            self.policy.idle(block);
+        }
+    }
+
+    /// Gives a holder of `own` the block `known` with the same content in its place. `true` when
+    /// `own` is empty now.
+    ///
+    /// # Panics
+    /// When nobody holds `own`, or `known` has no content.
+    pub(crate) fn exchange(&mut self, own: BlockId, known: BlockId) -> bool {
+        assert!(self.is_stored(known), "block {known} was found for its content and has none");
+        if self.is_idle(known) {
+            self.idle = self.idle.saturating_sub(1);
+        }
+        self.note_duplicate(known);
+        self.policy.computed_again(known);
+        if let Some(count) = self.counts.get_mut(to_usize(known.0)) {
+            *count = count.saturating_add(1);
+        }
+        self.release(own)
+    }
+
+    fn note_duplicate(&mut self, known: BlockId) {
+        self.stats.duplicates = self.stats.duplicates.saturating_add(1);
+        // A search for a common beginning looks at the newest siblings.
+        self.index.renew(known);
+    }
+
+    /// A partial block whose whole content that of `block` begins with: of no use beside it.
+    pub(crate) fn beginning_of(&self, block: BlockId) -> Option<BlockId> {
+        self.index.beginning_of(block)
+    }
+
+    /// Notes whether the open step has yet to write a block with content.
+    pub(crate) fn set_unwritten(&mut self, block: BlockId, is_unwritten: bool) {
+        self.index.set_unwritten(block, is_unwritten);
     }
 
     /// Makes the content of a block unfindable; holders keep it. `true` when nobody holds it: the
@@ -301,6 +366,15 @@ impl BlockPool {
         tokens: &[u32],
     ) -> Option<(BlockId, u32)> {
         self.index.longest_common(parent, namespace, tokens)
+    }
+    /// As [`Self::longest_common`], for tokens of which some stand for `contents`.
+    pub fn longest_beginning(
+        &self,
+        parent: BlockKey,
+        namespace: NamespaceId,
+        (tokens, contents): (&[u32], &[BlockContent]),
+    ) -> Option<(BlockId, u32)> {
+        self.index.longest_beginning(parent, namespace, (tokens, contents))
     }
     /// What can be reused.
     pub fn index(&self) -> &PrefixIndex {

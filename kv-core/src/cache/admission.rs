@@ -22,7 +22,8 @@ pub struct Admission {
     /// Blocks of every group that must stay free, so that running sequences can grow.
     pub watermark: u32,
     /// The whole prompt must fit, computed alone and in steps of [`Self::chunk`] tokens, not just
-    /// the first step's tokens. Windows give back what they leave on the way.
+    /// the first step's tokens. Windows give back what they leave on the way; blocks that turn out
+    /// to be cached when they are full, and are shared then, are counted as if they were not.
     pub must_fit: bool,
 }
 

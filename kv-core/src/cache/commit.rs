@@ -50,6 +50,9 @@ impl<B: Backend> KvCache<B> {
                 self.cut_back(row, len);
             }
         }
+        if !at_commit {
+            self.settle_early();
+        }
         while let Some((index, block)) = self.open.kept.pop() {
             let group = self.groups.get_mut(index);
             let emptied = group.is_some_and(|group| group.pool.release(block));

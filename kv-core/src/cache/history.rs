@@ -93,12 +93,6 @@ impl History {
     pub(crate) fn known(&self) -> u32 {
         to_u32(self.tokens.len())
     }
-    pub(crate) fn tokens(&self) -> &[u32] {
-        &self.tokens
-    }
-    pub(crate) fn contents(&self) -> &[ContentSpan] {
-        &self.contents
-    }
     pub(crate) fn stored(&self, group: usize) -> u32 {
         self.stored.get(group).copied().unwrap_or(0)
     }
@@ -233,6 +227,10 @@ impl History {
         }
     }
 
+    /// Whether the sequence says what its blocks are worth.
+    pub(crate) fn has_retention(&self) -> bool {
+        self.retention.is_some()
+    }
     /// Priority of the block that begins at `position`.
     pub(crate) fn priority(&self, position: u32) -> Priority {
         let retention = self.retention.as_ref();

@@ -251,20 +251,16 @@ impl<B: Backend> KvCache<B> {
     pub fn snapshot(&self) -> Snapshot {
         let mut blocks = Vec::new();
         for (group, id) in self.groups.iter().zip(0..) {
-            let mut keys: HashMap<_, ()> = HashMap::new();
-            for block in group.pool.index().iter().filter(|block| !block.is_partial) {
-                if keys.insert(block.key, ()).is_none() {
-                    blocks.push(StoredBlock {
-                        group: GroupId(id),
-                        key: block.key,
-                        parent: block.parent,
-                        index: block.index,
-                        tokens: block.tokens.into(),
-                        tier: Tier::Device,
-                        priority: block.priority,
-                    });
-                }
-            }
+            let full = group.pool.index().iter().filter(|block| !block.is_partial);
+            blocks.extend(full.map(|block| StoredBlock {
+                group: GroupId(id),
+                key: block.key,
+                parent: block.parent,
+                index: block.index,
+                tokens: block.tokens.into(),
+                tier: Tier::Device,
+                priority: block.priority,
+            }));
         }
         Snapshot { next_id: self.ledger.next_event(), blocks }
     }

@@ -3,6 +3,7 @@ use crate::cache::history::History;
 use crate::cache::{Group, slot_map};
 use crate::ids::BlockId;
 use crate::num::{to_u32, to_usize};
+use crate::reuse::Content;
 use crate::slot_map::SlotMap;
 use crate::spec::{PrefixReuse, Window};
 
@@ -42,19 +43,6 @@ impl Found {
                 .map(|len| window.map_or(0, |window| first_live(map, window, len))),
             sinks: sink_blocks(window, map),
         }
-    }
-
-    /// Blocks that have the further tokens, with their groups.
-    pub(super) fn donors(&self) -> impl Iterator<Item = (usize, BlockId)> + '_ {
-        let has_part = self.part > 0;
-        let donors = self.groups.iter().enumerate().filter(move |_| has_part);
-        donors.filter_map(|(index, found)| Some((index, found.donor?)))
-    }
-
-    /// Does without the further tokens.
-    pub(super) fn leave_part(&mut self) {
-        self.part = 0;
-        self.groups.iter_mut().for_each(|found| found.donor = None);
     }
 
     /// Looks a prompt up; `limit` is the most tokens that may be taken.
@@ -99,11 +87,9 @@ impl Found {
         }
     }
 
-    /// Looks for the block that goes on like the prompt for longest.
+    /// Looks for the block that goes on like the prompt for longest. A part is copied when the
+    /// sequence first writes, so no block will do that the open step has yet to write.
     fn find_part<Buf>(&mut self, groups: &[Group<Buf>], history: &mut History, limit: u32) {
-        let Some((namespace, _)) = history.space() else {
-            return;
-        };
         if groups.iter().any(|group| slot_map(group).has_tail()) {
             return;
         }
@@ -112,16 +98,12 @@ impl Found {
             let map = slot_map(group);
             let index = map.full_blocks(self.whole);
             let end = map.tokens(index.saturating_add(1)).min(limit);
-            history.make_keys(group.chain, &map, index);
-            let tokens = history.tokens().get(to_usize(self.whole)..to_usize(end));
-            let spans = history.contents().iter();
-            let mut ends = spans.map(|span| (span.begin, span.begin.saturating_add(span.len)));
-            let has_contents = ends.any(|(a, b)| a < end && b > self.whole);
-            let (parent, tokens) = match (history.parent(group.chain, index), tokens) {
-                (Some(parent), Some(tokens)) if !has_contents => (parent, tokens),
-                _ => return,
-            };
-            let Some((block, common)) = group.pool.longest_common(parent, namespace, tokens) else {
+            let content = history.partial(group.chain, &map, (index, end));
+            let found_block = content.and_then(|content| {
+                let Content { parent, namespace, tokens, contents, .. } = content;
+                group.pool.longest_beginning(parent, namespace, (tokens, contents))
+            });
+            let Some((block, common)) = found_block else {
                 return;
             };
             found.donor = Some(block);

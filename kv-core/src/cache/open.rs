@@ -97,14 +97,6 @@ impl OpenStep {
         }
     }
 
-    /// Whether a block is offered to others that the step has yet to fill.
-    pub(super) fn fills(&self, index: usize, block: BlockId) -> bool {
-        self.undo.iter().any(|undo| match undo {
-            Undo::Stored { group, block: stored, .. } => *group == index && *stored == block,
-            _ => false,
-        })
-    }
-
     pub(super) fn brings_tokens(&self) -> bool {
         self.batch.iter().any(|entry| entry.new_tokens > 0)
     }

@@ -193,10 +193,6 @@ impl<B: Backend> KvCache<B> {
         let limits = (limit, options.backoff_blocks);
         let reuse = self.spec.prefix_reuse();
         lookup.found.search(&self.groups, &mut lookup.history, limits, reuse);
-        // A part is copied at once, but the open step has yet to fill the blocks it offers.
-        if lookup.found.donors().any(|(index, donor)| self.open.fills(index, donor)) {
-            lookup.found.leave_part();
-        }
     }
 
     /// Makes the sequence of what was found, or changes nothing.

@@ -30,7 +30,8 @@ pub struct Stats {
     pub cow_copies: u64,
     /// Blocks whose content became reusable, in all groups.
     pub stored_blocks: u64,
-    /// Of these, blocks whose content another one had already.
+    /// Blocks that were filled with content that was cached already, in all groups: full ones gave
+    /// way to the cached one, and unfull ones were not kept when their sequence ended.
     pub duplicate_blocks: u64,
     /// Blocks given up for others, in all groups.
     pub evictions: u64,

@@ -1,15 +1,26 @@
 //! Which blocks become reusable, and when.
+//!
+//! Content is indexed once. A block that was filled with content that is indexed already gives way
+//! to the indexed block: the sequence holds that in its place. While a step is open nothing is
+//! exchanged, because the step writes the block; what it offered early is looked at again when it
+//! is committed.
 use crate::backend::Backend;
+use crate::block::Ledger;
+use crate::cache::history::History;
 use crate::cache::undo::Undo;
-use crate::cache::{KvCache, slot_map};
+use crate::cache::{Group, KvCache, slot_map};
+use crate::ids::BlockId;
 use crate::num::to_usize;
+use crate::reuse::Offered;
 use crate::spec::{PrefixReuse, PublishAt};
 
 impl<B: Backend> KvCache<B> {
     /// Offers the index every block that the first `certain` tokens of a sequence fill. `len`
-    /// tokens lie in its blocks. Taken back with the step if `undo`.
-    pub(super) fn store_full(&mut self, row: u32, (certain, len): (u32, u32), undo: bool) {
-        let Self { groups, ledger, sequences, open, .. } = self;
+    /// tokens lie in its blocks. `is_early`: the open step has yet to write them, and takes the
+    /// offer back if it is rolled back.
+    pub(super) fn store_full(&mut self, row: u32, (certain, len): (u32, u32), is_early: bool) {
+        let Self { groups, ledger, sequences, open, unwiped, spec, .. } = self;
+        let mut unwiped = spec.wipe_on_release().then_some(unwiped);
         let Some((state, history)) = sequences.both_mut(row) else {
             return;
         };
@@ -21,24 +32,52 @@ impl<B: Backend> KvCache<B> {
         for (index, group) in groups.iter_mut().enumerate() {
             let map = slot_map(group);
             let coded = map.coded_after(group.tables.coded(row), len).min(certain);
-            let vacant = group.vacant(row);
-            let mut stored = history.stored(index);
+            let mut at = history.stored(index);
             // Tokens behind `coded` are in a tail, or are drafts.
-            while map.tokens(stored.saturating_add(1)) <= coded {
-                let block = group.tables.row(row).get(to_usize(stored)).copied();
-                let priority = history.priority(map.tokens(stored));
-                let content = history.full(group.chain, &map, stored);
-                if let Some((block, content)) = block.zip(content) {
-                    let is_new = !vacant.contains(&stored)
-                        && group.pool.store_as(block, &content, (priority, false), ledger);
-                    if undo {
-                        open.undo.push(Undo::Stored { group: index, row, block, is_new });
+            while map.tokens(at.saturating_add(1)) <= coded {
+                if let Some((block, offered)) = group.offer_full(history, ledger, (row, at)) {
+                    if is_early {
+                        let is_new = offered == Offered::New;
+                        group.pool.set_unwritten(block, is_new);
+                        open.undo.push(Undo::Stored { group: index, row, at, block, is_new });
+                    } else {
+                        let unwiped = unwiped.as_deref_mut();
+                        group.settle_full((history, ledger, unwiped), (row, at, block), offered);
                     }
                 }
-                stored = stored.saturating_add(1);
+                at = at.saturating_add(1);
             }
-            history.set_stored(index, stored);
-            state.store_at = state.store_at.min(map.tokens(stored.saturating_add(1)));
+            history.set_stored(index, at);
+            state.store_at = state.store_at.min(map.tokens(at.saturating_add(1)));
+        }
+    }
+
+    /// Looks at the blocks again that the open step offered before it wrote them: those that were
+    /// found already are replaced now.
+    pub(super) fn settle_early(&mut self) {
+        let Self { groups, ledger, sequences, open, unwiped, spec, .. } = self;
+        let mut unwiped = spec.wipe_on_release().then_some(unwiped);
+        for undo in &open.undo {
+            let Undo::Stored { group, row, at, block, is_new } = *undo else {
+                continue;
+            };
+            let Some((group, (state, history))) =
+                groups.get_mut(group).zip(sequences.both_mut(row))
+            else {
+                continue;
+            };
+            let offered = if is_new {
+                group.pool.set_unwritten(block, false);
+                Some((block, Offered::New))
+            } else {
+                // A block of which some tokens were not accepted is written again.
+                let is_full = slot_map(group).tokens(at.saturating_add(1)) <= state.len;
+                is_full.then(|| group.offer_full(history, ledger, (row, at))).flatten()
+            };
+            if let Some((block, offered)) = offered {
+                let unwiped = unwiped.as_deref_mut();
+                group.settle_full((history, ledger, unwiped), (row, at, block), offered);
+            }
         }
     }
 
@@ -54,7 +93,8 @@ impl<B: Backend> KvCache<B> {
         if self.spec.prefix_reuse() != PrefixReuse::Partial {
             return;
         }
-        let Self { groups, ledger, sequences, .. } = self;
+        let Self { groups, ledger, sequences, unwiped, spec, .. } = self;
+        let mut unwiped = spec.wipe_on_release().then_some(unwiped);
         let Some((_, history)) = sequences.both_mut(row) else {
             return;
         };
@@ -73,9 +113,20 @@ impl<B: Backend> KvCache<B> {
             }
             let block = group.tables.row(row).get(to_usize(last)).copied();
             let priority = history.priority(map.tokens(last));
+            let has_priority = history.has_retention();
             let content = history.partial(group.chain, &map, (last, certain));
-            if let Some((block, content)) = block.zip(content) {
-                group.pool.store_as(block, &content, (priority, true), ledger);
+            let Some((block, content)) = block.zip(content) else {
+                continue;
+            };
+            match group.pool.offer(block, &content, (priority, true), ledger) {
+                Offered::New => group.drop_beginnings(block, ledger, unwiped.as_deref_mut()),
+                Offered::Known(known) if known != block => {
+                    group.pool.renew(known);
+                    if has_priority {
+                        group.pool.set_priority(known, priority, ledger);
+                    }
+                }
+                Offered::Known(_) | Offered::Refused => {}
             }
         }
     }
@@ -101,6 +152,65 @@ impl<B: Backend> KvCache<B> {
                 state.own_end = 0;
             }
             history.set_stored(index, if is_cut { full.saturating_add(1) } else { stored });
+        }
+    }
+}
+
+/// Where emptied blocks are noted that must be zeroed, if they must.
+type Unwiped<'a> = Option<&'a mut Vec<(usize, BlockId)>>;
+
+impl<Buf> Group<Buf> {
+    /// Offers the index a full block of a row.
+    fn offer_full(
+        &mut self,
+        history: &mut History,
+        ledger: &mut Ledger,
+        (row, at): (u32, u32),
+    ) -> Option<(BlockId, Offered)> {
+        let map = slot_map(self);
+        let is_vacant = self.vacant(row).contains(&at);
+        let block = self.tables.row(row).get(to_usize(at)).copied()?;
+        let priority = history.priority(map.tokens(at));
+        let content = history.full(self.chain, &map, at)?;
+        if is_vacant {
+            return Some((block, Offered::Refused));
+        }
+        Some((block, self.pool.offer(block, &content, (priority, false), ledger)))
+    }
+
+    /// Ends the offer of a block that is written: gives the row the block that had the content
+    /// already, or drops what the new content makes useless.
+    fn settle_full(
+        &mut self,
+        (history, ledger, unwiped): (&History, &mut Ledger, Unwiped<'_>),
+        (row, at, block): (u32, u32, BlockId),
+        offered: Offered,
+    ) {
+        match offered {
+            Offered::New => self.drop_beginnings(block, ledger, unwiped),
+            Offered::Known(known) if known != block => {
+                let replaced = self.tables.replace(row, to_usize(at), known);
+                assert_eq!(replaced, Ok(Some(block)), "the row holds the block it offered");
+                let is_empty = self.pool.exchange(block, known);
+                if history.has_retention() {
+                    let priority = history.priority(slot_map(self).tokens(at));
+                    self.pool.set_priority(known, priority, ledger);
+                }
+                if let Some(unwiped) = unwiped.filter(|_| is_empty) {
+                    unwiped.push((self.id, block));
+                }
+            }
+            Offered::Known(_) | Offered::Refused => {}
+        }
+    }
+
+    /// Drops partial blocks whose whole content the new content of `block` begins with.
+    fn drop_beginnings(&mut self, block: BlockId, ledger: &mut Ledger, mut unwiped: Unwiped<'_>) {
+        while let Some(beginning) = self.pool.beginning_of(block) {
+            let is_empty = self.pool.forget(beginning, ledger);
+            if let Some(unwiped) = unwiped.as_deref_mut().filter(|_| is_empty) {
+                unwiped.push((self.id, beginning));
+            }
         }
     }
 }

@@ -4,6 +4,7 @@ mod admission;
 mod backoff;
 mod constants;
 mod lives;
+mod repeated;
 mod reuse;
 mod wide;
 
@@ -23,12 +24,17 @@ fn cache(block_size: u32, num_blocks: u32) -> KvCache<NullBackend> {
 
 /// Two groups; the second is the tighter one.
 fn two_groups(wipe: bool) -> KvCache<NullBackend> {
+    two_groups_with(wipe, crate::PublishAt::Commit)
+}
+
+fn two_groups_with(wipe: bool, publish_at: crate::PublishAt) -> KvCache<NullBackend> {
     let spec = CacheSpec::builder()
         .layers(3)
         .kv_heads(1)
         .head_dim(2)
         .paged(2, 12)
         .group([1], |group| group.head_dims(4, 2).paged(3, 7))
+        .publish_at(publish_at)
         .wipe_on_release(wipe);
     KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap()
 }
@@ -136,6 +142,9 @@ fn check_invariants(cache: &KvCache<NullBackend>) {
             }
         }
         assert_eq!(counted, holders[index]);
+        let mut keys: Vec<_> = group.pool.index().iter().map(|block| block.key).collect();
+        keys.sort_unstable();
+        assert!(keys.is_sorted_by(|a, b| a < b), "two blocks are indexed with the same content");
         let free = counted.iter().filter(|n| **n == 0).count();
         assert_eq!(group.pool.num_free(), u32::try_from(free).unwrap());
         // What a step does not look at again.

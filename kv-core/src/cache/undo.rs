@@ -13,8 +13,8 @@ pub(super) enum Undo {
     Replaced { group: usize, row: u32, index: usize, old: BlockId, kept: bool },
     /// The blocks of a tail went behind the others.
     Rotated { group: usize, row: u32, begin: usize, by: usize },
-    /// A block was offered to the index; `is_new` where the index took it.
-    Stored { group: usize, row: u32, block: BlockId, is_new: bool },
+    /// The block at entry `at` of a row was offered to the index; `is_new` where the index took it.
+    Stored { group: usize, row: u32, at: u32, block: BlockId, is_new: bool },
     /// A sequence began.
     Started { sequence: SequenceId },
 }

@@ -82,6 +82,12 @@ pub trait EvictionPolicy: fmt::Debug + Send {
     fn stored(&mut self, block: BlockId, info: &BlockInfo);
     /// A further sequence holds `block` because it asked for the content.
     fn reused(&mut self, block: BlockId);
+    /// A sequence has computed the content of `block` again, without having found it or behind a
+    /// part of it that it had found; `block` is a candidate no longer. As [`Self::reused`] unless a
+    /// policy counts how soon content is asked for.
+    fn computed_again(&mut self, block: BlockId) {
+        self.reused(block);
+    }
     /// Nobody holds `block` any more.
     fn idle(&mut self, block: BlockId);
     /// The content of `block` is gone, or can no longer be found, other than by eviction.

@@ -33,9 +33,9 @@ pub struct Content<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "new, there already, or impossible")]
 pub enum Inserted {
-    /// The first block with this content.
+    /// No other block has this content.
     New,
-    /// Another block has it too; both are kept, so that one may go.
+    /// A block has this content already: nothing changed.
     Duplicate,
     /// Other content has this key, or the block has content already: nothing changed.
     Refused,
@@ -47,8 +47,19 @@ pub enum Inserted {
 pub struct Removed {
     /// Namespace of the block.
     pub namespace: NamespaceId,
-    /// The key, where no other block has it.
+    /// The key of a full block, which can be found no longer.
     pub gone: Option<BlockKey>,
+}
+
+/// What became of content offered to the index, and who has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Offered {
+    /// The block has it from now on.
+    New,
+    /// This block has the content already, or content that goes on behind it: nothing changed.
+    Known(BlockId),
+    /// As [`Inserted::Refused`].
+    Refused,
 }
 
 /// One indexed block. `len` is 0 for a block without content.
@@ -62,9 +73,9 @@ struct Entry {
     has_contents: bool,
     /// Fewer tokens than a block holds: found as a sibling only.
     is_partial: bool,
+    /// The open step has yet to write it: it can be shared, but no part of it copied.
+    is_unwritten: bool,
     priority: Priority,
-    /// Next block of the same content.
-    same: u32,
     /// Neighbours among the blocks with the same parent: newer, older.
     siblings: [u32; 2],
 }
@@ -77,15 +88,15 @@ const EMPTY: Entry = Entry {
     len: 0,
     has_contents: false,
     is_partial: false,
+    is_unwritten: false,
     priority: Priority { level: Priority::DEFAULT_LEVEL, duration: None },
-    same: NONE,
     siblings: [NONE; 2],
 };
 
 /// Blocks by content.
 ///
-/// Invariants: every block under one key has the same content; a block is under its key exactly
-/// when it is full, and among its parent's children exactly when it has content.
+/// Invariants: no two blocks have the same content; a block is under its key and among its parent's
+/// children exactly when it has content.
 #[derive(Debug, Clone)]
 pub struct PrefixIndex {
     block_tokens: usize,
@@ -94,7 +105,7 @@ pub struct PrefixIndex {
     tokens: Vec<u32>,
     /// Of the few blocks that have any.
     contents: HashMap<u32, Box<[BlockContent]>>,
-    /// First block of every key.
+    /// The block of every key.
     keys: HashTable<u32>,
     /// Newest child of every parent.
     children: HashTable<u32>,
@@ -176,27 +187,36 @@ impl PrefixIndex {
         (0..to_u32(self.entries.len())).filter_map(|block| self.get(BlockId(block)))
     }
 
-    /// The block that holds exactly this content; of several the one that came first.
+    /// The full block that holds exactly this content.
     #[inline]
     pub fn find(&self, content: &Content<'_>) -> Option<BlockId> {
-        let block = self.first_of_key(content.key)?;
+        let block = self.full_block_of_key(content.key)?;
         self.confirms(block, content).then_some(BlockId(block))
     }
-    /// Whether any block has this key.
+    /// Whether a full block has this key.
     pub fn contains_key(&self, key: BlockKey) -> bool {
-        self.first_of_key(key).is_some()
+        self.full_block_of_key(key).is_some()
     }
     #[inline]
-    fn first_of_key(&self, key: BlockKey) -> Option<u32> {
+    fn full_block_of_key(&self, key: BlockKey) -> Option<u32> {
+        let is_full = |block: &u32| self.entry(*block).is_some_and(|entry| !entry.is_partial);
+        self.block_of_key(key).filter(is_full)
+    }
+    #[inline]
+    fn block_of_key(&self, key: BlockKey) -> Option<u32> {
         self.keys.find(hash(key), |block| self.key(*block) == key).copied()
+    }
+    #[inline]
+    fn entry(&self, block: u32) -> Option<&Entry> {
+        self.entries.get(to_usize(block))
     }
     /// Whether any block comes directly behind the content of this key.
     pub fn has_children(&self, key: BlockKey) -> bool {
         self.first_child(key) != NONE
     }
 
-    /// Puts a block under its key, or beside its siblings alone when it has fewer tokens than
-    /// blocks hold.
+    /// Puts a block under its key and beside its siblings. One that has fewer tokens than blocks
+    /// hold is found among its siblings alone.
     pub fn insert(
         &mut self,
         block: BlockId,
@@ -204,70 +224,66 @@ impl PrefixIndex {
         priority: Priority,
     ) -> Inserted {
         let is_partial = content.tokens.len() < self.block_tokens;
-        self.insert_as(block, content, priority, is_partial)
+        match self.offer(block, content, priority, is_partial) {
+            Offered::New => Inserted::New,
+            Offered::Known(_) => Inserted::Duplicate,
+            Offered::Refused => Inserted::Refused,
+        }
     }
 
     /// As [`Self::insert`]; `is_partial` where a whole block holds fewer tokens than others because
     /// some take more room.
-    pub(crate) fn insert_as(
+    pub(crate) fn offer(
         &mut self,
         block: BlockId,
         content: &Content<'_>,
         priority: Priority,
         is_partial: bool,
-    ) -> Inserted {
+    ) -> Offered {
         let at = to_usize(block.0).saturating_mul(self.block_tokens);
         let len = content.tokens.len();
+        let Some(own) = self.entry(block.0) else {
+            return Offered::Refused;
+        };
         if len == 0 || len > self.block_tokens {
-            return Inserted::Refused;
+            return Offered::Refused;
         }
-        if self.entries.get(to_usize(block.0)).is_none_or(|entry| entry.len > 0) {
-            return Inserted::Refused;
+        let has_content = own.len > 0;
+        if let Some(twin) = self.block_of_key(content.key) {
+            let is_known = self.confirms(twin, content) && (!has_content || twin == block.0);
+            return if is_known { Offered::Known(BlockId(twin)) } else { Offered::Refused };
         }
-        // A partial block is found among its siblings alone.
-        let twin = if is_partial { None } else { self.first_of_key(content.key) };
-        if twin.is_some_and(|twin| !self.confirms(twin, content)) {
-            return Inserted::Refused;
+        if has_content {
+            return Offered::Refused;
         }
-        let Some(room) = self.tokens.get_mut(at..at.saturating_add(len)) else {
-            return Inserted::Refused;
+        if is_partial && let Some(longer) = self.continued_by(content) {
+            return Offered::Known(longer);
+        }
+        let room = self.tokens.get_mut(at..at.saturating_add(len));
+        let (Some(room), Some(entry)) = (room, self.entries.get_mut(to_usize(block.0))) else {
+            return Offered::Refused;
         };
         room.copy_from_slice(content.tokens);
-        if let Some(entry) = self.entries.get_mut(to_usize(block.0)) {
-            *entry = Entry {
-                key: content.key,
-                parent: content.parent,
-                namespace: content.namespace,
-                index: content.index,
-                len: to_u32(len),
-                has_contents: !content.contents.is_empty(),
-                is_partial,
-                priority,
-                ..EMPTY
-            };
-        }
+        *entry = Entry {
+            key: content.key,
+            parent: content.parent,
+            namespace: content.namespace,
+            index: content.index,
+            len: to_u32(len),
+            has_contents: !content.contents.is_empty(),
+            is_partial,
+            priority,
+            ..EMPTY
+        };
         if !content.contents.is_empty() {
             self.contents.insert(block.0, content.contents.into());
         }
         self.len = self.len.saturating_add(1);
         self.adopt(block.0, content.parent);
-        if is_partial {
-            return Inserted::New;
-        }
-        let Some(first) = twin else {
-            let entries = &self.entries;
-            let key_of = |block: &u32| entries.get(to_usize(*block)).map_or(BlockKey(0), |e| e.key);
-            self.keys.insert_unique(hash(content.key), block.0, |block| hash(key_of(block)));
-            return Inserted::New;
-        };
-        let mut last = first;
-        while let Some(next) = self.same(last) {
-            last = next;
-        }
-        if let Some(entry) = self.entries.get_mut(to_usize(last)) {
-            entry.same = block.0;
-        }
-        Inserted::Duplicate
+        let entries = &self.entries;
+        let key_of = |block: &u32| entries.get(to_usize(*block)).map_or(BlockKey(0), |e| e.key);
+        self.keys.insert_unique(hash(content.key), block.0, |block| hash(key_of(block)));
+        Offered::New
     }
 
     /// Forgets a block's content; `None` if it has none.
@@ -278,11 +294,23 @@ impl PrefixIndex {
             self.contents.remove(&block.0);
         }
         self.len = self.len.saturating_sub(1);
-        let gone = (!entry.is_partial && self.unkey(block.0, &entry)).then_some(entry.key);
+        let found = self.keys.find_entry(hash(entry.key), |other| *other == block.0);
+        assert!(found.is_ok(), "block {block} has content and is not under its key");
+        if let Ok(found) = found {
+            found.remove();
+        }
         if let Some(entry) = self.entries.get_mut(to_usize(block.0)) {
             *entry = EMPTY;
         }
-        Some(Removed { namespace: entry.namespace, gone })
+        Some(Removed { namespace: entry.namespace, gone: (!entry.is_partial).then_some(entry.key) })
+    }
+
+    /// Notes whether the open step has yet to write a block; no change for one without content.
+    pub(crate) fn set_unwritten(&mut self, block: BlockId, is_unwritten: bool) {
+        let entry = self.entries.get_mut(to_usize(block.0)).filter(|entry| entry.len > 0);
+        if let Some(entry) = entry {
+            entry.is_unwritten = is_unwritten;
+        }
     }
 
     /// Notes another priority; the one before, if the block has content.
@@ -311,41 +339,15 @@ impl PrefixIndex {
             && entry.namespace == content.namespace
             && entry.has_contents != content.contents.is_empty()
             && self.tokens(block, entry) == content.tokens
-            && (!entry.has_contents
-                || self.contents.get(&block).is_some_and(|have| **have == *content.contents))
+            && self.contents_of(block, entry) == content.contents
     }
 
-    fn same(&self, block: u32) -> Option<u32> {
-        let same = self.entries.get(to_usize(block)).map_or(NONE, |entry| entry.same);
-        (same != NONE).then_some(same)
-    }
-
-    /// Takes a block from under its key; whether it was the only one.
-    fn unkey(&mut self, block: u32, entry: &Entry) -> bool {
-        let entries = &self.entries;
-        let key_of = |block: &u32| entries.get(to_usize(*block)).map_or(BlockKey(0), |e| e.key);
-        let found = self.keys.find_entry(hash(entry.key), |other| key_of(other) == entry.key);
-        let Ok(mut found) = found else {
-            return false;
-        };
-        if *found.get() == block {
-            if entry.same == NONE {
-                found.remove();
-                return true;
-            }
-            *found.get_mut() = entry.same;
-            return false;
+    /// What lies behind a block's tokens.
+    #[inline]
+    fn contents_of(&self, block: u32, entry: &Entry) -> &[BlockContent] {
+        if !entry.has_contents {
+            return &[];
         }
-        let mut before = *found.get();
-        while let Some(next) = self.same(before) {
-            if next == block {
-                if let Some(before) = self.entries.get_mut(to_usize(before)) {
-                    before.same = entry.same;
-                }
-                break;
-            }
-            before = next;
-        }
-        false
+        self.contents.get(&block).map_or(&[], |contents| contents)
     }
 }

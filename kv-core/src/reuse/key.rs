@@ -70,6 +70,22 @@ impl BlockContent {
             }
         }
     }
+
+    /// The first token inside a block behind which the contents of two blocks differ; `u32::MAX`
+    /// where none does. Lists that are written down otherwise differ.
+    pub(crate) fn first_difference(a: &[Self], b: &[Self]) -> u32 {
+        let same = a.iter().zip(b).take_while(|(a, b)| a == b).count();
+        let [a, b] = [a, b].map(|all| all.get(same..).unwrap_or_default());
+        let begin = |rest: &[Self]| rest.iter().map(|part| part.inside).min().unwrap_or(u32::MAX);
+        if let ([x, a @ ..], [y, b @ ..]) = (a, b)
+            && (x.id, x.inside, x.offset) == (y.id, y.inside, y.offset)
+        {
+            // The same content, of which one of them has less.
+            let end = x.inside.saturating_add(x.len.min(y.len));
+            return end.min(begin(a)).min(begin(b));
+        }
+        begin(a).min(begin(b))
+    }
 }
 
 impl BlockKey {

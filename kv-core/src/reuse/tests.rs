@@ -36,23 +36,46 @@ fn an_equal_key_is_not_an_equal_content() {
     }
     assert_eq!(index.find(&own), Some(BlockId(0)));
     assert_eq!(index.insert(BlockId(1), &own, Priority::default()), Inserted::Duplicate);
-    assert_eq!(index.insert(BlockId(1), &own, Priority::default()), Inserted::Refused);
+    assert!(!index.contains(BlockId(1)) && index.len() == 1);
+    let whole = Content { key: BlockKey(8), ..own };
+    assert_eq!(index.insert(BlockId(0), &whole, Priority::default()), Inserted::Refused);
 }
 
 #[test]
-fn the_second_of_two_takes_over_when_the_first_goes() {
+fn content_is_indexed_once_and_gone_when_its_block_goes() {
     let own = content(&[5, 6], &[]);
     let mut index = PrefixIndex::new(3, 2);
-    for block in [2, 0, 1] {
-        index.insert(BlockId(block), &own, Priority::default());
+    assert_eq!(index.insert(BlockId(2), &own, Priority::default()), Inserted::New);
+    for block in [0, 1, 2] {
+        assert_eq!(index.insert(BlockId(block), &own, Priority::default()), Inserted::Duplicate);
     }
-    assert_eq!(index.find(&own), Some(BlockId(2)));
-    assert_eq!(index.remove(BlockId(0)).unwrap().gone, None);
-    assert_eq!(index.remove(BlockId(2)).unwrap().gone, None);
-    assert_eq!(index.find(&own), Some(BlockId(1)));
-    assert_eq!(index.remove(BlockId(1)).unwrap().gone, Some(BlockKey(9)));
+    assert_eq!((index.find(&own), index.len()), (Some(BlockId(2)), 1));
+    assert_eq!(index.remove(BlockId(0)), None);
+    assert_eq!(index.remove(BlockId(2)).unwrap().gone, Some(BlockKey(9)));
     assert!(index.is_empty() && !index.contains_key(BlockKey(9)));
     assert!(!index.has_children(BlockKey(1)));
+}
+
+#[test]
+fn a_partial_block_is_indexed_unless_another_goes_on_behind_it() {
+    let child = |tokens: &'static [u32]| Content {
+        key: BlockKey(1).child(tokens, &[]),
+        ..content(tokens, &[])
+    };
+    let mut index = PrefixIndex::new(4, 4);
+    let mut insert =
+        |block, tokens| index.insert(BlockId(block), &child(tokens), Priority::default());
+    assert_eq!(insert(0, &[5, 6]), Inserted::New);
+    assert_eq!(insert(1, &[5]), Inserted::Duplicate);
+    assert_eq!(insert(1, &[5, 6]), Inserted::Duplicate);
+    assert_eq!(insert(1, &[5, 7]), Inserted::New);
+    assert_eq!(insert(2, &[5, 6, 7, 8]), Inserted::New);
+    assert_eq!(insert(3, &[5, 6, 7]), Inserted::Duplicate);
+    assert_eq!(index.find(&child(&[5, 6])), None, "only full blocks are found by their key");
+    assert_eq!(index.find(&child(&[5, 6, 7, 8])), Some(BlockId(2)));
+    assert_eq!(index.beginning_of(BlockId(2)), Some(BlockId(0)));
+    assert_eq!(index.remove(BlockId(0)).unwrap().gone, None, "nobody was told of it");
+    assert_eq!(index.beginning_of(BlockId(2)), None);
 }
 
 #[test]

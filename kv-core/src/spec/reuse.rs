@@ -10,8 +10,12 @@ pub enum PrefixReuse {
     /// Full blocks, which are shared.
     FullBlocks,
     /// Full blocks, and as many tokens as agree in the block behind them: these are copied when the
-    /// sequence first writes behind them. The last, unfull block of a sequence is kept too when the
-    /// sequence ends. Groups with a [tail](super::GroupBuilder::tail) share full blocks alone.
+    /// sequence first writes behind them. Where
+    /// [contents](crate::reuse::ContentSpan) lie behind tokens, tokens agree up to the first that
+    /// stands for another content, or for another part of it. The last, unfull block of a sequence
+    /// is kept too when the sequence ends, unless a kept block goes on behind its tokens; it is
+    /// dropped when one comes that does. Groups with a [tail](super::GroupBuilder::tail) share full
+    /// blocks alone.
     #[default]
     Partial,
 }

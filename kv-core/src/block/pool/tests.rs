@@ -57,16 +57,26 @@ fn content_stays_until_the_block_is_needed() {
 }
 
 #[test]
-fn of_two_blocks_with_the_same_content_one_is_news() {
+fn of_two_blocks_with_the_same_content_one_is_stored() {
     let (mut pool, mut ledger) = pool(2);
-    let (a, b) = (stored(&mut pool, &mut ledger, 1), stored(&mut pool, &mut ledger, 1));
-    assert_eq!((pool.stats().stored, pool.stats().duplicates), (2, 1));
+    let a = stored(&mut pool, &mut ledger, 1);
+    let b = pool.allocate(&mut ledger).unwrap().block;
+    let (namespace, parent) = ledger.join(b"", None);
+    let tokens = [1; 2];
+    let key = parent.child(&tokens, &[]);
+    let content = Content { key, parent, namespace, index: 0, tokens: &tokens, contents: &[] };
+    assert!(!pool.store(b, &content, Priority::default(), &mut ledger));
+    assert!(!pool.is_stored(b) && pool.is_private(b));
+    assert_eq!((pool.stats().stored, pool.stats().duplicates), (1, 1));
     assert_eq!(ledger.take_events().len(), 1);
-    let key = pool.content(a).unwrap().key;
-    pool.forget(a, &mut ledger);
-    assert!(pool.index().contains_key(key) && ledger.take_events().is_empty());
-    pool.forget(b, &mut ledger);
-    assert!(!pool.index().contains_key(key) && !pool.index().has_children(key));
+    // Who holds the second takes the first in its place, which is idle.
+    assert!(!pool.release(a));
+    assert!(pool.exchange(b, a), "nobody holds it any more");
+    assert_eq!((pool.num_idle(), pool.num_empty(), pool.holders(a)), (0, 1, 1));
+    assert!(!pool.store(a, &content, Priority::default(), &mut ledger), "it is stored already");
+    assert_eq!(pool.stats().duplicates, 2);
+    assert!(!pool.forget(a, &mut ledger), "somebody holds it");
+    assert!(!pool.index().contains_key(key) && !pool.index().has_children(parent));
     assert_eq!(ledger.take_events().len(), 1);
 }
 

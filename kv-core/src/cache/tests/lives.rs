@@ -1,79 +1,214 @@
-//! Random lives: each operation applies whole or changes nothing, and the books are right after it.
+//! Random operation sequences: each operation applies whole or changes nothing, and the books are
+//! right after it.
+use std::collections::BTreeSet;
+
 use proptest::prelude::*;
 
 use super::*;
+use crate::num::to_usize;
 
 #[derive(Debug, Clone)]
 pub(super) enum Operation {
     Start(SequenceId, u32),
+    /// Starts on a prompt of so many tokens of a text.
+    Prompt(SequenceId, u32, u32),
+    /// Computes a prompt and ends it, a few times.
+    Ping(u32, u32),
     Fork(SequenceId, SequenceId),
     Truncate(SequenceId, u32),
     Release(SequenceId),
+    /// Tokens without ids, committed or dropped.
     Step(Vec<(SequenceId, u32)>, bool),
+    /// Tokens of the text that each sequence follows.
+    Tokens(Vec<(SequenceId, u32)>, bool),
     FailNext(u64),
     Reset,
 }
 
 pub(super) fn operation() -> impl Strategy<Value = Operation> {
     let sequence = || (0..SEQ.len()).prop_map(|i| SEQ[i]);
-    let inputs = prop::collection::vec((sequence(), 1..9_u32), 1..4);
+    let inputs = || prop::collection::vec((sequence(), 1..9_u32), 1..4);
     prop_oneof![
         3 => (sequence(), 0..6_u32).prop_map(|(s, n)| Operation::Start(s, n)),
+        3 => (sequence(), 0..9_u32, 0..3_u32).prop_map(|(s, n, t)| Operation::Prompt(s, n, t)),
+        2 => (1..8_u32, 0..3_u32).prop_map(|(n, t)| Operation::Ping(n, t)),
         2 => (sequence(), sequence()).prop_map(|(a, b)| Operation::Fork(a, b)),
         2 => (sequence(), 0..20_u32).prop_map(|(s, n)| Operation::Truncate(s, n)),
         2 => sequence().prop_map(Operation::Release),
-        8 => (inputs, any::<bool>()).prop_map(|(i, commit)| Operation::Step(i, commit)),
+        4 => (inputs(), any::<bool>()).prop_map(|(i, commit)| Operation::Step(i, commit)),
+        6 => (inputs(), 0..4_u32).prop_map(|(i, n)| Operation::Tokens(i, n > 0)),
         1 => (0..4_u64).prop_map(Operation::FailNext),
         1 => Just(Operation::Reset),
     ]
 }
 
-fn apply(cache: &mut KvCache<NullBackend>, operation: &Operation) -> Result<(), CacheError> {
-    match operation {
-        Operation::Start(s, n) => {
-            cache.start(*s, &[], StartOptions::default().reserve(*n)).map(|_| ())
+/// The first `len` tokens of a text; texts begin alike.
+fn text(number: u32, len: u32) -> Vec<u32> {
+    (0..len).map(|at| if at < 3 { at } else { at + 100 * number }).collect()
+}
+
+/// What sequences are made of, and what can be cached because of it.
+#[derive(Debug, Default)]
+struct Model {
+    /// Text of each sequence.
+    texts: BTreeMap<SequenceId, u32>,
+    /// All that any block ever held, by group: the tokens up to its end.
+    contents: BTreeSet<(usize, Vec<u32>)>,
+}
+
+impl Model {
+    fn apply(
+        &mut self,
+        cache: &mut KvCache<NullBackend>,
+        operation: &Operation,
+    ) -> Result<(), CacheError> {
+        match operation {
+            Operation::Start(s, n) => {
+                cache.start(*s, &[], StartOptions::default().reserve(*n))?;
+                self.texts.insert(*s, 0);
+            }
+            Operation::Prompt(s, n, number) => {
+                cache.start(*s, &text(*number, *n), StartOptions::default())?;
+                self.texts.insert(*s, *number);
+            }
+            Operation::Ping(n, number) => {
+                for _ in 0..3 {
+                    self.ping(cache, &text(*number, *n))?;
+                }
+            }
+            Operation::Fork(a, b) => {
+                cache.fork(*a, *b)?;
+                self.texts.insert(*b, self.texts[a]);
+            }
+            Operation::Truncate(s, n) => {
+                cache.truncate(*s, *n)?;
+                self.note(cache, *s);
+            }
+            Operation::Release(s) => cache.release(*s)?,
+            Operation::Step(inputs, is_committed) => {
+                let inputs: Vec<_> = inputs.iter().map(|&(s, n)| StepInput::count(s, n)).collect();
+                self.step(cache, &inputs, *is_committed)?;
+            }
+            Operation::Tokens(inputs, is_committed) => {
+                let tokens: Vec<_> = inputs
+                    .iter()
+                    .map(|&(s, n)| {
+                        let len = cache.seq_len(s).unwrap_or(0);
+                        let all = text(self.texts.get(&s).copied().unwrap_or(0), len + n);
+                        (s, all[to_usize(len)..].to_vec())
+                    })
+                    .collect();
+                let inputs: Vec<_> = tokens.iter().map(|(s, t)| StepInput::tokens(*s, t)).collect();
+                self.step(cache, &inputs, *is_committed)?;
+            }
+            Operation::FailNext(more) => cache.backend().control().fail_after(*more),
+            Operation::Reset => cache.reset()?,
         }
-        Operation::Fork(a, b) => cache.fork(*a, *b),
-        Operation::Truncate(s, n) => cache.truncate(*s, *n),
-        Operation::Release(s) => cache.release(*s),
-        Operation::Step(inputs, true) => append(cache, inputs),
-        Operation::Step(inputs, false) => {
-            let inputs: Vec<_> = inputs.iter().map(|&(s, n)| StepInput::count(s, n)).collect();
-            let before = snapshot(cache);
-            cache.begin_step(&inputs)?.roll_back();
+        Ok(())
+    }
+
+    fn step(
+        &mut self,
+        cache: &mut KvCache<NullBackend>,
+        inputs: &[StepInput<'_>],
+        is_committed: bool,
+    ) -> Result<(), CacheError> {
+        let before = snapshot(cache);
+        let mut step = cache.begin_step(inputs)?;
+        if !is_committed {
+            step.roll_back();
             assert_eq!(snapshot(cache), before, "rolled back");
-            Ok(())
+            return Ok(());
         }
-        Operation::FailNext(more) => {
-            cache.backend().control().fail_after(*more);
-            Ok(())
+        write_all(&mut step)?;
+        step.commit()?;
+        for input in inputs {
+            self.note(cache, input.sequence);
         }
-        Operation::Reset => cache.reset(),
+        Ok(())
+    }
+
+    /// Notes what the blocks of a sequence may hold by now.
+    fn note(&mut self, cache: &KvCache<NullBackend>, sequence: SequenceId) {
+        let len = cache.seq_len(sequence).unwrap();
+        for group in &cache.groups {
+            for end in 1..=len {
+                self.note_block(group, &text(self.texts[&sequence], end), end == len);
+            }
+        }
+    }
+
+    fn note_block<Buf>(&mut self, group: &Group<Buf>, tokens: &[u32], is_last: bool) {
+        let (map, len) = (slot_map(group), u32::try_from(tokens.len()).unwrap());
+        if is_last || map.tokens(map.full_blocks(len)) == len {
+            self.contents.insert((group.id, tokens.to_vec()));
+        }
+    }
+
+    /// A request that comes again and again; where there is no room it is over at once.
+    fn ping(&mut self, cache: &mut KvCache<NullBackend>, prompt: &[u32]) -> Result<(), CacheError> {
+        let id = SequenceId(99);
+        let reused = cache.start(id, prompt, StartOptions::default())?;
+        let ran = cache.begin_step(&[StepInput::tokens(id, &prompt[reused..])]);
+        let ran = ran.map_err(CacheError::from).and_then(|mut step| {
+            write_all(&mut step)?;
+            step.commit()
+        });
+        if ran.is_ok() {
+            for group in &cache.groups {
+                for end in 1..=prompt.len() {
+                    self.note_block(group, &prompt[..end], end == prompt.len());
+                }
+            }
+        }
+        cache.release(id)
+    }
+
+    fn check(&self, cache: &KvCache<NullBackend>) {
+        for group in &cache.groups {
+            let seen = self.contents.iter().filter(|(id, _)| *id == group.id).count();
+            let cached = group.pool.index().len();
+            assert!(cached <= seen, "{cached} blocks are cached, {seen} contents were there");
+        }
     }
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
     #[test]
-    fn random_lives_keep_the_books(
+    fn random_operations_keep_the_books(
         operations in prop::collection::vec(operation(), 1..60),
         wipe in any::<bool>(),
     ) {
         live(&mut two_groups(wipe), &operations);
     }
+
+    #[test]
+    fn random_operations_keep_the_books_where_blocks_are_offered_early(
+        operations in prop::collection::vec(operation(), 1..60),
+        wipe in any::<bool>(),
+    ) {
+        live(&mut two_groups_with(wipe, crate::PublishAt::Begin), &operations);
+    }
 }
 
 /// Runs operations; each applies whole or changes nothing.
 pub(super) fn live(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
-    use Operation::{Release, Reset, Truncate};
+    use Operation::{Ping, Release, Reset, Truncate};
+    let mut model = Model::default();
     for operation in operations {
         let before = snapshot(cache);
-        let result = apply(cache, operation);
+        let result = model.apply(cache, operation);
         // A release stands even where the wipe after it failed; all else applies whole or not.
         match (result, operation) {
             (Err(CacheError::Device(_)), Release(_) | Truncate(..) | Reset) | (Ok(()), _) => {}
+            (Err(_), Ping(..)) => {
+                // Its sequence may have begun before the device failed.
+                let _ = cache.release(SequenceId(99));
+            }
             (Err(_), _) => assert_eq!(snapshot(cache), before, "{operation:?}"),
         }
+        model.check(cache);
         check_invariants(cache);
     }
 }

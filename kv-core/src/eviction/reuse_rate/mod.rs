@@ -225,6 +225,18 @@ impl EvictionPolicy for ReuseRate {
         }
     }
 
+    /// A use, but at an age that says nothing: the request may have found a part of the block, and
+    /// let go of it, just before.
+    fn computed_again(&mut self, block: BlockId) {
+        if let Some(content) = self.contents.of_block(block.0) {
+            self.levels.remove(block.0);
+            self.leave(content);
+            if let Some(slot) = self.contents.get_mut(content) {
+                (slot.uses, slot.is_idle) = (slot.uses.saturating_add(1), false);
+            }
+        }
+    }
+
     fn idle(&mut self, block: BlockId) {
         let Some(content) = self.contents.of_block(block.0) else { return };
         let known = self.contents.get(content);

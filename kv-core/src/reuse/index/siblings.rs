@@ -4,7 +4,7 @@ use hashbrown::hash_table;
 use crate::ids::BlockId;
 use crate::num::{to_u32, to_usize};
 use crate::reuse::index::{Entry, NONE, PrefixIndex, hash};
-use crate::reuse::{BlockKey, NamespaceId};
+use crate::reuse::{BlockContent, BlockKey, Content, NamespaceId};
 
 /// Siblings that a search for a common beginning looks at, newest first: a system prompt may have
 /// thousands, and the search must not cost more than it saves.
@@ -12,30 +12,97 @@ const SIBLINGS_MAX: usize = 32;
 
 impl PrefixIndex {
     /// Among the blocks behind `parent`, the one whose tokens begin most like `tokens`, and how
-    /// many agree. Blocks with [contents](crate::reuse::BlockContent) do not count.
+    /// many agree. Blocks with [contents](BlockContent) count up to the first of these.
     pub fn longest_common(
         &self,
         parent: BlockKey,
         namespace: NamespaceId,
         tokens: &[u32],
     ) -> Option<(BlockId, u32)> {
+        self.longest_beginning(parent, namespace, (tokens, &[]))
+    }
+
+    /// As [`Self::longest_common`], for tokens of which some stand for `contents`: of two blocks
+    /// the tokens before the first difference in either agree.
+    pub fn longest_beginning(
+        &self,
+        parent: BlockKey,
+        namespace: NamespaceId,
+        (tokens, contents): (&[u32], &[BlockContent]),
+    ) -> Option<(BlockId, u32)> {
         let mut best = None;
-        let mut next = self.first_child(parent);
-        for _ in 0..SIBLINGS_MAX {
-            let Some(entry) = self.entries.get(to_usize(next)) else {
-                break;
-            };
-            if entry.namespace == namespace && !entry.has_contents {
-                let pairs = self.tokens(next, entry).iter().zip(tokens);
-                let common = to_u32(pairs.take_while(|(a, b)| a == b).count());
+        for (block, entry) in self.siblings(self.first_child(parent)) {
+            if entry.namespace == namespace && !entry.is_unwritten {
+                let common = self.common((block, entry), tokens, contents);
                 if common > best.map_or(0, |(_, most)| most) {
-                    best = Some((BlockId(next), common));
+                    best = Some((BlockId(block), common));
                 }
             }
-            let [_, older] = entry.siblings;
-            next = older;
         }
         best
+    }
+
+    /// A block whose content begins with all of `content`, and goes on or not.
+    pub(super) fn continued_by(&self, content: &Content<'_>) -> Option<BlockId> {
+        let len = to_u32(content.tokens.len());
+        let found = self.siblings(self.first_child(content.parent)).find(|&(block, entry)| {
+            entry.namespace == content.namespace
+                && self.common((block, entry), content.tokens, content.contents) == len
+        });
+        found.map(|(block, _)| BlockId(block))
+    }
+
+    /// A partial block with whose whole content that of `block` begins.
+    pub(crate) fn beginning_of(&self, block: BlockId) -> Option<BlockId> {
+        let own = self.entry(block.0).filter(|entry| entry.len > 0)?;
+        let [newer, older] = own.siblings;
+        if [newer, older] == [NONE; 2] {
+            return None; // Nearly every block behind the first of a prompt.
+        }
+        let tokens = self.tokens(block.0, own);
+        let contents = self.contents_of(block.0, own);
+        let found = self.siblings(self.first_child(own.parent)).find(|&(other, entry)| {
+            entry.is_partial
+                && other != block.0
+                && entry.namespace == own.namespace
+                && self.common((other, entry), tokens, contents) == entry.len
+        });
+        found.map(|(block, _)| BlockId(block))
+    }
+
+    /// Makes a block with content the newest child of its parent.
+    pub(crate) fn renew(&mut self, block: BlockId) {
+        let entry = self.entry(block.0).copied().filter(|entry| entry.len > 0);
+        if let Some(entry) = entry.filter(|entry| entry.siblings[0] != NONE) {
+            self.disown(block.0, &entry);
+            self.adopt(block.0, entry.parent);
+        }
+    }
+
+    /// A block and its older siblings, as many as a search looks at.
+    fn siblings(&self, newest: u32) -> impl Iterator<Item = (u32, &Entry)> + '_ {
+        let mut next = newest;
+        let each = std::iter::from_fn(move || {
+            let found = (next, self.entry(next)?);
+            [_, next] = found.1.siblings;
+            Some(found)
+        });
+        each.take(SIBLINGS_MAX)
+    }
+
+    /// How many tokens of a block agree with `tokens`, and what lies behind them with `contents`.
+    fn common(
+        &self,
+        (block, entry): (u32, &Entry),
+        tokens: &[u32],
+        contents: &[BlockContent],
+    ) -> u32 {
+        let pairs = self.tokens(block, entry).iter().zip(tokens);
+        let common = to_u32(pairs.take_while(|(a, b)| a == b).count());
+        if common == 0 || (!entry.has_contents && contents.is_empty()) {
+            return common;
+        }
+        common.min(BlockContent::first_difference(self.contents_of(block, entry), contents))
     }
 
     pub(super) fn first_child(&self, parent: BlockKey) -> u32 {
