@@ -145,6 +145,10 @@ fn check_invariants(cache: &KvCache<NullBackend>) {
         let mut keys: Vec<_> = group.pool.index().iter().map(|block| block.key).collect();
         keys.sort_unstable();
         assert!(keys.is_sorted_by(|a, b| a < b), "two blocks are indexed with the same content");
+        for block in group.pool.index().iter() {
+            let useless = group.pool.beginning_of(block.block);
+            assert_eq!(useless, None, "block {} goes on behind all of it", block.block);
+        }
         let free = counted.iter().filter(|n| **n == 0).count();
         assert_eq!(group.pool.num_free(), u32::try_from(free).unwrap());
         // What a step does not look at again.

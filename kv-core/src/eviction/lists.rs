@@ -1,57 +1,89 @@
-//! Doubly linked lists through one array: every operation is O(1), and nothing allocates.
+//! Doubly linked lists through arrays: every operation is O(1), and nothing allocates but the
+//! growth of the arrays.
 use crate::num::{to_u32, to_usize};
 
-/// Lists of nodes `0..num_nodes`; a node is in one list at most.
+/// Lists of numbered nodes; a node is in one list at most.
 #[derive(Debug, Clone)]
 pub(super) struct Lists {
-    /// Neighbours `[before, after]` of each node, then of each list's ends. What is linked to
-    /// nothing is its own neighbour.
-    links: Vec<[u32; 2]>,
-    num_nodes: u32,
+    /// Neighbours `[before, after]` of each node. What is linked to nothing is its own neighbour.
+    nodes: Vec<[u32; 2]>,
+    /// `[last, first]` of each list: the neighbours of its end.
+    ends: Vec<[u32; 2]>,
 }
+
+/// Tells the end of a list from a node.
+const END: u32 = 1 << 31;
 
 impl Lists {
     pub(super) fn new(num_nodes: u32, num_lists: u32) -> Self {
         Self {
-            links: (0..num_nodes.saturating_add(num_lists)).map(|n| [n, n]).collect(),
-            num_nodes,
+            nodes: (0..num_nodes).map(|node| [node; 2]).collect(),
+            ends: (0..num_lists).map(|list| [END | list; 2]).collect(),
         }
+    }
+
+    /// Memory that they have taken from the host.
+    #[cfg(test)]
+    pub(super) fn host_bytes(&self) -> usize {
+        (self.nodes.capacity() + self.ends.capacity()) * size_of::<[u32; 2]>()
+    }
+
+    /// One node more, in no list.
+    pub(super) fn add_node(&mut self) -> u32 {
+        let node = self.num_nodes();
+        self.nodes.push([node; 2]);
+        node
+    }
+
+    /// One list more.
+    pub(super) fn add_list(&mut self) -> u32 {
+        let list = to_u32(self.ends.len());
+        self.ends.push([END | list; 2]);
+        list
     }
 
     pub(super) fn num_nodes(&self) -> u32 {
-        self.num_nodes
+        to_u32(self.nodes.len())
     }
 
     fn get(&self, at: u32) -> [u32; 2] {
-        self.links.get(to_usize(at)).copied().unwrap_or([at; 2])
+        let of = if at & END == 0 { &self.nodes } else { &self.ends };
+        of.get(to_usize(at & !END)).copied().unwrap_or([at; 2])
     }
 
     fn link(&mut self, before: u32, after: u32) {
-        if let Some(link) = self.links.get_mut(to_usize(before)) {
-            link[1] = after;
+        for (at, side, other) in [(before, 1, after), (after, 0, before)] {
+            let of = if at & END == 0 { &mut self.nodes } else { &mut self.ends };
+            let slot = of.get_mut(to_usize(at & !END)).and_then(|link| link.get_mut(side));
+            if let Some(slot) = slot {
+                *slot = other;
+            }
         }
-        if let Some(link) = self.links.get_mut(to_usize(after)) {
-            link[0] = before;
-        }
-    }
-
-    fn end(&self, list: u32) -> u32 {
-        self.num_nodes.saturating_add(list)
     }
 
     /// Is the node in a list? Not so for strangers.
     pub(super) fn contains(&self, node: u32) -> bool {
-        node < self.num_nodes && self.get(node)[1] != node
+        node < self.num_nodes() && self.get(node)[1] != node
     }
 
     /// Appends a node that is in no list.
     pub(super) fn push_back(&mut self, list: u32, node: u32) {
-        let end = self.end(list);
-        if node < self.num_nodes && to_usize(end) < self.links.len() {
+        if node < self.num_nodes() && to_usize(list) < self.ends.len() {
             debug_assert!(!self.contains(node), "a node is in one list at most");
-            let [before, _] = self.get(end);
+            let [before, _] = self.get(END | list);
             self.link(before, node);
-            self.link(node, end);
+            self.link(node, END | list);
+        }
+    }
+
+    /// Moves all nodes of one list behind those of another.
+    pub(super) fn append(&mut self, list: u32, from: u32) {
+        let [last, first] = self.get(END | from);
+        if first & END == 0 {
+            let [before, _] = self.get(END | list);
+            self.link(before, first);
+            self.link(last, END | list);
+            self.link(END | from, END | from);
         }
     }
 
@@ -66,8 +98,8 @@ impl Lists {
 
     /// The first node of a list.
     pub(super) fn front(&self, list: u32) -> Option<u32> {
-        let [_, first] = self.get(self.end(list));
-        (first < self.num_nodes).then_some(first)
+        let [_, first] = self.get(END | list);
+        (first & END == 0).then_some(first)
     }
 
     /// Takes the first node out of a list.
@@ -114,20 +146,15 @@ impl BitSet {
 #[derive(Debug, Clone)]
 pub(super) struct Buckets {
     lists: Lists,
+    /// Buckets that hold a node, and some that held one.
     filled: BitSet,
-    /// The bucket each node is in, or was in last.
-    bucket: Vec<u8>,
 }
 
 impl Buckets {
     /// For nodes `0..num_nodes` and every bucket a `u8` can name.
     pub(super) fn new(num_nodes: u32) -> Self {
         let num_buckets = u32::from(u8::MAX).saturating_add(1);
-        Self {
-            lists: Lists::new(num_nodes, num_buckets),
-            filled: BitSet::new(num_buckets),
-            bucket: vec![0; to_usize(num_nodes)],
-        }
+        Self { lists: Lists::new(num_nodes, num_buckets), filled: BitSet::new(num_buckets) }
     }
 
     pub(super) fn contains(&self, node: u32) -> bool {
@@ -139,23 +166,21 @@ impl Buckets {
         if node < self.lists.num_nodes() && !self.contains(node) {
             self.lists.push_back(u32::from(bucket), node);
             self.filled.set(u32::from(bucket), true);
-            if let Some(slot) = self.bucket.get_mut(to_usize(node)) {
-                *slot = bucket;
-            }
         }
     }
 
     pub(super) fn remove(&mut self, node: u32) {
-        if self.contains(node) {
-            self.lists.remove(node);
-            let bucket = self.bucket.get(to_usize(node)).copied().unwrap_or(0);
-            self.filled.set(u32::from(bucket), self.lists.front(u32::from(bucket)).is_some());
-        }
+        self.lists.remove(node);
     }
 
     /// The first node of the least bucket, and that bucket.
-    pub(super) fn first(&self) -> Option<(u8, u32)> {
-        let bucket = self.filled.first()?;
-        Some((u8::try_from(bucket).ok()?, self.lists.front(bucket)?))
+    pub(super) fn first(&mut self) -> Option<(u8, u32)> {
+        loop {
+            let bucket = self.filled.first()?;
+            match self.lists.front(bucket) {
+                Some(node) => return Some((u8::try_from(bucket).ok()?, node)),
+                None => self.filled.set(bucket, false),
+            }
+        }
     }
 }

@@ -14,6 +14,12 @@ impl Lru {
     pub fn new(num_blocks: u32) -> Self {
         Self { lists: Lists::new(num_blocks, 1) }
     }
+
+    /// Memory that it has taken from the host.
+    #[cfg(test)]
+    pub(crate) fn host_bytes(&self) -> usize {
+        self.lists.host_bytes()
+    }
 }
 
 impl EvictionPolicy for Lru {

@@ -3,6 +3,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use hashbrown::HashMap;
+
 use crate::eviction::lists::Buckets;
 use crate::eviction::{BlockInfo, Clock, EvictionPolicy, Priority};
 use crate::ids::BlockId;
@@ -15,123 +17,139 @@ use crate::num::to_usize;
 #[derive(Debug)]
 pub struct ByPriority {
     levels: Levels,
+    idle: Buckets,
 }
 
 impl ByPriority {
     /// For blocks `0..num_blocks`.
     pub fn new(num_blocks: u32, clock: Arc<dyn Clock>) -> Self {
-        Self { levels: Levels::new(num_blocks, clock) }
+        Self { levels: Levels::new(num_blocks, clock), idle: Buckets::new(num_blocks) }
+    }
+
+    fn push(&mut self, block: u32) {
+        self.idle.push_back(self.levels.level(block), block);
+        self.levels.begin(block);
+    }
+
+    fn remove(&mut self, block: u32) {
+        self.idle.remove(block);
+        self.levels.end(block);
     }
 }
 
 impl EvictionPolicy for ByPriority {
     fn stored(&mut self, block: BlockId, info: &BlockInfo) {
-        self.levels.remove(block.0);
+        self.remove(block.0);
         self.levels.set(block.0, info.priority);
     }
     fn reused(&mut self, block: BlockId) {
-        self.levels.remove(block.0);
+        self.remove(block.0);
     }
     fn idle(&mut self, block: BlockId) {
-        self.levels.push(block.0);
+        if !self.idle.contains(block.0) {
+            self.push(block.0);
+        }
     }
     fn dropped(&mut self, block: BlockId) {
-        self.levels.remove(block.0);
+        self.remove(block.0);
     }
     fn set_priority(&mut self, block: BlockId, priority: Priority) {
+        let is_idle = self.idle.contains(block.0);
+        self.remove(block.0);
         self.levels.set(block.0, priority);
-        if self.levels.remove(block.0) {
-            self.levels.push(block.0);
+        if is_idle {
+            self.push(block.0);
         }
     }
     fn evict(&mut self) -> Option<BlockId> {
         while let Some(block) = self.levels.expired() {
-            self.levels.push(block);
+            self.idle.remove(block);
+            self.push(block);
         }
-        let (_, block) = self.levels.first()?;
-        self.levels.remove(block);
+        let (_, block) = self.idle.first()?;
+        self.remove(block);
         Some(BlockId(block))
     }
 }
 
-/// Idle blocks by level, and when their levels run out.
+/// The level of each block, and when the levels of idle ones run out.
 #[derive(Debug)]
 pub(super) struct Levels {
-    idle: Buckets,
-    priority: Vec<Priority>,
-    /// When the level of an idle block ends; holds idle blocks only, each at most once.
+    levels: Vec<u8>,
+    /// How long the level of a block lasts, where it ends.
+    durations: HashMap<u32, Duration>,
+    /// When the level of an idle block ends; each such block once.
     ends: BTreeSet<(Duration, u32)>,
     /// The end of each block that is in `ends`.
-    end: Vec<Duration>,
+    end: HashMap<u32, Duration>,
     clock: Arc<dyn Clock>,
 }
 
 impl Levels {
     pub(super) fn new(num_blocks: u32, clock: Arc<dyn Clock>) -> Self {
         Self {
-            idle: Buckets::new(num_blocks),
-            priority: vec![Priority::default(); to_usize(num_blocks)],
+            levels: vec![Priority::DEFAULT_LEVEL; to_usize(num_blocks)],
+            durations: HashMap::new(),
             ends: BTreeSet::new(),
-            end: vec![Duration::MAX; to_usize(num_blocks)],
+            end: HashMap::new(),
             clock,
         }
     }
 
-    /// The priority a block has, or had until it expired.
-    pub(super) fn priority(&self, block: u32) -> Priority {
-        self.priority.get(to_usize(block)).copied().unwrap_or_default()
+    /// Memory that it has taken from the host, for blocks whose levels do not end.
+    #[cfg(test)]
+    pub(super) fn host_bytes(&self) -> usize {
+        assert!(self.durations.is_empty(), "these are not counted");
+        self.levels.capacity()
     }
 
-    /// Notes a priority; it counts from the next [`Self::push`].
+    /// The level a block has, the default one where it ran out.
+    pub(super) fn level(&self, block: u32) -> u8 {
+        self.levels.get(to_usize(block)).copied().unwrap_or(Priority::DEFAULT_LEVEL)
+    }
+
+    /// Notes a priority; its time begins with the next [`Self::begin`].
     pub(super) fn set(&mut self, block: u32, priority: Priority) {
-        if let Some(slot) = self.priority.get_mut(to_usize(block)) {
-            *slot = Priority { level: priority.level.min(Priority::MAX_LEVEL), ..priority };
+        let Some(slot) = self.levels.get_mut(to_usize(block)) else { return };
+        *slot = priority.level.min(Priority::MAX_LEVEL);
+        // To fall from the default level to the default level changes nothing.
+        match priority.duration.filter(|_| *slot != Priority::DEFAULT_LEVEL) {
+            Some(duration) => drop(self.durations.insert(block, duration)),
+            None if self.durations.is_empty() => {}
+            None => drop(self.durations.remove(&block)),
         }
     }
 
-    /// Puts a block into its level, from now on for as long as its priority lasts.
-    pub(super) fn push(&mut self, block: u32) {
-        let Priority { level, duration } = self.priority(block);
-        if self.idle.contains(block) {
+    /// A block is idle: the time of its level begins, if it has one.
+    pub(super) fn begin(&mut self, block: u32) {
+        self.end(block);
+        if self.durations.is_empty() {
             return;
         }
-        self.idle.push_back(level, block);
-        // To fall from the default level to the default level changes nothing.
-        let lasting = duration.filter(|_| level != Priority::DEFAULT_LEVEL);
-        let until = lasting.and_then(|duration| self.clock.now().checked_add(duration));
-        if let Some((until, end)) = until.zip(self.end.get_mut(to_usize(block)))
-            && until != Duration::MAX
-        {
-            *end = until;
+        let lasting = self.durations.get(&block);
+        if let Some(until) = lasting.and_then(|lasting| self.clock.now().checked_add(*lasting)) {
+            self.end.insert(block, until);
             self.ends.insert((until, block));
         }
     }
 
-    /// Takes a block out; says whether it was in.
-    pub(super) fn remove(&mut self, block: u32) -> bool {
-        let was_in = self.idle.contains(block);
-        self.idle.remove(block);
-        if let Some(end) = self.end.get_mut(to_usize(block))
-            && *end != Duration::MAX
-        {
-            self.ends.remove(&(*end, block));
-            *end = Duration::MAX;
+    /// A block is idle no longer.
+    pub(super) fn end(&mut self, block: u32) {
+        if self.ends.is_empty() {
+            return;
         }
-        was_in
+        if let Some(until) = self.end.remove(&block) {
+            self.ends.remove(&(until, block));
+        }
     }
 
-    /// Takes out a block whose level has run out and gives it the default priority.
+    /// A block whose level has run out, which has the default one from here on.
     pub(super) fn expired(&mut self) -> Option<u32> {
-        let &(end, block) = self.ends.first()?;
-        (end <= self.clock.now()).then(|| {
-            self.remove(block);
+        let &(until, block) = self.ends.first()?;
+        (until <= self.clock.now()).then(|| {
+            self.end(block);
             self.set(block, Priority::default());
             block
         })
-    }
-
-    /// The block that goes first and its level.
-    pub(super) fn first(&self) -> Option<(u8, u32)> {
-        self.idle.first()
     }
 }

@@ -309,3 +309,33 @@ fn a_priority_counts_from_when_the_block_is_idle() {
         assert_eq!(policy.evict(), None);
     }
 }
+
+/// Index, counts and policy of a pool, when more was cached than it holds.
+#[test]
+fn the_default_takes_at_most_half_as_much_memory_again_as_lru() {
+    let num_blocks = 1_u32 << 18;
+    let clock: Arc<dyn Clock> = Arc::new(ManualClock::new());
+    let (mut default, lru) = (ReuseRate::new(num_blocks, clock), Lru::new(num_blocks));
+    let mut next = 0;
+    for _ in 0..1000 {
+        default.tick();
+        let prompt = next..next + 400;
+        next = prompt.end;
+        let blocks: Vec<_> = prompt
+            .map(|at| {
+                let block = if at < num_blocks { BlockId(at) } else { default.evict().unwrap() };
+                let key = BlockKey(u128::from(at));
+                let parent = (at % 400 > 0).then(|| BlockKey(u128::from(at - 1)));
+                let (index, priority) = (at % 400, Priority::default());
+                default.stored(block, &BlockInfo { key, parent, index, priority });
+                block
+            })
+            .collect();
+        blocks.iter().rev().for_each(|block| default.idle(*block));
+    }
+    let counts_and_free = 2 * to_usize(num_blocks) * size_of::<u32>();
+    let index = crate::reuse::PrefixIndex::new(num_blocks, 16).host_bytes() + counts_and_free;
+    let [lru, default] = [lru.host_bytes(), default.host_bytes()].map(|policy| index + policy);
+    println!("{lru} and {default} bytes for {num_blocks} blocks");
+    assert!(2 * default <= 3 * lru, "{default} bytes, {lru} with LRU");
+}

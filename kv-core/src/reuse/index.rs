@@ -152,6 +152,15 @@ impl PrefixIndex {
         }
     }
 
+    /// Memory that it has taken from the host, for blocks without contents behind their tokens.
+    #[cfg(test)]
+    pub(crate) fn host_bytes(&self) -> usize {
+        assert!(self.contents.is_empty(), "these are not counted");
+        let tables = self.keys.allocation_size() + self.children.allocation_size();
+        let entries = self.entries.capacity() * size_of::<Entry>();
+        entries + self.tokens.capacity() * size_of::<u32>() + tables
+    }
+
     /// Tokens that a block holds at most.
     pub(crate) fn block_tokens(&self) -> usize {
         self.block_tokens

@@ -24,6 +24,11 @@ pub(super) struct Seen {
 }
 
 impl Seen {
+    /// Blocks that had been filled with content another had already.
+    pub(super) fn duplicates(&self) -> u64 {
+        self.stats.duplicate_blocks
+    }
+
     /// Fails unless sequences and their blocks are as before a step that never happened. What is
     /// cached may have been given up for it, but nothing else is found than before.
     pub(super) fn undone(&self, before: &Self) -> Result<(), CaseError> {
@@ -85,6 +90,7 @@ impl<B: Device> Life<B> {
         }
         self.check_holders()?;
         self.check_policies()?;
+        self.check_contents()?;
         self.check_rows()?;
         self.check_offers()?;
         self.check_events()
@@ -117,6 +123,23 @@ impl<B: Device> Life<B> {
             same("idle blocks", pool.num_idle(), idle)?;
             same("cached blocks", pool.index().len(), cached)?;
             same("empty blocks", pool.num_empty(), pool.num_blocks() - held - idle)?;
+        }
+        Ok(())
+    }
+
+    /// No two blocks of a group are cached with the same content: a key names the tokens of a block
+    /// and all before them, their namespace and what lies behind them.
+    fn check_contents(&self) -> Result<(), CaseError> {
+        for (id, pool) in self.groups() {
+            let mut blocks = BTreeMap::new();
+            for cached in pool.index().iter() {
+                let before = blocks.insert(cached.key, cached.block);
+                ensure(before.is_none(), || {
+                    let [a, b] = [before, Some(cached.block)]
+                        .map(|block| block.map(|block| place(usize::from(id.0), block)));
+                    format!("{a:?} and {b:?} are cached with the same content")
+                })?;
+            }
         }
         Ok(())
     }
@@ -201,14 +224,9 @@ impl<B: Device> Life<B> {
         let snapshot = self.cache.snapshot();
         for (id, pool) in self.groups() {
             let listed = |block: &&kv_core::events::StoredBlock| block.group == id;
-            let mut keys: Vec<_> = pool.index().iter().filter(|b| !b.is_partial).collect();
-            keys.sort_unstable_by_key(|block| block.key);
-            keys.dedup_by_key(|block| block.key);
-            same(
-                "contents in the snapshot",
-                snapshot.blocks.iter().filter(listed).count(),
-                keys.len(),
-            )?;
+            let full = pool.index().iter().filter(|block| !block.is_partial).count();
+            let in_snapshot = snapshot.blocks.iter().filter(listed).count();
+            same("contents in the snapshot", in_snapshot, full)?;
         }
         if self.spec.events() == 0 {
             return same("events without room", self.cache.take_events().len(), 0);

@@ -149,6 +149,7 @@ impl<B: Device> Life<B> {
             return Ok(Taken::Refused);
         }
         let is_alone = late.is_empty();
+        let duplicates = before.duplicates();
         self.threaten(bytes);
         let (begun, accepted) = match self.run(&mut entries, late, bytes, finish)? {
             Ok(ran) => ran,
@@ -167,7 +168,8 @@ impl<B: Device> Life<B> {
             self.committed(entry, accepted, finish);
         }
         if is_alone {
-            self.check_left(&left, entries.len() as u32)?;
+            let shared = self.cache.stats().duplicate_blocks - duplicates;
+            self.check_left(&left, entries.len() as u32 + shared as u32)?;
         }
         Ok(Taken::Committed)
     }
@@ -223,8 +225,8 @@ impl<B: Device> Life<B> {
         let has_tail = self.spec.groups().iter().any(|group| group.slot_map().has_tail());
         for (id, left) in (0..).zip(left) {
             // A block that its last holder copied, not to write over what the step might have had
-            // to give back, is free again at the end; with a tail, so is one that became codes,
-            // and what held drafts.
+            // to give back, is free again at the end, and one that gave way to another with the
+            // same content; with a tail, so is one that became codes, and what held drafts.
             let given_back = if has_tail { self.spec.max_seq_len() } else { entries - 1 };
             let free = self.cache.free_blocks(GroupId(id));
             let is_right = (*left..=left + given_back).contains(&free);

@@ -162,6 +162,15 @@ impl EvictionPolicy for Watch {
         drop(seen);
         self.inner.reused(block);
     }
+    fn computed_again(&mut self, block: BlockId) {
+        let mut seen = self.seen();
+        match seen.blocks.get_mut(&block) {
+            Some(known) => known.idle = None,
+            None => seen.breaks(|| format!("{block} without content is computed again")),
+        }
+        drop(seen);
+        self.inner.computed_again(block);
+    }
     fn idle(&mut self, block: BlockId) {
         let now = self.clock.now();
         if self.seen().of(block).is_none_or(|(_, is_idle)| is_idle) {

@@ -1,152 +1,278 @@
-//! Contents that were used in the same request and are of one class age together.
+//! Contents that were used in the same request age together.
+//!
+//! A request leaves one *cohort* for each class of the contents that it let go of, which counts
+//! them, and lists the candidates that are ranked as that class. It is over when its request is so
+//! long ago that age says nothing more; candidates wait in one list a rank then.
 use crate::eviction::lists::{BitSet, Lists};
 use crate::eviction::reuse_rate::rates::{
-    NUM_BINS, NUM_CLASSES, Rates, bin_end, num_numbers, number,
+    NUM_BINS, NUM_CLASSES, Rates, bin_begin, bin_of, num_numbers, number,
 };
 use crate::num::{to_u32, to_usize};
 
-/// The list of cohorts that are not in use, behind those of the bins.
-const FREE: u32 = 29;
-const _: () = assert!(to_usize(FREE) == NUM_BINS, "the bins come first");
+/// Requests after which age says nothing more: where the last bin begins.
+const REQUESTS: u32 = 16_384;
 
-/// Contents of one class whose last use ended in the same request.
-#[derive(Debug, Clone, Copy, Default)]
+/// The bin of all that is older.
+const LAST_BIN: u8 = 28;
+
+/// No cohort.
+const NONE: u32 = u32::MAX;
+
+#[derive(Debug, Clone, Copy)]
 struct Cohort {
-    /// The request after which they were idle.
-    since: u32,
-    /// Contents in it, evicted ones included.
-    len: u32,
-    /// By what they are counted.
+    /// The class that is counted, and the rank of the candidates.
     class: u8,
-    /// By what they are ranked.
-    rank: u8,
     bin: u8,
+    /// The request after which its contents were idle.
+    since: u32,
+    /// Contents of the class, evicted ones included.
+    len: u32,
+    /// Next cohort of the request, or next free one.
+    next: u32,
 }
 
-/// All cohorts, by age and by what their rate of reuse is.
+/// Candidates by the rate of their reuse, and the counts of all contents that age.
 #[derive(Debug, Clone)]
 pub(super) struct Cohorts {
     all: Vec<Cohort>,
-    /// Cohorts by bin, the oldest first, and free ones.
-    by_age: Lists,
-    /// Cohorts with candidates by (rank, bin), the oldest first.
+    free: u32,
+    /// First cohort of each of the last requests.
+    of_request: Vec<u32>,
+    /// Blocks: older than all bins by rank, of levels, then by cohort.
+    candidates: Lists,
+    /// Cohorts with candidates by (rank, bin), the oldest first, and some that had.
     with_candidates: Lists,
-    /// Places in the order of rates at which there is a candidate.
+    /// Places in the order of rates at which there may be a candidate.
     filled: BitSet,
     /// The place of each (rank, bin), and the (rank, bin) of each place.
     place: Vec<u32>,
     at_place: Vec<u32>,
-    /// The cohort of this request, by class; may be out of date.
-    latest: [u32; NUM_CLASSES],
+    /// Levels at which there may be a candidate.
+    levels: BitSet,
+    now: u32,
 }
 
+/// Lists of candidates before those of cohorts: one a rank, and one a level.
+const LEVELS: u32 = 98;
+const COHORTS: u32 = LEVELS + 256;
+const _: () = assert!(to_usize(LEVELS) == NUM_CLASSES, "the ranks come first");
+
 impl Cohorts {
-    /// Room for as many cohorts as there can be contents.
-    pub(super) fn new(num_contents: u32) -> Self {
+    pub(super) fn new(num_blocks: u32) -> Self {
         let num_numbers = num_numbers();
-        let mut by_age = Lists::new(num_contents, FREE.saturating_add(1));
-        (0..num_contents).for_each(|cohort| by_age.push_back(FREE, cohort));
         Self {
-            all: vec![Cohort::default(); to_usize(num_contents)],
-            by_age,
-            with_candidates: Lists::new(num_contents, num_numbers),
+            all: Vec::new(),
+            free: NONE,
+            of_request: vec![NONE; to_usize(REQUESTS)],
+            candidates: Lists::new(num_blocks, COHORTS),
+            with_candidates: Lists::new(0, num_numbers),
             filled: BitSet::new(num_numbers),
             place: vec![0; to_usize(num_numbers)],
             at_place: Vec::with_capacity(to_usize(num_numbers)),
-            latest: [0; NUM_CLASSES],
+            levels: BitSet::new(256),
+            now: 0,
         }
     }
 
-    fn get(&self, cohort: u32) -> Cohort {
-        self.all.get(to_usize(cohort)).copied().unwrap_or_default()
+    /// Memory that it has taken from the host.
+    #[cfg(test)]
+    pub(super) fn host_bytes(&self) -> usize {
+        let [all, four] = [self.all.capacity(), self.of_request.capacity()];
+        let [a, b] = [self.candidates.host_bytes(), self.with_candidates.host_bytes()];
+        let places = self.place.capacity() + self.at_place.capacity();
+        all * size_of::<Cohort>() + (four + places) * 4 + a + b
     }
 
-    /// The class and bin of a cohort.
-    pub(super) fn class_and_bin(&self, cohort: u32) -> (u8, u8) {
-        let Cohort { class, bin, .. } = self.get(cohort);
-        (class, bin)
+    fn get(&self, cohort: u32) -> Option<&Cohort> {
+        self.all.get(to_usize(cohort))
     }
 
-    /// Counts a content into the cohort of this request; `None` if there is no room.
-    pub(super) fn enter(&mut self, class: u8, rank: u8, now: u32) -> Option<u32> {
-        let latest = self.latest.get_mut(usize::from(class))?;
-        if let Some(cohort) = self.all.get_mut(to_usize(*latest))
-            && cohort.len > 0
-            && (cohort.since, cohort.class, cohort.rank) == (now, class, rank)
-        {
-            cohort.len = cohort.len.saturating_add(1);
-            return Some(*latest);
-        }
-        let new = self.by_age.pop_front(FREE)?;
-        *latest = new;
-        *self.all.get_mut(to_usize(new))? = Cohort { since: now, len: 1, class, rank, bin: 0 };
-        self.by_age.push_back(0, new);
-        Some(new)
+    /// Requests since content was idle.
+    pub(super) fn age(&self, since: u32) -> u32 {
+        self.now.wrapping_sub(since)
+    }
+    /// The request that runs.
+    pub(super) fn now(&self) -> u32 {
+        self.now
     }
 
-    /// A content without candidates leaves.
-    pub(super) fn leave(&mut self, cohort: u32) {
-        if let Some(slot) = self.all.get_mut(to_usize(cohort)) {
-            slot.len = slot.len.saturating_sub(1);
-            if slot.len == 0 {
-                self.by_age.remove(cohort);
-                self.by_age.push_back(FREE, cohort);
+    fn first(&self, since: u32) -> u32 {
+        let first = self.of_request.get(to_usize(since % REQUESTS)).copied().unwrap_or(NONE);
+        let is_of = self.get(first).is_some_and(|cohort| cohort.since == since);
+        if is_of { first } else { NONE }
+    }
+
+    fn find(&self, since: u32, class: u8) -> Option<u32> {
+        let mut at = self.first(since);
+        while let Some(cohort) = self.get(at) {
+            if cohort.class == class {
+                return Some(at);
             }
+            at = cohort.next;
+        }
+        None
+    }
+
+    /// The cohort of a request, which is made if there is none.
+    fn find_or_add(&mut self, since: u32, class: u8) -> u32 {
+        if let Some(cohort) = self.find(since, class) {
+            return cohort;
+        }
+        let next = self.first(since);
+        let new = Cohort { class, bin: bin_of(self.age(since)), since, len: 0, next };
+        let at = self.free;
+        let at = match self.all.get_mut(to_usize(at)) {
+            Some(slot) => {
+                self.free = std::mem::replace(slot, new).next;
+                at
+            }
+            None => {
+                self.all.push(new);
+                self.candidates.add_list();
+                self.with_candidates.add_node()
+            }
+        };
+        if let Some(first) = self.of_request.get_mut(to_usize(since % REQUESTS)) {
+            *first = at;
+        }
+        at
+    }
+
+    /// Counts a content of a class into the request that runs.
+    pub(super) fn enter(&mut self, class: u8) {
+        let cohort = self.find_or_add(self.now, class);
+        if let Some(cohort) = self.all.get_mut(to_usize(cohort)) {
+            cohort.len = cohort.len.saturating_add(1);
         }
     }
 
-    /// A cohort has got its first candidate or lost its last.
-    pub(super) fn set_candidates(&mut self, cohort: u32, any: bool) {
-        let Cohort { rank, bin, .. } = self.get(cohort);
-        let number = number(rank, bin);
-        if any && !self.with_candidates.contains(cohort) {
-            self.with_candidates.push_back(number, cohort);
-        } else if !any {
-            self.with_candidates.remove(cohort);
+    /// A content does not age any more.
+    pub(super) fn leave(&mut self, class: u8, since: u32) {
+        if let Some(at) = self.find(since, class)
+            && let Some(cohort) = self.all.get_mut(to_usize(at))
+        {
+            cohort.len = cohort.len.saturating_sub(1);
         }
-        self.update_filled(number);
     }
 
-    fn update_filled(&mut self, number: u32) {
+    /// Makes a block a candidate by its rank and age.
+    pub(super) fn push(&mut self, block: u32, rank: u8, since: u32) {
+        if self.age(since) >= REQUESTS {
+            self.candidates.push_back(u32::from(rank), block);
+            self.fill(number(rank, LAST_BIN));
+            return;
+        }
+        let cohort = self.find_or_add(since, rank);
+        self.candidates.push_back(COHORTS.saturating_add(cohort), block);
+        if !self.with_candidates.contains(cohort) {
+            let bin = self.get(cohort).map_or(0, |cohort| cohort.bin);
+            self.with_candidates.push_back(number(rank, bin), cohort);
+            self.fill(number(rank, bin));
+        }
+    }
+
+    /// Makes a block a candidate by its level.
+    pub(super) fn push_level(&mut self, block: u32, level: u8) {
+        self.candidates.push_back(LEVELS.saturating_add(level.into()), block);
+        self.levels.set(level.into(), true);
+    }
+
+    /// A block is no candidate any more.
+    pub(super) fn remove(&mut self, block: u32) {
+        self.candidates.remove(block);
+    }
+
+    fn fill(&mut self, number: u32) {
         if let Some(place) = self.place.get(to_usize(number)) {
-            self.filled.set(*place, self.with_candidates.front(number).is_some());
+            self.filled.set(*place, true);
         }
     }
 
     /// A request begins: cohorts that are old enough go on to the next bin.
-    pub(super) fn advance(&mut self, now: u32, rates: &mut Rates) {
-        for bin in 0_u8.. {
-            let Some(end) = bin_end(bin) else { break };
-            while let Some(cohort) = self.by_age.front(u32::from(bin)) {
-                if now.wrapping_sub(self.get(cohort).since) < end {
-                    break;
+    pub(super) fn advance(&mut self, rates: &mut Rates) {
+        self.now = self.now.wrapping_add(1);
+        for bin in 1..=LAST_BIN {
+            let since = self.now.wrapping_sub(bin_begin(bin));
+            let mut at = self.first(since);
+            while let Some(&Cohort { class, len, next, .. }) = self.get(at) {
+                if len > 0 {
+                    rates.reached(class, bin, count(len));
                 }
-                self.age(cohort, rates);
+                self.grow_older(at, class, bin);
+                if bin == LAST_BIN {
+                    self.end(at);
+                }
+                at = next;
             }
         }
-    }
-
-    fn age(&mut self, cohort: u32, rates: &mut Rates) {
-        let is_candidate = self.with_candidates.contains(cohort);
-        if is_candidate {
-            self.set_candidates(cohort, false);
-        }
-        if let Some(slot) = self.all.get_mut(to_usize(cohort)) {
-            slot.bin = slot.bin.saturating_add(1);
-            let Cohort { class, bin, len, .. } = *slot;
-            rates.reached(class, bin, count(len));
-            self.by_age.remove(cohort);
-            self.by_age.push_back(u32::from(bin), cohort);
-        }
-        if is_candidate {
-            self.set_candidates(cohort, true);
+        if let Some(first) = self.of_request.get_mut(to_usize(self.now % REQUESTS)) {
+            *first = NONE;
         }
     }
 
-    /// The oldest cohort with candidates among those whose rate is least.
-    pub(super) fn first(&self) -> Option<u32> {
-        let number = self.at_place.get(to_usize(self.filled.first()?))?;
-        self.with_candidates.front(*number)
+    fn grow_older(&mut self, at: u32, rank: u8, bin: u8) {
+        self.with_candidates.remove(at);
+        let list = COHORTS.saturating_add(at);
+        if let Some(cohort) = self.all.get_mut(to_usize(at)) {
+            cohort.bin = bin;
+        }
+        if self.candidates.front(list).is_none() {
+            return;
+        }
+        if bin == LAST_BIN {
+            self.candidates.append(rank.into(), list);
+        } else {
+            self.with_candidates.push_back(number(rank, bin), at);
+        }
+        self.fill(number(rank, bin));
+    }
+
+    fn end(&mut self, at: u32) {
+        if let Some(cohort) = self.all.get_mut(to_usize(at)) {
+            cohort.next = std::mem::replace(&mut self.free, at);
+            // Of no request.
+            cohort.since = self.now;
+        }
+    }
+
+    /// The candidate that goes first by rank and age.
+    pub(super) fn first_by_rate(&mut self) -> Option<u32> {
+        loop {
+            let place = self.filled.first()?;
+            let number = *self.at_place.get(to_usize(place))?;
+            let found = self.front(number);
+            if found.is_some() {
+                return found;
+            }
+            self.filled.set(place, false);
+        }
+    }
+
+    /// The candidate of a (rank, bin) that goes first.
+    fn front(&mut self, number: u32) -> Option<u32> {
+        let (rank, bin) = (number / NUMBERS_PER_RANK, number % NUMBERS_PER_RANK);
+        if bin == u32::from(LAST_BIN) {
+            return self.candidates.front(rank);
+        }
+        while let Some(cohort) = self.with_candidates.front(number) {
+            let found = self.candidates.front(COHORTS.saturating_add(cohort));
+            if found.is_some() {
+                return found;
+            }
+            self.with_candidates.remove(cohort);
+        }
+        None
+    }
+
+    /// The candidate that goes first by its level, and the level.
+    pub(super) fn first_by_level(&mut self) -> Option<(u8, u32)> {
+        loop {
+            let level = self.levels.first()?;
+            match self.candidates.front(LEVELS.saturating_add(level)) {
+                Some(block) => return Some((u8::try_from(level).ok()?, block)),
+                None => self.levels.set(level, false),
+            }
+        }
     }
 
     /// Takes over a new order of rates, which names every (rank, bin) in use.
@@ -159,12 +285,65 @@ impl Cohorts {
             if let Some(slot) = self.place.get_mut(to_usize(number)) {
                 *slot = to_u32(place);
             }
-            self.update_filled(number);
+            if self.front(number).is_some() {
+                self.fill(number);
+            }
         }
     }
 }
 
+/// Numbers of (rank, bin) that belong to one rank.
+const NUMBERS_PER_RANK: u32 = 29;
+const _: () = assert!(to_usize(NUMBERS_PER_RANK) == NUM_BINS, "a number for each bin");
+
 /// A number of contents; more than 65535 at once count as that many.
 fn count(len: u32) -> f32 {
     f32::from(u16::try_from(len).unwrap_or(u16::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_bin_is_for_all_that_is_older() {
+        assert_eq!(usize::from(LAST_BIN) + 1, NUM_BINS);
+        assert_eq!(bin_begin(LAST_BIN), REQUESTS);
+    }
+
+    #[test]
+    fn a_content_leaves_the_counts_of_its_request() {
+        let (mut cohorts, mut rates) = (Cohorts::new(2), Rates::new());
+        cohorts.enter(3);
+        cohorts.enter(3);
+        cohorts.leave(3, 0);
+        let before = cohorts.all.len();
+        for _ in 0..REQUESTS {
+            cohorts.advance(&mut rates);
+        }
+        assert!(cohorts.find(0, 3).is_none(), "its request is over");
+        cohorts.enter(4);
+        assert_eq!(cohorts.all.len(), before, "what is over makes room");
+    }
+
+    #[test]
+    fn candidates_of_one_rank_go_in_the_order_in_which_they_came() {
+        let (mut cohorts, mut rates) = (Cohorts::new(4), Rates::new());
+        rates.take_in_use(5);
+        for block in 0..4 {
+            cohorts.push(block, 5, cohorts.now());
+            (0..10_000).for_each(|_| cohorts.advance(&mut rates));
+            cohorts.rank(rates.learn());
+        }
+        let order: Vec<_> = std::iter::from_fn(|| {
+            let block = cohorts.first_by_rate()?;
+            cohorts.remove(block);
+            Some(block)
+        })
+        .collect();
+        assert_eq!(order.len(), 4);
+        // Blocks 0 to 2 are of the last bin, where age says nothing more.
+        let old: Vec<_> = order.into_iter().filter(|block| *block < 3).collect();
+        assert_eq!(old, [0, 1, 2]);
+    }
 }

@@ -1,175 +1,380 @@
 //! What is remembered of contents, for some time after their eviction too.
-use hashbrown::HashTable;
-
-use crate::eviction::lists::Lists;
-use crate::num::to_usize;
+//!
+//! A policy pays for what it remembers with memory of the host, five contents a block: so they are
+//! numbered, blocks first and then those that are gone, and each field is an array as narrow as it
+//! can be.
+use crate::eviction::reuse_rate::rates;
+use crate::num::{to_u32, to_usize};
 use crate::reuse::BlockKey;
-
-/// No block, no content, no cohort.
-pub(super) const NONE: u32 = u32::MAX;
 
 /// Contents remembered for each block of the pool, besides those that are in blocks.
 const GONE_PER_BLOCK: u32 = 4;
 
-/// Lists of contents: those that are in no block, the longest gone first; numbers not in use; and
-/// behind them the candidates of each cohort.
-const GONE: u32 = 0;
-const FREE: u32 = 1;
-const CANDIDATES: u32 = 2;
+/// Nothing: a content that is in no chain of names.
+const NONE: u32 = u32::MAX;
 
-/// What is known of one content.
+/// The class of content that somebody uses, which does not age.
+const IN_USE: u8 = u8::MAX;
+
+/// Tells the end of a chain, which names its bucket, from a content.
+const END: u32 = 1 << 31;
+
+/// What is known of the content of one block.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Content {
-    /// Names of the content and of the one before it; a collision spoils a guess, nothing else.
-    pub(super) key: u64,
-    pub(super) parent: u64,
-    /// The block that holds it.
-    pub(super) block: u32,
-    /// The cohort it ages with while nobody holds it.
-    pub(super) cohort: u32,
+pub(super) struct Held {
+    /// The low half of the content's name, and of that before it; 0 for none. A collision spoils a
+    /// guess, nothing else.
+    pub(super) key: u32,
+    pub(super) parent: u32,
+    /// The request after which it was idle.
+    pub(super) since: u32,
+    /// By what it is counted, and by what it is ranked, while it is idle.
+    class: u8,
+    pub(super) rank: u8,
     pub(super) uses: u8,
-    /// How often a longer prompt followed on one that ended here or before.
+    /// How often a longer prompt followed on one that ended here or before; 0 for a block without
+    /// content.
     pub(super) turn: u8,
-    /// Is it found by its key? Not so a copy of what another block holds.
-    pub(super) is_found: bool,
-    pub(super) is_idle: bool,
 }
 
-const UNKNOWN: Content = Content {
-    key: 0,
-    parent: 0,
-    block: NONE,
-    cohort: NONE,
-    uses: 0,
-    turn: 0,
-    is_found: false,
-    is_idle: false,
-};
+const EMPTY: Held = Held { key: 0, parent: 0, since: 0, class: IN_USE, rank: 0, uses: 0, turn: 0 };
+
+impl Held {
+    /// Content that somebody uses.
+    pub(super) fn new((key, parent): (u64, Option<u64>), uses: u8, turn: u8) -> Self {
+        let (key, parent) = (low(key), parent.map_or(0, low));
+        Self { key, parent, uses, turn: turn.max(1), ..EMPTY }
+    }
+    pub(super) fn is_named(&self, key: u64) -> bool {
+        self.key == low(key)
+    }
+    /// The class it ages in, while it is idle.
+    pub(super) fn class(&self) -> Option<u8> {
+        (self.class != IN_USE).then_some(self.class)
+    }
+    pub(super) fn set_class(&mut self, class: Option<u8>) {
+        self.class = class.unwrap_or(IN_USE);
+    }
+}
+
+/// What is remembered of content that is in no block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Gone {
+    /// The class it ages in and since when; `None` where it was lost in use.
+    pub(super) age: Option<(u8, u32)>,
+    pub(super) uses: u8,
+    pub(super) turn: u8,
+}
+
+/// The most uses and turns that are told apart once content is gone: more are of one grade.
+const COUNT_MAX: u8 = 31;
+
+/// Uses, turn and class of content that is gone, in 16 bits.
+#[derive(Debug, Clone, Copy)]
+struct Packed(u16);
+
+impl Packed {
+    fn new(uses: u8, turn: u8, class: Option<u8>) -> Self {
+        let [uses, turn] = [uses, turn].map(|count| u16::from(count.min(COUNT_MAX)));
+        // The grade of uses in the class follows from the uses.
+        let rest = class.map_or(0, |class| u16::from(rates::without_uses(class)).wrapping_add(1));
+        Self(uses | turn << 5 | rest << 10)
+    }
+    fn field(self, shift: u16, mask: u16) -> u8 {
+        u8::try_from(self.0 >> shift & mask).unwrap_or(0)
+    }
+    fn uses(self) -> u8 {
+        self.field(0, 31)
+    }
+    fn turn(self) -> u8 {
+        self.field(5, 31)
+    }
+    fn class(self) -> Option<u8> {
+        let rest = self.field(10, 31).checked_sub(1)?;
+        Some(rates::with_uses(rest, self.uses()))
+    }
+}
+
+/// Where a content is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    Block(u32),
+    Gone(u32),
+}
 
 /// All contents: a fixed number, so that the longest gone is forgotten for a new one.
 #[derive(Debug, Clone)]
 pub(super) struct Contents {
-    all: Vec<Content>,
-    lists: Lists,
-    by_key: HashTable<u32>,
-    /// What each block holds.
-    of_block: Vec<u32>,
+    held: Vec<Held>,
+    gone_key: Vec<u32>,
+    gone_since: Vec<u32>,
+    gone: Vec<Packed>,
+    /// The longest gone, and how many are behind it, in a ring.
+    oldest: u32,
+    num_gone: u32,
+    /// First content of each bucket of names.
+    buckets: Vec<u32>,
+    /// The next content in the chain of a bucket, blocks first, then what is gone.
+    next: Vec<u32>,
 }
 
 impl Contents {
     pub(super) fn new(num_blocks: u32) -> Self {
-        let len = num_blocks.saturating_add(num_blocks.saturating_mul(GONE_PER_BLOCK));
-        let mut lists = Lists::new(len, CANDIDATES.saturating_add(len));
-        (0..len).for_each(|content| lists.push_back(FREE, content));
+        let room = END.saturating_sub(num_blocks);
+        let gone = num_blocks.saturating_mul(GONE_PER_BLOCK).min(room);
+        let all = num_blocks.saturating_add(gone);
+        let num_buckets = (num_blocks.saturating_mul(2)).clamp(1, END - 2);
         Self {
-            all: vec![UNKNOWN; to_usize(len)],
-            lists,
-            // Twice what is ever in it: what was removed is then cleared away in place.
-            by_key: HashTable::with_capacity(to_usize(len).saturating_mul(2)),
-            of_block: vec![NONE; to_usize(num_blocks)],
+            held: vec![EMPTY; to_usize(num_blocks)],
+            gone_key: vec![0; to_usize(gone)],
+            gone_since: vec![0; to_usize(gone)],
+            gone: vec![Packed(0); to_usize(gone)],
+            oldest: 0,
+            num_gone: 0,
+            buckets: (0..num_buckets).map(|bucket| END | bucket).collect(),
+            next: vec![NONE; to_usize(all)],
         }
     }
 
-    pub(super) fn len(&self) -> u32 {
-        self.lists.num_nodes()
+    /// Memory that it has taken from the host.
+    #[cfg(test)]
+    pub(super) fn host_bytes(&self) -> usize {
+        let four = [&self.gone_key, &self.gone_since, &self.buckets, &self.next].map(Vec::capacity);
+        let held = self.held.capacity() * size_of::<Held>();
+        held + four.iter().sum::<usize>() * 4 + self.gone.capacity() * size_of::<Packed>()
     }
 
-    pub(super) fn get(&self, content: u32) -> Content {
-        self.all.get(to_usize(content)).copied().unwrap_or(UNKNOWN)
+    /// Contents that can be remembered.
+    #[cfg(test)]
+    pub(super) fn capacity(&self) -> u32 {
+        to_u32(self.next.len())
     }
 
-    pub(super) fn get_mut(&mut self, content: u32) -> Option<&mut Content> {
-        self.all.get_mut(to_usize(content))
+    fn num_blocks(&self) -> u32 {
+        to_u32(self.held.len())
     }
 
     /// What a block holds.
-    pub(super) fn of_block(&self, block: u32) -> Option<u32> {
-        self.of_block.get(to_usize(block)).copied().filter(|content| *content != NONE)
+    pub(super) fn held(&self, block: u32) -> Option<Held> {
+        self.held.get(to_usize(block)).copied().filter(|held| held.turn > 0)
+    }
+    pub(super) fn held_mut(&mut self, block: u32) -> Option<&mut Held> {
+        self.held.get_mut(to_usize(block)).filter(|held| held.turn > 0)
+    }
+    /// What is remembered of a content that is gone.
+    pub(super) fn gone(&self, at: u32) -> Gone {
+        let packed = self.gone.get(to_usize(at)).copied().unwrap_or(Packed(0));
+        let since = self.gone_since.get(to_usize(at)).copied().unwrap_or(0);
+        let age = packed.class().map(|class| (class, since));
+        Gone { age, uses: packed.uses(), turn: packed.turn() }
     }
 
-    pub(super) fn find(&self, key: u64) -> Option<u32> {
-        self.by_key.find(key, |content| self.get(*content).key == key).copied()
-    }
-
-    /// A number for new content, and the cohort that the content forgotten for it was in.
-    pub(super) fn allocate(&mut self) -> Option<(u32, Option<u32>)> {
-        if let Some(free) = self.lists.pop_front(FREE) {
-            return Some((free, None));
+    /// The content of this name.
+    pub(super) fn find(&self, key: u64) -> Option<Place> {
+        let mut at = self.first(self.bucket(key));
+        while at & END == 0 {
+            if self.key(at) == low(key) {
+                let gone = at.checked_sub(self.num_blocks());
+                return Some(gone.map_or(Place::Block(at), Place::Gone));
+            }
+            at = self.next(at);
         }
-        let oldest = self.lists.pop_front(GONE)?;
-        let Content { key, cohort, .. } = self.get(oldest);
-        if let Ok(entry) = self.by_key.find_entry(key, |content| *content == oldest) {
-            entry.remove();
-        }
-        Some((oldest, (cohort != NONE).then_some(cohort)))
+        None
     }
 
-    /// Writes down new content and where it is; under its key unless it is a copy.
-    pub(super) fn insert(&mut self, content: u32, new: Content) {
-        let Self { all, by_key, of_block, .. } = self;
-        if let Some(slot) = all.get_mut(to_usize(content)) {
+    /// Puts new content into a block without any; found by its name unless other content is.
+    pub(super) fn insert(&mut self, block: u32, key: u64, new: Held) {
+        let is_known = self.find(key).is_some();
+        if let Some(slot) = self.held.get_mut(to_usize(block)) {
             *slot = new;
-        }
-        if let Some(slot) = of_block.get_mut(to_usize(new.block)) {
-            *slot = content;
-        }
-        if new.is_found {
-            let key = |content: &u32| all.get(to_usize(*content)).map_or(0, |c| c.key);
-            by_key.insert_unique(new.key, content, key);
+            if !is_known {
+                self.link(block, self.bucket(key));
+            }
         }
     }
 
-    /// Content that was gone is in a block again.
-    pub(super) fn bring_back(&mut self, content: u32, block: u32) {
-        self.lists.remove(content);
-        if let Some(slot) = self.get_mut(content) {
-            slot.block = block;
-            slot.is_idle = false;
+    /// Takes the content out of a block and remembers it. Answers with what has to be forgotten for
+    /// it: the longest gone, or the content itself where another one has its name.
+    pub(super) fn remove(&mut self, block: u32) -> Option<Gone> {
+        let held = self.held(block)?;
+        if let Some(slot) = self.held.get_mut(to_usize(block)) {
+            *slot = EMPTY;
         }
-        if let Some(slot) = self.of_block.get_mut(to_usize(block)) {
-            *slot = content;
+        let age = held.class().map(|class| (class, held.since));
+        if self.next(block) == NONE {
+            return Some(Gone { age, uses: held.uses, turn: held.turn });
+        }
+        let bucket = self.unlink(block);
+        let room = to_u32(self.gone.len());
+        let forgotten = (self.num_gone == room).then(|| {
+            let oldest = self.gone(self.oldest);
+            self.forget(self.oldest);
+            oldest
+        });
+        let at = self.wrap(self.oldest.saturating_add(self.num_gone));
+        let (class, since) = age.unzip();
+        self.set_gone(at, (held.key, since.unwrap_or(0)), Packed::new(held.uses, held.turn, class));
+        self.num_gone = self.num_gone.saturating_add(1);
+        self.link(self.num_blocks().saturating_add(at), bucket);
+        forgotten
+    }
+
+    /// Forgets a content that is gone; the oldest takes its place, which keeps the others together.
+    pub(super) fn forget(&mut self, at: u32) {
+        let num_blocks = self.num_blocks();
+        self.unlink(num_blocks.saturating_add(at));
+        let oldest = self.oldest;
+        if at != oldest {
+            let bucket = self.unlink(num_blocks.saturating_add(oldest));
+            let of = to_usize(oldest);
+            let key = self.gone_key.get(of).copied().unwrap_or(0);
+            let since = self.gone_since.get(of).copied().unwrap_or(0);
+            let packed = self.gone.get(of).copied().unwrap_or(Packed(0));
+            self.set_gone(at, (key, since), packed);
+            self.link(num_blocks.saturating_add(at), bucket);
+        }
+        self.oldest = self.wrap(oldest.saturating_add(1));
+        self.num_gone = self.num_gone.saturating_sub(1);
+    }
+
+    fn set_gone(&mut self, at: u32, (key, since): (u32, u32), packed: Packed) {
+        let at = to_usize(at);
+        let slots = (self.gone_key.get_mut(at), self.gone_since.get_mut(at), self.gone.get_mut(at));
+        if let (Some(a), Some(b), Some(c)) = slots {
+            (*a, *b, *c) = (key, since, packed);
         }
     }
 
-    /// The block of a content, no candidate, holds it no longer. A copy is forgotten: the cohort it
-    /// leaves is the answer.
-    pub(super) fn remove_from_block(&mut self, content: u32) -> Option<u32> {
-        let Content { block, is_found, cohort, .. } = self.get(content);
-        if let Some(slot) = self.of_block.get_mut(to_usize(block)) {
-            *slot = NONE;
+    /// A place in the ring of what is gone.
+    fn wrap(&self, at: u32) -> u32 {
+        at.checked_rem(to_u32(self.gone.len())).unwrap_or(0)
+    }
+
+    fn key(&self, at: u32) -> u32 {
+        match at.checked_sub(self.num_blocks()) {
+            None => self.held.get(to_usize(at)).map_or(0, |held| held.key),
+            Some(gone) => self.gone_key.get(to_usize(gone)).copied().unwrap_or(0),
         }
-        if let Some(slot) = self.get_mut(content) {
-            slot.block = NONE;
-            slot.is_idle = false;
+    }
+
+    /// The high half of a name decides the bucket, the low half is compared.
+    fn bucket(&self, key: u64) -> u32 {
+        let buckets = u64::from(to_u32(self.buckets.len()));
+        u32::try_from((key >> 32).wrapping_mul(buckets) >> 32).unwrap_or(0)
+    }
+    fn first(&self, bucket: u32) -> u32 {
+        self.buckets.get(to_usize(bucket)).copied().unwrap_or(END)
+    }
+    fn next(&self, at: u32) -> u32 {
+        self.next.get(to_usize(at)).copied().unwrap_or(END)
+    }
+
+    fn link(&mut self, at: u32, bucket: u32) {
+        let slots = (self.buckets.get_mut(to_usize(bucket)), self.next.get_mut(to_usize(at)));
+        if let (Some(first), Some(next)) = slots {
+            *next = std::mem::replace(first, at);
         }
-        self.lists.push_back(if is_found { GONE } else { FREE }, content);
-        (!is_found && cohort != NONE).then_some(cohort)
     }
 
-    pub(super) fn is_candidate(&self, content: u32) -> bool {
-        self.get(content).is_idle && self.lists.contains(content)
-    }
-
-    /// Puts a content behind the candidates of its cohort.
-    pub(super) fn push_candidate(&mut self, cohort: u32, content: u32) {
-        self.lists.push_back(CANDIDATES.saturating_add(cohort), content);
-    }
-
-    /// Takes a candidate from its cohort; says whether it was the last.
-    pub(super) fn remove_candidate(&mut self, cohort: u32, content: u32) -> bool {
-        self.lists.remove(content);
-        self.first_candidate(cohort).is_none()
-    }
-
-    pub(super) fn first_candidate(&self, cohort: u32) -> Option<u32> {
-        self.lists.front(CANDIDATES.saturating_add(cohort))
+    /// Takes a content out of its chain, whose bucket the end of the chain tells.
+    fn unlink(&mut self, at: u32) -> u32 {
+        let after = self.next(at);
+        assert!(after != NONE, "content {at} is found by its name");
+        let mut end = after;
+        while end & END == 0 {
+            end = self.next(end);
+        }
+        let bucket = end & !END;
+        let mut before = self.first(bucket);
+        if before == at {
+            if let Some(first) = self.buckets.get_mut(to_usize(bucket)) {
+                *first = after;
+            }
+        } else {
+            while self.next(before) != at {
+                assert!(before & END == 0, "content {at} is in the chain of its bucket");
+                before = self.next(before);
+            }
+            if let Some(next) = self.next.get_mut(to_usize(before)) {
+                *next = after;
+            }
+        }
+        if let Some(next) = self.next.get_mut(to_usize(at)) {
+            *next = NONE;
+        }
+        bucket
     }
 }
 
-/// A key cut to what the table stores, never 0; tests have keys that are no hashes.
+/// A key cut to 64 bits, never 0; tests have keys that are no hashes.
 pub(super) fn short_key(key: BlockKey) -> u64 {
     let [low, high] = [key.0, key.0 >> 64].map(|half| u64::try_from(half & MASK).unwrap_or(0));
     (low ^ high.rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1
 }
 
 const MASK: u128 = 0xffff_ffff_ffff_ffff;
+
+fn low(key: u64) -> u32 {
+    u32::try_from(key & 0xffff_ffff).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_gone_keeps_its_class() {
+        for (uses, turn) in [(1, 1), (2, 1), (5, 9), (30, 4), (200, 250)] {
+            for is_last in [false, true] {
+                let class = rates::class(uses, turn, is_last);
+                let packed = Packed::new(uses, turn, Some(class));
+                assert_eq!(packed.class(), Some(class), "{uses} uses, turn {turn}");
+                assert_eq!((packed.uses(), packed.turn()), (uses.min(31), turn.min(31)));
+            }
+            assert_eq!(Packed::new(uses, turn, None).class(), None);
+        }
+    }
+
+    /// Against a list that is searched from end to end.
+    #[test]
+    fn contents_are_found_by_their_names_until_they_are_forgotten() {
+        let mut contents = Contents::new(3);
+        let mut blocks: Vec<Option<u64>> = vec![None; 3];
+        let mut gone: Vec<u64> = Vec::new();
+        let mut random = 1_u64;
+        for _ in 0..5000 {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let (block, name) = ((random >> 33) % 3, (random >> 40) % 30);
+            let (at, key) = (u32::try_from(block).unwrap(), short_key(BlockKey(name.into())));
+            if let Some(key) = blocks[usize::try_from(block).unwrap()].take() {
+                contents.remove(at);
+                gone.push(key);
+                // The oldest is forgotten.
+                if gone.len() > 12 {
+                    gone.remove(0);
+                }
+            }
+            if blocks.contains(&Some(key)) {
+                continue;
+            }
+            if let Some(Place::Gone(place)) = contents.find(key) {
+                contents.forget(place);
+                let place = gone.iter().position(|other| *other == key).unwrap();
+                // The oldest takes its place.
+                gone.swap(place, 0);
+                gone.remove(0);
+            }
+            contents.insert(at, key, Held::new((key, None), 1, 1));
+            blocks[usize::try_from(block).unwrap()] = Some(key);
+            for name in 0..30_u128 {
+                let key = short_key(BlockKey(name));
+                let held = blocks.iter().position(|other| *other == Some(key));
+                match contents.find(key) {
+                    Some(Place::Block(at)) => assert_eq!(held, Some(to_usize(at))),
+                    Some(Place::Gone(_)) => assert!(gone.contains(&key)),
+                    None => assert!(held.is_none() && !gone.contains(&key)),
+                }
+            }
+        }
+    }
+}

@@ -23,8 +23,8 @@ mod rates;
 use std::sync::Arc;
 
 use cohorts::Cohorts;
-use contents::{Content, Contents, NONE, short_key};
-use rates::Rates;
+use contents::{Contents, Held, Place, short_key};
+use rates::{Rates, bin_of};
 
 use crate::eviction::priority::Levels;
 use crate::eviction::{BlockInfo, Clock, EvictionPolicy, Priority};
@@ -40,28 +40,26 @@ const REQUESTS_PER_LESSON_MAX: u32 = 128;
 ///
 /// Each call takes O(1), or O(log n) with durations of priorities, a request further time that
 /// depends on its own blocks and the numbers of classes and ages. Contents are remembered up to
-/// four times the number of blocks after they are gone; about 500 bytes for each block, allocated
-/// at once.
+/// four times the number of blocks after they are gone; 95 bytes for each block, allocated at once,
+/// and some for each of the last 16,384 requests.
 #[derive(Debug)]
 pub struct ReuseRate {
-    /// Idle blocks of all levels but the default one.
     levels: Levels,
     contents: Contents,
     cohorts: Cohorts,
     rates: Rates,
-    /// Requests so far, and until conclusions are drawn.
-    now: u32,
+    /// Until conclusions are drawn.
     requests_to_lesson: u32,
     released: Released,
-    /// The latest new content and its number: often the parent of the next.
-    stored: (u64, u32),
+    /// The latest new content and its block: often the parent of the next.
+    stored: Option<(u64, u32)>,
 }
 
 /// The block released last, to know the next one as the block before it.
 #[derive(Debug, Clone, Copy, Default)]
 struct Released {
     /// The content before it.
-    parent: u64,
+    parent: u32,
     /// The latest turn of the blocks behind.
     turn: u8,
     /// The class it is ranked by, unless it was the last of its sequence: those are often of no
@@ -72,17 +70,22 @@ struct Released {
 impl ReuseRate {
     /// For blocks `0..num_blocks`; durations of priorities run by `clock`.
     pub fn new(num_blocks: u32, clock: Arc<dyn Clock>) -> Self {
-        let contents = Contents::new(num_blocks);
         Self {
             levels: Levels::new(num_blocks, clock),
-            cohorts: Cohorts::new(contents.len()),
-            contents,
+            cohorts: Cohorts::new(num_blocks),
+            contents: Contents::new(num_blocks),
             rates: Rates::new(),
-            now: 0,
             requests_to_lesson: 0,
             released: Released::default(),
-            stored: (0, NONE),
+            stored: None,
         }
+    }
+
+    /// Memory that it has taken from the host.
+    #[cfg(test)]
+    pub(crate) fn host_bytes(&self) -> usize {
+        let [a, b] = [self.levels.host_bytes(), self.contents.host_bytes()];
+        a + b + self.cohorts.host_bytes() + self.rates.host_bytes()
     }
 
     fn learn(&mut self) {
@@ -93,57 +96,32 @@ impl ReuseRate {
     /// The turn of new content behind `parent`: one more, unless its parent is as new.
     fn turn_behind(&self, parent: Option<u64>) -> u8 {
         let Some(key) = parent else { return 1 };
-        let (latest, content) = self.stored;
-        let content = if latest == key { Some(content) } else { self.contents.find(key) };
-        let Some(parent) = content.map(|content| self.contents.get(content)) else { return 1 };
-        let is_new = parent.uses <= 1 && !parent.is_idle && parent.block != NONE;
-        if is_new { parent.turn } else { parent.turn.saturating_add(1) }
-    }
-
-    /// Content that aged is in use again, or forgotten.
-    fn leave(&mut self, content: u32) {
-        let cohort = self.contents.get(content).cohort;
-        if cohort != NONE {
-            self.set_candidate(content, false);
-            self.cohorts.leave(cohort);
-            if let Some(slot) = self.contents.get_mut(content) {
-                slot.cohort = NONE;
-            }
+        let latest = self.stored.filter(|&(latest, block)| {
+            latest == key && self.contents.held(block).is_some_and(|held| held.is_named(key))
+        });
+        let place = latest.map(|(_, block)| Place::Block(block));
+        let place = place.or_else(|| self.contents.find(key));
+        match place {
+            None => 1,
+            Some(Place::Gone(at)) => self.contents.gone(at).turn.saturating_add(1),
+            Some(Place::Block(block)) => self.contents.held(block).map_or(1, |parent| {
+                let is_new = parent.uses <= 1 && parent.class().is_none();
+                if is_new { parent.turn } else { parent.turn.saturating_add(1) }
+            }),
         }
     }
 
-    /// A use: counted at the age the content has.
-    fn count_use(&mut self, content: u32) {
-        let Content { cohort, uses, .. } = self.contents.get(content);
-        if cohort != NONE {
-            let (class, bin) = self.cohorts.class_and_bin(cohort);
-            self.rates.used(class, bin);
-            self.leave(content);
-        }
-        if let Some(slot) = self.contents.get_mut(content) {
-            slot.uses = uses.saturating_add(1);
-        }
-    }
-
-    fn set_candidate(&mut self, content: u32, is_candidate: bool) {
-        let cohort = self.contents.get(content).cohort;
-        if cohort == NONE || is_candidate == self.contents.is_candidate(content) {
-            return;
-        }
-        if is_candidate {
-            let is_first = self.contents.first_candidate(cohort).is_none();
-            self.contents.push_candidate(cohort, content);
-            if is_first {
-                self.cohorts.set_candidates(cohort, true);
-            }
-        } else if self.contents.remove_candidate(cohort, content) {
-            self.cohorts.set_candidates(cohort, false);
+    /// A use of content that ages: counted at the age it has.
+    fn count_use(&mut self, age: Option<(u8, u32)>) {
+        if let Some((class, since)) = age {
+            self.rates.used(class, bin_of(self.cohorts.age(since)));
+            self.cohorts.leave(class, since);
         }
     }
 
     /// The class of a block just released, and the class to rank it by: no worse than the blocks
     /// behind it, which are of no use without it.
-    fn classify(&mut self, content: &Content) -> (u8, u8) {
+    fn classify(&mut self, content: &Held) -> (u8, u8) {
         let is_last = self.released.parent != content.key;
         let turn = if is_last { content.turn } else { content.turn.max(self.released.turn) };
         let class = rates::class(content.uses, turn, is_last);
@@ -155,34 +133,50 @@ impl ReuseRate {
         (class, rank)
     }
 
+    /// A block is no candidate any more.
+    fn take_out(&mut self, block: u32) {
+        self.levels.end(block);
+        self.cohorts.remove(block);
+    }
+
     /// The block no longer holds its content.
     fn remove(&mut self, block: u32) {
-        self.levels.remove(block);
-        if let Some(content) = self.contents.of_block(block) {
-            self.set_candidate(content, false);
-            if let Some(cohort) = self.contents.remove_from_block(content) {
-                self.cohorts.leave(cohort);
-            }
+        self.take_out(block);
+        let forgotten = self.contents.remove(block);
+        if let Some((class, since)) = forgotten.and_then(|forgotten| forgotten.age) {
+            self.cohorts.leave(class, since);
         }
     }
 
-    /// Puts an idle block where its level belongs.
-    fn place(&mut self, block: u32, content: u32) {
-        let is_default = self.levels.priority(block).level == Priority::DEFAULT_LEVEL;
-        self.set_candidate(content, is_default);
-        if !is_default {
-            self.levels.push(block);
+    /// Makes an idle block a candidate where its level belongs.
+    fn place(&mut self, block: u32, content: &Held) {
+        let level = self.levels.level(block);
+        if level == Priority::DEFAULT_LEVEL {
+            self.cohorts.push(block, content.rank, content.since);
+        } else {
+            self.cohorts.push_level(block, level);
         }
+        self.levels.begin(block);
+    }
+
+    /// The content of a block is in use again; what it was.
+    fn take_up(&mut self, block: u32) -> Option<Held> {
+        let before = self.contents.held(block)?;
+        self.take_out(block);
+        let held = self.contents.held_mut(block)?;
+        held.uses = held.uses.saturating_add(1);
+        held.set_class(None);
+        Some(before)
     }
 }
 
 impl EvictionPolicy for ReuseRate {
     fn tick(&mut self) {
-        self.now = self.now.wrapping_add(1);
-        self.cohorts.advance(self.now, &mut self.rates);
+        self.cohorts.advance(&mut self.rates);
         self.requests_to_lesson = self.requests_to_lesson.saturating_sub(1);
         if self.requests_to_lesson == 0 {
-            self.requests_to_lesson = (self.now / LESSON_SHARE).clamp(1, REQUESTS_PER_LESSON_MAX);
+            let requests = self.cohorts.now() / LESSON_SHARE;
+            self.requests_to_lesson = requests.clamp(1, REQUESTS_PER_LESSON_MAX);
             self.learn();
         }
     }
@@ -192,65 +186,57 @@ impl EvictionPolicy for ReuseRate {
         self.levels.set(block.0, info.priority);
         let key = short_key(info.key);
         let parent = info.parent.map(short_key);
-        let known = self.contents.find(key);
-        if let Some(content) = known.filter(|content| self.contents.get(*content).block == NONE) {
-            self.count_use(content);
-            self.contents.bring_back(content, block.0);
-            return;
-        }
-        let copied = known.map(|content| self.contents.get(content));
-        let (uses, turn) = copied.map_or_else(
-            || (1, self.turn_behind(parent)),
-            |of| (of.uses.saturating_add(1), of.turn),
-        );
-        let Some((content, left)) = self.contents.allocate() else { return };
-        if let Some(cohort) = left {
-            self.cohorts.leave(cohort);
-        }
-        let parent = parent.unwrap_or(0);
-        let (is_found, is_idle) = (copied.is_none(), false);
-        let block = block.0;
-        let new = Content { key, parent, block, cohort: NONE, uses, turn, is_found, is_idle };
-        self.contents.insert(content, new);
-        self.stored = (key, content);
+        let (uses, turn) = match self.contents.find(key) {
+            Some(Place::Gone(at)) => {
+                let gone = self.contents.gone(at);
+                self.contents.forget(at);
+                self.count_use(gone.age);
+                (gone.uses.saturating_add(1), gone.turn)
+            }
+            // A copy, or another content with the same name.
+            Some(Place::Block(other)) => {
+                let uses = |held: Held| (held.uses.saturating_add(1), held.turn);
+                self.contents.held(other).map_or((1, 1), uses)
+            }
+            None => {
+                let turn = self.turn_behind(parent);
+                self.stored = Some((key, block.0));
+                (1, turn)
+            }
+        };
+        self.contents.insert(block.0, key, Held::new((key, parent), uses, turn));
     }
 
     fn reused(&mut self, block: BlockId) {
-        if let Some(content) = self.contents.of_block(block.0) {
-            self.levels.remove(block.0);
-            self.count_use(content);
-            if let Some(slot) = self.contents.get_mut(content) {
-                slot.is_idle = false;
-            }
+        if let Some(before) = self.take_up(block.0) {
+            self.count_use(before.class().map(|class| (class, before.since)));
         }
     }
 
     /// A use, but at an age that says nothing: the request may have found a part of the block, and
     /// let go of it, just before.
     fn computed_again(&mut self, block: BlockId) {
-        if let Some(content) = self.contents.of_block(block.0) {
-            self.levels.remove(block.0);
-            self.leave(content);
-            if let Some(slot) = self.contents.get_mut(content) {
-                (slot.uses, slot.is_idle) = (slot.uses.saturating_add(1), false);
-            }
+        if let Some(before) = self.take_up(block.0)
+            && let Some(class) = before.class()
+        {
+            self.cohorts.leave(class, before.since);
         }
     }
 
     fn idle(&mut self, block: BlockId) {
-        let Some(content) = self.contents.of_block(block.0) else { return };
-        let known = self.contents.get(content);
-        if known.is_idle {
+        let Some(known) = self.contents.held(block.0).filter(|held| held.class().is_none()) else {
             return;
-        }
+        };
         let (class, rank) = self.classify(&known);
-        let cohort = self.cohorts.enter(class, rank, self.now).unwrap_or(NONE);
+        let since = self.cohorts.now();
+        self.cohorts.enter(class);
         self.rates.reached(class, 0, 1.0);
-        if let Some(slot) = self.contents.get_mut(content) {
-            slot.cohort = cohort;
-            slot.is_idle = true;
+        if let Some(held) = self.contents.held_mut(block.0) {
+            (held.rank, held.since) = (rank, since);
+            held.set_class(Some(class));
+            let held = *held;
+            self.place(block.0, &held);
         }
-        self.place(block.0, content);
         if self.rates.take_in_use(rank) {
             self.learn();
         }
@@ -261,33 +247,34 @@ impl EvictionPolicy for ReuseRate {
     }
 
     fn set_priority(&mut self, block: BlockId, priority: Priority) {
-        let Some(content) = self.contents.of_block(block.0) else { return };
+        let Some(content) = self.contents.held(block.0) else { return };
+        let is_idle = content.class().is_some();
+        let before = self.levels.level(block.0);
+        if is_idle {
+            self.levels.end(block.0);
+        }
         self.levels.set(block.0, priority);
-        if self.contents.get(content).is_idle {
-            self.levels.remove(block.0);
-            self.place(block.0, content);
+        let stays = [before, self.levels.level(block.0)] == [Priority::DEFAULT_LEVEL; 2];
+        if is_idle && !stays {
+            self.cohorts.remove(block.0);
+            self.place(block.0, &content);
         }
     }
 
     fn evict(&mut self) -> Option<BlockId> {
         while let Some(block) = self.levels.expired() {
-            if let Some(content) = self.contents.of_block(block) {
-                self.place(block, content);
+            self.cohorts.remove(block);
+            if let Some(content) = self.contents.held(block) {
+                self.place(block, &content);
             }
         }
-        let of_level = self.levels.first();
+        let of_level = self.cohorts.first_by_level();
         let low = of_level.filter(|(level, _)| *level < Priority::DEFAULT_LEVEL);
-        let block = low.or_else(|| self.first_of_default_level().or(of_level))?.1;
+        let of_level = of_level.map(|(_, block)| block);
+        let low = low.map(|(_, block)| block);
+        let block = low.or_else(|| self.cohorts.first_by_rate()).or(of_level)?;
         self.remove(block);
         Some(BlockId(block))
-    }
-}
-
-impl ReuseRate {
-    /// The candidate of the default level that will be missed least.
-    fn first_of_default_level(&self) -> Option<(u8, u32)> {
-        let content = self.contents.first_candidate(self.cohorts.first()?)?;
-        Some((Priority::DEFAULT_LEVEL, self.contents.get(content).block))
     }
 }
 
@@ -307,11 +294,12 @@ mod tests {
         BlockInfo { key: BlockKey(key), parent, index: 0, priority: Priority::default() }
     }
 
-    /// One request after another with a block that is never asked for again.
+    /// One request after another with a block that is never asked for again; the first ones find
+    /// the pool empty.
     fn fill(policy: &mut ReuseRate, first: u128, num_blocks: u32) {
         for block in 0..num_blocks {
             policy.tick();
-            let found = policy.evict().unwrap_or(BlockId(block));
+            let found = if first == 0 { BlockId(block) } else { policy.evict().unwrap() };
             policy.stored(found, &info(first + u128::from(block), None));
             policy.idle(found);
         }
@@ -343,12 +331,12 @@ mod tests {
     #[test]
     fn what_is_forgotten_makes_room_and_the_memory_stays_as_it_is() {
         let mut policy = policy(4);
-        let capacity = policy.contents.len();
+        let capacity = policy.contents.capacity();
         assert_eq!(capacity, 20);
         for round in 0..50 {
             fill(&mut policy, round * 4, 4);
         }
-        assert_eq!(policy.contents.len(), capacity);
+        assert_eq!(policy.contents.capacity(), capacity);
         assert!(policy.contents.find(short_key(BlockKey(199))).is_some());
         assert!(policy.contents.find(short_key(BlockKey(180))).is_some(), "remembered 16 more");
         assert!(policy.contents.find(short_key(BlockKey(179))).is_none(), "the 21st is forgotten");
@@ -362,8 +350,7 @@ mod tests {
         policy.tick();
         let block = policy.evict().unwrap();
         policy.stored(block, &info(1, None));
-        let content = policy.contents.of_block(block.0).unwrap();
-        assert_eq!(policy.contents.get(content).uses, 2);
+        assert_eq!(policy.contents.held(block.0).unwrap().uses, 2);
     }
 
     #[test]
@@ -375,8 +362,7 @@ mod tests {
             for block in range.clone() {
                 let key = u128::from(block);
                 policy.stored(BlockId(block), &info(key, key.checked_sub(1)));
-                let content = policy.contents.of_block(block).unwrap();
-                assert_eq!(policy.contents.get(content).turn, turn, "block {block}");
+                assert_eq!(policy.contents.held(block).unwrap().turn, turn, "block {block}");
             }
             (0..range.end).rev().for_each(|block| policy.idle(BlockId(block)));
         }

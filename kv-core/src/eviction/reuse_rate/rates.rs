@@ -38,9 +38,15 @@ const CLASS_GUESS: f32 = 1000.0;
 /// Observations of a class after which all its counts are halved, so that it follows the times.
 const ENOUGH: f32 = 1_048_576.0;
 
-/// Where the bin behind this one begins, or `None` behind the last.
-pub(super) fn bin_end(bin: u8) -> Option<u32> {
-    BEGIN.get(usize::from(bin).saturating_add(1)).map(|age| u32::from(*age))
+/// The age at which a bin begins.
+pub(super) fn bin_begin(bin: u8) -> u32 {
+    BEGIN.get(usize::from(bin)).map_or(u32::MAX, |age| u32::from(*age))
+}
+
+/// The bin of an age.
+pub(super) fn bin_of(age: u32) -> u8 {
+    let bins = BEGIN.partition_point(|begin| u32::from(*begin) <= age);
+    u8::try_from(bins.saturating_sub(1)).unwrap_or(u8::MAX)
 }
 
 /// The class of content used `uses` times, in the given turn.
@@ -49,6 +55,19 @@ pub(super) fn class(uses: u8, turn: u8, is_last: bool) -> u8 {
     let turn = grade(turn).min(NUM_USES.saturating_sub(2)).max(uses);
     let last = u8::from(is_last).saturating_mul(NUM_USES);
     last.saturating_add(uses).saturating_mul(NUM_USES).saturating_add(turn)
+}
+
+/// What a class says besides the uses.
+pub(super) fn without_uses(class: u8) -> u8 {
+    let (of_uses, turn) = (class / NUM_USES, class % NUM_USES);
+    (of_uses / NUM_USES).saturating_mul(NUM_USES).saturating_add(turn)
+}
+
+/// The class of content used `uses` times, of which [`without_uses`] said `rest`.
+pub(super) fn with_uses(rest: u8, uses: u8) -> u8 {
+    let (last, turn) = (rest / NUM_USES, rest % NUM_USES);
+    let of_uses = last.saturating_mul(NUM_USES).saturating_add(grade(uses));
+    of_uses.saturating_mul(NUM_USES).saturating_add(turn)
 }
 
 fn grade(count: u8) -> u8 {
@@ -108,6 +127,12 @@ impl Rates {
         let mut rates = Self { classes: vec![seen; NUM_CLASSES], order };
         rates.learn();
         rates
+    }
+
+    /// Memory that it has taken from the host.
+    #[cfg(test)]
+    pub(super) fn host_bytes(&self) -> usize {
+        self.classes.capacity() * size_of::<Seen>() + self.order.capacity() * 8
     }
 
     /// `count` blocks have reached a bin.
@@ -234,6 +259,15 @@ mod tests {
             let end = BEGIN.get(bin + 1).map_or(2.0 * begin, |end| f32::from(*end));
             assert_eq!(end - begin, *width, "bin {bin}");
         }
+    }
+
+    #[test]
+    fn an_age_is_in_the_bin_that_began_last() {
+        for age in 0..40_000 {
+            let bin = bin_of(age);
+            assert!(bin_begin(bin) <= age && age < bin_begin(bin + 1), "{age} in bin {bin}");
+        }
+        assert_eq!(usize::from(bin_of(u32::MAX)), NUM_BINS - 1);
     }
 
     #[test]
