@@ -19,6 +19,18 @@ pub(crate) const fn to_u64(n: usize) -> u64 {
     }
 }
 
+/// Empties a list that every call fills anew. Memory of which the last call used little goes back:
+/// one large call is not paid for ever after.
+pub(crate) fn recycle<T>(list: &mut Vec<T>) {
+    const KEPT_BYTES: usize = 64 << 10;
+    let kept = KEPT_BYTES.checked_div(size_of::<T>()).unwrap_or(usize::MAX);
+    let (len, capacity) = (list.len(), list.capacity());
+    list.clear();
+    if capacity > kept && len <= capacity / 4 {
+        list.shrink_to(len.saturating_mul(2).max(kept));
+    }
+}
+
 /// Narrows a length that an earlier check has bounded; saturates if that check is wrong.
 pub(crate) fn to_u32(n: usize) -> u32 {
     debug_assert!(u32::try_from(n).is_ok(), "a length passed its check and does not fit u32");

@@ -3,51 +3,60 @@ use crate::error::PlanError;
 use crate::ids::BlockId;
 use crate::num::{to_u32, to_usize};
 
-/// Tables of all sequences of one group: a row a sequence, in one padded array that lives as long
-/// as the cache.
+/// Tables of all sequences of one group: a row a sequence, as long as the sequence's own blocks.
 ///
 /// A step changes only the entries that change, so planning costs nothing for the tokens that were
-/// there before. [`Self::csr`] and [`Self::padded`] make the two forms that kernels of other
-/// systems take.
+/// there before. Memory follows the length of each row, and goes back when a row becomes shorter:
+/// one long sequence costs the others nothing. [`Self::csr`] and [`Self::padded`] make the two
+/// forms that kernels of other systems take, for the rows of one batch.
 ///
 /// Invariant: every entry is below `num_blocks`, so a holder of `&BlockTables` may index a plane
 /// with any entry it reads.
 #[derive(Debug, Clone)]
 pub struct BlockTables {
     num_blocks: u32,
-    stride: usize,
-    entries: Vec<BlockId>,
-    lens: Vec<u32>,
-    coded: Vec<u32>,
-    /// First entry that is held behind the sinks' blocks, by row: those before fell out of a
-    /// window.
-    live: Vec<u32>,
-    /// How often entries of a row changed other than by appending.
-    revisions: Vec<u64>,
+    /// Entries a row has room for when it gets its first.
+    width: usize,
+    rows: Vec<Row>,
+}
+
+/// The blocks of one sequence.
+#[derive(Debug, Clone, Default)]
+struct Row {
+    blocks: Vec<BlockId>,
+    /// Leading tokens that are codes.
+    coded: u32,
+    /// First entry that is held behind the sinks' blocks: those before fell out of a window.
+    live: u32,
+    /// How often entries changed other than by appending.
+    revision: u64,
+}
+
+/// Entries of a cache line: what a row has room for at first, and keeps when it is empty.
+const LINE: usize = 16;
+
+impl Row {
+    /// Removes the entries from `len` on, and gives memory back of which most is unused.
+    fn truncate(&mut self, len: usize) {
+        self.blocks.truncate(len);
+        let (len, capacity) = (self.blocks.len(), self.blocks.capacity());
+        if capacity > LINE && len <= capacity / 4 {
+            self.blocks.shrink_to(len.saturating_mul(2).max(LINE));
+        }
+    }
 }
 
 impl BlockTables {
-    /// Tables for a pool of `num_blocks`, with room for `width` blocks a row before rows move.
+    /// Tables for a pool of `num_blocks`. A row gets room for `width` blocks, and for a cache
+    /// line of them at most, when its first block comes.
     pub fn new(num_blocks: u32, width: u32) -> Self {
-        Self {
-            num_blocks,
-            stride: stride(to_usize(width)),
-            entries: Vec::new(),
-            lens: Vec::new(),
-            coded: Vec::new(),
-            live: Vec::new(),
-            revisions: Vec::new(),
-        }
+        Self { num_blocks, width: to_usize(width).min(LINE), rows: Vec::new() }
     }
 
     /// Makes sure that rows `0..rows` exist; new rows are empty.
     pub fn ensure_rows(&mut self, rows: usize) {
-        if rows > self.lens.len() {
-            self.lens.resize(rows, 0);
-            self.coded.resize(rows, 0);
-            self.live.resize(rows, 0);
-            self.revisions.resize(rows, 0);
-            self.entries.resize(rows.saturating_mul(self.stride), BlockId(0));
+        if rows > self.rows.len() {
+            self.rows.resize_with(rows, Row::default);
         }
     }
 
@@ -57,46 +66,46 @@ impl BlockTables {
     }
     /// Number of rows, empty ones included.
     pub fn num_rows(&self) -> usize {
-        self.lens.len()
+        self.rows.len()
     }
-    /// Entries from one row to the next in [`Self::entries`].
-    pub fn stride(&self) -> usize {
-        self.stride
-    }
-    /// All rows, `stride` entries each; entries past a row's length are meaningless but in range.
-    pub fn entries(&self) -> &[BlockId] {
-        &self.entries
+    /// The blocks of every row in token order, row after row.
+    pub fn rows(&self) -> impl Iterator<Item = &[BlockId]> + '_ {
+        self.rows.iter().map(|row| row.blocks.as_slice())
     }
     /// The blocks of row `row` in token order; empty for an unknown row.
     #[inline]
     pub fn row(&self, row: u32) -> &[BlockId] {
-        let row = to_usize(row);
-        let len = self.lens.get(row).copied().map_or(0, to_usize);
-        let start = row.saturating_mul(self.stride);
-        self.entries.get(start..start.saturating_add(len)).unwrap_or_default()
+        self.rows.get(to_usize(row)).map_or(&[], |row| &row.blocks)
+    }
+    /// Bytes of host memory that the tables take, room for further entries included.
+    pub fn host_bytes(&self) -> usize {
+        let entries = self.rows.iter().map(|row| row.blocks.capacity());
+        let entries = entries.fold(0, usize::saturating_add);
+        let headers = self.rows.capacity().saturating_mul(size_of::<Row>());
+        headers.saturating_add(entries.saturating_mul(size_of::<BlockId>()))
     }
 
     /// How many leading tokens of a row are codes, where the rest is in a tail; see
     /// [`SlotMap`](crate::SlotMap). Says nothing without a tail.
     pub fn coded(&self, row: u32) -> u32 {
-        self.coded.get(to_usize(row)).copied().unwrap_or(0)
+        self.rows.get(to_usize(row)).map_or(0, |row| row.coded)
     }
     /// Sets how many leading tokens of a row are codes; no change for an unknown row.
     pub fn set_coded(&mut self, row: u32, tokens: u32) {
-        if let Some(coded) = self.coded.get_mut(to_usize(row)) {
-            *coded = tokens;
+        if let Some(row) = self.rows.get_mut(to_usize(row)) {
+            row.coded = tokens;
         }
     }
 
     /// First entry of a row behind its vacant ones: blocks that fell out of a sliding window, whose
     /// entries mean nothing. The blocks of the group's sink tokens come before them and are held.
     pub fn live(&self, row: u32) -> u32 {
-        self.live.get(to_usize(row)).copied().unwrap_or(0)
+        self.rows.get(to_usize(row)).map_or(0, |row| row.live)
     }
     /// Sets the first entry behind the vacant ones; no change for an unknown row.
     pub fn set_live(&mut self, row: u32, index: u32) {
-        if let Some(live) = self.live.get_mut(to_usize(row)) {
-            *live = index;
+        if let Some(row) = self.rows.get_mut(to_usize(row)) {
+            row.live = index;
         }
     }
 
@@ -104,39 +113,34 @@ impl BlockTables {
     /// was made under the same number lacks the entries behind its end and nothing else. 0 for an
     /// unknown row.
     pub fn revision(&self, row: u32) -> u64 {
-        self.revisions.get(to_usize(row)).copied().unwrap_or(0)
+        self.rows.get(to_usize(row)).map_or(0, |row| row.revision)
     }
-    fn revise(&mut self, row: u32) {
-        if let Some(revision) = self.revisions.get_mut(to_usize(row)) {
-            *revision = revision.wrapping_add(1);
-        }
+    /// The row at an index, for a change other than appending.
+    fn revise(&mut self, row: u32) -> Option<&mut Row> {
+        let row = self.rows.get_mut(to_usize(row))?;
+        row.revision = row.revision.wrapping_add(1);
+        Some(row)
     }
 
     /// Moves the first `by` blocks from `begin` on to the end of a row; no change outside it.
     pub fn rotate(&mut self, row: u32, begin: usize, by: usize) {
-        self.revise(row);
-        if let Some(range) = self.tail_mut(row, begin).filter(|range| by <= range.len()) {
+        let range = self.revise(row).and_then(|row| row.blocks.get_mut(begin..));
+        if let Some(range) = range.filter(|range| by <= range.len()) {
             range.rotate_left(by);
         }
     }
     /// Takes [`Self::rotate`] back.
     pub fn rotate_back(&mut self, row: u32, begin: usize, by: usize) {
-        self.revise(row);
-        if let Some(range) = self.tail_mut(row, begin).filter(|range| by <= range.len()) {
+        let range = self.revise(row).and_then(|row| row.blocks.get_mut(begin..));
+        if let Some(range) = range.filter(|range| by <= range.len()) {
             range.rotate_right(by);
         }
-    }
-    fn tail_mut(&mut self, row: u32, begin: usize) -> Option<&mut [BlockId]> {
-        let len = self.lens.get(to_usize(row)).copied().map_or(0, to_usize);
-        let start = to_usize(row).saturating_mul(self.stride);
-        let (begin, end) = (start.saturating_add(begin), start.saturating_add(len));
-        self.entries.get_mut(begin..end)
     }
 
     /// Blocks of a row; 0 for an unknown one.
     #[inline]
     pub fn row_len(&self, row: u32) -> u32 {
-        self.lens.get(to_usize(row)).copied().unwrap_or(0)
+        to_u32(self.row(row).len())
     }
 
     /// Appends a block to a row.
@@ -146,31 +150,50 @@ impl BlockTables {
     #[inline]
     pub fn push(&mut self, row: u32, block: BlockId) -> Result<(), PlanError> {
         self.check(block)?;
-        let rows = self.lens.len();
-        let index = to_usize(row);
-        let Some(len) = self.lens.get(index).copied() else {
+        let (rows, width) = (self.rows.len(), self.width);
+        let Some(row) = self.rows.get_mut(to_usize(row)) else {
             let got = u64::from(row).saturating_add(1);
             return Err(PlanError::TooMany { what: "rows", got, max: u64::from(to_u32(rows)) });
         };
-        if to_usize(len) == self.stride {
-            self.widen();
+        if row.blocks.capacity() == 0 {
+            row.blocks.reserve_exact(width);
         }
-        let at = index.saturating_mul(self.stride).saturating_add(to_usize(len));
-        if let (Some(entry), Some(len)) = (self.entries.get_mut(at), self.lens.get_mut(index)) {
-            *entry = block;
-            *len = len.saturating_add(1);
-        }
+        row.blocks.push(block);
         Ok(())
+    }
+
+    /// Appends the first `len` blocks of row `from` to row `to`, which counts as many of its tokens
+    /// as codes and of its entries as vacant from then on.
+    ///
+    /// # Panics
+    /// When the rows are the same, one of them does not exist, or `from` is shorter.
+    pub(crate) fn fork_row(&mut self, from: u32, to: u32, len: usize) {
+        let pair = self.rows.get_disjoint_mut([to_usize(from), to_usize(to)]);
+        let blocks = match &pair {
+            Ok([from, _]) => from.blocks.get(..len),
+            Err(_) => None,
+        };
+        assert!(blocks.is_some(), "row {from} has {len} blocks, and row {to} is another");
+        if let Ok([from, to]) = pair {
+            to.blocks.extend_from_slice(from.blocks.get(..len).unwrap_or_default());
+            (to.coded, to.live) = (from.coded, from.live);
+        }
     }
 
     /// Takes the last block of a row off.
     pub fn pop(&mut self, row: u32) -> Option<BlockId> {
         let block = self.row(row).last().copied()?;
-        self.revise(row);
-        if let Some(len) = self.lens.get_mut(to_usize(row)) {
-            *len = len.saturating_sub(1);
-        }
+        self.truncate(row, self.row(row).len().saturating_sub(1));
         Some(block)
+    }
+
+    /// Takes the blocks from entry `len` on off a row; no change for a row that has no more.
+    pub fn truncate(&mut self, row: u32, len: usize) {
+        if len < self.row(row).len()
+            && let Some(row) = self.revise(row)
+        {
+            row.truncate(len);
+        }
     }
 
     /// Exchanges entry `index` of a row and returns what was there; `None` past the row's end.
@@ -184,13 +207,11 @@ impl BlockTables {
         block: BlockId,
     ) -> Result<Option<BlockId>, PlanError> {
         self.check(block)?;
-        let len = self.lens.get(to_usize(row)).copied().map_or(0, to_usize);
-        if index >= len {
+        if index >= self.row(row).len() {
             return Ok(None);
         }
-        self.revise(row);
-        let at = to_usize(row).saturating_mul(self.stride).saturating_add(index);
-        Ok(self.entries.get_mut(at).map(|entry| std::mem::replace(entry, block)))
+        let entry = self.revise(row).and_then(|row| row.blocks.get_mut(index));
+        Ok(entry.map(|entry| std::mem::replace(entry, block)))
     }
 
     /// Writes the rows of a batch as compressed sparse rows: `offsets` (batch + 1) into `blocks`.
@@ -204,7 +225,8 @@ impl BlockTables {
         }
     }
 
-    /// Writes the rows of a batch as `[rows, width]`, unused entries 0 and longer rows cut.
+    /// Writes the rows of a batch as `[rows, width]`, unused entries 0 and longer rows cut. The
+    /// longest [`Self::row_len`] of the batch is as wide as it need be.
     pub fn padded(&self, rows: &[u32], width: usize, out: &mut Vec<u32>) {
         out.clear();
         for &row in rows {
@@ -219,31 +241,6 @@ impl BlockTables {
         }
         Err(PlanError::BlockOutOfRange { block: block.0, num_blocks: self.num_blocks })
     }
-
-    /// Doubles the stride. Amortised over the pushes that made it necessary.
-    fn widen(&mut self) {
-        let stride = stride(self.stride.saturating_mul(2));
-        let mut entries = vec![BlockId(0); stride.saturating_mul(self.lens.len())];
-        for (new, old) in
-            entries.chunks_exact_mut(stride).zip(self.entries.chunks_exact(self.stride))
-        {
-            if let Some(start) = new.get_mut(..self.stride) {
-                start.copy_from_slice(old);
-            }
-        }
-        self.stride = stride;
-        self.entries = entries;
-    }
-}
-
-/// Entries of a cache line.
-const LINE: usize = 16;
-
-/// Entries from one row to the next where `width` are asked for. Whole lines, and an odd number of
-/// them: a step reads the ends of all rows, and at a distance of a power of two they would contend
-/// for the same few lines of a processor's cache.
-fn stride(width: usize) -> usize {
-    if width < LINE { width.max(1) } else { (width.div_ceil(LINE) | 1).saturating_mul(LINE) }
 }
 
 #[cfg(test)]
@@ -261,17 +258,50 @@ mod tests {
     }
 
     #[test]
-    fn rows_survive_widening() {
+    fn rows_grow_beyond_their_first_room() {
         let tables = tables();
-        assert_eq!(tables.stride(), 4);
         assert_eq!(tables.row(0), [BlockId(3), BlockId(1), BlockId(4)]);
         assert_eq!(tables.row(1), [BlockId(5)]);
+        let rows: Vec<_> = tables.rows().map(<[_]>::len).collect();
+        assert_eq!(rows, [3, 1]);
     }
 
     #[test]
-    fn long_rows_lie_an_odd_number_of_lines_apart() {
-        let strides = [0, 1, 15, 16, 17, 1024].map(|width| BlockTables::new(10, width).stride());
-        assert_eq!(strides, [1, 1, 15, 16, 48, 1040]);
+    fn one_long_row_costs_the_others_nothing() {
+        let mut tables = BlockTables::new(100_000, 16);
+        tables.ensure_rows(30_001);
+        for row in 0..30_000 {
+            tables.push(row, BlockId(row)).unwrap();
+        }
+        let before = tables.host_bytes();
+        for block in 0..62_500 {
+            tables.push(30_000, BlockId(block)).unwrap();
+        }
+        let grown = tables.host_bytes() - before;
+        assert!(grown <= 2 * 4 * 65_536, "{grown} bytes for 62,500 entries");
+        assert!(tables.host_bytes() < 5 << 20, "{} bytes", tables.host_bytes());
+    }
+
+    #[test]
+    fn a_row_that_ends_gives_its_memory_back() {
+        let mut tables = BlockTables::new(100_000, 16);
+        tables.ensure_rows(2);
+        tables.push(0, BlockId(7)).unwrap();
+        tables.push(1, BlockId(7)).unwrap();
+        let before = tables.host_bytes();
+        let ends: [fn(&mut BlockTables); 2] = [
+            |tables| tables.truncate(1, 1),
+            |tables| while tables.row_len(1) > 1 && tables.pop(1).is_some() {},
+        ];
+        for end in ends {
+            for block in 0..62_500 {
+                tables.push(1, BlockId(block)).unwrap();
+            }
+            assert!(tables.host_bytes() > 4 * 62_500);
+            end(&mut tables);
+            assert_eq!(tables.host_bytes(), before);
+            assert_eq!(tables.row(1), [BlockId(7)]);
+        }
     }
 
     #[test]

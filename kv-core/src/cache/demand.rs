@@ -18,7 +18,7 @@ pub(super) struct Written {
     /// Blocks the row must have.
     pub(super) blocks: u32,
     /// Entries that are written, of codes and sinks and of the tail.
-    pub(super) entries: [Range<u32>; 2],
+    entries: [Range<u32>; 2],
 }
 
 impl Written {
@@ -47,6 +47,14 @@ impl Written {
             0..0
         };
         Self { growth, blocks, entries: [codes, tail] }
+    }
+
+    /// Entries that are written of a row that had `had` blocks before: further ones are nobody
+    /// else's. All of them where blocks of a tail change places.
+    pub(super) fn entries_had(&self, had: u32) -> impl Iterator<Item = u32> + use<> {
+        let end = if self.growth.seals() { u32::MAX } else { had };
+        let had = self.entries.clone().map(|range| range.start..range.end.min(end));
+        had.into_iter().flatten()
     }
 
     /// Slots of entry `index` that hold rows from before, in the places they keep.
@@ -103,7 +111,7 @@ impl Demand {
         self.blocks = self.blocks.saturating_add(new);
         let growth = &written.growth;
         let (begin, by) = (growth.code_blocks_before, growth.tail_blocks_before);
-        for at in written.entries.iter().cloned().flatten() {
+        for at in written.entries_had(to_u32(row.len())) {
             let kept = written.kept(&slot_map(group), at, entry.cached);
             // Where the entry is before the blocks of the tail go behind the others.
             let at = if growth.seals() && at >= begin { at.saturating_add(by) } else { at };
@@ -146,6 +154,9 @@ impl Demand {
     }
 }
 
+/// Blocks that [`Exchanged`] has room for when it is empty.
+const KEPT: usize = 1024;
+
 /// Blocks that rows let go of for a copy in an open step, with the most slots that one of them had
 /// filled. Who writes such a block in place must not write there: the step may be taken back.
 #[derive(Debug, Default)]
@@ -156,6 +167,7 @@ pub(super) struct Exchanged {
 impl Exchanged {
     pub(super) fn clear(&mut self) {
         self.filled.clear();
+        self.filled.shrink_to(KEPT);
     }
     pub(super) fn is_empty(&self) -> bool {
         self.filled.is_empty()

@@ -149,22 +149,19 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Lets go of a row's blocks beyond the first `keep`, last first.
-    fn shorten(&mut self, index: usize, row: u32, keep: usize) {
+    pub(super) fn shorten(&mut self, index: usize, row: u32, keep: usize) {
         let Some(group) = self.groups.get_mut(index) else {
             return;
         };
         let vacant = group.vacant(row);
-        while group.tables.row(row).len() > keep {
-            let Some(block) = group.tables.pop(row) else {
-                break;
-            };
-            if vacant.contains(&to_u32(group.tables.row(row).len())) {
-                continue;
-            }
-            if group.pool.release(block) && self.spec.wipe_on_release() {
-                self.unwiped.push((index, block));
+        let wipes = self.spec.wipe_on_release();
+        let blocks = group.tables.row(row).iter().enumerate().skip(keep).rev();
+        for (_, block) in blocks.filter(|(at, _)| !vacant.contains(&to_u32(*at))) {
+            if group.pool.release(*block) && wipes {
+                self.unwiped.push((index, *block));
             }
         }
+        group.tables.truncate(row, keep);
         let live = group.tables.live(row).min(to_u32(group.tables.row(row).len()));
         group.tables.set_live(row, live);
     }

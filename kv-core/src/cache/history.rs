@@ -1,12 +1,15 @@
 //! What the tokens of a sequence are, and the names of the blocks they fill.
+use std::ops::Range;
+
 use crate::block::Ledger;
 use crate::cache::StartOptions;
+use crate::cache::shared_list::SharedList;
 use crate::eviction::{Priority, Retention};
-use crate::num::{to_u32, to_usize};
+use crate::num::{recycle, to_u32, to_usize};
 use crate::reuse::{BlockContent, BlockKey, Content, ContentSpan, NamespaceId};
 use crate::slot_map::SlotMap;
 
-/// Tokens of one sequence and the keys of its blocks. Buffers outlive the sequence.
+/// Tokens of one sequence and the keys of its blocks. Forks share both, but for the last few.
 ///
 /// The prompt is known from the start, so its keys are made once, when it is looked up. What a step
 /// brings is compared with it: tokens that the caller changed his mind about get new keys.
@@ -15,17 +18,23 @@ pub(crate) struct History {
     /// `None` for a sequence that takes no part in reuse.
     space: Option<(NamespaceId, BlockKey)>,
     /// From position 0 on, as far as known.
-    tokens: Vec<u32>,
+    tokens: SharedList<u32, TOKENS_SHARED>,
     contents: Vec<ContentSpan>,
     /// Of the blocks that [`Self::tokens`] fill, by chain; not further than somebody asked.
-    keys: Vec<Vec<BlockKey>>,
+    keys: Vec<SharedList<BlockKey, KEYS_SHARED>>,
     /// Leading blocks that need not be offered to the index any more, by group.
     stored: Vec<u32>,
     retention: Option<Retention>,
     prompt_len: u32,
     /// Contents of the block last asked for.
     parts: Vec<BlockContent>,
+    /// Its tokens, if they do not lie one behind the other.
+    straddling: Vec<u32>,
 }
+
+/// Tokens and keys that forks share at a time: they copy what is behind the last multiple.
+const TOKENS_SHARED: usize = 4096;
+const KEYS_SHARED: usize = 512;
 
 impl History {
     /// Starts anew with a prompt. `chains` and `groups` are those of the cache.
@@ -42,8 +51,8 @@ impl History {
         self.retention = options.retention.cloned();
         self.prompt_len = to_u32(prompt.len());
         self.parts.clear();
-        self.keys.iter_mut().for_each(Vec::clear);
-        self.keys.resize_with(chains, Vec::new);
+        self.keys.iter_mut().for_each(SharedList::clear);
+        self.keys.resize_with(chains, SharedList::default);
         self.stored.clear();
         self.stored.resize(groups, 0);
         if space.is_some() {
@@ -58,7 +67,20 @@ impl History {
         }
     }
 
-    /// Begins as a copy of another sequence with `len` tokens.
+    /// Forgets a sequence that has left its namespace. A little memory stays, for the next one.
+    pub(crate) fn clear(&mut self) {
+        assert!(self.space.is_none(), "a history that is forgotten has left its namespace");
+        self.tokens.clear();
+        self.keys.iter_mut().for_each(SharedList::clear);
+        for list in [&mut self.straddling, &mut self.stored] {
+            recycle(list);
+        }
+        recycle(&mut self.contents);
+        recycle(&mut self.parts);
+        self.retention = None;
+    }
+
+    /// Begins as a copy of another sequence with `len` tokens, most of which both share.
     pub(crate) fn fork_from(
         &mut self,
         parent: &Self,
@@ -69,19 +91,17 @@ impl History {
         if let Some((id, _)) = self.space {
             ledger.namespaces_mut().enter(id);
         }
-        self.tokens.clear();
-        let known = parent.tokens.get(..to_usize(len)).unwrap_or(&parent.tokens);
-        self.tokens.extend_from_slice(known);
+        self.tokens = parent.tokens.fork(to_usize(len));
         self.contents.clone_from(&parent.contents);
         // Those of whoever had this history before.
         self.parts.clear();
         self.retention.clone_from(&parent.retention);
         self.prompt_len = parent.prompt_len;
-        self.keys.clone_from(&parent.keys);
         // Further keys are of what the parent's prompt goes on with.
-        for (keys, map) in self.keys.iter_mut().zip(maps) {
-            keys.truncate(to_usize(map.full_blocks(to_u32(self.tokens.len()))));
-        }
+        let known = to_u32(self.tokens.len());
+        let keys = parent.keys.iter().zip(maps);
+        let keys = keys.map(|(keys, map)| keys.fork(to_usize(map.full_blocks(known))));
+        self.keys = keys.collect();
         self.stored.clone_from(&parent.stored);
     }
 
@@ -122,10 +142,10 @@ impl History {
     }
 
     fn revise(&mut self, at: usize, brought: &[u32], is_unknown: bool, maps: &[SlotMap]) {
-        let Some(expected) = self.tokens.get(at..) else {
+        if at > self.tokens.len() {
             return; // Behind tokens nobody knows.
-        };
-        let same = expected.iter().zip(brought).take_while(|(a, b)| a == b).count();
+        }
+        let same = self.tokens.common(at, brought);
         let is_all = same == brought.len() && !is_unknown;
         if is_all {
             return;
@@ -142,21 +162,20 @@ impl History {
     #[inline]
     pub(crate) fn full(&mut self, chain: usize, map: &SlotMap, index: u32) -> Option<Content<'_>> {
         let (namespace, root) = self.space?;
-        let keys = self.keys.get(chain)?;
+        let keys = self.keys.get_mut(chain)?;
         let begin = map.tokens(index);
         let end = map.tokens(index.saturating_add(1));
-        let parent = index.checked_sub(1).map_or(Some(root), |i| keys.get(to_usize(i)).copied())?;
-        let tokens = self.tokens.get(to_usize(begin)..to_usize(end))?;
+        let parent = index.checked_sub(1).map_or(Some(root), |i| keys.get(to_usize(i)))?;
+        let range = to_usize(begin)..to_usize(end);
+        let tokens = self.tokens.slice(range, &mut self.straddling)?;
         if !self.contents.is_empty() {
             BlockContent::cut(&self.contents, (begin, end), &mut self.parts);
         }
-        let key = if let Some(key) = keys.get(to_usize(index)) {
-            *key
-        } else {
+        let key = keys.get(to_usize(index)).unwrap_or_else(|| {
             let key = parent.child(tokens, &self.parts);
-            self.keys.get_mut(chain)?.push(key);
+            keys.push(key);
             key
-        };
+        });
         Some(Content { key, parent, namespace, index, tokens, contents: &self.parts })
     }
 
@@ -176,10 +195,15 @@ impl History {
         };
         // What nearly every prompt comes by.
         let (mut parent, contents) = (root, &[][..]);
-        let blocks = self.tokens.chunks_exact(to_usize(map.block_size()).max(1));
-        for (index, tokens) in (0..count).zip(blocks) {
-            let known = keys.get(to_usize(index)).copied();
-            let key = known.unwrap_or_else(|| {
+        let size = to_usize(map.block_size());
+        let mut begin = 0_usize;
+        for index in 0..count {
+            let end = begin.saturating_add(size);
+            let Some(tokens) = self.tokens.slice(begin..end, &mut self.straddling) else {
+                return;
+            };
+            begin = end;
+            let key = keys.get(to_usize(index)).unwrap_or_else(|| {
                 let key = parent.child(tokens, contents);
                 keys.push(key);
                 key
@@ -193,7 +217,7 @@ impl History {
 
     /// Makes the keys of the first `blocks` full blocks.
     pub(crate) fn make_keys(&mut self, chain: usize, map: &SlotMap, blocks: u32) {
-        for index in to_u32(self.keys.get(chain).map_or(0, Vec::len))..blocks {
+        for index in to_u32(self.keys.get(chain).map_or(0, SharedList::len))..blocks {
             if self.full(chain, map, index).is_none() {
                 break;
             }
@@ -212,7 +236,8 @@ impl History {
         self.make_keys(chain, map, index);
         let parent = self.parent(chain, index)?;
         let begin = map.tokens(index);
-        let tokens = self.tokens.get(to_usize(begin)..to_usize(end))?;
+        let range = to_usize(begin)..to_usize(end);
+        let tokens = self.tokens.slice(range, &mut self.straddling)?;
         BlockContent::cut(&self.contents, (begin, end), &mut self.parts);
         let key = parent.child(tokens, &self.parts);
         Some(Content { key, parent, namespace, index, tokens, contents: &self.parts })
@@ -223,7 +248,7 @@ impl History {
         let (_, root) = self.space?;
         match index.checked_sub(1) {
             None => Some(root),
-            Some(before) => self.keys.get(chain)?.get(to_usize(before)).copied(),
+            Some(before) => self.keys.get(chain)?.get(to_usize(before)),
         }
     }
 

@@ -2,7 +2,7 @@
 use crate::cache::history::History;
 use crate::cache::{Group, slot_map};
 use crate::ids::BlockId;
-use crate::num::{to_u32, to_usize};
+use crate::num::{recycle, to_u32, to_usize};
 use crate::reuse::Content;
 use crate::slot_map::SlotMap;
 use crate::spec::{PrefixReuse, Window};
@@ -162,7 +162,7 @@ impl FoundBlocks {
     /// window may do without the first.
     fn find_blocks<Buf>(&mut self, group: &Group<Buf>, history: &mut History, count: u32) {
         let map = slot_map(group);
-        self.blocks.clear();
+        recycle(&mut self.blocks);
         let (blocks, may_lack) = (&mut self.blocks, group.window.is_some());
         history.each_full(group.chain, &map, count, |content| {
             let found = group.pool.find(content);

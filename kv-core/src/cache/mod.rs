@@ -16,6 +16,7 @@ mod recalibrate;
 mod reserve;
 mod rows;
 mod sequences;
+mod shared_list;
 mod start;
 mod stats;
 mod step;
@@ -37,7 +38,7 @@ use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
 use crate::num::to_u64;
 use crate::plan::PlanBuffers;
 use crate::slot_map::SlotMap;
-use crate::spec::{CacheSpec, GroupSpec, Window, table_width};
+use crate::spec::{CacheSpec, GroupSpec, Window};
 use crate::storage::KvStorage;
 pub use admission::{Admission, BlockDemand};
 pub use keep::{Pin, PinId};
@@ -152,7 +153,8 @@ impl<B: Backend> KvCache<B> {
                 let constants = constants.each_ref().map(Option::as_ref);
                 storage.allocate_with((&backend, &mut queue), index, constants)?;
             }
-            let tables = BlockTables::new(group.num_blocks(), table_width(&spec, group));
+            let tables =
+                BlockTables::new(group.num_blocks(), if group.is_contiguous() { 1 } else { 4 });
             let num_blocks = group.num_blocks();
             let policy = spec.eviction().policy(num_blocks, &clock);
             let id = GroupId(u8::try_from(groups.len()).unwrap_or(u8::MAX));

@@ -88,6 +88,7 @@ impl<B: Backend> KvCache<B> {
         };
         let written = Written::new(group, &entry, lookahead);
         let row = entry.row;
+        let had = group.tables.row_len(row);
         self.extend(index, row, written.blocks);
         let Some(group) = self.groups.get_mut(index) else {
             return;
@@ -99,7 +100,7 @@ impl<B: Backend> KvCache<B> {
             self.open.undo.push(Undo::Rotated { group: index, row, begin, by });
         }
         let map = slot_map(group);
-        for at in written.entries.iter().cloned().flatten() {
+        for at in written.entries_had(had) {
             let Some(group) = self.groups.get(index) else {
                 return;
             };
@@ -123,13 +124,16 @@ impl<B: Backend> KvCache<B> {
         let Some(group) = self.groups.get_mut(index) else {
             return;
         };
-        for _ in group.tables.row(row).len()..to_usize(blocks) {
+        let count = blocks.saturating_sub(group.tables.row_len(row));
+        for _ in 0..count {
             let taken = group.pool.allocate(&mut self.ledger);
             if taken.is_some_and(|taken| taken.evicted) && self.spec.wipe_on_release() {
                 self.unwiped.extend(taken.map(|taken| (index, taken.block)));
             }
             push_held(&mut group.tables, row, taken.map(|taken| taken.block));
-            self.open.undo.push(Undo::Pushed { group: index, row });
+        }
+        if count > 0 {
+            self.open.undo.push(Undo::Pushed { group: index, row, count });
         }
     }
 

@@ -76,6 +76,8 @@ pub(crate) struct Sequences {
     states: Vec<Option<Sequence>>,
     histories: Vec<History>,
     free: Vec<u32>,
+    /// The row that ended last: its history keeps a little memory for the next sequence.
+    ended: Option<u32>,
 }
 
 impl Sequences {
@@ -211,6 +213,20 @@ impl Sequences {
                 *name = None;
             }
             self.free.push(row);
+            self.clear_history(row);
+        }
+    }
+
+    /// Forgets what is known of a row that ended, and gives back the memory that the one which
+    /// ended before has kept.
+    fn clear_history(&mut self, row: u32) {
+        if let Some(history) = self.histories.get_mut(to_usize(row)) {
+            history.clear();
+        }
+        let before = self.ended.replace(row).filter(|before| *before != row).map(to_usize);
+        let before = before.filter(|row| self.states.get(*row).is_some_and(Option::is_none));
+        if let Some(history) = before.and_then(|row| self.histories.get_mut(row)) {
+            *history = History::default();
         }
     }
 

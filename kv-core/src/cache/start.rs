@@ -138,6 +138,7 @@ impl<B: Backend> KvCache<B> {
         let started = self.take_found(sequence, &mut lookup, &options);
         if started.is_err() {
             lookup.history.end(&mut self.ledger);
+            lookup.history.clear();
         }
         self.lookup = lookup;
         let (row, tokens) = started?;
@@ -254,7 +255,8 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Begins `child` with everything `parent` has committed. All blocks are shared; the last
-    /// partial one is copied when either writes to it first.
+    /// partial one is copied when either writes to it first. Token ids are shared too, so that only
+    /// the names of the blocks are copied and their holders counted.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`].
@@ -271,17 +273,12 @@ impl<B: Backend> KvCache<B> {
         self.sequences.disown(parent_row);
         for group in &mut self.groups {
             let coded = group.tables.coded(parent_row);
-            group.tables.set_coded(row, coded);
-            let live = group.tables.live(parent_row);
-            group.tables.set_live(row, live);
-            let vacant = group.vacant(parent_row);
-            for index in 0..slot_map(group).blocks_in(len, coded) {
-                let block = group.tables.row(parent_row).get(to_usize(index)).copied();
-                if let Some(block) = block.filter(|_| !vacant.contains(&index)) {
-                    group.pool.retain(block);
-                }
-                push_held(&mut group.tables, row, block);
-            }
+            let count = to_usize(slot_map(group).blocks_in(len, coded));
+            group.tables.fork_row(parent_row, row, count);
+            let vacant = group.vacant(row);
+            let held = group.tables.row(row).iter().zip(0..);
+            held.filter(|(_, at)| !vacant.contains(at))
+                .for_each(|(block, _)| group.pool.retain(*block));
         }
         Ok(())
     }

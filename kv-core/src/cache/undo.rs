@@ -2,12 +2,13 @@
 use crate::backend::Backend;
 use crate::cache::KvCache;
 use crate::ids::{BlockId, SequenceId};
+use crate::num::to_usize;
 
 /// How to take back one change of an open step, last first.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Undo {
-    /// A block was appended.
-    Pushed { group: usize, row: u32 },
+    /// Blocks were appended.
+    Pushed { group: usize, row: u32, count: u32 },
     /// A block that others hold or may reuse was exchanged for a copy; `kept`: nobody else holds
     /// it, so it stays held until the step ends.
     Replaced { group: usize, row: u32, index: usize, old: BlockId, kept: bool },
@@ -54,10 +55,11 @@ impl<B: Backend> KvCache<B> {
             return;
         };
         let freed = match undo {
-            Undo::Pushed { row, .. } => {
+            Undo::Pushed { row, count, .. } => {
                 self.sequences.disown(row);
-                let block = group.tables.pop(row);
-                block.filter(|block| group.pool.release(*block))
+                let keep = group.tables.row(row).len().checked_sub(to_usize(count));
+                assert!(keep.is_some(), "row {row} has the {count} blocks that the step appended");
+                return self.shorten(index, row, keep.unwrap_or(0));
             }
             Undo::Replaced { row, index: at, old, kept, .. } => {
                 self.sequences.disown(row);

@@ -5,7 +5,7 @@ use crate::block::BlockTables;
 use crate::error::PlanError;
 use crate::geometry::PlaneLayout;
 use crate::ids::{BlockId, Slot};
-use crate::num::{to_u32, to_usize};
+use crate::num::{recycle, to_u32, to_usize};
 use crate::plan::growth::Growth;
 use crate::plan::split::{self, Determinism, KvSplit};
 use crate::plan::{AttentionPlan, WritePlan};
@@ -180,7 +180,14 @@ impl PlanBuffers {
         self.determinism = policy.determinism;
         self.claims = claims;
         layout.check_tables(tables)?;
-        self.stamps.resize(to_usize(tables.num_blocks()), 0);
+        if claims {
+            self.stamps.resize(to_usize(tables.num_blocks()), 0);
+        }
+        self.sequences.reserve(batch.len());
+        let new = batch.iter().fold(0_u32, |n, entry| n.saturating_add(entry.new_tokens));
+        // Each token has a slot of its own, or the batch is refused.
+        let slots = layout.num_blocks().saturating_mul(layout.block_size());
+        self.slots.reserve(to_usize(new.min(slots)));
         if let Err(refused) = self.list(layout, tables, batch) {
             self.clear();
             return Err(refused);
@@ -189,11 +196,20 @@ impl PlanBuffers {
         Ok(())
     }
 
-    /// Forgets the batch; capacity stays.
+    /// Bytes of host memory that the lists take.
+    pub fn host_bytes(&self) -> usize {
+        fn bytes<T>(list: &Vec<T>) -> usize {
+            list.capacity().saturating_mul(size_of::<T>())
+        }
+        let lists = [bytes(&self.sequences), bytes(&self.splits), bytes(&self.slots)];
+        lists.into_iter().fold(bytes(&self.stamps), usize::saturating_add)
+    }
+
+    /// Forgets the batch. Memory for one like it stays.
     pub(crate) fn clear(&mut self) {
-        self.sequences.clear();
-        self.splits.clear();
-        self.slots.clear();
+        recycle(&mut self.sequences);
+        recycle(&mut self.splits);
+        recycle(&mut self.slots);
         self.stamp = self.stamp.wrapping_add(1).max(1);
         (self.total_q, self.total_new, self.q_len_max, self.new_len_max) = (0, 0, 0, 0);
     }

@@ -135,6 +135,14 @@ impl CacheSpec {
     pub fn max_seq_len(&self) -> u32 {
         self.max_seq_len
     }
+    /// The most queries of one step that come without tokens
+    /// ([`StepInput::query`](crate::StepInput::query)), over all its sequences: as many as the
+    /// smallest pool holds tokens, and 65,536 where that is fewer. Larger questions take several
+    /// steps, which changes no answer.
+    pub fn max_queries(&self) -> u32 {
+        const AT_LEAST: u32 = 1 << 16;
+        u32::try_from(self.memory().tokens).unwrap_or(u32::MAX).max(AT_LEAST)
+    }
     /// What of a cached prompt another one may take over.
     pub fn prefix_reuse(&self) -> PrefixReuse {
         self.reuse.prefixes
@@ -220,10 +228,4 @@ impl CacheSpec {
         let (bytes_per_token, bytes_total, bytes_constants) = (per_token, total, constants);
         Some(MemoryUsage { bytes_per_token, bytes_total, bytes_constants, tokens })
     }
-}
-
-/// Entries a table row starts with: enough for any sequence up to a cap, so that rows rarely move.
-pub(crate) fn table_width(spec: &CacheSpec, group: &GroupSpec) -> u32 {
-    const WIDTH_START_MAX: u32 = 1024;
-    group.slot_map().blocks_to_grow(spec.max_seq_len).min(group.num_blocks()).min(WIDTH_START_MAX)
 }

@@ -22,7 +22,7 @@ pub(super) struct Image {
     id: PlanId,
     pub(super) used: u64,
     memory: Scratch,
-    /// The lists of batches beyond the limits.
+    /// The lists of batches beyond the limits, and of those that are sent with their tables.
     larger: Scratch,
     tables: DeviceTables,
     /// What of the tables is not on the device, and memory for more of it than limits leave room.
@@ -152,7 +152,7 @@ impl Image {
         let lists = Lists::put(pack, (batch, extent_of(batch)), None, (table, &[]));
         self.is_fixed = false;
         let blocks = pack.push(&blocks);
-        let base = self.memory.send((way.stream, way.staging), pack)?;
+        let base = self.larger.send((way.stream, way.staging), pack)?;
         self.step = lists.at(base, blocks.from(base));
         self.id = batch.id();
         Ok(())
@@ -168,13 +168,17 @@ impl Image {
     ) -> Result<(), DeviceError> {
         self.forget();
         let (batch, tables) = (write.batch(), write.tables());
-        let map = write.layout().slot_map();
-        let room = limits.map(|limits| (limits, map.blocks_reserved(limits.max_seq_len)));
         let rows = || batch.sequences().iter().map(|sequence| sequence.row);
-        self.tables.fit(rows(), tables, room)?;
+        if let Some(limits) = limits {
+            let width = write.layout().slot_map().blocks_reserved(limits.max_seq_len);
+            if !self.tables.fit_fixed(rows(), tables, (limits, width))? {
+                return self.send_whole(way, pack, batch, tables);
+            }
+        } else {
+            self.tables.fit(rows(), tables)?;
+        }
         self.tables.changes(rows(), tables, &mut self.changes);
-        let width = self.tables.width();
-        let table = |_, row: u32| row.saturating_mul(width);
+        let table = |_, row: u32| self.tables.begin(row);
         let extent = extent_of(batch);
         let fixed = limits.filter(|limits| within(&extent, limits).is_none());
         self.is_fixed = fixed.is_some();

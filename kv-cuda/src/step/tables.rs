@@ -1,4 +1,5 @@
-//! A group's block tables on the device, row for row as the cache has them.
+//! A group's block tables on the device.
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytemuck::{Pod, Zeroable};
@@ -8,7 +9,7 @@ use kv_core::{DeviceError, DeviceErrorKind};
 use super::StepLimits;
 use crate::buffer::CudaBuffer;
 use crate::gpu::Gpu;
-use crate::num::{to_u32, to_u64, to_usize};
+use crate::num::{to_u32, to_usize};
 use crate::params::Address;
 use crate::scratch::Scratch;
 
@@ -22,26 +23,53 @@ pub(super) struct Change {
 
 const _: () = assert!(size_of::<Change>() == 8, "two words each, as kernels have it");
 
-/// What was sent of one row.
+/// Where a row lies, and what of it was sent.
 #[derive(Debug, Clone, Copy, Default)]
-struct Sent {
+struct Row {
+    /// First entry, and entries there is room for: a power of two, or 0 for a row without memory.
+    begin: u32,
+    room: u32,
     /// One more than the row's revision; 0 for a row of which nothing was sent.
     revision: u64,
     len: usize,
 }
 
-/// A copy of a group's block tables, `width` entries a row.
+/// Entries of a row that has few.
+const ROOM_MIN: u32 = 16;
+
+/// Entries that a row of `len` blocks gets room for.
+fn room_for(len: u32) -> u32 {
+    len.checked_next_power_of_two().unwrap_or(u32::MAX).max(ROOM_MIN)
+}
+
+/// A copy of a group's block tables. Rows lie where there was room: each takes what its own blocks
+/// need, so that a long sequence costs the others nothing. With limits of steps, rows are as wide
+/// as the longest sequence and stay where they are.
 #[derive(Debug)]
 pub(super) struct DeviceTables {
     memory: Scratch,
     address: Address,
-    width: u32,
-    rows: Vec<Sent>,
+    /// Entries of every row, where limits fix them.
+    width: Option<u32>,
+    rows: Vec<Row>,
+    /// Entries there is memory for, and those at its begin that rows have had.
+    entries: u32,
+    taken: u32,
+    /// First entries of room that rows have left, by how much it is.
+    left: BTreeMap<u32, Vec<u32>>,
 }
 
 impl DeviceTables {
     pub(super) fn new(gpu: &Arc<dyn Gpu>) -> Self {
-        Self { memory: Scratch::new(gpu), address: 0, width: 0, rows: Vec::new() }
+        Self {
+            memory: Scratch::new(gpu),
+            address: 0,
+            width: None,
+            rows: Vec::new(),
+            entries: 0,
+            taken: 0,
+            left: BTreeMap::new(),
+        }
     }
 
     pub(super) fn memory(&self) -> Option<&CudaBuffer> {
@@ -50,53 +78,99 @@ impl DeviceTables {
     pub(super) fn address(&self) -> Address {
         self.address
     }
-    pub(super) fn width(&self) -> u32 {
-        self.width
+    /// First entry of a row that there is room for.
+    pub(super) fn begin(&self, row: u32) -> u32 {
+        self.rows.get(to_usize(row)).map_or(0, |row| row.begin)
     }
 
-    /// Makes room for `rows` of the tables, and all others; what is there is lost when there was
-    /// not enough. With limits there is room for `limits.1` blocks a row from the first step on,
-    /// because the tables of the cache widen when a row first needs it.
+    /// Makes room for the rows of a batch; what is there is lost when there was not enough.
     pub(super) fn fit(
         &mut self,
-        batch: impl Iterator<Item = u32>,
+        batch: impl Iterator<Item = u32> + Clone,
         tables: &BlockTables,
-        limits: Option<(StepLimits, u32)>,
     ) -> Result<(), DeviceError> {
-        let rows = tables.num_rows();
-        let longest = batch.map(|row| tables.row_len(row)).max().unwrap_or(0);
-        if rows <= self.rows.len() && longest <= self.width {
+        assert!(self.width.is_none(), "limits are those of a queue for as long as its tables live");
+        self.rows.resize(self.rows.len().max(tables.num_rows()), Row::default());
+        if batch.clone().all(|row| self.place(row, room_for(tables.row_len(row)))) {
             return Ok(());
         }
-        let width = to_u32(tables.stride()).max(limits.map_or(0, |(_, width)| width));
-        let room = match limits {
-            None => rows.next_power_of_two(),
-            Some((limits, _)) if rows <= to_usize(limits.cached_sequences) && self.width == 0 => {
-                to_usize(limits.cached_sequences)
-            }
-            Some((limits, _)) => {
-                let why = format!(
-                    "{rows} sequences of {longest} blocks, and the limits of steps allow {} of {}",
-                    limits.cached_sequences, self.width
-                );
-                return Err(
-                    DeviceError::new(DeviceErrorKind::OutOfRange, "begin step").with_detail(why)
-                );
-            }
-        };
-        let entries = to_u64(room).saturating_mul(width.into());
-        if u32::try_from(entries).is_err() {
-            let why = format!("{entries} entries of block tables");
-            return Err(
-                DeviceError::new(DeviceErrorKind::Unsupported, "begin step").with_detail(why)
-            );
-        }
-        (self.width, self.address) = (0, 0);
-        self.rows.clear();
-        self.address = self.memory.reserve(entries.max(1).saturating_mul(4))?;
-        self.width = width;
-        self.rows.resize(room, Sent::default());
+        // Twice what all rows need: the next time is as far away as there are blocks.
+        let lens = (0..to_u32(tables.num_rows())).map(|row| tables.row_len(row));
+        let used = lens.filter(|len| *len > 0).map(|len| u64::from(room_for(len)));
+        let least = batch.clone().map(|row| u64::from(room_for(tables.row_len(row))));
+        let entries = used.sum::<u64>().max(least.sum()).saturating_mul(2);
+        self.lay_out(entries)?;
+        self.rows.resize(tables.num_rows(), Row::default());
+        let mut batch = batch;
+        let fits = batch.all(|row| self.place(row, room_for(tables.row_len(row))));
+        assert!(fits, "there are {entries} entries for the rows of a batch");
         Ok(())
+    }
+
+    /// As [`Self::fit`] for steps of a fixed size: from the first step on there is room for
+    /// `width` blocks in each of as many rows as the limits allow. `false` for a batch with a
+    /// longer row.
+    pub(super) fn fit_fixed(
+        &mut self,
+        mut batch: impl Iterator<Item = u32>,
+        tables: &BlockTables,
+        (limits, width): (StepLimits, u32),
+    ) -> Result<bool, DeviceError> {
+        let (rows, most) = (tables.num_rows(), limits.cached_sequences);
+        if rows > to_usize(most) {
+            let why = format!("{rows} sequences, and the limits of steps allow {most}");
+            let error = DeviceError::new(DeviceErrorKind::OutOfRange, "begin step");
+            return Err(error.with_detail(why));
+        }
+        if self.width.is_none() {
+            self.lay_out(u64::from(most).saturating_mul(width.into()))?;
+            let begin = |row: u32| row.saturating_mul(width);
+            let row = |row| Row { begin: begin(row), room: width, ..Row::default() };
+            self.rows.extend((0..most).map(row));
+            self.width = Some(width);
+        }
+        Ok(batch.all(|row| tables.row_len(row) <= width))
+    }
+
+    /// Begins anew with memory for `entries`.
+    fn lay_out(&mut self, entries: u64) -> Result<(), DeviceError> {
+        self.rows.clear();
+        self.left.clear();
+        (self.address, self.entries, self.taken) = (0, 0, 0);
+        let Ok(fit) = u32::try_from(entries) else {
+            let why = format!("{entries} entries of block tables");
+            let error = DeviceError::new(DeviceErrorKind::Unsupported, "begin step");
+            return Err(error.with_detail(why));
+        };
+        self.address = self.memory.reserve(entries.max(1).saturating_mul(4))?;
+        self.entries = fit;
+        Ok(())
+    }
+
+    /// Gives a row room for `need` entries, and no more than four times as much; `false` when there
+    /// is none.
+    fn place(&mut self, row: u32, need: u32) -> bool {
+        let Some(had) = self.rows.get(to_usize(row)).copied() else {
+            return false;
+        };
+        if had.room >= need && had.room <= need.saturating_mul(4) {
+            return true;
+        }
+        if had.room > 0 {
+            self.left.entry(had.room).or_default().push(had.begin);
+        }
+        let again = self.left.get_mut(&need).and_then(Vec::pop);
+        let fresh = self.taken.checked_add(need).filter(|end| *end <= self.entries);
+        let Some(begin) = again.or(fresh.map(|_| self.taken)) else {
+            return false;
+        };
+        if again.is_none() {
+            self.taken = self.taken.saturating_add(need);
+        }
+        if let Some(place) = self.rows.get_mut(to_usize(row)) {
+            *place = Row { begin, room: need, ..Row::default() };
+        }
+        true
     }
 
     /// Lists what has to be sent so that `rows` are as in `tables`; taken for sent from then on.
@@ -114,8 +188,8 @@ impl DeviceTables {
             let blocks = tables.row(row);
             let revision = tables.revision(row).saturating_add(1);
             let from = if sent.revision == revision { sent.len.min(blocks.len()) } else { 0 };
-            *sent = Sent { revision, len: blocks.len() };
-            let begin = row.saturating_mul(self.width).saturating_add(to_u32(from));
+            (sent.revision, sent.len) = (revision, blocks.len());
+            let begin = sent.begin.saturating_add(to_u32(from));
             // A slice, because every step comes by here with rows of thousands of blocks.
             let news = blocks.get(from..).unwrap_or_default();
             changes.extend(
@@ -129,6 +203,85 @@ impl DeviceTables {
 
     /// Takes nothing for sent.
     pub(super) fn forget(&mut self) {
-        self.rows.fill(Sent::default());
+        for row in &mut self.rows {
+            (row.revision, row.len) = (0, 0);
+        }
+    }
+}
+
+#[cfg(all(test, feature = "emulated"))]
+#[expect(clippy::arithmetic_side_effects, reason = "small numbers, and overflow checks are on")]
+mod tests {
+    use kv_core::BlockId;
+
+    use super::*;
+    use crate::EmulatorOptions;
+    use crate::tests::late::LateGpu;
+    use crate::tests::random::Random;
+
+    fn device_tables() -> DeviceTables {
+        let gpu: Arc<dyn Gpu> = Arc::new(LateGpu::with(&EmulatorOptions::default()));
+        DeviceTables::new(&gpu)
+    }
+
+    fn push(tables: &mut BlockTables, row: u32, blocks: u32) {
+        for _ in 0..blocks {
+            let block = (row * 7 + tables.row_len(row)) % tables.num_blocks();
+            tables.push(row, BlockId(block)).unwrap();
+        }
+    }
+
+    /// Sends the rows of a batch to `memory`, and reads them back.
+    fn send(device: &mut DeviceTables, tables: &BlockTables, batch: &[u32], memory: &mut Vec<u32>) {
+        device.fit(batch.iter().copied(), tables).unwrap();
+        memory.resize(memory.len().max(to_usize(device.entries)), u32::MAX);
+        let mut changes = Vec::new();
+        device.changes(batch.iter().copied(), tables, &mut changes);
+        for change in changes {
+            memory[to_usize(change.at)] = change.block;
+        }
+        for row in batch {
+            let begin = to_usize(device.begin(*row));
+            let sent = memory[begin..].iter().copied().map(BlockId);
+            let blocks = tables.row(*row);
+            assert!(sent.take(blocks.len()).eq(blocks.iter().copied()), "row {row}");
+        }
+    }
+
+    #[test]
+    fn one_long_row_costs_the_others_nothing() {
+        let mut tables = BlockTables::new(100_000, 4);
+        tables.ensure_rows(1001);
+        (0..1000).for_each(|row| push(&mut tables, row, 1));
+        push(&mut tables, 1000, 62_500);
+        let (mut device, mut memory) = (device_tables(), Vec::new());
+        let batch: Vec<_> = (0..=1000).collect();
+        send(&mut device, &tables, &batch, &mut memory);
+        assert!(device.entries <= 2 * (65_536 + 1000 * ROOM_MIN), "{} entries", device.entries);
+    }
+
+    #[test]
+    fn rows_that_come_and_go_are_on_the_device_as_in_the_cache() {
+        let mut random = Random(40);
+        let mut tables = BlockTables::new(500, 4);
+        tables.ensure_rows(12);
+        let (mut device, mut memory) = (device_tables(), Vec::new());
+        for _ in 0..2000 {
+            let row = random.below(12);
+            match random.below(6) {
+                0 => tables.truncate(row, 0),
+                1 => tables.truncate(row, to_usize(tables.row_len(row) / 2)),
+                2 => push(&mut tables, row, 100),
+                3 if tables.row_len(row) > 0 => {
+                    tables.replace(row, 0, BlockId(random.below(500))).unwrap();
+                }
+                _ => push(&mut tables, row, 1 + random.below(9)),
+            }
+            let first = random.below(12);
+            let batch: Vec<_> = (first..12.min(first + 5)).collect();
+            send(&mut device, &tables, &batch, &mut memory);
+        }
+        // Rows end sooner or later, so that their memory is used again.
+        assert!(device.entries < 1 << 16, "{} entries", device.entries);
     }
 }
