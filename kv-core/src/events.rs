@@ -102,7 +102,7 @@ pub struct EventLog {
 impl EventLog {
     /// Keeps at most `room` events.
     pub fn new(room: usize) -> Self {
-        Self { room, next_id: 0, queue: VecDeque::with_capacity(room) }
+        Self { room, next_id: 0, queue: VecDeque::new() }
     }
 
     /// Whether events are kept.

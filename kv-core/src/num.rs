@@ -19,6 +19,11 @@ pub(crate) const fn to_u64(n: usize) -> u64 {
     }
 }
 
+/// Bytes that a list takes, room for more included.
+pub(crate) fn list_bytes<T>(list: &Vec<T>) -> usize {
+    list.capacity().saturating_mul(size_of::<T>())
+}
+
 /// Empties a list that every call fills anew. Memory of which the last call used little goes back:
 /// one large call is not paid for ever after.
 pub(crate) fn recycle<T>(list: &mut Vec<T>) {

@@ -1,7 +1,7 @@
 //! Which block holds which tokens of which sequence.
 use crate::error::PlanError;
 use crate::ids::BlockId;
-use crate::num::{to_u32, to_usize};
+use crate::num::{list_bytes, to_u32, to_usize};
 
 /// Tables of all sequences of one group: a row a sequence, as long as the sequence's own blocks.
 ///
@@ -79,10 +79,8 @@ impl BlockTables {
     }
     /// Bytes of host memory that the tables take, room for further entries included.
     pub fn host_bytes(&self) -> usize {
-        let entries = self.rows.iter().map(|row| row.blocks.capacity());
-        let entries = entries.fold(0, usize::saturating_add);
-        let headers = self.rows.capacity().saturating_mul(size_of::<Row>());
-        headers.saturating_add(entries.saturating_mul(size_of::<BlockId>()))
+        let entries = self.rows.iter().map(|row| list_bytes(&row.blocks));
+        entries.fold(list_bytes(&self.rows), usize::saturating_add)
     }
 
     /// How many leading tokens of a row are codes, where the rest is in a tail; see

@@ -4,6 +4,7 @@ use crate::backend::Backend;
 use crate::cache::demand::{Demand, Exchanged};
 use crate::cache::lookup::{Needed, first_live, sink_blocks};
 use crate::cache::start::{Lookup, exhausted};
+use crate::cache::step::{bounded, check_queries};
 use crate::cache::{Group, KvCache, StartOptions, StepInput, slot_map};
 use crate::error::{CacheError, PlanError};
 use crate::ids::{BlockId, GroupId, SequenceId};
@@ -74,12 +75,18 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`CacheError::Exhausted`] for the first group with too few blocks: `needed` holds the blocks
     /// for the step, the watermark and cached ones that would be held again.
+    /// [`PlanError::TooMany`] for a prompt, a reserve or a lookahead beyond the longest sequence.
     pub fn check_admission(
         &self,
         prompt: &[u32],
         options: StartOptions<'_>,
         admission: &Admission,
     ) -> Result<usize, CacheError> {
+        let max = self.spec.max_seq_len();
+        let asked = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
+        bounded("tokens of a prompt", asked, max)?;
+        bounded("reserved tokens", options.reserve, max)?;
+        bounded("tokens of lookahead", admission.lookahead, max)?;
         let mut lookup = Lookup::default();
         self.look_up_unnamed(&mut lookup, prompt, &options);
         let found = &lookup.found;
@@ -124,7 +131,7 @@ impl<B: Backend> KvCache<B> {
     /// take. It succeeds, as far as blocks go, when every group [fits](BlockDemand::fits).
     ///
     /// # Errors
-    /// [`PlanError::UnknownSequence`], [`PlanError::ZeroTokens`], [`PlanError::TooMany`].
+    /// [`PlanError::UnknownSequence`], and those of [`Self::begin_step`] for a count out of bounds.
     pub fn blocks_for_step(
         &self,
         group: GroupId,
@@ -137,19 +144,13 @@ impl<B: Backend> KvCache<B> {
         let mut batch = Vec::with_capacity(inputs.len());
         for input in inputs {
             let (row, state) = self.sequences.get(input.sequence)?;
-            let (new, queries) = input.counts()?;
-            let too_many = |_| PlanError::TooMany {
-                what: "tokens in a step",
-                got: new.max(queries),
-                max: u64::from(u32::MAX),
-            };
-            let new_tokens = u32::try_from(new).map_err(too_many)?;
-            let queries = u32::try_from(queries).map_err(too_many)?;
+            let (new_tokens, queries) = input.counts(state.len, self.spec.max_seq_len())?;
             batch.push(BatchEntry { row, cached: state.len, new_tokens, queries });
             if new_tokens > 0 {
                 group.leaving(row, state.len).iter().for_each(|block| demand.leave(*block));
             }
         }
+        check_queries(&batch, &self.spec)?;
         for (entry, input) in batch.iter().zip(inputs) {
             demand.add(group, entry, input.details().lookahead, &Exchanged::default());
         }
@@ -161,7 +162,8 @@ impl<B: Backend> KvCache<B> {
     /// one; of a window, the most it lacks at any time. 0 for an unknown group.
     ///
     /// # Errors
-    /// [`PlanError::UnknownSequence`].
+    /// [`PlanError::UnknownSequence`]; [`PlanError::SequenceTooLong`] for more tokens than a sequence
+    /// may have.
     pub fn blocks_to_completion(
         &self,
         group: GroupId,
@@ -169,6 +171,11 @@ impl<B: Backend> KvCache<B> {
         len: u32,
     ) -> Result<u32, CacheError> {
         let (row, state) = self.sequences.get(sequence)?;
+        let max = self.spec.max_seq_len();
+        if len > max {
+            let new = u64::from(len.saturating_sub(state.len));
+            return Err(PlanError::SequenceTooLong { sequence, len: state.len, new, max }.into());
+        }
         let index = usize::from(group.0);
         let Some((group, spec)) = self.groups.get(index).zip(self.spec.groups().get(index)) else {
             return Ok(0);

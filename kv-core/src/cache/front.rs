@@ -1,6 +1,7 @@
 //! What the classic front ends need beyond steps that open and close in one call.
 use crate::backend::{Backend, Queue};
 use crate::cache::KvCache;
+use crate::cache::step::bounded;
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
 use crate::ids::{LayerId, SequenceId};
@@ -43,6 +44,7 @@ impl<B: Backend> KvCache<B> {
         if queries == 0 {
             return Err(PlanError::ZeroTokens { sequence });
         }
+        bounded("queries", queries, self.spec.max_queries())?;
         let cached = state.len.saturating_add(ahead);
         Ok(BatchEntry { row, cached, new_tokens: 0, queries })
     }

@@ -105,6 +105,13 @@ impl History {
         self.stored.clone_from(&parent.stored);
     }
 
+    /// Bytes of ids, keys and the copies of straddling blocks.
+    #[cfg(test)]
+    pub(super) fn bytes(&self) -> usize {
+        let keys: usize = self.keys.iter().map(SharedList::bytes).sum();
+        self.tokens.bytes() + keys + crate::num::list_bytes(&self.straddling)
+    }
+
     /// Namespace and root, `None` where nothing is reused.
     pub(crate) fn space(&self) -> Option<(NamespaceId, BlockKey)> {
         self.space

@@ -4,11 +4,13 @@
 //! borrow; front ends whose callers come back layer by layer keep it open across calls.
 use crate::backend::{Backend, Queue};
 use crate::cache::demand::Exchanged;
+use crate::cache::step::check_queries;
 use crate::cache::undo::Undo;
 use crate::cache::{Group, KvCache, StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
+use crate::num::{list_bytes, recycle};
 use crate::plan::{
     AttendArgs, AttentionOptions, AttentionPlan, BatchEntry, BlockCopy, CopyArgs, CopyPlan,
     PlanBuffers, PlannedSequence, SplitPolicy, WriteArgs, WritePlan,
@@ -78,6 +80,23 @@ impl OpenStep {
         }
     }
 
+    /// Bytes that the lists and plans of steps take.
+    pub(super) fn host_bytes(&self) -> usize {
+        let lists = [
+            list_bytes(&self.batch),
+            list_bytes(&self.rows),
+            list_bytes(&self.entries),
+            list_bytes(&self.positions),
+            list_bytes(&self.undo),
+            list_bytes(&self.growing),
+            list_bytes(&self.kept),
+            list_bytes(&self.stored_targets),
+        ];
+        let plans = self.plans.iter().map(PlanBuffers::host_bytes);
+        let copies = self.copies.iter().map(|copies| list_bytes(copies));
+        lists.into_iter().chain(plans).chain(copies).fold(0, usize::saturating_add)
+    }
+
     pub(super) fn entry(&self, number: usize) -> OpenEntry {
         self.entries.get(number).copied().unwrap_or_default()
     }
@@ -110,10 +129,10 @@ impl<B: Backend> KvCache<B> {
         }
         self.wipe()?;
         self.open.number = self.open.number.wrapping_add(1).max(1);
-        self.open.batch.clear();
-        self.open.entries.clear();
-        self.open.positions.clear();
-        self.open.growing.clear();
+        recycle(&mut self.open.batch);
+        recycle(&mut self.open.entries);
+        recycle(&mut self.open.positions);
+        recycle(&mut self.open.growing);
         self.read_inputs(inputs)?;
         self.open.is_open = true;
         let planned = self.take_inputs(0);
@@ -174,6 +193,7 @@ impl<B: Backend> KvCache<B> {
         self.reserve(first)?;
         self.wipe()?;
         self.plan_open()?;
+        self.list_positions(first);
         self.copy_open(&copied)?;
         if self.spec.publish_at() == PublishAt::Begin {
             self.store_early(first);
@@ -184,6 +204,7 @@ impl<B: Backend> KvCache<B> {
     /// Checks inputs and adds them to the batch; changes no table.
     fn read_inputs(&mut self, inputs: &[StepInput<'_>]) -> Result<(), PlanError> {
         let max = self.spec.max_seq_len();
+        let mut only_asks = false;
         for input in inputs {
             let sequence = input.sequence;
             // Batches follow each other in the same order, mostly.
@@ -191,21 +212,17 @@ impl<B: Backend> KvCache<B> {
             let guess = self.open.rows.get(place).copied().unwrap_or(0);
             let (row, state) = self.sequences.mark(sequence, guess, self.open.number)?;
             let (len, own_end) = (state.len, state.own_end);
-            let (new, queries) = input.counts()?;
-            let kv_len = u64::from(len).saturating_add(new);
-            if kv_len > u64::from(max) {
-                return Err(PlanError::SequenceTooLong { sequence, len, new, max });
-            }
-            let too_many = |got| PlanError::TooMany { what: "queries", got, max: max.into() };
-            let queries = u32::try_from(queries).map_err(|_| too_many(queries))?;
-            let new_tokens = u32::try_from(new).map_err(|_| too_many(new))?;
+            let (new_tokens, queries) = input.counts(len, max)?;
             let details = input.details();
             if new_tokens > 0 {
                 // Tokens of a step that never happens are no harm: the next ones replace them.
                 self.sequences.note(row, len, input.ids(), &self.chains);
-                if kv_len.saturating_add(u64::from(details.lookahead)) > u64::from(own_end) {
+                let end = len.saturating_add(new_tokens).saturating_add(details.lookahead);
+                if end > own_end {
                     self.open.growing.push(place);
                 }
+            } else {
+                only_asks |= queries > 0;
             }
             self.open.batch.push(BatchEntry { row, cached: len, new_tokens, queries });
             self.open.entries.push(details);
@@ -213,18 +230,30 @@ impl<B: Backend> KvCache<B> {
                 Some(known) => *known = row,
                 None => self.open.rows.push(row),
             }
-            // Query i stands at kv_len - queries + i; queries beyond the keys stand at 0.
-            let first = len.saturating_add(new_tokens).saturating_sub(queries);
             if self.has_windows && queries > new_tokens {
+                let first = len.saturating_add(new_tokens).saturating_sub(queries);
                 self.check_in_windows(sequence, row, (first, len))?;
             }
-            if queries == 1 {
-                self.open.positions.push(first);
-            } else {
-                self.open.positions.extend((0..queries).map(|i| first.saturating_add(i)));
-            }
         }
-        Ok(())
+        if only_asks { check_queries(&self.open.batch, &self.spec) } else { Ok(()) }
+    }
+
+    /// Lists the positions of queries, of entries from `first` on. The batch has its blocks by
+    /// then, so that it is no larger than the pools allow.
+    fn list_positions(&mut self, first: usize) {
+        let OpenStep { batch, positions, .. } = &mut self.open;
+        let batch = batch.get(first..).unwrap_or_default();
+        // Query i stands at kv_len - queries + i; queries beyond the keys stand at 0.
+        let kv_len = |entry: &BatchEntry| entry.cached.saturating_add(entry.new_tokens);
+        let first = |entry: &BatchEntry| kv_len(entry).saturating_sub(entry.queries);
+        if batch.iter().all(|entry| entry.queries == 1) {
+            positions.extend(batch.iter().map(first));
+            return;
+        }
+        for entry in batch {
+            let first = first(entry);
+            positions.extend((0..entry.queries).map(|i| first.saturating_add(i)));
+        }
     }
 
     /// Offers the blocks that entries from `first` on are about to fill.
@@ -345,11 +374,11 @@ impl<B: Backend> KvCache<B> {
 
     pub(super) fn close(&mut self) {
         self.open.is_open = false;
-        self.open.undo.clear();
+        recycle(&mut self.open.undo);
         self.open.exchanged.clear();
-        self.open.kept.clear();
-        self.open.stored_targets.clear();
-        self.open.copies.iter_mut().for_each(Vec::clear);
+        recycle(&mut self.open.kept);
+        recycle(&mut self.open.stored_targets);
+        self.open.copies.iter_mut().for_each(recycle);
         self.open.written.iter_mut().for_each(|written| *written = false);
         self.open.num_written = 0;
     }

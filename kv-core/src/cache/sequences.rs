@@ -98,6 +98,12 @@ impl Sequences {
         self.rows.contains_key(&id)
     }
 
+    /// Bytes that the histories of all rows take.
+    #[cfg(test)]
+    pub(super) fn history_bytes(&self) -> usize {
+        self.histories.iter().map(History::bytes).sum()
+    }
+
     pub(crate) fn row(&self, id: SequenceId) -> Result<u32, PlanError> {
         self.rows.get(&id).copied().ok_or(PlanError::UnknownSequence { sequence: id })
     }

@@ -2,6 +2,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+#[cfg(test)]
+use crate::num::list_bytes;
+
 /// A list in chunks of `CHUNK` items. A fork shares the full chunks and copies the items behind
 /// them, so that it costs about the same however long the list is.
 ///
@@ -136,6 +139,14 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
             at = at.saturating_add(count);
         }
         true
+    }
+
+    /// Bytes of the list; a chunk that several share counts in equal parts.
+    #[cfg(test)]
+    pub(super) fn bytes(&self) -> usize {
+        let share = |chunk: &Arc<Vec<T>>| list_bytes(chunk) / Arc::strong_count(chunk);
+        let chunks: usize = self.full.iter().map(share).sum();
+        list_bytes(&self.full) + list_bytes(&self.last) + chunks
     }
 
     /// How many of `items` the list has from `at` on, before the first that differs.

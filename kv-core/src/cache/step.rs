@@ -6,7 +6,8 @@ use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
 use crate::ids::{GroupId, LayerId, SequenceId};
 use crate::num::to_u64;
-use crate::plan::{AttentionOptions, AttentionPlan, PlannedSequence, WritePlan};
+use crate::plan::{AttentionOptions, AttentionPlan, BatchEntry, PlannedSequence, WritePlan};
+use crate::spec::CacheSpec;
 use crate::tensor::{TensorView, TensorViewMut};
 
 /// What one sequence brings to a step.
@@ -39,6 +40,7 @@ impl<'a> StepInput<'a> {
         Self::new(sequence, Brings::Count(tokens))
     }
     /// Queries over what is cached, writing nothing: cross-attention over an encoder's K and V.
+    /// All of one step are at most [`max_queries`](crate::CacheSpec::max_queries).
     pub fn query(sequence: SequenceId, queries: u32) -> Self {
         Self::new(sequence, Brings::Query(queries))
     }
@@ -47,15 +49,16 @@ impl<'a> StepInput<'a> {
         Self::new(sequence, Brings::Nothing)
     }
 
-    /// The last `drafts` new tokens are guesses of a draft model: blocks that hold one are not
-    /// reusable before a later step. [`Step::commit_accepted`] or
+    /// The last `drafts` new tokens, which may be all of them, are guesses of a draft model: blocks
+    /// that hold one are not reusable before a later step. [`Step::commit_accepted`] or
     /// [`KvCache::truncate`] takes back what was not accepted.
     #[must_use]
     pub fn drafts(self, drafts: u32) -> Self {
         Self { drafts, ..self }
     }
     /// Takes the slots of `tokens` tokens behind the new ones too, for the steps to come. No effect
-    /// for groups with a tail.
+    /// for groups with a tail. At most the [`max_seq_len`](crate::CacheSpec::max_seq_len) of the
+    /// cache.
     #[must_use]
     pub fn lookahead(self, tokens: u32) -> Self {
         Self { lookahead: tokens, ..self }
@@ -72,20 +75,50 @@ impl<'a> StepInput<'a> {
         OpenEntry { drafts: self.drafts, lookahead: self.lookahead }
     }
 
-    /// New tokens and queries.
+    /// New tokens and queries of a sequence that has `len` tokens and may have `max`: every count
+    /// that the input gives is within bounds but that of its queries, see [`check_queries`].
     #[inline]
-    pub(super) fn counts(&self) -> Result<(u64, u64), PlanError> {
-        let counts = match self.brings {
-            Brings::Tokens(tokens) => (to_u64(tokens.len()), to_u64(tokens.len())),
-            Brings::Count(n) => (u64::from(n), u64::from(n)),
-            Brings::Query(n) => (0, u64::from(n)),
-            Brings::Nothing => return Ok((0, 0)),
+    pub(super) fn counts(&self, len: u32, max: u32) -> Result<(u32, u32), PlanError> {
+        let sequence = self.sequence;
+        let (new, queries) = match self.brings {
+            Brings::Tokens(tokens) => (to_u64(tokens.len()), 0),
+            Brings::Count(n) => (u64::from(n), 0),
+            Brings::Query(n) => (0, n),
+            Brings::Nothing => (0, 0),
         };
-        if counts == (0, 0) {
-            return Err(PlanError::ZeroTokens { sequence: self.sequence });
+        if new == 0 && queries == 0 && self.brings != Brings::Nothing {
+            return Err(PlanError::ZeroTokens { sequence });
         }
-        Ok(counts)
+        let new_tokens = u32::try_from(new).ok();
+        let Some(new_tokens) = new_tokens.filter(|new| *new <= max.saturating_sub(len)) else {
+            return Err(PlanError::SequenceTooLong { sequence, len, new, max });
+        };
+        bounded("drafts", self.drafts, new_tokens)?;
+        bounded("tokens of lookahead", self.lookahead, max)?;
+        // All new tokens attend.
+        Ok((new_tokens, queries.max(new_tokens)))
     }
+}
+
+/// Refuses a count above its limit.
+#[inline]
+pub(super) fn bounded(what: &'static str, got: u32, max: u32) -> Result<(), PlanError> {
+    if got <= max {
+        return Ok(());
+    }
+    Err(PlanError::TooMany { what, got: got.into(), max: max.into() })
+}
+
+/// Refuses more queries without tokens of their own than a step of the cache may ask.
+pub(super) fn check_queries(batch: &[BatchEntry], spec: &CacheSpec) -> Result<(), PlanError> {
+    let only_asks = batch.iter().filter(|entry| entry.new_tokens == 0);
+    let got = only_asks.fold(0_u64, |n, entry| n.saturating_add(entry.queries.into()));
+    // Nearly every step brings tokens alone.
+    let max = if got == 0 { 0 } else { u64::from(spec.max_queries()) };
+    if got <= max {
+        return Ok(());
+    }
+    Err(PlanError::TooMany { what: "queries in a step", got, max })
 }
 
 /// A step in progress. Dropped without [`Self::commit`], it never happened.
@@ -262,6 +295,8 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// - [`PlanError::UnknownSequence`], [`PlanError::DuplicateSequence`],
     ///   [`PlanError::ZeroTokens`], [`PlanError::SequenceTooLong`];
+    /// - [`PlanError::TooMany`] for more drafts than new tokens, a lookahead beyond the longest
+    ///   sequence, or more queries than [`CacheSpec::max_queries`];
     /// - [`CacheError::Exhausted`] with what the whole step needs and what is free;
     /// - the device's own, for the copy of shared blocks.
     pub fn begin_step(&mut self, inputs: &[StepInput<'_>]) -> Result<Step<'_, B>, CacheError> {

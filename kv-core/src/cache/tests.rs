@@ -3,9 +3,11 @@
 mod admission;
 mod backoff;
 mod constants;
+mod counts;
 mod lives;
 mod repeated;
 mod reuse;
+mod size;
 mod wide;
 
 use std::collections::BTreeMap;

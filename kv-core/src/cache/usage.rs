@@ -37,6 +37,15 @@ impl<B: Backend> KvCache<B> {
         Some(self.groups.get(usize::from(group.0))?.vacant(row))
     }
 
+    /// Bytes of host memory that block tables and the plans of steps take, room that they keep for
+    /// later steps included. Grows with the blocks of live sequences and with the largest of the
+    /// last steps; pools and their index are apart, a fixed size a block.
+    pub fn plan_bytes(&self) -> usize {
+        let tables = self.groups.iter().map(|group| group.tables.host_bytes());
+        let plans = self.open.host_bytes().saturating_add(self.scratch.host_bytes());
+        tables.fold(plans, usize::saturating_add)
+    }
+
     /// How full the cache is. Walks all sequences and their blocks: for reports, not for every
     /// step.
     pub fn usage(&self) -> Usage {

@@ -5,7 +5,7 @@ use crate::block::BlockTables;
 use crate::error::PlanError;
 use crate::geometry::PlaneLayout;
 use crate::ids::{BlockId, Slot};
-use crate::num::{recycle, to_u32, to_usize};
+use crate::num::{list_bytes, recycle, to_u32, to_usize};
 use crate::plan::growth::Growth;
 use crate::plan::split::{self, Determinism, KvSplit};
 use crate::plan::{AttentionPlan, WritePlan};
@@ -198,11 +198,9 @@ impl PlanBuffers {
 
     /// Bytes of host memory that the lists take.
     pub fn host_bytes(&self) -> usize {
-        fn bytes<T>(list: &Vec<T>) -> usize {
-            list.capacity().saturating_mul(size_of::<T>())
-        }
-        let lists = [bytes(&self.sequences), bytes(&self.splits), bytes(&self.slots)];
-        lists.into_iter().fold(bytes(&self.stamps), usize::saturating_add)
+        let lists =
+            [list_bytes(&self.sequences), list_bytes(&self.splits), list_bytes(&self.slots)];
+        lists.into_iter().fold(list_bytes(&self.stamps), usize::saturating_add)
     }
 
     /// Forgets the batch. Memory for one like it stays.

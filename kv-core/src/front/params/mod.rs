@@ -11,6 +11,7 @@ use crate::front::config::{FormatArg, InferenceConfig};
 use crate::front::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
 use crate::geometry::QkvFormat;
 use crate::ids::SequenceId;
+use crate::num::recycle;
 use crate::plan::AttentionOptions;
 use crate::storage::Plane;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -155,7 +156,7 @@ impl<B: Backend> InferenceParams<B> {
         &mut self,
         step: &[(S, u32)],
     ) -> Result<(), CacheError> {
-        self.step.clear();
+        recycle(&mut self.step);
         self.step.extend(step.iter().map(|(id, tokens)| ((*id).into(), *tokens)));
         match self.manager.pre_step(&self.step) {
             Ok(()) => {}

@@ -1,0 +1,326 @@
+//! Counts that callers give: each is within a bound of the cache, or refused before anything is
+//! allocated for it.
+use super::*;
+use crate::front::{InferenceConfig, InferenceParams, KvCacheManager, SlotConfig};
+use crate::plan::{BatchEntry, ConvertPlan, GatherPlan, GatherRange, PlanBuffers};
+use crate::storage::Plane;
+use crate::{DType, Determinism, KvFormat};
+
+/// The most tokens of a sequence, in pools of 40.
+const MAX: u32 = 24;
+/// Tokens that [`SEQ`]`[0]` has.
+const LEN: u32 = 3;
+/// Bytes of tables and plans beyond which a count has been believed.
+const BYTES_MAX: usize = 1 << 20;
+
+fn counted() -> KvCache<NullBackend> {
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(4, 10);
+    let spec = spec.max_seq_len(MAX).build().unwrap();
+    let mut cache = KvCache::new(NullBackend::new(), spec).unwrap();
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], LEN)]).unwrap();
+    cache
+}
+
+/// What a call with a count answers: refusals in words.
+type Answer = Result<(), String>;
+type Call = fn(&mut KvCache<NullBackend>, u32) -> Result<(), CacheError>;
+
+fn step(cache: &mut KvCache<NullBackend>, input: StepInput<'_>) -> Result<(), CacheError> {
+    let inputs = [input];
+    let said = cache.blocks_for_step(GroupId(0), &inputs).map(|demand| demand.fits());
+    let begun = cache.begin_step(&inputs).map(drop);
+    assert_eq!(said.err().map(|e| e.to_string()), begun.as_ref().err().map(ToString::to_string));
+    begun
+}
+
+fn admit(
+    cache: &KvCache<NullBackend>,
+    options: StartOptions<'_>,
+    admission: &Admission,
+) -> Result<(), CacheError> {
+    cache.check_admission(&[1, 2], options, admission).map(|_| ())
+}
+
+/// Every call of a cache that takes a count, with the largest count that it takes, whether it takes
+/// none, and the refusal of one more.
+const CALLS: [(&str, u32, bool, &str, Call); 12] = [
+    (
+        "new tokens",
+        MAX - LEN,
+        false,
+        "sequence 0: 3 cached + 22 new tokens exceed the maximum of 24",
+        |cache, n| step(cache, StepInput::count(SEQ[0], n)),
+    ),
+    (
+        "queries",
+        1 << 16,
+        false,
+        "queries in a step: 65537 given, at most 65536 are possible",
+        |cache, n| step(cache, StepInput::query(SEQ[0], n)),
+    ),
+    ("drafts", 2, true, "drafts: 3 given, at most 2 are possible", |cache, n| {
+        step(cache, StepInput::count(SEQ[0], 2).drafts(n))
+    }),
+    ("drafts of ids", 2, true, "drafts: 3 given, at most 2 are possible", |cache, n| {
+        step(cache, StepInput::tokens(SEQ[0], &[5, 6]).drafts(n))
+    }),
+    ("drafts without tokens", 0, true, "drafts: 1 given, at most 0 are possible", |cache, n| {
+        step(cache, StepInput::idle(SEQ[0]).drafts(n))
+    }),
+    (
+        "lookahead",
+        MAX,
+        true,
+        "tokens of lookahead: 25 given, at most 24 are possible",
+        |cache, n| step(cache, StepInput::count(SEQ[0], 1).lookahead(n)),
+    ),
+    (
+        "reserve",
+        MAX,
+        true,
+        "sequence 1: 0 cached + 25 new tokens exceed the maximum of 24",
+        |cache, n| cache.start(SEQ[1], &[], StartOptions::default().reserve(n)).map(drop),
+    ),
+    (
+        "reserve of a prompt that asks",
+        MAX,
+        true,
+        "reserved tokens: 25 given, at most 24 are possible",
+        |cache, n| admit(cache, StartOptions::default().reserve(n), &Admission::default()),
+    ),
+    (
+        "lookahead of a prompt that asks",
+        MAX,
+        true,
+        "tokens of lookahead: 25 given, at most 24 are possible",
+        |cache, n| admit(cache, StartOptions::default(), &Admission::default().lookahead(n)),
+    ),
+    (
+        "watermark of a prompt that asks",
+        8,
+        true,
+        "group 0 is out of blocks: 10 needed, 9 free, 0 evictable",
+        |cache, n| admit(cache, StartOptions::default(), &Admission::default().watermark(n)),
+    ),
+    (
+        "tokens at completion",
+        MAX,
+        true,
+        "sequence 0: 3 cached + 22 new tokens exceed the maximum of 24",
+        |cache, n| cache.blocks_to_completion(GroupId(0), SEQ[0], n).map(drop),
+    ),
+    ("tokens to keep", LEN, true, "sequence 0 has 3 tokens, 4 were asked for", |cache, n| {
+        cache.truncate(SEQ[0], n)
+    }),
+];
+
+/// A count with what it is answered: none, one, the bound, and what is beyond it.
+fn cases(max: u32, takes_none: bool, refusal: &str) -> [(u32, Option<Answer>); 5] {
+    let refused = || Some(Err(refusal.to_owned()));
+    [
+        // The refusal of none is in other words.
+        (0, takes_none.then_some(Ok(()))),
+        (1, if max >= 1 { Some(Ok(())) } else { refused() }),
+        (max, Some(Ok(()))),
+        (max + 1, refused()),
+        // The refusal names another number.
+        (u32::MAX, None),
+    ]
+}
+
+#[test]
+fn counts_are_bounded_before_anything_is_allocated() {
+    for (name, max, takes_none, refusal, call) in CALLS {
+        for (count, expected) in cases(max, takes_none, refusal) {
+            let mut cache = counted();
+            let before = snapshot(&cache);
+            let got = call(&mut cache, count).map_err(|error| error.to_string());
+            match expected {
+                Some(expected) => assert_eq!(got, expected, "{name}: {count}"),
+                None => assert!(got.is_err(), "{name}: {count}"),
+            }
+            if got.is_err() {
+                assert_eq!(snapshot(&cache), before, "{name}: {count}");
+            }
+            let bytes = cache.plan_bytes();
+            assert!(bytes < BYTES_MAX, "{name}: {count} made {bytes} bytes");
+            check_invariants(&cache);
+        }
+    }
+}
+
+#[test]
+fn chunks_of_a_prompt_are_no_longer_than_it() {
+    let mut cache = counted();
+    for chunk in [1, MAX, u32::MAX] {
+        let admission = Admission::default().chunk(chunk).must_fit();
+        admit(&cache, StartOptions::default(), &admission).unwrap();
+    }
+    let long = vec![7; 25];
+    let refused = cache.check_admission(&long, StartOptions::default(), &Admission::default());
+    let words = "tokens of a prompt: 25 given, at most 24 are possible";
+    assert_eq!(refused.unwrap_err().to_string(), words);
+    assert!(cache.start(SEQ[1], &long, StartOptions::default().backoff_blocks(u32::MAX)).is_err());
+    cache.start(SEQ[1], &[7; 24], StartOptions::default().backoff_blocks(u32::MAX)).unwrap();
+}
+
+#[test]
+fn queries_of_a_step_are_counted_together() {
+    let mut cache = counted();
+    start(&mut cache, SEQ[1]);
+    start(&mut cache, SEQ[2]);
+    let query = |sequence, n| StepInput::query(sequence, n);
+    let all = [query(SEQ[0], 65_535), query(SEQ[1], 1), StepInput::count(SEQ[2], 20)];
+    let step = cache.begin_step(&all).unwrap();
+    assert_eq!(step.positions().len(), 65_556, "queries that bring tokens are bounded by them");
+    drop(step);
+    let refused = cache.begin_step(&[all[0], query(SEQ[1], 2)]).unwrap_err();
+    let words = "queries in a step: 65537 given, at most 65536 are possible";
+    assert_eq!(refused.to_string(), words);
+    // One after another, too.
+    let mut step = cache.begin_step(&[query(SEQ[0], 65_535)]).unwrap();
+    assert_eq!(step.add(query(SEQ[1], 2)).unwrap_err().to_string(), words);
+    step.add(query(SEQ[1], 1)).unwrap();
+    assert_eq!(step.positions().len(), 65_536);
+}
+
+/// Prompts that need more than the pools have are refused before their positions are listed.
+#[test]
+fn tokens_beyond_the_pools_cost_nothing() {
+    let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(4, 10);
+    let spec = spec.window_left(3).build().unwrap();
+    assert!(spec.max_seq_len() > 1 << 29, "a window takes sequences of any length");
+    let mut cache = KvCache::new(NullBackend::new(), spec).unwrap();
+    start(&mut cache, SEQ[0]);
+    let refused = cache.begin_step(&[StepInput::count(SEQ[0], 1 << 29)]).unwrap_err();
+    assert!(matches!(refused, CacheError::Exhausted(_)), "{refused}");
+    assert!(cache.plan_bytes() < BYTES_MAX, "{}", cache.plan_bytes());
+}
+
+#[test]
+fn accepted_tokens_are_those_that_were_brought() {
+    for (accepted, is_refused) in [(0, false), (1, false), (2, false), (3, true), (u32::MAX, true)]
+    {
+        let mut cache = counted();
+        let mut step = cache.begin_step(&[StepInput::count(SEQ[0], 2)]).unwrap();
+        write_all(&mut step).unwrap();
+        assert_eq!(step.commit_accepted(&[accepted]).is_err(), is_refused, "{accepted}");
+        let more = if is_refused { 0 } else { accepted };
+        assert_eq!(cache.seq_len(SEQ[0]), Some(LEN + more));
+    }
+}
+
+#[test]
+fn ranges_to_gather_lie_within_the_sequence() {
+    for (begin, len, is_refused) in [
+        (0, LEN, false),
+        (0, LEN + 1, true),
+        (LEN, 1, true),
+        (0, u32::MAX, true),
+        (u32::MAX, u32::MAX, true),
+    ] {
+        let mut cache = counted();
+        let mut rows = [0.0_f32; 2 * 3];
+        let out = TensorViewMut::host(&mut rows, &[LEN, 1, 2]);
+        let ranges = [(SEQ[0], begin, len)];
+        let read = cache.gather(0, Plane::Key, &ranges, out, QkvFormat::Thd);
+        assert_eq!(read.is_err(), is_refused, "{begin}, {len}");
+    }
+}
+
+/// Plans that a caller makes by hand know no cache: their tables are the bound.
+#[test]
+fn lengths_in_plans_are_bounded_by_their_tables() {
+    let cache = counted();
+    let group = &cache.groups[0];
+    let [layout, _] = group.storage.layouts();
+    let mut buffers = PlanBuffers::default();
+    let mut plan = |entry| {
+        let planned = buffers.plan(layout, &group.tables, &[entry], 4, Determinism::Fast);
+        let refused = planned.is_err();
+        assert!(buffers.host_bytes() < BYTES_MAX, "{entry:?}");
+        refused
+    };
+    let entry = BatchEntry { row: 0, cached: 0, new_tokens: 4, queries: 4 };
+    for n in [5, MAX, u32::MAX] {
+        assert!(plan(BatchEntry { new_tokens: n, ..entry }));
+        assert!(plan(BatchEntry { cached: n, ..entry }));
+        assert!(plan(BatchEntry { row: n, ..entry }));
+        let range = GatherRange { row: 0, begin: 0, len: n };
+        assert!(GatherPlan::new(layout, &group.tables, &[range]).is_err());
+        let range = GatherRange { row: 0, begin: n, len: n };
+        assert!(GatherPlan::new(layout, &group.tables, &[range]).is_err());
+    }
+    // Queries take nothing here: tensors of as many rows are asked for later.
+    assert!(!plan(BatchEntry { queries: u32::MAX, ..entry }));
+    assert!(ConvertPlan::new(&[u32::MAX, 1]).is_err());
+    assert_eq!(ConvertPlan::new(&[u32::MAX]).unwrap().total(), u32::MAX);
+}
+
+#[test]
+fn slot_maps_take_any_number() {
+    let spec = |tail| {
+        let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).sinks(3).tail(tail);
+        let spec = spec.format(KvFormat::Int8(crate::Scaling::Row)).paged(4, 100);
+        *spec.build().unwrap().groups()[0].slot_map()
+    };
+    for map in [spec(false), spec(true)] {
+        for n in [0, 1, u32::MAX - 1, u32::MAX] {
+            for other in [0, 3, n] {
+                map.place_in(n, other);
+                map.blocks_in(n, other);
+                map.coded_after(other, n);
+                map.coded_truncated(n, other);
+            }
+            assert!(map.tokens(map.blocks(n)) >= n.min(u32::MAX - 8), "{n}");
+            map.blocks_reserved(n);
+            map.full_blocks(n);
+        }
+    }
+}
+
+#[test]
+fn counts_of_a_slot_cache_are_bounded_by_its_slots() {
+    let config = SlotConfig {
+        num_layers: 1,
+        num_kv_heads: 1,
+        head_dim: 2,
+        max_seq_len: 8,
+        max_batch_size: 2,
+        format: KvFormat::F32,
+    };
+    let mut cache = KvCacheManager::new(NullBackend::new(), config).unwrap();
+    let rows = [0.0_f32; 9 * 2];
+    for (n, is_refused) in [(0, true), (1, false), (8, false), (9, true), (u32::MAX, true)] {
+        let taken = cache.allocate_sequence(n);
+        assert_eq!(taken.is_err(), is_refused, "{n} tokens of a sequence");
+        if let Ok(sequence) = taken {
+            cache.release_sequence(sequence).unwrap();
+        }
+        let sequence = cache.allocate_sequence(8).unwrap();
+        let view = TensorView::host(&rows, &[9, 1, 2]);
+        let written = cache.append_kv(sequence, 0, view, view, n);
+        assert_eq!(written.is_err(), is_refused, "{n} rows");
+        assert_eq!(cache.advance_seq_len(sequence, n).is_err(), is_refused, "{n} tokens");
+        cache.release_sequence(sequence).unwrap();
+    }
+    let sequence = cache.allocate_sequence(8).unwrap();
+    let mut out = rows;
+    let view = TensorView::host(&rows, &[9, 1, 2]);
+    for (n, is_refused) in [(0, true), (1, false), (9, false), (65_537, true), (u32::MAX, true)] {
+        let out = TensorViewMut::host(&mut out, &[9, 1, 2]);
+        let attended = cache.attend(0, &[(sequence, n)], view, out, &AttentionOptions::full(1.0));
+        assert_eq!(attended.is_err(), is_refused, "{n} queries");
+    }
+}
+
+#[test]
+fn tokens_of_inference_params_are_bounded_by_the_longest_sequence() {
+    let config = InferenceConfig::new(2, 16).num_heads_kv(1).head_dim_k(2).dtype(DType::F32);
+    let config = config.is_paged(true).page_size(4).total_num_pages(8);
+    for (n, is_refused) in [(0, false), (1, false), (16, false), (17, true), (u32::MAX, true)] {
+        let mut params = InferenceParams::new(NullBackend::new(), config.clone()).unwrap();
+        assert_eq!(params.pre_step(&[(1_u64, n)]).is_err(), is_refused, "{n}");
+    }
+}
