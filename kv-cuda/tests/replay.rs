@@ -303,6 +303,34 @@ fn a_capture_shares_no_plan_with_what_runs_around_it() {
     assert_eq!(out(&mut captured), out(&mut plain));
 }
 
+/// Blocks of a sequence beyond the limits come with its step, and what is fixed stays where it is.
+#[test]
+fn a_sequence_longer_than_the_limits_runs_and_is_not_captured() {
+    let pair = (Side::new(KvFormat::F16, None), Side::new(KvFormat::F16, None));
+    let (Some(mut captured), Some(mut plain)) = pair else { return };
+    captured.cache.queue_mut().set_step_limits(StepLimits { max_seq_len: 64, ..LIMITS });
+    for side in [&mut captured, &mut plain] {
+        side.prefill(seq(1), 20);
+        side.prefill(seq(2), 700);
+        side.prefill(seq(3), 30);
+    }
+    for (ids, captures) in [
+        (&[1, 3][..], false),
+        (&[3, 1], true),
+        (&[1, 2], false),
+        (&[2], false),
+        (&[3, 1], true),
+        (&[1, 2, 3], false),
+        (&[1], true),
+    ] {
+        let ids: Vec<_> = ids.iter().map(|id| seq(*id)).collect();
+        assert_eq!(captured.decode(&ids, captures, None), plain.decode(&ids, false, None));
+    }
+    let mut step = captured.cache.begin_step(&[StepInput::count(seq(2), 1)]).unwrap();
+    let refused = step.queue_mut().begin_capture().unwrap_err();
+    assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
+}
+
 #[test]
 fn a_queue_can_go_while_it_captures() {
     let Some(mut side) = Side::new(KvFormat::F16, None) else { return };

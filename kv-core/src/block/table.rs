@@ -242,7 +242,10 @@ impl BlockTables {
 }
 
 #[cfg(test)]
+#[expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn tables() -> BlockTables {
@@ -371,5 +374,116 @@ mod tests {
         assert_eq!(tables.pop(1), Some(BlockId(2)));
         assert_eq!(tables.pop(1), None);
         assert_eq!(tables.pop(7), None);
+    }
+
+    #[derive(Debug, Clone)]
+    enum Operation {
+        Push(u32),
+        Pop,
+        Truncate(usize),
+        Replace(usize, u32),
+        Rotate(usize, usize),
+        RotateBack(usize, usize),
+        Fork(u32),
+        Rows(usize),
+    }
+
+    fn operation() -> impl Strategy<Value = Operation> {
+        prop_oneof![
+            6 => (0..120_u32).prop_map(Operation::Push),
+            2 => Just(Operation::Pop),
+            2 => (0..200_usize).prop_map(Operation::Truncate),
+            1 => (0..90_usize, 0..11_u32).prop_map(|(at, block)| Operation::Replace(at, block)),
+            1 => (0..90_usize, 0..90_usize).prop_map(|(at, by)| Operation::Rotate(at, by)),
+            1 => (0..90_usize, 0..90_usize).prop_map(|(at, by)| Operation::RotateBack(at, by)),
+            2 => (0..4_u32).prop_map(Operation::Fork),
+            1 => (0..7_usize).prop_map(Operation::Rows),
+        ]
+    }
+
+    /// Does the same to a row of the tables and to a plain list.
+    fn apply(tables: &mut BlockTables, plain: &mut Vec<Vec<BlockId>>, row: u32, op: &Operation) {
+        let index = to_usize(row);
+        let len = plain[index].len();
+        match *op {
+            Operation::Push(count) => {
+                for block in (0..count).map(|n| BlockId(n % 10)) {
+                    tables.push(row, block).unwrap();
+                    plain[index].push(block);
+                }
+            }
+            Operation::Pop => assert_eq!(tables.pop(row), plain[index].pop()),
+            Operation::Truncate(len) => {
+                tables.truncate(row, len);
+                plain[index].truncate(len);
+            }
+            Operation::Replace(at, block) if block < 10 => {
+                let old = plain[index].get_mut(at).map(|e| std::mem::replace(e, BlockId(block)));
+                assert_eq!(tables.replace(row, at, BlockId(block)), Ok(old));
+            }
+            Operation::Replace(at, block) => {
+                assert!(tables.replace(row, at, BlockId(block)).is_err());
+            }
+            Operation::Rotate(begin, by) => {
+                tables.rotate(row, begin, by);
+                if begin <= len && by <= len - begin {
+                    plain[index][begin..].rotate_left(by);
+                }
+            }
+            Operation::RotateBack(begin, by) => {
+                tables.rotate_back(row, begin, by);
+                if begin <= len && by <= len - begin {
+                    plain[index][begin..].rotate_right(by);
+                }
+            }
+            Operation::Fork(to) => {
+                if to != row {
+                    tables.truncate(to, 0);
+                    tables.fork_row(row, to, len / 2);
+                    plain[to_usize(to)] = plain[index][..len / 2].to_vec();
+                }
+            }
+            Operation::Rows(rows) => {
+                tables.ensure_rows(rows);
+                let rows = rows.max(plain.len());
+                plain.resize(rows, Vec::new());
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn rows_are_as_plain_lists(
+            operations in prop::collection::vec((0..4_u32, operation()), 1..60),
+        ) {
+            let mut tables = BlockTables::new(10, 16);
+            tables.ensure_rows(4);
+            let mut plain = vec![Vec::new(); 4];
+            let mut copies = vec![(0, Vec::new()); 4];
+            for (row, op) in &operations {
+                apply(&mut tables, &mut plain, *row, op);
+                prop_assert!(tables.rows().eq(plain.iter().map(Vec::as_slice)));
+                for (row, (revision, copy)) in (0..).zip(&mut copies) {
+                    if tables.revision(row) == *revision {
+                        prop_assert!(tables.row(row).starts_with(copy), "row {} grew", row);
+                    }
+                    (*revision, *copy) = (tables.revision(row), tables.row(row).to_vec());
+                }
+                let entries = plain.iter().map(|row| LINE.max(4 * row.len())).sum::<usize>();
+                let most = 4 * entries + list_bytes(&tables.rows);
+                prop_assert!(tables.host_bytes() <= most, "{} bytes", tables.host_bytes());
+            }
+            let rows = [3, 0, 9, 1];
+            let (mut offsets, mut blocks, mut padded) = (Vec::new(), Vec::new(), Vec::new());
+            tables.csr(&rows, &mut offsets, &mut blocks);
+            tables.padded(&rows, 5, &mut padded);
+            for (at, row) in rows.iter().enumerate() {
+                let list = tables.row(*row);
+                let [begin, end] = [offsets[at], offsets[at + 1]].map(to_usize);
+                prop_assert_eq!(&blocks[begin..end], list);
+                let entry = |i: usize| list.get(i).map_or(0, |block| block.0);
+                prop_assert!((0..5).map(entry).eq(padded[5 * at..5 * (at + 1)].iter().copied()));
+            }
+        }
     }
 }

@@ -1,5 +1,4 @@
 //! What the tokens of a sequence are, and the names of the blocks they fill.
-use std::ops::Range;
 
 use crate::block::Ledger;
 use crate::cache::StartOptions;

@@ -4,6 +4,7 @@ mod admission;
 mod backoff;
 mod constants;
 mod counts;
+mod history;
 mod lives;
 mod repeated;
 mod reuse;

@@ -21,9 +21,23 @@ pub(super) enum Operation {
     Step(Vec<(SequenceId, u32)>, bool),
     /// Tokens of the text that each sequence follows.
     Tokens(Vec<(SequenceId, u32)>, bool),
+    /// A step with a count that is at a bound, or far beyond it; taken back if it begins.
+    Extreme(SequenceId, Count, u32),
     FailNext(u64),
     Reset,
 }
+
+/// Which count of a step.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Count {
+    Tokens,
+    Queries,
+    Drafts,
+    Lookahead,
+}
+
+/// Bytes of tables and plans of these small caches, whatever counts their steps were given.
+const BYTES_MAX: usize = 1 << 20;
 
 pub(super) fn operation() -> impl Strategy<Value = Operation> {
     let sequence = || (0..SEQ.len()).prop_map(|i| SEQ[i]);
@@ -37,9 +51,24 @@ pub(super) fn operation() -> impl Strategy<Value = Operation> {
         2 => sequence().prop_map(Operation::Release),
         4 => (inputs(), any::<bool>()).prop_map(|(i, commit)| Operation::Step(i, commit)),
         6 => (inputs(), 0..4_u32).prop_map(|(i, n)| Operation::Tokens(i, n > 0)),
+        1 => (sequence(), count(), extreme()).prop_map(|(s, c, n)| Operation::Extreme(s, c, n)),
         1 => (0..4_u64).prop_map(Operation::FailNext),
         1 => Just(Operation::Reset),
     ]
+}
+
+fn count() -> impl Strategy<Value = Count> {
+    prop_oneof![
+        Just(Count::Tokens),
+        Just(Count::Queries),
+        Just(Count::Drafts),
+        Just(Count::Lookahead),
+    ]
+}
+
+fn extreme() -> impl Strategy<Value = u32> {
+    let around = |n: u32| n.saturating_sub(2)..=n.saturating_add(2);
+    prop_oneof![around(2), around(16), around(24), around(1 << 16), around(u32::MAX)]
 }
 
 /// The first `len` tokens of a text; texts begin alike.
@@ -100,6 +129,15 @@ impl Model {
                     .collect();
                 let inputs: Vec<_> = tokens.iter().map(|(s, t)| StepInput::tokens(*s, t)).collect();
                 self.step(cache, &inputs, *is_committed)?;
+            }
+            Operation::Extreme(sequence, count, n) => {
+                let input = match count {
+                    Count::Tokens => StepInput::count(*sequence, *n),
+                    Count::Queries => StepInput::query(*sequence, *n),
+                    Count::Drafts => StepInput::count(*sequence, 2).drafts(*n),
+                    Count::Lookahead => StepInput::count(*sequence, 1).lookahead(*n),
+                };
+                self.step(cache, &[input], false)?;
             }
             Operation::FailNext(more) => cache.backend().control().fail_after(*more),
             Operation::Reset => cache.reset()?,
@@ -210,5 +248,6 @@ pub(super) fn live(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
         }
         model.check(cache);
         check_invariants(cache);
+        assert!(cache.plan_bytes() < BYTES_MAX, "{} bytes", cache.plan_bytes());
     }
 }
