@@ -236,8 +236,9 @@ impl Chunks<'_> {
             let next = at.saturating_add(chunk).min(self.len);
             let growth = Growth::new(&map, coded, at, next);
             let live = group.window.map_or(0, |window| {
-                let live = first_live(&map, window, at);
-                if map.has_tail() { live.min(map.full_blocks(coded)) } else { live }
+                let live = first_live(&map, window, window.shortest(at));
+                let live = if map.has_tail() { live.min(map.full_blocks(coded)) } else { live };
+                live.max(found.live(has_part))
             });
             // What a step took ahead stays.
             let before = if map.has_tail() { reserved } else { entries };

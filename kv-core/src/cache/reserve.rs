@@ -232,7 +232,7 @@ impl<Buf> Group<Buf> {
         };
         let map = slot_map(self);
         let begin = self.tables.live(row).max(sink_blocks(self.window, &map));
-        let mut end = first_live(&map, window, len);
+        let mut end = first_live(&map, window, window.shortest(len));
         if map.has_tail() {
             // The rows of a tail are read once more, when they become codes.
             end = end.min(map.full_blocks(self.tables.coded(row)));

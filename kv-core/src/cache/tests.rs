@@ -9,6 +9,7 @@ mod lives;
 mod repeated;
 mod reuse;
 mod size;
+mod slack;
 mod wide;
 
 use std::collections::BTreeMap;

@@ -77,6 +77,9 @@ impl CacheSpecBuilder {
         window_left(tokens: u32);
         /// Keeps the first tokens of every sequence besides its window.
         sink_tokens(tokens: u32);
+        /// Keeps tokens before the window, so that sequences can be cut back; see
+        /// [`GroupBuilder::window_slack`].
+        window_slack(tokens: u32);
         /// `num_blocks` blocks of `block_size` tokens each; see [`GroupBuilder::paged`].
         paged(block_size: u32, num_blocks: u32);
         /// As many blocks of `block_size` tokens as `bytes` hold, over all layers of the group.

@@ -22,6 +22,7 @@ pub struct GroupBuilder {
     key_mean: KeyMean,
     window_left: Option<u32>,
     sink_tokens: u32,
+    window_slack: u32,
     blocks: Option<Blocks>,
 }
 
@@ -145,6 +146,16 @@ impl GroupBuilder {
         self.sink_tokens = tokens;
         self
     }
+    /// With a window, keeps `tokens` tokens before it, so that [`KvCache::truncate`] can always cut
+    /// a sequence back by as many: 0 unless set. What a sequence took over from a cached prompt
+    /// comes with its window alone.
+    ///
+    /// [`KvCache::truncate`]: crate::KvCache::truncate
+    #[must_use]
+    pub fn window_slack(mut self, tokens: u32) -> Self {
+        self.window_slack = tokens;
+        self
+    }
     /// `num_blocks` blocks of `block_size` tokens each. Any number of blocks will do: fewer than
     /// the worst case is the point of paging.
     #[must_use]
@@ -217,8 +228,8 @@ impl GroupBuilder {
                 (layouts(block_size, max_sequences)?, true, Some(max_seq_len))
             }
         };
-        let sink_tokens = self.sink_tokens;
-        let window = self.window_left.map(|left| Window { left, sink_tokens });
+        let (sink_tokens, slack) = (self.sink_tokens, self.window_slack);
+        let window = self.window_left.map(|left| Window { left, sink_tokens, slack });
         Ok((GroupSpec { layers, layouts, contiguous, window }, max_seq_len))
     }
 

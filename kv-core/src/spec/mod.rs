@@ -89,7 +89,8 @@ impl GroupSpec {
             return map.blocks_to_grow(tokens);
         };
         // A window that ends inside a block begins inside another.
-        let seen = window.left.div_ceil(self.block_size()).saturating_add(1);
+        let seen =
+            window.left.saturating_add(window.slack).div_ceil(self.block_size()).saturating_add(1);
         let seen = seen.saturating_add(map.blocks(window.sink_tokens));
         seen.saturating_add(map.tail_blocks_max()).min(map.blocks_to_grow(tokens))
     }

@@ -51,11 +51,19 @@ pub struct Window {
     pub left: u32,
     /// First tokens of the sequence that every query sees as well.
     pub sink_tokens: u32,
+    /// Tokens before the window that are kept although no query sees them, so that a sequence can be
+    /// cut back by as many.
+    pub slack: u32,
 }
 
 impl Window {
     /// First position that a query at `position` still sees, sink tokens aside.
     pub fn begin(&self, position: u32) -> u32 {
         position.saturating_sub(self.left)
+    }
+
+    /// The length to which a sequence of `len` tokens must stay able to be cut back.
+    pub(crate) fn shortest(&self, len: u32) -> u32 {
+        len.saturating_sub(self.slack)
     }
 }
