@@ -14,6 +14,7 @@ impl<B: Backend> KvCache<B> {
     /// after which the truncation stands and the wipe is tried again before any block is
     /// handed out.
     pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
+        self.recover();
         let (row, state) = self.sequences.get(sequence)?;
         if len > state.len {
             let (asked, len) = (len, state.len);
@@ -28,6 +29,7 @@ impl<B: Backend> KvCache<B> {
             self.drop_blocks(row, len, reserved);
             self.unstore_from(row, len);
             self.sequences.disown(row);
+            self.late.truncate(row, len);
         }
         Ok(self.wipe()?)
     }
@@ -72,6 +74,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`PlanError::UnknownSequence`]; a device failure of the wipe as for [`Self::truncate`].
     pub fn release(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
+        self.recover();
         let row = self.sequences.row(sequence)?;
         self.end(sequence, row);
         Ok(self.wipe()?)
@@ -84,6 +87,7 @@ impl<B: Backend> KvCache<B> {
 
     fn drop_row(&mut self, sequence: SequenceId, row: u32) {
         self.drop_blocks(row, 0, 0);
+        self.late.end(row);
         if let Some((_, history)) = self.sequences.both_mut(row) {
             history.end(&mut self.ledger);
         }
@@ -102,6 +106,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// A device failure of the wipe as for [`Self::truncate`].
     pub fn reset(&mut self) -> Result<(), CacheError> {
+        self.recover();
         let ids: Vec<_> = self.sequences.ids().collect();
         for id in ids {
             let row = self.sequences.row(id)?;

@@ -58,6 +58,7 @@ impl<B: Backend> KvCache<B> {
         out: TensorViewMut<'_, B::Buffer>,
         options: &AttentionOptions<'_>,
     ) -> Result<(), CacheError> {
+        self.restore()?;
         let (group, index) = self.locate(layer)?;
         let unallocated = PlanError::LayerUnallocated { layer };
         let group = self.groups.get(group).ok_or_else(|| unallocated.clone())?;

@@ -42,6 +42,7 @@ impl<B: Backend> KvCache<B> {
     /// Keeps the cached blocks of a prefix, a system prompt say, until [`Self::unpin`]. Of groups
     /// with a window, those that a sequence needs that starts with exactly this prefix.
     pub fn pin_prefix(&mut self, tokens: &[u32], options: StartOptions<'_>) -> Pin {
+        self.recover();
         let lookup = self.look_up_whole(tokens, &options);
         let mut blocks = Vec::new();
         for (index, group) in self.groups.iter_mut().enumerate() {
@@ -64,6 +65,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// A device failure of the wipe, as for [`Self::truncate`].
     pub fn unpin(&mut self, pin: PinId) -> Result<bool, CacheError> {
+        self.recover();
         let Some(blocks) = self.pins.held.remove(&pin) else {
             return Ok(false);
         };
@@ -91,6 +93,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// As [`Self::release`].
     pub fn preempt(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
+        self.recover();
         self.sequences.row(sequence)?;
         self.stats.preemptions = self.stats.preemptions.saturating_add(1);
         self.release(sequence)
@@ -103,6 +106,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is open.
     pub fn forget_sequence(&mut self, sequence: SequenceId) -> Result<u32, CacheError> {
+        self.recover();
         self.check_closed("forget")?;
         let row = self.sequences.row(sequence)?;
         let mut forgotten = 0_u32;
@@ -145,6 +149,7 @@ impl<B: Backend> KvCache<B> {
         options: StartOptions<'_>,
         keep: u32,
     ) -> Result<u32, CacheError> {
+        self.recover();
         self.check_closed("forget")?;
         let lookup = self.look_up_whole(tokens, &options);
         let mut forgotten = 0_u32;
@@ -180,6 +185,7 @@ impl<B: Backend> KvCache<B> {
     /// [`PlanError::State`] while a step is open; a device failure of the wipe, as for
     /// [`Self::truncate`].
     pub fn reset_prefixes(&mut self) -> Result<bool, CacheError> {
+        self.recover();
         self.check_closed("reset")?;
         if self.groups.iter().any(|group| group.pool.num_used() > 0) {
             return Ok(false);
@@ -218,6 +224,7 @@ impl<B: Backend> KvCache<B> {
     /// caller's own or for another clock. It must be made for the group's number of blocks.
     /// `false`, and no change, for an unknown group or one that has anything cached.
     pub fn set_policy(&mut self, group: GroupId, policy: Box<dyn EvictionPolicy>) -> bool {
+        self.recover();
         let group = self.groups.get_mut(usize::from(group.0));
         group.is_some_and(|group| group.pool.set_policy(policy))
     }
@@ -229,6 +236,7 @@ impl<B: Backend> KvCache<B> {
         options: StartOptions<'_>,
         priority: Priority,
     ) -> u32 {
+        self.recover();
         let lookup = self.look_up_whole(tokens, &options);
         for (index, group) in self.groups.iter_mut().enumerate() {
             let found = lookup.found.groups.get(index);
@@ -243,6 +251,7 @@ impl<B: Backend> KvCache<B> {
     /// Hands out the [events](crate::events) since the last call; none unless
     /// [`CacheSpecBuilder::events`](crate::CacheSpecBuilder::events) made room for them.
     pub fn take_events(&mut self) -> Vec<Event> {
+        self.recover();
         self.ledger.take_events()
     }
 

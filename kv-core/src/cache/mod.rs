@@ -10,6 +10,7 @@ mod end;
 mod front;
 mod history;
 mod keep;
+mod late;
 mod lookup;
 mod open;
 mod recalibrate;
@@ -86,6 +87,10 @@ pub struct KvCache<B: Backend = AnyBackend> {
     scratch: PlanBuffers,
     /// Blocks that lost their last holder and wait to be zeroed.
     unwiped: Vec<(usize, BlockId)>,
+    /// What a failed exchange of constants has yet to put back.
+    unrestored: Vec<recalibrate::Saved<B::Buffer>>,
+    /// Rows that layers on demand lack.
+    late: late::Late,
     blocks_peak: u32,
 }
 
@@ -185,6 +190,8 @@ impl<B: Backend> KvCache<B> {
             open,
             scratch: PlanBuffers::default(),
             unwiped: Vec::new(),
+            unrestored: Vec::new(),
+            late: late::Late::default(),
             blocks_peak: 0,
         })
     }
@@ -206,16 +213,24 @@ impl<B: Backend> KvCache<B> {
     /// The lane all work of this cache is recorded on, for callers that order their own work with
     /// it.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
+        self.recover();
         &mut self.queue
     }
 
     /// Gives a layer its memory; `false` when it had it already.
+    ///
+    /// A layer that comes late lacks the rows of all tokens cached before: nothing cached so far can
+    /// be reused from then on, sequences that have tokens offer nothing more, and attention and
+    /// gathers of theirs that would read the missing rows are refused
+    /// ([`PlanError::RowsUnwritten`]). Give all layers their memory before the first step, or start
+    /// such sequences anew.
     ///
     /// # Errors
     /// [`PlanError::UnknownLayer`], [`CacheError::Calibration`] when the calibration has no
     /// constants that fit the layer, or the device's `OutOfMemory`.
     pub fn allocate_layer(&mut self, layer: impl Into<LayerId>) -> Result<bool, CacheError> {
         let layer = layer.into();
+        self.recover();
         let (group, index) = self.locate(layer)?;
         let Some(group) = self.groups.get_mut(group) else {
             return Ok(false);
@@ -223,7 +238,11 @@ impl<B: Backend> KvCache<B> {
         let constants = self.constants.layer(layer, group.storage.layouts())?;
         let constants = constants.each_ref().map(Option::as_ref);
         let device = (&self.backend, &mut self.queue);
-        Ok(group.storage.allocate_with(device, index, constants)?)
+        let is_new = group.storage.allocate_with(device, index, constants)?;
+        if is_new {
+            self.note_late(layer);
+        }
+        Ok(is_new)
     }
 
     /// Committed tokens of a sequence, `None` for an unknown one.
@@ -289,9 +308,10 @@ impl<B: Backend> KvCache<B> {
         Ok(row)
     }
 
-    /// Zeroes blocks that wait for it; those left by a device failure wait for the next call, and
-    /// none is handed out before.
+    /// Zeroes blocks that wait for it, behind whatever waits to be put back; those left by a device
+    /// failure wait for the next call, and none is handed out before.
     fn wipe(&mut self) -> Result<(), DeviceError> {
+        self.restore()?;
         while let Some(&(group, block)) = self.unwiped.last() {
             if let Some(group) = self.groups.get(group) {
                 for plane in group.storage.view().planes() {

@@ -10,7 +10,7 @@ use crate::cache::{Group, KvCache, StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
-use crate::num::{list_bytes, recycle};
+use crate::num::{list_bytes, recycle, to_usize};
 use crate::plan::{
     AttendArgs, AttentionOptions, AttentionPlan, BatchEntry, BlockCopy, CopyArgs, CopyPlan,
     PlanBuffers, PlannedSequence, SplitPolicy, WriteArgs, WritePlan,
@@ -32,6 +32,9 @@ pub(super) struct OpenEntry {
 #[derive(Debug)]
 pub(super) struct OpenStep {
     is_open: bool,
+    /// Whether a front end keeps the step open from call to call. Any other open step that a call
+    /// of the cache finds was leaked.
+    spans_calls: bool,
     /// Number of this step, to mark sequences with.
     number: u64,
     pub(super) batch: Vec<BatchEntry>,
@@ -63,6 +66,7 @@ impl OpenStep {
     pub(super) fn new(groups: usize) -> Self {
         Self {
             is_open: false,
+            spans_calls: false,
             number: 0,
             batch: Vec::new(),
             rows: Vec::new(),
@@ -122,6 +126,23 @@ impl OpenStep {
 }
 
 impl<B: Backend> KvCache<B> {
+    /// Takes back a step that its caller leaked ([`std::mem::forget`]): a [`Step`](super::Step)
+    /// borrows the cache, so no call finds one open that can still be ended.
+    pub(super) fn recover(&mut self) {
+        if self.open.is_open && !self.open.spans_calls {
+            self.roll_back();
+        }
+    }
+
+    /// Begins a step that ends with the borrow of its [`Step`](super::Step).
+    pub(super) fn begin_borrowed(&mut self, inputs: &[StepInput<'_>]) -> Result<(), CacheError> {
+        self.recover();
+        self.begin_open(inputs)?;
+        self.open.spans_calls = false;
+        Ok(())
+    }
+
+    /// Begins a step that stays open from call to call, for front ends.
     pub(crate) fn begin_open(&mut self, inputs: &[StepInput<'_>]) -> Result<(), CacheError> {
         if self.open.is_open {
             let problem = "a step is open already";
@@ -134,7 +155,7 @@ impl<B: Backend> KvCache<B> {
         recycle(&mut self.open.positions);
         recycle(&mut self.open.growing);
         self.read_inputs(inputs)?;
-        self.open.is_open = true;
+        (self.open.is_open, self.open.spans_calls) = (true, true);
         let planned = self.take_inputs(0);
         if planned.is_err() {
             self.roll_back();
@@ -181,9 +202,9 @@ impl<B: Backend> KvCache<B> {
         options: StartOptions<'_>,
     ) -> Result<usize, CacheError> {
         self.check_open("start")?;
-        let started = self.start(sequence, prompt, options)?;
+        let (_, started) = self.start_row(sequence, prompt, options)?;
         self.open.undo.push(Undo::Started { sequence });
-        Ok(started)
+        Ok(to_usize(started))
     }
 
     /// Reserves and plans the batch from entry `first` on.
@@ -335,6 +356,10 @@ impl<B: Backend> KvCache<B> {
     ) -> Result<(), CacheError> {
         self.check_open("attend")?;
         let (index, in_group) = self.locate(layer)?;
+        if !self.open.spans_calls {
+            // Front ends let a late layer see zeros, as what they stand for does.
+            self.check_written_in(layer, options)?;
+        }
         let Self { queue, groups, open, .. } = self;
         let parts = groups.get(index).zip(open.plans.get(index));
         let (group, plan) = parts.ok_or(PlanError::LayerUnallocated { layer })?;

@@ -1,43 +1,105 @@
 //! Constants exchanged while sequences live: calibration from the first blocks of the first one.
-use crate::backend::{Backend, Queue};
+//!
+//! Owns the exchange and its undoing. The bytes that an exchange writes over are read back to the
+//! host first; a failure of the device puts them back, at once or before anything else touches
+//! rows.
+use hashbrown::HashMap;
+use hashbrown::hash_map::Entry;
+
+use crate::backend::{Backend, Fence, Queue, Readback};
 use crate::cache::constants::Constants;
-use crate::cache::{KvCache, slot_map};
-use crate::calibration::Calibration;
+use crate::cache::{Group, KvCache, slot_map};
+use crate::calibration::{Calibration, PlaneConstants};
 use crate::element::DType;
-use crate::error::{CacheError, PlanError};
-use crate::geometry::QkvFormat;
-use crate::num::to_u64;
-use crate::plan::{BatchEntry, GatherArgs, GatherPlan, GatherRange, WriteArgs};
-use crate::storage::Plane;
+use crate::error::{CacheError, DeviceError, PlanError};
+use crate::geometry::{PlaneLayout, QkvFormat};
+use crate::ids::BlockId;
+use crate::num::{to_u64, to_usize};
+use crate::plan::{BatchEntry, GatherArgs, GatherPlan, GatherRange, PlanBuffers, WriteArgs};
+use crate::storage::{Plane, PlaneView};
 use crate::tensor::{TensorView, TensorViewMut};
 
-/// The K and V of one sequence in one layer, decoded to `f32`, `thd`, in memory of the device.
+/// Bytes of decoded rows of one plane that an exchange holds at a time, unless a block has more.
+const DECODED_BYTES: u64 = 1 << 25;
+
+const PLANES: [Plane; 2] = [Plane::Key, Plane::Value];
+
+/// Bytes of device memory as they were.
 #[derive(Debug)]
-struct Decoded<Buf> {
-    group: usize,
-    index: usize,
+pub(super) struct Saved<Buf> {
+    buffer: Buf,
+    offset: u64,
+    bytes: Vec<u8>,
+}
+
+/// Rows of one sequence that an exchange encodes anew: all that some blocks hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Run {
     row: u32,
-    len: u32,
-    rows: [Buf; 2],
+    begin: u32,
+    end: u32,
+}
+
+/// What a group keeps of its sequences.
+#[derive(Debug, Default)]
+struct Kept {
+    /// In ascending order.
+    blocks: Vec<BlockId>,
+    /// Every row of these blocks once, in batches of a bounded number of tokens.
+    batches: Vec<Vec<Run>>,
+}
+
+/// A group of layers, its new constants, and what is encoded with them.
+#[derive(Debug)]
+struct Exchange<Buf> {
+    group: usize,
+    kept: Kept,
+    /// New constants of K and V, layer by layer.
+    constants: Vec<[Option<Buf>; 2]>,
+    /// Room for decoded rows of K and V.
+    decoded: Option<[Buf; 2]>,
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Exchanges the scales and the transform's constants, and encodes every cached row anew.
+    /// Exchanges the scales and the transform's constants, and encodes every cached row anew that
+    /// a live sequence can still read.
     ///
     /// This is how a cache calibrates itself: it is made without constants, the first few hundred
     /// tokens of the first sequence are observed on their way in, and from here on the constants
-    /// stay. Rows that were codes are rounded a second time; those in 16 bits are not. Afterwards
-    /// [`Self::encoding_key`] is another one, nothing cached before can be reused, and the live
-    /// sequences offer nothing more.
+    /// stay. Rows that were codes are rounded a second time. Of a sliding window, the blocks that
+    /// a sequence still holds are touched and no others; a block that several sequences share is
+    /// encoded once. Afterwards [`Self::encoding_key`] is another one, nothing cached before can be
+    /// reused, and the live sequences offer nothing more.
     ///
-    /// Takes memory of the device for all live rows in `f32` while it runs.
+    /// The exchange applies whole or not at all. While it runs, the old bytes of every block it
+    /// touches are kept in host memory, and some rows lie in `f32` in memory of the device. A
+    /// device that fails on the way gets the old bytes back. If it fails at that too, they stay in
+    /// host memory, and every later call that begins a step or reads rows puts them back first,
+    /// or answers with the device's error: no call sees rows that are half exchanged.
     ///
     /// # Errors
-    /// - [`CacheError::Calibration`]; [`PlanError::State`] while a step is open, for layers on
-    ///   demand, or when a sequence with a tail was cut inside codes; the device's own while rows
-    ///   are read. Nothing changed.
-    /// - The device's own while rows are written: live sequences must be released then.
+    /// [`CacheError::Calibration`]; [`PlanError::State`] while a step is open, for layers on
+    /// demand, or when a sequence with a tail was cut inside codes; the device's own, among them
+    /// `Unsupported` where a thread may not wait for it. Nothing changed.
     pub fn recalibrate(&mut self, calibration: Calibration) -> Result<(), CacheError> {
+        self.recover();
+        let constants = self.check_exchange(calibration)?;
+        self.wipe()?;
+        let exchanges = self.prepare_exchange(&constants)?;
+        let saved = self.save(&exchanges)?;
+        if let Err(failed) = self.exchange(&exchanges, &constants) {
+            self.unrestored = saved;
+            // What cannot be put back now is put back before rows are touched again.
+            let _ = self.restore();
+            return Err(failed);
+        }
+        self.constants = constants;
+        self.restart_reuse();
+        Ok(())
+    }
+
+    /// Refuses what cannot be exchanged; changes nothing.
+    fn check_exchange(&self, calibration: Calibration) -> Result<Constants, CacheError> {
         const OPERATION: &str = "recalibrate";
         let refuse = |problem| Err(PlanError::State { operation: OPERATION, problem }.into());
         if self.is_step_open() {
@@ -55,76 +117,308 @@ impl<B: Backend> KvCache<B> {
                 }
             }
         }
-        let decoded = self.decode_all()?;
-        for (spec, group) in self.spec.groups().iter().zip(&self.groups) {
-            for (layer, index) in spec.layers().iter().zip(0..) {
-                let constants = constants.layer(*layer, group.storage.layouts())?;
-                let constants = constants.each_ref().map(Option::as_ref);
-                group.storage.upload_constants(&mut self.queue, index, constants)?;
-            }
-        }
-        for rows in &decoded {
-            self.encode(rows)?;
-        }
-        self.queue.flush()?;
-        self.constants = constants;
-        self.restart_reuse();
-        Ok(())
+        Ok(constants)
     }
 
-    fn decode_all(&mut self) -> Result<Vec<Decoded<B::Buffer>>, CacheError> {
-        let mut all = Vec::new();
-        let live = self.sequences.iter().filter(|(_, state)| state.len > 0);
-        for (row, len) in live.map(|(row, state)| (row, state.len)) {
-            for (number, group) in self.groups.iter().enumerate() {
-                let layers = self.spec.groups().get(number).map_or(0, |spec| spec.layers().len());
-                for index in 0..layers {
-                    let ranges = [GatherRange { row, begin: 0, len }];
-                    let decode = |plane| {
-                        let view = group.storage.plane(index, plane);
-                        let view = view.ok_or(PlanError::State {
-                            operation: "recalibrate",
-                            problem: "a layer has no memory",
-                        })?;
-                        let layout = *view.layout();
-                        let dims = [len, layout.num_kv_heads(), layout.head_dim()];
-                        let values = dims.iter().fold(1_u64, |n, d| n.saturating_mul((*d).into()));
-                        let bytes = values.saturating_mul(to_u64(DType::F32.size()));
-                        let buffer = self.backend.alloc(bytes)?;
-                        let out = TensorViewMut::device(DType::F32, &buffer, 0, &dims);
-                        let plan = GatherPlan::new(&layout, &group.tables, &ranges)?;
-                        let args = GatherArgs::new(&plan, view, out, QkvFormat::Thd)?;
-                        self.queue.gather(&plan, args)?;
-                        Ok::<_, CacheError>(buffer)
+    /// Takes the memory that an exchange needs and uploads the new constants beside the old ones.
+    fn prepare_exchange(
+        &mut self,
+        constants: &Constants,
+    ) -> Result<Vec<Exchange<B::Buffer>>, CacheError> {
+        let mut exchanges = Vec::new();
+        for (number, spec) in self.spec.groups().iter().enumerate() {
+            let layouts = *spec.layouts();
+            if !layouts.iter().any(PlaneLayout::has_constants) {
+                // Its bytes depend on no constants.
+                continue;
+            }
+            let Some(group) = self.groups.get(number) else {
+                continue;
+            };
+            let kept = self.kept(group);
+            let most = kept.batches.iter().map(|runs| tokens(runs)).max();
+            let decoded = most.map(|most| {
+                let [k, v] = layouts.map(|layout| self.backend.alloc(decoded_bytes(&layout, most)));
+                Ok::<_, DeviceError>([k?, v?])
+            });
+            let mut uploaded = Vec::new();
+            for layer in spec.layers() {
+                let [k, v] = constants.layer(*layer, &layouts)?;
+                let mut upload = |values: Option<PlaneConstants>| {
+                    let Some(values) = values else {
+                        return Ok(None);
                     };
-                    let rows = [Plane::Key, Plane::Value].map(decode);
-                    let [k, v] = rows;
-                    all.push(Decoded { group: number, index, row, len, rows: [k?, v?] });
+                    let bytes: &[u8] = bytemuck::cast_slice(values.values());
+                    let buffer = self.backend.alloc(to_u64(bytes.len()))?;
+                    self.queue.upload(&buffer, 0, bytes)?;
+                    Ok::<_, DeviceError>(Some(buffer))
+                };
+                uploaded.push([upload(k)?, upload(v)?]);
+            }
+            let (constants, decoded) = (uploaded, decoded.transpose()?);
+            exchanges.push(Exchange { group: number, kept, constants, decoded });
+        }
+        Ok(exchanges)
+    }
+
+    /// Lists the blocks that live sequences hold in a group, each with the rows of the holder that
+    /// has filled most of it.
+    fn kept(&self, group: &Group<B::Buffer>) -> Kept {
+        let map = slot_map(group);
+        let mut runs: HashMap<BlockId, Run> = HashMap::new();
+        for (row, state) in self.sequences.iter() {
+            each_block(group, row, state.len, |block, run| match runs.entry(block) {
+                Entry::Vacant(vacant) => {
+                    vacant.insert(run);
+                }
+                Entry::Occupied(mut known) => {
+                    let known = known.get_mut();
+                    assert_eq!(known.begin, run.begin, "holders agree on a block's first token");
+                    if run.end > known.end {
+                        *known = run;
+                    }
+                }
+            });
+        }
+        let mut blocks: Vec<_> = runs.keys().copied().collect();
+        blocks.sort_unstable();
+        let mut runs: Vec<_> = runs.into_values().collect();
+        runs.sort_unstable_by_key(|run| (run.row, run.begin));
+        let [k, v] = *group.storage.layouts();
+        let row_bytes = decoded_bytes(&k, 1).max(decoded_bytes(&v, 1));
+        let most = DECODED_BYTES.checked_div(row_bytes).unwrap_or(1);
+        let most = u32::try_from(most).unwrap_or(u32::MAX).max(map.block_size());
+        Kept { blocks, batches: into_batches(&runs, most) }
+    }
+
+    /// Reads everything back that an exchange writes over.
+    fn save(
+        &mut self,
+        exchanges: &[Exchange<B::Buffer>],
+    ) -> Result<Vec<Saved<B::Buffer>>, CacheError> {
+        let mut saved = Vec::new();
+        let mut pending = Vec::new();
+        for exchange in exchanges {
+            let parts = self.groups.get(exchange.group).zip(self.spec.groups().get(exchange.group));
+            let Some((group, spec)) = parts else {
+                continue;
+            };
+            for (index, layer) in spec.layers().iter().enumerate() {
+                let old = self.constants.layer(*layer, spec.layouts())?;
+                for (plane, old) in PLANES.into_iter().zip(old) {
+                    let view = plane_of(group, index, plane)?;
+                    if let Some((buffer, old)) = view.constants().zip(old) {
+                        let bytes = bytemuck::cast_slice(old.values()).to_vec();
+                        saved.push(Saved { buffer: buffer.clone(), offset: 0, bytes });
+                    }
+                    for (segment, offset, bytes) in ranges(view.layout(), &exchange.kept.blocks) {
+                        let Some(buffer) = view.segment(segment) else {
+                            continue;
+                        };
+                        let readback = self.queue.download(buffer, offset, bytes)?;
+                        pending.push((buffer.clone(), offset, readback));
+                    }
                 }
             }
         }
-        Ok(all)
+        self.queue.flush()?;
+        for (buffer, offset, readback) in pending {
+            saved.push(Saved { buffer, offset, bytes: readback.wait()? });
+        }
+        Ok(saved)
     }
 
-    fn encode(&mut self, decoded: &Decoded<B::Buffer>) -> Result<(), CacheError> {
-        let Decoded { group, index, row, len, rows: [k, v] } = decoded;
-        let Some(group) = self.groups.get(*group) else {
-            return Ok(());
-        };
-        let planes = group.storage.plane(*index, Plane::Key);
-        let Some((k_plane, v_plane)) = planes.zip(group.storage.plane(*index, Plane::Value)) else {
-            return Ok(());
-        };
-        let entry = BatchEntry { row: *row, cached: 0, new_tokens: *len, queries: 0 };
+    /// Encodes rows with the new constants, makes these those of the layers, and waits until the
+    /// device is done.
+    fn exchange(
+        &mut self,
+        exchanges: &[Exchange<B::Buffer>],
+        constants: &Constants,
+    ) -> Result<(), CacheError> {
         let determinism = self.spec.determinism();
-        let [layout, _] = group.storage.layouts();
-        let (plan, _) = self.scratch.plan(layout, &group.tables, &[entry], 1, determinism)?;
-        let dims = |plane: &crate::storage::PlaneView<'_, B::Buffer>| {
-            [*len, plane.layout().num_kv_heads(), plane.layout().head_dim()]
-        };
-        let k = TensorView::device(DType::F32, k, 0, &dims(&k_plane));
-        let v = TensorView::device(DType::F32, v, 0, &dims(&v_plane));
-        let args = WriteArgs::new(&plan, k, v, QkvFormat::Thd, k_plane, v_plane)?;
-        Ok(self.queue.write_kv(&plan, args)?)
+        for exchange in exchanges {
+            let parts = self.groups.get(exchange.group).zip(self.spec.groups().get(exchange.group));
+            let Some((group, spec)) = parts else {
+                continue;
+            };
+            for batch in &exchange.kept.batches {
+                let entries: Vec<_> = batch.iter().map(Run::entry).collect();
+                let [layout, _] = group.storage.layouts();
+                self.scratch.plan(layout, &group.tables, &entries, 1, determinism)?;
+                let work = (&mut self.queue, &self.scratch);
+                encode_batch(group, exchange, batch, work)?;
+            }
+            for (index, layer) in spec.layers().iter().enumerate() {
+                let new = constants.layer(*layer, spec.layouts())?;
+                let new = new.each_ref().map(Option::as_ref);
+                group.storage.upload_constants(&mut self.queue, index, new)?;
+            }
+        }
+        Ok(self.finish()?)
     }
+
+    /// Puts back what an exchange that failed has written over; nothing to do otherwise.
+    pub(super) fn restore(&mut self) -> Result<(), DeviceError> {
+        if self.unrestored.is_empty() {
+            return Ok(());
+        }
+        for saved in &self.unrestored {
+            self.queue.upload(&saved.buffer, saved.offset, &saved.bytes)?;
+        }
+        self.finish()?;
+        self.unrestored.clear();
+        Ok(())
+    }
+
+    /// Waits until all recorded work is done, where a thread may.
+    fn finish(&mut self) -> Result<(), DeviceError> {
+        let fence = self.queue.submit()?;
+        if self.backend.capabilities().blocking_wait {
+            fence.wait()?;
+        }
+        Ok(())
+    }
+}
+
+impl Run {
+    fn tokens(&self) -> u32 {
+        self.end.saturating_sub(self.begin)
+    }
+    fn range(&self) -> GatherRange {
+        GatherRange { row: self.row, begin: self.begin, len: self.tokens() }
+    }
+    fn entry(&self) -> BatchEntry {
+        let (row, cached, new_tokens) = (self.row, self.begin, self.tokens());
+        BatchEntry { row, cached, new_tokens, queries: 0 }
+    }
+}
+
+fn tokens(runs: &[Run]) -> u32 {
+    runs.iter().map(Run::tokens).fold(0, u32::saturating_add)
+}
+
+/// Decodes the rows of a batch in every layer, and encodes them with the new constants.
+fn encode_batch<Q: Queue>(
+    group: &Group<Q::Buffer>,
+    exchange: &Exchange<Q::Buffer>,
+    batch: &[Run],
+    (queue, plans): (&mut Q, &PlanBuffers),
+) -> Result<(), CacheError> {
+    let Some(decoded) = &exchange.decoded else {
+        return Ok(());
+    };
+    let [layout, _] = group.storage.layouts();
+    let write = plans.write_plan(layout, &group.tables);
+    let ranges: Vec<_> = batch.iter().map(Run::range).collect();
+    let dims = group
+        .storage
+        .layouts()
+        .map(|layout| [tokens(batch), layout.num_kv_heads(), layout.head_dim()]);
+    for (index, constants) in exchange.constants.iter().enumerate() {
+        let mut views = Vec::with_capacity(PLANES.len());
+        for (((plane, decoded), dims), new) in
+            PLANES.into_iter().zip(decoded).zip(&dims).zip(constants)
+        {
+            let view = plane_of(group, index, plane)?;
+            let out = TensorViewMut::device(DType::F32, decoded, 0, dims);
+            let plan = GatherPlan::new(view.layout(), &group.tables, &ranges)?;
+            queue.gather(&plan, GatherArgs::new(&plan, view, out, QkvFormat::Thd)?)?;
+            views.push(new.as_ref().map_or(view, |new| view.with_constants(new)));
+        }
+        let [k_rows, v_rows] = decoded;
+        let [k_dims, v_dims] = &dims;
+        let k = TensorView::device(DType::F32, k_rows, 0, k_dims);
+        let v = TensorView::device(DType::F32, v_rows, 0, v_dims);
+        let &[k_plane, v_plane] = views.as_slice() else {
+            unreachable!("a view of K and one of V");
+        };
+        let args = WriteArgs::new(&write, k, v, QkvFormat::Thd, k_plane, v_plane)?;
+        queue.write_kv(&write, args)?;
+    }
+    Ok(())
+}
+
+/// One plane of a layer, which has memory: layers on demand are refused.
+fn plane_of<Buf: 'static>(
+    group: &Group<Buf>,
+    index: usize,
+    plane: Plane,
+) -> Result<PlaneView<'_, Buf>, PlanError> {
+    let problem = "a layer has no memory";
+    let missing = PlanError::State { operation: "recalibrate", problem };
+    group.storage.plane(index, plane).ok_or(missing)
+}
+
+/// Bytes of rows of `tokens` tokens in `f32`.
+fn decoded_bytes(layout: &PlaneLayout, tokens: u32) -> u64 {
+    let row = [layout.num_kv_heads(), layout.head_dim()].map(u64::from);
+    let values = row.into_iter().fold(u64::from(tokens), u64::saturating_mul);
+    values.saturating_mul(to_u64(DType::F32.size()))
+}
+
+/// Calls `each` for every block that a sequence of `len` tokens holds rows in, with those rows.
+fn each_block<Buf>(group: &Group<Buf>, row: u32, len: u32, mut each: impl FnMut(BlockId, Run)) {
+    let map = slot_map(group);
+    let table = group.tables.row(row);
+    let block = |at: u32| {
+        let block = table.get(to_usize(at)).copied();
+        block.unwrap_or_else(|| unreachable!("a sequence has a block for each of its tokens"))
+    };
+    let coded = group.tables.coded(row);
+    let tail_begin = map.tail_begin(len, coded);
+    let (count, vacant) = (map.blocks(tail_begin), group.vacant(row));
+    let (sinks, live) =
+        if vacant.is_empty() { (0, 0) } else { (vacant.start.min(count), vacant.end) };
+    for at in (0..sinks).chain(live..count) {
+        let (begin, end) = (map.tokens(at), map.tokens(at.saturating_add(1)).min(tail_begin));
+        if begin < end {
+            each(block(at), Run { row, begin, end });
+        }
+    }
+    let mut begin = tail_begin;
+    while begin < len {
+        let at = map.place_in(begin, coded).index;
+        let is_here = |position: &u32| map.place_in(*position, coded).index == at;
+        let end = (begin..len).take_while(is_here).last().unwrap_or(begin).saturating_add(1);
+        each(block(at), Run { row, begin, end });
+        begin = end;
+    }
+}
+
+/// Joins runs that follow each other, in batches of at most `most` tokens: whole blocks, one at
+/// least.
+fn into_batches(runs: &[Run], most: u32) -> Vec<Vec<Run>> {
+    let mut batches: Vec<Vec<Run>> = Vec::new();
+    let mut room = 0_u32;
+    for run in runs {
+        let last = batches.last_mut().filter(|_| run.tokens() <= room);
+        let Some(batch) = last else {
+            room = most.saturating_sub(run.tokens());
+            batches.push(vec![*run]);
+            continue;
+        };
+        room = room.saturating_sub(run.tokens());
+        match batch.last_mut().filter(|b| b.row == run.row && b.end == run.begin) {
+            Some(before) => before.end = run.end,
+            None => batch.push(*run),
+        }
+    }
+    batches
+}
+
+/// Where blocks in ascending order lie: segment, offset and bytes, neighbours together.
+fn ranges(layout: &PlaneLayout, blocks: &[BlockId]) -> Vec<(usize, u64, u64)> {
+    let mut ranges: Vec<(usize, u64, u64)> = Vec::new();
+    for block in blocks {
+        let ((segment, offset), size) = (layout.locate(block.0), layout.block_bytes());
+        match ranges.last_mut() {
+            Some((in_segment, begin, bytes))
+                if *in_segment == segment && begin.saturating_add(*bytes) == offset =>
+            {
+                *bytes = bytes.saturating_add(size);
+            }
+            _ => ranges.push((segment, offset, size)),
+        }
+    }
+    ranges
 }

@@ -16,7 +16,7 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`PlanError`] for an unknown sequence or layer, a range past a sequence's length or one that
-    /// has left a window, or a shape that does not fit; the device's own.
+    /// has left a window or that a layer lacks, or a shape that does not fit; the device's own.
     pub fn gather(
         &mut self,
         layer: impl Into<LayerId>,
@@ -25,6 +25,8 @@ impl<B: Backend> KvCache<B> {
         out: TensorViewMut<'_, B::Buffer>,
         format: QkvFormat,
     ) -> Result<(), CacheError> {
+        self.recover();
+        self.restore()?;
         let layer = layer.into();
         let (group, index) = self.locate(layer)?;
         let mut rows = Vec::with_capacity(ranges.len());
@@ -36,6 +38,9 @@ impl<B: Backend> KvCache<B> {
                 return Err(PlanError::SequenceTooShort { sequence, len, asked }.into());
             }
             self.check_in_window(group, (sequence, row), (begin, asked))?;
+            if len > 0 {
+                self.check_rows_in(layer, row, begin)?;
+            }
             rows.push(GatherRange { row, begin, len });
         }
         let Some(group) = self.groups.get(group) else {

@@ -104,6 +104,10 @@ impl Sequences {
         self.histories.iter().map(History::bytes).sum()
     }
 
+    /// Who has a row.
+    pub(crate) fn id(&self, row: u32) -> Option<SequenceId> {
+        self.ids.get(to_usize(row)).copied().flatten()
+    }
     pub(crate) fn row(&self, id: SequenceId) -> Result<u32, PlanError> {
         self.rows.get(&id).copied().ok_or(PlanError::UnknownSequence { sequence: id })
     }

@@ -114,6 +114,7 @@ impl<B: Backend> KvCache<B> {
         prompt: &[u32],
         options: StartOptions<'_>,
     ) -> Result<usize, CacheError> {
+        self.recover();
         self.start_row(sequence, prompt, options).map(|(_, tokens)| to_usize(tokens))
     }
 
@@ -261,6 +262,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`].
     pub fn fork(&mut self, parent: SequenceId, child: SequenceId) -> Result<(), CacheError> {
+        self.recover();
         let (parent_row, state) = self.sequences.get(parent)?;
         let (len, certain, store_at) = (state.len, state.certain, state.store_at);
         self.check_new(child)?;
@@ -271,6 +273,7 @@ impl<B: Backend> KvCache<B> {
         let known = (len, self.chains.as_slice());
         self.sequences.fork_history((parent_row, row), known, &mut self.ledger);
         self.sequences.disown(parent_row);
+        self.late.fork(parent_row, row);
         for group in &mut self.groups {
             let coded = group.tables.coded(parent_row);
             let count = to_usize(slot_map(group).blocks_in(len, coded));

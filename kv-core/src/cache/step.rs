@@ -126,6 +126,9 @@ pub(super) fn check_queries(batch: &[BatchEntry], spec: &CacheSpec) -> Result<()
 /// All tensors of a step have a batch entry for each [`StepInput`], in the order they were given; a
 /// `bshd` or `sbhd` tensor may have further entries and longer ones, a `thd` tensor further rows.
 /// Those are padding: never read in inputs, zero in outputs.
+///
+/// A step that is leaked ([`std::mem::forget`]) never happened either: the next call that takes the
+/// cache by `&mut` takes it back first.
 #[derive(Debug)]
 pub struct Step<'c, B: Backend = AnyBackend> {
     cache: &'c mut KvCache<B>,
@@ -189,8 +192,9 @@ impl<B: Backend> Step<'_, B> {
     /// type of `q`; `num_q_heads` is a multiple of `num_kv_heads`.
     ///
     /// # Errors
-    /// [`PlanError`] for a layer that is unknown or not written in this step, a tensor or an option
-    /// that does not fit; the device's own. The step stays open.
+    /// [`PlanError`] for a layer that is unknown or not written in this step, or that got memory
+    /// when tokens were cached already which the step would attend to, a tensor or an option that
+    /// does not fit; the device's own. The step stays open.
     pub fn attend(
         &mut self,
         layer: impl Into<LayerId>,
@@ -220,7 +224,7 @@ impl<B: Backend> Step<'_, B> {
     /// The cache's lane of work, for what a device can do besides: capturing the launches of a
     /// step, or replaying them.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
-        self.cache.queue_mut()
+        &mut self.cache.queue
     }
 
     /// Says that every layer is written by work the caller has submitted, as when launches of an
@@ -300,7 +304,7 @@ impl<B: Backend> KvCache<B> {
     /// - [`CacheError::Exhausted`] with what the whole step needs and what is free;
     /// - the device's own, for the copy of shared blocks.
     pub fn begin_step(&mut self, inputs: &[StepInput<'_>]) -> Result<Step<'_, B>, CacheError> {
-        self.begin_open(inputs)?;
+        self.begin_borrowed(inputs)?;
         Ok(Step { cache: self })
     }
 }

@@ -5,6 +5,8 @@ mod backoff;
 mod constants;
 mod counts;
 mod history;
+mod late;
+mod leaked;
 mod lives;
 mod repeated;
 mod reuse;
@@ -191,7 +193,7 @@ fn commit_names_the_unwritten_layer_and_rolls_back() {
     let view = || TensorView::host(&row, &[1, 1, 2]);
     step.write(1, view(), view(), QkvFormat::Thd).unwrap();
     let refused = step.commit().unwrap_err();
-    assert_eq!(refused.to_string(), "layer 0 and 0 more were not written in this step");
+    assert_eq!(refused.to_string(), "layer 0 was not written in this step");
     assert_eq!(snapshot(&cache), before);
 }
 

@@ -95,7 +95,7 @@ pub enum PlanError {
         layer: LayerId,
     },
     /// A commit, or an advance, before every layer was written.
-    #[error("layer {layer} and {others} more were not written in this step")]
+    #[error("layer {layer} {} not written in this step", with_others(*others))]
     LayersUnwritten {
         /// The first unwritten layer.
         layer: LayerId,
@@ -107,6 +107,19 @@ pub enum PlanError {
     AttendBeforeWrite {
         /// The layer.
         layer: LayerId,
+    },
+    /// A layer got memory when a sequence had tokens already, whose rows are asked for.
+    #[error(
+        "layer {layer} lacks the first {tokens} tokens of sequence {sequence}: they were cached \
+         before the layer had memory"
+    )]
+    RowsUnwritten {
+        /// The layer.
+        layer: LayerId,
+        /// The sequence.
+        sequence: SequenceId,
+        /// Leading tokens without rows in the layer.
+        tokens: u32,
     },
     /// A tensor has the wrong number of axes or a wrong extent.
     #[error("{tensor} has shape {got}, expected {expected}")]
@@ -246,6 +259,15 @@ pub enum PlanError {
     Name(#[from] UnknownName),
 }
 
+/// The verb for one layer and `others` more, which it counts.
+fn with_others(others: usize) -> String {
+    match others {
+        0 => "was".to_owned(),
+        1 => "and 1 more layer were".to_owned(),
+        more => format!("and {more} more layers were"),
+    }
+}
+
 /// What is wrong with a layer of a front end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -254,7 +276,7 @@ pub enum LayerProblem {
     #[error("has no memory yet: allocate it first")]
     Unallocated,
     /// A step ends before every layer was written.
-    #[error("and {others} more were not written in this step")]
+    #[error("{} not written in this step", with_others(*others))]
     Unwritten {
         /// How many more there are.
         others: usize,

@@ -47,10 +47,11 @@ impl fmt::Debug for Dims {
 impl fmt::Display for Dims {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(self.as_slice()).finish()?;
-        if self.rank > 4 {
-            write!(f, " and {} more axes", self.rank.saturating_sub(4))?;
+        match self.rank.saturating_sub(4) {
+            0 => Ok(()),
+            1 => f.write_str(" and 1 more axis"),
+            more => write!(f, " and {more} more axes"),
         }
-        Ok(())
     }
 }
 

@@ -106,7 +106,7 @@ fn wrong_shapes_are_named() {
         (
             &[1, 2, 3, 2, 4],
             QkvFormat::Bshd,
-            "k has shape [1, 2, 3, 2] and 1 more axes, expected [b at least, s at least, h, d] = \
+            "k has shape [1, 2, 3, 2] and 1 more axis, expected [b at least, s at least, h, d] = \
              [2, 3, 2, 4]",
         ),
         (&[], QkvFormat::Thd, "k has shape [], expected [t at least, h, d] = [4, 2, 4]"),

@@ -68,6 +68,28 @@ fn the_encoding_key_tells_caches_apart() {
 }
 
 #[test]
+fn a_failure_at_any_operation_leaves_constants_as_they_were() {
+    let mut cache = KvCache::new(NullBackend::new(), spec(INT8)).unwrap();
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 6)]).unwrap();
+    let (key, before) = (cache.encoding_key(), snapshot(&cache));
+    for operation in 0.. {
+        cache.backend().control().fail_after(operation);
+        match cache.recalibrate(calibration(1.0)) {
+            Ok(()) => {
+                assert!(operation > 16, "{operation} operations");
+                break;
+            }
+            Err(CacheError::Device(_)) => assert_eq!(cache.encoding_key(), key),
+            Err(other) => panic!("{other}"),
+        }
+        assert_eq!(snapshot(&cache), before);
+        assert!(cache.unrestored.is_empty(), "the device works again");
+    }
+    assert_ne!(cache.encoding_key(), key);
+}
+
+#[test]
 fn constants_are_exchanged_whole_or_not_at_all() {
     let mut cache = KvCache::new(NullBackend::new(), spec(INT8)).unwrap();
     start(&mut cache, SEQ[0]);

@@ -1,0 +1,98 @@
+//! Layers that get memory when tokens are cached already: which rows they lack.
+use hashbrown::HashMap;
+
+use crate::backend::Backend;
+use crate::cache::KvCache;
+use crate::error::PlanError;
+use crate::ids::LayerId;
+use crate::num::to_u32;
+use crate::plan::AttentionOptions;
+
+/// Leading tokens of sequences, by table row, that were cached before a layer had memory. Empty but
+/// for layers on demand.
+#[derive(Debug, Default)]
+pub(super) struct Late {
+    missing: HashMap<u32, Vec<(LayerId, u32)>>,
+}
+
+impl Late {
+    fn note(&mut self, row: u32, layer: LayerId, tokens: u32) {
+        self.missing.entry(row).or_default().push((layer, tokens));
+    }
+
+    fn tokens(&self, row: u32, layer: LayerId) -> u32 {
+        let layers = self.missing.get(&row).into_iter().flatten();
+        layers.filter(|(of, _)| *of == layer).map(|(_, tokens)| *tokens).max().unwrap_or(0)
+    }
+
+    /// A fork lacks what its parent lacks.
+    pub(super) fn fork(&mut self, parent: u32, child: u32) {
+        if let Some(layers) = self.missing.get(&parent).cloned() {
+            self.missing.insert(child, layers);
+        }
+    }
+
+    /// Tokens that come anew are written to every layer.
+    pub(super) fn truncate(&mut self, row: u32, len: u32) {
+        if let Some(layers) = self.missing.get_mut(&row) {
+            for (_, tokens) in layers {
+                *tokens = len.min(*tokens);
+            }
+        }
+    }
+
+    pub(super) fn end(&mut self, row: u32) {
+        self.missing.remove(&row);
+    }
+}
+
+impl<B: Backend> KvCache<B> {
+    /// Makes unfindable what was cached before `layer` had memory, and notes which sequences lack
+    /// rows in it.
+    pub(super) fn note_late(&mut self, layer: LayerId) {
+        if self.groups.iter().any(|group| !group.pool.index().is_empty()) {
+            self.clear_index();
+        }
+        for row in 0..to_u32(self.sequences.num_rows()) {
+            let Some((state, history)) = self.sequences.both_mut(row).filter(|(s, _)| s.len > 0)
+            else {
+                continue;
+            };
+            self.late.note(row, layer, state.len);
+            history.end(&mut self.ledger);
+        }
+    }
+
+    /// Refuses the open step's attention over rows that a layer lacks.
+    pub(super) fn check_written_in(
+        &self,
+        layer: LayerId,
+        options: &AttentionOptions<'_>,
+    ) -> Result<(), PlanError> {
+        if self.late.missing.is_empty() {
+            return Ok(());
+        }
+        for entry in self.open.batch.iter().filter(|entry| entry.queries > 0) {
+            let first = entry.cached.saturating_add(entry.new_tokens).saturating_sub(entry.queries);
+            let sees_sinks = options.num_sink_tokens() > 0;
+            let window = options.window().filter(|_| !sees_sinks);
+            let begin = window.map_or(0, |left| first.saturating_sub(left));
+            self.check_rows_in(layer, entry.row, begin)?;
+        }
+        Ok(())
+    }
+
+    /// Refuses rows of a sequence from position `begin` on where a layer lacks them.
+    pub(super) fn check_rows_in(
+        &self,
+        layer: LayerId,
+        row: u32,
+        begin: u32,
+    ) -> Result<(), PlanError> {
+        let tokens = self.late.tokens(row, layer);
+        match self.sequences.id(row).filter(|_| begin < tokens) {
+            Some(sequence) => Err(PlanError::RowsUnwritten { layer, sequence, tokens }),
+            None => Ok(()),
+        }
+    }
+}
