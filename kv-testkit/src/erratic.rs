@@ -1,8 +1,9 @@
-//! A device that fails when it is told to: what a cache does then must not be seen afterwards.
+//! A device that fails on demand: what a cache does then must not be seen afterwards.
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::task::{Context, Poll};
 
-use kv_core::backend::{Backend, Capabilities, Queue};
+use kv_core::backend::{Backend, Capabilities, Fence, Queue, Readback};
 use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
@@ -11,11 +12,26 @@ use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::device::Device;
 
-/// Another device, of which one operation fails, before it is done or afterwards.
+/// Another device, of which one operation fails, or all from one on.
 #[derive(Debug)]
 pub(crate) struct Erratic<B> {
     inner: B,
     fault: Arc<Fault>,
+}
+
+/// How an operation fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Failing {
+    /// Before its work is done, once.
+    Early,
+    /// When its work is done, once.
+    Late,
+    /// It and every further one, until the device is [calm](Erratic::calm) again.
+    Lasting,
+}
+
+impl Failing {
+    pub(crate) const ALL: [Self; 3] = [Self::Early, Self::Late, Self::Lasting];
 }
 
 /// When to fail.
@@ -23,7 +39,8 @@ pub(crate) struct Erratic<B> {
 struct Fault {
     /// Operations that still succeed.
     left: AtomicU64,
-    is_late: AtomicBool,
+    /// Index in [`Failing::ALL`].
+    failing: AtomicU8,
     has_fired: AtomicBool,
 }
 
@@ -32,13 +49,15 @@ const NEVER: u64 = u64::MAX;
 
 impl Fault {
     /// Runs an operation, or fails.
-    fn run(
+    fn run<T>(
         &self,
         operation: &'static str,
-        done: impl FnOnce() -> Result<(), DeviceError>,
-    ) -> Result<(), DeviceError> {
+        done: impl FnOnce() -> Result<T, DeviceError>,
+    ) -> Result<T, DeviceError> {
+        let failing = Failing::ALL[usize::from(self.failing.load(Ordering::Relaxed))];
         match self.left.load(Ordering::Relaxed) {
             NEVER => return done(),
+            0 if failing == Failing::Lasting => {}
             0 => self.left.store(NEVER, Ordering::Relaxed),
             more => {
                 self.left.store(more - 1, Ordering::Relaxed);
@@ -46,7 +65,7 @@ impl Fault {
             }
         }
         self.has_fired.store(true, Ordering::Relaxed);
-        if self.is_late.load(Ordering::Relaxed) {
+        if failing == Failing::Late {
             done()?;
         }
         let error = DeviceError::new(DeviceErrorKind::Driver, operation);
@@ -57,14 +76,15 @@ impl Fault {
 impl<B: Device> Erratic<B> {
     /// A device that does not fail yet.
     pub(crate) fn new(inner: B) -> Self {
-        let (left, off) = (AtomicU64::new(NEVER), AtomicBool::default);
-        Self { inner, fault: Arc::new(Fault { left, is_late: off(), has_fired: off() }) }
+        let (left, failing) = (AtomicU64::new(NEVER), AtomicU8::new(0));
+        let fault = Fault { left, failing, has_fired: AtomicBool::new(false) };
+        Self { inner, fault: Arc::new(fault) }
     }
 
-    /// Fails the operation behind the next `more`, once; if `is_late`, when its work is done.
-    pub(crate) fn fail_after(&self, more: u64, is_late: bool) {
+    /// Fails the operation behind the next `more`.
+    pub(crate) fn fail(&self, more: u64, failing: Failing) {
         self.fault.left.store(more, Ordering::Relaxed);
-        self.fault.is_late.store(is_late, Ordering::Relaxed);
+        self.fault.failing.store(failing as u8, Ordering::Relaxed);
     }
 
     /// Fails no more; whether it did since it was asked last.
@@ -91,7 +111,7 @@ impl<B: Device> Backend for Erratic<B> {
         self.inner.capabilities()
     }
     fn alloc(&self, bytes: u64) -> Result<B::Buffer, DeviceError> {
-        self.inner.alloc(bytes)
+        self.fault.run("alloc", || self.inner.alloc(bytes))
     }
     fn queue(&self) -> Result<Self::Queue, DeviceError> {
         Ok(ErraticQueue { inner: self.inner.queue()?, fault: Arc::clone(&self.fault) })
@@ -107,8 +127,8 @@ pub(crate) struct ErraticQueue<Q> {
 
 impl<Q: Queue> Queue for ErraticQueue<Q> {
     type Buffer = Q::Buffer;
-    type Fence = Q::Fence;
-    type Readback = Q::Readback;
+    type Fence = ErraticFence<Q::Fence>;
+    type Readback = ErraticReadback<Q::Readback>;
 
     fn upload(&mut self, dst: &Q::Buffer, at: u64, src: &[u8]) -> Result<(), DeviceError> {
         self.fault.run("upload", || self.inner.upload(dst, at, src))
@@ -118,8 +138,9 @@ impl<Q: Queue> Queue for ErraticQueue<Q> {
         src: &Q::Buffer,
         at: u64,
         bytes: u64,
-    ) -> Result<Q::Readback, DeviceError> {
-        self.inner.download(src, at, bytes)
+    ) -> Result<Self::Readback, DeviceError> {
+        let inner = self.fault.run("download", || self.inner.download(src, at, bytes))?;
+        Ok(ErraticReadback { inner, fault: Arc::clone(&self.fault) })
     }
     fn zero(&mut self, dst: &Q::Buffer, offset: u64, bytes: u64) -> Result<(), DeviceError> {
         self.fault.run("zero", || self.inner.zero(dst, offset, bytes))
@@ -162,10 +183,43 @@ impl<Q: Queue> Queue for ErraticQueue<Q> {
     fn flush(&mut self) -> Result<(), DeviceError> {
         self.fault.run("flush", || self.inner.flush())
     }
-    fn submit(&mut self) -> Result<Q::Fence, DeviceError> {
-        self.inner.submit()
+    fn submit(&mut self) -> Result<Self::Fence, DeviceError> {
+        let inner = self.fault.run("submit", || self.inner.submit())?;
+        Ok(ErraticFence { inner, fault: Arc::clone(&self.fault) })
     }
-    fn wait_for(&mut self, fence: &Q::Fence) -> Result<(), DeviceError> {
-        self.inner.wait_for(fence)
+    fn wait_for(&mut self, fence: &Self::Fence) -> Result<(), DeviceError> {
+        self.inner.wait_for(&fence.inner)
+    }
+}
+
+/// A fence whose wait may fail.
+#[derive(Debug, Clone)]
+pub(crate) struct ErraticFence<F> {
+    inner: F,
+    fault: Arc<Fault>,
+}
+
+impl<F: Fence> Fence for ErraticFence<F> {
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<(), DeviceError>> {
+        self.inner.poll(cx)
+    }
+    fn wait(&self) -> Result<(), DeviceError> {
+        self.fault.run("wait", || self.inner.wait())
+    }
+}
+
+/// Bytes that may fail to arrive.
+#[derive(Debug)]
+pub(crate) struct ErraticReadback<R> {
+    inner: R,
+    fault: Arc<Fault>,
+}
+
+impl<R: Readback> Readback for ErraticReadback<R> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Vec<u8>, DeviceError>> {
+        self.inner.poll(cx)
+    }
+    fn wait(self) -> Result<Vec<u8>, DeviceError> {
+        self.fault.run("read back", || self.inner.wait())
     }
 }

@@ -97,17 +97,24 @@ pub(crate) fn write<B: Device>(
     spec: &CacheSpec,
     names: &[Name],
 ) -> Result<(), CaseError> {
-    for layer in 0..spec.num_layers() {
-        let mut kv = Vec::new();
-        for plane in [Plane::Key, Plane::Value] {
-            let ([heads, dim], format) = shape(spec, layer, plane)?;
-            let dims = [names.len() as u32, heads as u32, dim as u32];
-            kv.push((stored(names, (layer, plane), heads * dim, format), dims));
-        }
-        let [k, v] = [0, 1].map(|i| kv_core::TensorView::host(&kv[i].0, &kv[i].1));
-        step.write(layer, k, v, QkvFormat::Thd)?;
+    (0..spec.num_layers()).try_for_each(|layer| write_layer(step, spec, layer, names))
+}
+
+/// Writes the rows of a step's new tokens to one layer.
+pub(crate) fn write_layer<B: Device>(
+    step: &mut Step<'_, B>,
+    spec: &CacheSpec,
+    layer: u16,
+    names: &[Name],
+) -> Result<(), CaseError> {
+    let mut kv = Vec::new();
+    for plane in [Plane::Key, Plane::Value] {
+        let ([heads, dim], format) = shape(spec, layer, plane)?;
+        let dims = [names.len() as u32, heads as u32, dim as u32];
+        kv.push((stored(names, (layer, plane), heads * dim, format), dims));
     }
-    Ok(())
+    let [k, v] = [0, 1].map(|i| kv_core::TensorView::host(&kv[i].0, &kv[i].1));
+    Ok(step.write(layer, k, v, QkvFormat::Thd)?)
 }
 
 /// Fails unless the rows of a sequence from `begin` on are those of `names`, in every layer of the
@@ -119,29 +126,40 @@ pub(crate) fn check<B: Device>(
     begin: u32,
     names: &[Name],
 ) -> Result<(), CaseError> {
+    let layers = cache.spec().groups()[group].layers().to_vec();
+    let mut layers = layers.iter();
+    layers.try_for_each(|layer| check_layer(backend, cache, (sequence, layer.0), begin, names))
+}
+
+/// As [`check`], of one layer.
+pub(crate) fn check_layer<B: Device>(
+    backend: &B,
+    cache: &mut KvCache<B>,
+    (sequence, layer): (SequenceId, u16),
+    begin: u32,
+    names: &[Name],
+) -> Result<(), CaseError> {
     let spec = cache.spec().clone();
-    for layer in spec.groups()[group].layers() {
-        for plane in [Plane::Key, Plane::Value] {
-            let ([heads, dim], format) = shape(&spec, layer.0, plane)?;
-            let layout = dense(QkvFormat::Thd, &[names.len()], [heads, dim]);
-            let made = (layout, DType::F32);
-            let mut out = Staged::output(backend, cache.queue_mut(), made, Place::Host)?;
-            let range = (sequence, begin, names.len() as u32);
-            cache.gather(*layer, plane, &[range], out.view_mut(), QkvFormat::Thd)?;
-            let capabilities = backend.capabilities();
-            let got = out.read(capabilities, cache.queue_mut())?.values();
-            let expected = stored(names, (layer.0, plane), heads * dim, format);
-            let is_exact = !format.is_quantised();
-            let is_same = |(a, b): (&f32, &f32)| {
-                if is_exact { a == b } else { a.is_finite() && a * b > 0.0 }
-            };
-            let differs = |(a, b): (&[f32], &[f32])| !a.iter().zip(b).all(is_same);
-            let width = heads * dim;
-            let first = got.chunks(width).zip(expected.chunks(width)).position(differs);
-            same("rows", got.len(), expected.len())?;
-            same("first position with another's row", first.map(|at| at + begin as usize), None)
-                .at(format!("sequence {sequence}, {plane:?} of layer {layer:?}"))?;
-        }
+    for plane in [Plane::Key, Plane::Value] {
+        let ([heads, dim], format) = shape(&spec, layer, plane)?;
+        let layout = dense(QkvFormat::Thd, &[names.len()], [heads, dim]);
+        let made = (layout, DType::F32);
+        let mut out = Staged::output(backend, cache.queue_mut(), made, Place::Host)?;
+        let range = (sequence, begin, names.len() as u32);
+        cache.gather(layer, plane, &[range], out.view_mut(), QkvFormat::Thd)?;
+        let capabilities = backend.capabilities();
+        let got = out.read(capabilities, cache.queue_mut())?.values();
+        let expected = stored(names, (layer, plane), heads * dim, format);
+        let is_exact = !format.is_quantised();
+        let is_same = |(a, b): (&f32, &f32)| {
+            if is_exact { a == b } else { a.is_finite() && a * b > 0.0 }
+        };
+        let differs = |(a, b): (&[f32], &[f32])| !a.iter().zip(b).all(is_same);
+        let width = heads * dim;
+        let first = got.chunks(width).zip(expected.chunks(width)).position(differs);
+        same("rows", got.len(), expected.len())?;
+        same("first position with another's row", first.map(|at| at + begin as usize), None)
+            .at(format!("sequence {sequence}, {plane:?} of layer {layer}"))?;
     }
     Ok(())
 }

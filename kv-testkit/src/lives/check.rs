@@ -48,7 +48,7 @@ impl<B: Device> Life<B> {
         (0..count).filter_map(|id| Some((GroupId(id), self.cache.pool(GroupId(id))?)))
     }
 
-    fn has_window(&self) -> bool {
+    pub(super) fn has_window(&self) -> bool {
         self.spec.groups().iter().any(|group| group.window().is_some())
     }
 
@@ -181,10 +181,19 @@ impl<B: Device> Life<B> {
                 } else {
                     [0..map.tokens(vacant.start).min(len), map.tokens(vacant.end).min(len)..len]
                 };
-                for range in [first, second].into_iter().filter(|range| !range.is_empty()) {
-                    let named = &sequence.names[range.start as usize..range.end as usize];
-                    let which = (sequence.id, index);
-                    named::check(&self.backend, &mut self.cache, which, range.start, named)?;
+                let in_group =
+                    |layer: &&u16| self.spec.locate((**layer).into()).is_some_and(|l| l.0 == id);
+                for layer in self.layers.iter().filter(in_group) {
+                    let lacks = sequence.lacks.iter().filter(|(of, _)| of == layer);
+                    let lacks = lacks.map(|(_, tokens)| *tokens as u32).max().unwrap_or(0);
+                    for range in [first.clone(), second.clone()] {
+                        let begin = range.start.max(lacks);
+                        if begin < range.end {
+                            let named = &sequence.names[begin as usize..range.end as usize];
+                            let (device, cache) = (&self.backend, &mut self.cache);
+                            named::check_layer(device, cache, (sequence.id, *layer), begin, named)?;
+                        }
+                    }
                 }
             }
         }

@@ -80,7 +80,7 @@ pub(super) fn choose<B: Device>(
         PrefixReuse::Off,
     ]);
     let publish_at = bytes.pick(&[PublishAt::Begin, PublishAt::Commit]);
-    let (kind, window) = (bytes.below(7), bytes.below(10));
+    let (kind, window) = (bytes.below(8), bytes.below(10));
     let events = bytes.pick(&[64, 0, 1, 3, 8]) as usize;
     let rest = bytes.next();
     let eviction = bytes.pick(&Eviction::ALL);
@@ -90,10 +90,15 @@ pub(super) fn choose<B: Device>(
     let further = if stored.tail { bytes.below(20) } else { 0 };
     let blocks = num_blocks.unwrap_or(blocks + further);
     let layers = if kind < 3 { 1 } else { 2 };
-    let spec = stored.of(CacheSpec::builder().layers(layers).kv_heads(1), few);
+    let spec = match kind {
+        7 => CacheSpec::builder().layers_on_demand(),
+        _ => CacheSpec::builder().layers(layers),
+    };
+    let slack = bytes.pick(&[0, 0, 3, 7]);
+    let spec = stored.of(spec.kv_heads(1).window_slack(slack), few);
     let spec = spec.paged(block_size, blocks);
     let spec = match kind {
-        0 | 1 => spec,
+        0 | 1 | 7 => spec,
         2 => spec.window_left(window).sink_tokens(u32::from(rest >> 6)),
         3 => spec.group([1], |group| group.window_left(window)),
         4 => spec.group([1], |group| group.paged(2 * block_size, blocks.div_ceil(2))),
@@ -113,7 +118,8 @@ pub(super) fn choose<B: Device>(
         .publish_at(publish_at)
         .eviction(eviction)
         .events(events)
-        .max_seq_len(40);
+        // Long enough that a window goes through its pool several times.
+        .max_seq_len(if kind == 2 { 120 } else { 40 });
     match spec.wipe_on_release(rest.is_multiple_of(4)).max_sequences(6).build() {
         Ok(spec) => Ok(Some(spec)),
         Err(SpecError::Conflict { what: "tail", .. }) => Ok(None),
@@ -132,4 +138,5 @@ pub(super) fn count(spec: &CacheSpec, lived: &mut Lived) {
     note(Happened::LivedWithSinks, any(|group| group.slot_map().sinks() > 0));
     let windowed = spec.groups().iter().filter(|group| group.window().is_some());
     note(Happened::LivedQuantisedWindow, windowed.clone().any(is_quantised));
+    note(Happened::LivedOnDemand, spec.layers_on_demand());
 }

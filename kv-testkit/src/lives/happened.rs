@@ -83,6 +83,30 @@ happenings! {
     FitWhole,
     /// A whole prompt was said not to fit, and its first chunk did.
     UnfitWhole,
+    /// Constants were exchanged while sequences had tokens.
+    Exchanged,
+    /// As that, with a window whose blocks the same sequence uses again.
+    ExchangedWrapped,
+    /// As that, with blocks that left a window and that another sequence holds.
+    ExchangedTakenOver,
+    /// As that, with blocks that several sequences hold.
+    ExchangedShared,
+    /// An exchange of constants was refused for a sequence that was cut inside codes.
+    RefusedExchange,
+    /// The device failed when constants were exchanged.
+    FailedExchange,
+    /// The device failed then, and at putting the old bytes back.
+    FailedRestore,
+    /// A step was leaked.
+    Leaked,
+    /// A step brought queries alone.
+    Queried,
+    /// A layer got memory when sequences had tokens.
+    AddedLayer,
+    /// A sequence with a window went on for many tokens.
+    Wandered,
+    /// A sequence was cut back by more than a token where windows have slack.
+    CutIntoSlack,
     /// A life with rows of 16 bits.
     LivedIn16Bits,
     /// A life with quantised rows.
@@ -93,6 +117,8 @@ happenings! {
     LivedWithSinks,
     /// A life with a window and codes.
     LivedQuantisedWindow,
+    /// A life with layers on demand.
+    LivedOnDemand,
 }
 
 /// What happened in one life, or in several.

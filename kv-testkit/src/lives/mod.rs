@@ -8,9 +8,12 @@
 mod admit;
 mod check;
 mod choose;
+mod exchange;
 mod geometry;
 mod happened;
 mod join;
+mod layers;
+mod leak;
 mod play;
 mod step;
 mod watch;
@@ -49,6 +52,10 @@ struct Sequence {
     offers: bool,
     /// Of a cut into codes, the first token of its block: no block from there on is offered.
     cut: u32,
+    /// Tokens to which it can always be cut back, whatever left its windows.
+    floor: usize,
+    /// Leading tokens that a layer lacks, because it got memory later.
+    lacks: Vec<(u16, usize)>,
 }
 
 /// A cache and its model.
@@ -60,6 +67,8 @@ struct Life<B: Device> {
     clock: Arc<ManualClock>,
     /// What was seen of the eviction policies, by group.
     watched: Vec<Arc<Mutex<Watched>>>,
+    /// Layers that have memory.
+    layers: Vec<u16>,
     sequences: Vec<Sequence>,
     pins: Vec<Pin>,
     /// Prompts that were begun, the last ones, to look up.
@@ -133,12 +142,14 @@ impl<B: Device> Life<B> {
         }
         let mut lived = Lived::default();
         geometry::count(&spec, &mut lived);
+        let layers = layers::first(&mut cache)?;
         Ok(Self {
             backend,
             cache,
             spec,
             clock,
             watched,
+            layers,
             sequences: Vec::new(),
             pins: Vec::new(),
             prompts: Vec::new(),

@@ -8,6 +8,7 @@ use super::choose::{Bytes, Options};
 use super::{Happened, Life, Sequence};
 use crate::case::{CaseError, ensure, same};
 use crate::device::Device;
+use crate::erratic::Failing;
 use crate::named;
 
 /// Prompts that are remembered.
@@ -16,8 +17,8 @@ const PROMPTS: usize = 6;
 impl<B: Device> Life<B> {
     /// Runs the next operation.
     pub(super) fn operate(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
-        let kind = bytes.below(22);
-        if self.sequences.is_empty() && kind > 4 && kind < 16 {
+        let kind = bytes.below(27);
+        if self.sequences.is_empty() && ((5..16).contains(&kind) || kind > 22) {
             return self.start(bytes);
         }
         match kind {
@@ -33,7 +34,12 @@ impl<B: Device> Life<B> {
                 self.pass_time(bytes);
                 Ok(())
             }
-            _ => self.reset(bytes),
+            21 => self.reset(bytes),
+            22 => self.exchange(bytes),
+            23 => self.query(bytes),
+            24 => self.leak(bytes),
+            25 => self.add_layer(bytes),
+            _ => self.wander(bytes),
         }
     }
 
@@ -52,7 +58,8 @@ impl<B: Device> Life<B> {
         if kind.is_multiple_of(6) && kind > 0 {
             let (more, is_late) = (u64::from(bytes.below(7)), kind > 127);
             self.tell(|| format!("the device fails after {more} operations, late: {is_late}"));
-            self.backend.fail_after(more, is_late);
+            let failing = if is_late { Failing::Late } else { Failing::Early };
+            self.backend.fail(more, failing);
         }
     }
 
@@ -128,6 +135,9 @@ impl<B: Device> Life<B> {
             offers,
             options,
             cut: u32::MAX,
+            // It took over no more than the windows of its last token.
+            floor: reused,
+            lacks: Vec::new(),
         }
     }
 
@@ -162,11 +172,15 @@ impl<B: Device> Life<B> {
             Err(CacheError::Plan(PlanError::OutOfWindow { .. })) if has_window => {
                 self.backend.calm();
                 self.lived.add(Happened::RefusedWindow);
+                let floor = self.sequences[at].floor;
+                ensure(len < floor, || format!("cut to {len} refused, {floor} was kept"))?;
                 return self.unchanged(&before);
             }
             answer => self.stands(answer)?,
         };
         self.lived.add(Happened::Truncated);
+        let is_slack = self.slack() > 0 && len + 1 < self.sequences[at].names.len();
+        self.lived.add_many(Happened::CutIntoSlack, u64::from(is_slack));
         self.sequences[at].prompt.clear();
         self.cut(at, len);
         Ok(())
@@ -181,6 +195,8 @@ impl<B: Device> Life<B> {
         sequence.tokens.truncate(len);
         sequence.names.truncate(len);
         sequence.offered = sequence.offered.min(len as u32);
+        sequence.floor = sequence.floor.min(len);
+        sequence.lacks.iter_mut().for_each(|(_, lacks)| *lacks = len.min(*lacks));
         // A block of a tail that was codes is filled with what may be other codes, and not offered.
         let maps = self.spec.groups().iter().map(kv_core::GroupSpec::slot_map);
         let begin = |map: &kv_core::SlotMap| map.tokens(map.full_blocks(len as u32));

@@ -62,6 +62,11 @@ impl<B: Device> Life<B> {
         let tokens = self.sequences[at].prompt[..chunk].to_vec();
         let names = self.name(&self.sequences[at], &tokens, false);
         let entry = Entry { at, tokens, is_unknown: false, drafts: 0, lookahead: ahead, names };
+        self.take_alone(entry)
+    }
+
+    /// A step of one entry, on a device that works.
+    pub(super) fn take_alone(&mut self, entry: Entry) -> Result<Taken, CaseError> {
         self.take(vec![entry], &mut Bytes::new(&[]), Finish::Commit)
     }
 
@@ -101,7 +106,7 @@ impl<B: Device> Life<B> {
     }
 
     /// Names of new tokens of a sequence.
-    fn name(&self, sequence: &Sequence, tokens: &[u32], is_unknown: bool) -> Vec<Name> {
+    pub(super) fn name(&self, sequence: &Sequence, tokens: &[u32], is_unknown: bool) -> Vec<Name> {
         let (options, len) = (&sequence.options, sequence.names.len() as u32);
         let last = sequence.names.last().copied();
         let mut name = last.unwrap_or_else(|| named::root(&options.naming()));
@@ -115,7 +120,7 @@ impl<B: Device> Life<B> {
     }
 
     /// Whether every group has the blocks for it, and how many it would have left.
-    fn demand(&self, inputs: &[StepInput<'_>]) -> Result<(bool, Vec<u32>), CaseError> {
+    pub(super) fn demand(&self, inputs: &[StepInput<'_>]) -> Result<(bool, Vec<u32>), CaseError> {
         let (mut fits, mut left) = (true, Vec::new());
         for id in 0..self.spec.groups().len() as u8 {
             let demand = self.cache.blocks_for_step(GroupId(id), inputs)?;
@@ -140,6 +145,8 @@ impl<B: Device> Life<B> {
             let what = format!("step {inputs:?}, then {late:?}, {finish:?}, fits: {fits}");
             self.tell(|| what);
         }
+        // Windows are left even where there are not enough blocks.
+        self.leave_windows(&entries, &late);
         if !fits {
             let refused = self.cache.begin_step(&inputs).map(drop);
             let is_full = matches!(refused, Err(CacheError::Exhausted(_)));
@@ -193,7 +200,7 @@ impl<B: Device> Life<B> {
         let joined = join((&mut step, &device), late, &ids, entries)?;
         self.lived = self.lived.and(joined.lived);
         let named: Vec<_> = entries.iter().flat_map(|entry| entry.names.clone()).collect();
-        if write((&mut step, &device), &self.spec, &named)? {
+        if write((&mut step, &device), (&self.spec, &self.layers), &named)? {
             self.lived.add(Happened::FailedWrite);
         }
         let mut accepted: Vec<_> = entries.iter().map(|e| e.tokens.len() as u32).collect();
@@ -218,6 +225,26 @@ impl<B: Device> Life<B> {
             Err(CacheError::Device(_)) if has_failed => Ok(Err(Happened::FailedCommit)),
             Err(other) => Err(other.into()),
         }
+    }
+
+    /// Notes what may leave windows when sequences come to a step: all that is there but for the
+    /// slack.
+    pub(super) fn leave_windows(&mut self, entries: &[Entry], late: &[Late]) {
+        let slack = self.slack();
+        let added = late.iter().filter_map(|late| match late {
+            Late::Add(entry) => Some(entry.at),
+            Late::Start(..) => None,
+        });
+        for at in entries.iter().map(|entry| entry.at).chain(added) {
+            let sequence = &mut self.sequences[at];
+            sequence.floor = sequence.floor.max(sequence.names.len().saturating_sub(slack));
+        }
+    }
+
+    /// Tokens that every window keeps besides.
+    pub(super) fn slack(&self) -> usize {
+        let windows = self.spec.groups().iter().filter_map(kv_core::GroupSpec::window);
+        windows.map(|window| window.slack as usize).min().unwrap_or(0)
     }
 
     /// A step took as many blocks as it was said to.
@@ -268,12 +295,13 @@ impl<B: Device> Life<B> {
 /// it did.
 fn write<B: Device>(
     (step, device): (&mut Step<'_, Erratic<B>>, &Erratic<B>),
-    spec: &kv_core::CacheSpec,
+    (spec, layers): (&kv_core::CacheSpec, &[u16]),
     names: &[Name],
 ) -> Result<bool, CaseError> {
     let mut has_failed = false;
     loop {
-        match named::write(step, spec, names) {
+        let mut layers = layers.iter();
+        match layers.try_for_each(|layer| named::write_layer(step, spec, *layer, names)) {
             Err(CaseError::Cache(CacheError::Device(_))) if device.calm() => has_failed = true,
             other => return other.map(|()| has_failed),
         }

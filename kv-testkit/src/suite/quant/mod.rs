@@ -2,6 +2,7 @@
 mod attend;
 mod life;
 mod prefill;
+mod recalibrate;
 mod refusals;
 mod tail;
 mod values;
@@ -16,7 +17,8 @@ use crate::rng::Rng;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     let attends = [attend::cases(), prefill::cases()].concat();
-    [attends, values::cases(), life::cases(), tail::cases(), refusals::cases()].concat()
+    let stored = [values::cases(), life::cases(), recalibrate::cases(), tail::cases()].concat();
+    [attends, stored, refusals::cases()].concat()
 }
 
 /// Formats whose rows are codes.

@@ -1,0 +1,100 @@
+//! Steps without new tokens, steps that are leaked, and sequences that go on for long.
+use kv_core::{CacheError, PlanError, StepInput};
+
+use super::choose::Bytes;
+use super::join::join;
+use super::step::{Entry, Taken};
+use super::{Happened, Life};
+use crate::case::{At, CaseError, ensure, same};
+use crate::device::Device;
+use crate::named;
+
+impl<B: Device> Life<B> {
+    /// Queries over what is cached, which write nothing and take nothing.
+    pub(super) fn query(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
+        let sequence = &self.sequences[bytes.index(self.sequences.len())];
+        let (id, len) = (sequence.id, sequence.names.len() as u32);
+        let queries = 1 + bytes.below(3).min(len);
+        let (before, has_window) = (self.see(), self.has_window());
+        self.tell(|| format!("{queries} queries of {id}"));
+        match self.cache.begin_step(&[StepInput::query(id, queries)]) {
+            Ok(step) => {
+                let first = len.saturating_sub(queries);
+                let positions: Vec<_> = (first..first + queries).collect();
+                same("positions of queries", step.positions(), positions.as_slice())?;
+                step.commit()?;
+                self.lived.add(Happened::Queried);
+            }
+            // They stand before the next token, and may see what has left its window.
+            Err(CacheError::Plan(PlanError::OutOfWindow { .. })) if has_window => {}
+            // More queries than there are keys.
+            Err(CacheError::Plan(PlanError::TooMany { .. })) if queries > len => {}
+            Err(other) => return Err(other.into()),
+        }
+        self.unchanged(&before).at("queries")
+    }
+
+    /// A step is leaked, with sequences that began in it and rows that were written; the next call
+    /// takes it back.
+    pub(super) fn leak(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
+        let at = bytes.index(self.sequences.len());
+        let Some(entry) = self.entry(at, bytes) else {
+            return Ok(());
+        };
+        let mut entries = vec![entry];
+        let late = self.late(bytes, &entries);
+        let before = self.see();
+        self.tell(|| format!("leak a step of {entries:?}, then {late:?}"));
+        let ids: Vec<_> = self.sequences.iter().map(|sequence| sequence.id).collect();
+        let device = self.backend.clone();
+        let inputs: Vec<_> = entries.iter().map(|entry| entry.input(ids[entry.at])).collect();
+        if !self.demand(&inputs)?.0 {
+            return Ok(());
+        }
+        self.leave_windows(&entries, &late);
+        let mut step = self.cache.begin_step(&inputs).at("a step that was said to fit")?;
+        let joined = join((&mut step, &device), late, &ids, &mut entries)?;
+        self.lived = self.lived.and(joined.lived);
+        let names: Vec<_> = entries.iter().flat_map(|entry| entry.names.clone()).collect();
+        if bytes.one_in(2) {
+            named::write_layer(&mut step, &self.spec, self.layers[0], &names)?;
+        }
+        std::mem::forget(step);
+        self.lived.add(Happened::Leaked);
+        match bytes.below(4) {
+            0 => drop(self.cache.queue_mut()),
+            1 => drop(self.cache.begin_step(&[])?),
+            2 => {
+                same("a layer that has memory", self.cache.allocate_layer(self.layers[0])?, false)?
+            }
+            _ => {
+                // A query of a sequence that was in the step.
+                let taken_back = self.cache.begin_step(&[StepInput::idle(ids[at])])?;
+                same("queries of an idle row", taken_back.positions().len(), 0)?;
+            }
+        }
+        self.see().undone(&before).at("a leaked step")
+    }
+
+    /// One sequence brings many tokens, a few a step, while others hold what its windows leave.
+    pub(super) fn wander(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
+        let at = bytes.index(self.sequences.len());
+        let (steps, each) = (2 + bytes.below(6), 1 + bytes.index(4));
+        for _ in 0..steps {
+            let sequence = &self.sequences[at];
+            let room = (self.spec.max_seq_len() as usize).saturating_sub(sequence.names.len());
+            let tokens: Vec<_> = (0..each.min(room)).map(|_| bytes.token()).collect();
+            if tokens.is_empty() {
+                break;
+            }
+            let names = self.name(sequence, &tokens, false);
+            let (is_unknown, drafts, lookahead) = (false, 0, 0);
+            let entry = Entry { at, tokens, is_unknown, drafts, lookahead, names };
+            if self.take_alone(entry)? == Taken::Refused {
+                break;
+            }
+            self.lived.add(Happened::Wandered);
+        }
+        ensure(self.sequences.len() > at, || "a sequence is gone".to_owned())
+    }
+}
