@@ -2,7 +2,7 @@
 use std::collections::BTreeMap;
 
 use kv_core::calibration::{LayerCalibration, PlaneCalibration};
-use kv_core::{CacheError, Calibration, GroupId, PlanError};
+use kv_core::{BlockId, CacheError, Calibration, GroupId, PlanError, SequenceId};
 
 use super::choose::Bytes;
 use super::{Happened, Life};
@@ -13,18 +13,23 @@ use crate::erratic::Failing;
 /// Exchanges of a life: each rounds rows once more, and their signs must stay.
 const EXCHANGES_MAX: u64 = 2;
 
+type Holders = BTreeMap<BlockId, Vec<SequenceId>>;
+
 impl<B: Device> Life<B> {
     /// Exchanges constants; whole, or nothing changed.
     pub(super) fn exchange(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         if self.spec.layers_on_demand() || self.lived.count(Happened::Exchanged) >= EXCHANGES_MAX {
             return Ok(());
         }
-        if self.has_window() && !self.sequences.is_empty() && bytes.one_in(2) {
-            // Far enough that a window may use its blocks again.
-            (0..3).try_for_each(|_| self.wander(bytes))?;
+        let longest = (0..self.sequences.len()).max_by_key(|at| self.sequences[*at].names.len());
+        if let Some(at) = longest.filter(|_| self.has_window()) {
+            // Far enough that a window uses its blocks again, where others leave it some.
+            self.go_on(at, (8, 3), bytes)?;
+            self.check().at("before constants are exchanged")?;
         }
         let given = self.calibration(bytes.pick(&[0.5, -0.25, 0.125]));
         let (before, key) = (self.see(), self.cache.encoding_key());
+        let stored = self.stored()?;
         let (kind, more) = (bytes.next(), u64::from(bytes.next()) % 48);
         let failing = Failing::ALL.get(usize::from(kind % 6)).copied();
         if let Some(failing) = failing {
@@ -36,7 +41,7 @@ impl<B: Device> Life<B> {
         let why = match exchanged {
             Ok(()) => {
                 ensure(!has_failed, || "a failure of the device was kept quiet".to_owned())?;
-                return self.exchanged().at("constants exchanged");
+                return self.exchanged(&stored).at("constants exchanged");
             }
             Err(CacheError::Device(_)) if has_failed && failing == Some(Failing::Lasting) => {
                 Happened::FailedRestore
@@ -51,13 +56,46 @@ impl<B: Device> Life<B> {
         };
         self.lived.add(why);
         same("encoding key", self.cache.encoding_key(), key)?;
+        // Old bytes that the device did not take yet go back before anything else.
+        drop(self.cache.begin_step(&[])?);
+        self.untouched(&stored, |_| true).at("an exchange that failed")?;
         self.unchanged(&before).at("an exchange that failed")
     }
 
-    fn exchanged(&mut self) -> Result<(), CaseError> {
+    /// Every byte of the planes, by group.
+    fn stored(&mut self) -> Result<Vec<Vec<Vec<u8>>>, CaseError> {
+        let groups = 0..self.spec.groups().len() as u8;
+        groups.map(|group| crate::suite::bytes(&mut self.cache, GroupId(group))).collect()
+    }
+
+    fn exchanged(&mut self, before: &[Vec<Vec<u8>>]) -> Result<(), CaseError> {
         self.count_exchange();
+        let held: Vec<_> = self.groups().map(|(id, _)| self.holders(id).0).collect();
+        self.untouched(before, |(group, block)| !held[group].contains_key(&block))?;
         self.sequences.iter_mut().for_each(|sequence| sequence.offers = false);
         self.nothing_is_found()
+    }
+
+    /// Fails unless blocks, those that are `meant`, have the bytes that they had `before`.
+    fn untouched(
+        &mut self,
+        before: &[Vec<Vec<u8>>],
+        meant: impl Fn((usize, BlockId)) -> bool,
+    ) -> Result<(), CaseError> {
+        let (after, wipes) = (self.stored()?, self.spec.wipe_on_release());
+        // A wipe that waited may have come.
+        let is_wiped = |new: &[u8]| wipes && new.iter().all(|byte| *byte == 0);
+        for (index, (old, new)) in before.iter().zip(&after).enumerate() {
+            let layouts = self.spec.groups()[index].layouts();
+            for (plane, (old, new)) in old.iter().zip(new).enumerate() {
+                let size = layouts[plane % 2].block_bytes() as usize;
+                let blocks = (0..).map(BlockId).zip(old.chunks(size).zip(new.chunks(size)));
+                let mut meant = blocks.filter(|(block, _)| meant((index, *block)));
+                let touched = meant.find(|(_, (old, new))| old != new && !is_wiped(new));
+                same("a block that was touched", touched.map(|(block, _)| block), None)?;
+            }
+        }
+        Ok(())
     }
 
     /// A mean of all keys.
@@ -72,6 +110,23 @@ impl<B: Device> Life<B> {
         Calibration::new(self.layers.iter().map(layer).collect())
     }
 
+    /// Who holds which blocks of a group, and who has left which.
+    fn holders(&self, group: GroupId) -> (Holders, Vec<(BlockId, SequenceId)>) {
+        let (mut holders, mut left) = (Holders::new(), Vec::new());
+        for sequence in &self.sequences {
+            let vacant = self.cache.vacant_entries(sequence.id, group).unwrap_or_default();
+            let table = self.cache.block_table(sequence.id, group).unwrap_or_default();
+            for (block, at) in table.iter().zip(0..) {
+                if vacant.contains(&at) {
+                    left.push((*block, sequence.id));
+                } else {
+                    holders.entry(*block).or_default().push(sequence.id);
+                }
+            }
+        }
+        (holders, left)
+    }
+
     /// Counts what an exchange has come through.
     fn count_exchange(&mut self) {
         if self.sequences.iter().any(|sequence| !sequence.names.is_empty()) {
@@ -81,19 +136,7 @@ impl<B: Device> Life<B> {
             if !group.layouts()[0].has_constants() {
                 continue;
             }
-            let mut holders: BTreeMap<_, Vec<_>> = BTreeMap::new();
-            let mut left = Vec::new();
-            for sequence in &self.sequences {
-                let vacant = self.cache.vacant_entries(sequence.id, id).unwrap_or_default();
-                let table = self.cache.block_table(sequence.id, id).unwrap_or_default();
-                for (block, at) in table.iter().zip(0..) {
-                    if vacant.contains(&at) {
-                        left.push((*block, sequence.id));
-                    } else {
-                        holders.entry(*block).or_default().push(sequence.id);
-                    }
-                }
-            }
+            let (holders, left) = self.holders(id);
             let held_by = |(block, _): &(_, _)| holders.get(block).into_iter().flatten();
             let wraps = left.iter().any(|entry| held_by(entry).any(|id| *id == entry.1));
             let taken = left.iter().any(|entry| held_by(entry).any(|id| *id != entry.1));

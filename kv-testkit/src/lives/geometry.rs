@@ -84,10 +84,16 @@ pub(super) fn choose<B: Device>(
     let events = bytes.pick(&[64, 0, 1, 3, 8]) as usize;
     let rest = bytes.next();
     let eviction = bytes.pick(&Eviction::ALL);
-    let stored = Stored::choose(bytes);
+    let mut stored = Stored::choose(bytes);
+    if kind == 2 && stored.format == KvFormat::F32 && rest & 1 == 1 {
+        // Constants under windows are what few lives would have otherwise.
+        (stored.format, stored.transform) = (KvFormat::Int8(Scaling::Row), Transform::On);
+    }
     let block_size = stored.block_size(least, few);
-    // What a tail holds besides is there too, so that such lives are not all refusals.
+    // What a tail holds besides is there too, so that such lives are not all refusals; and what a
+    // window needs to go through its pool.
     let further = if stored.tail { bytes.below(20) } else { 0 };
+    let further = if kind == 2 { further + 4 } else { further };
     let blocks = num_blocks.unwrap_or(blocks + further);
     let layers = if kind < 3 { 1 } else { 2 };
     let spec = match kind {

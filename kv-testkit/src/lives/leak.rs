@@ -5,7 +5,7 @@ use super::choose::Bytes;
 use super::join::join;
 use super::step::{Entry, Taken};
 use super::{Happened, Life};
-use crate::case::{At, CaseError, ensure, same};
+use crate::case::{At, CaseError, same};
 use crate::device::Device;
 use crate::named;
 
@@ -79,7 +79,17 @@ impl<B: Device> Life<B> {
     /// One sequence brings many tokens, a few a step, while others hold what its windows leave.
     pub(super) fn wander(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let at = bytes.index(self.sequences.len());
-        let (steps, each) = (2 + bytes.below(6), 1 + bytes.index(4));
+        let (steps, each) = (2 + bytes.below(4), 1 + bytes.index(4));
+        self.go_on(at, (steps, each), bytes)
+    }
+
+    /// As [`Self::wander`], `steps` steps of `each` tokens, as far as there is room.
+    pub(super) fn go_on(
+        &mut self,
+        at: usize,
+        (steps, each): (u32, usize),
+        bytes: &mut Bytes<'_>,
+    ) -> Result<(), CaseError> {
         for _ in 0..steps {
             let sequence = &self.sequences[at];
             let room = (self.spec.max_seq_len() as usize).saturating_sub(sequence.names.len());
@@ -95,6 +105,6 @@ impl<B: Device> Life<B> {
             }
             self.lived.add(Happened::Wandered);
         }
-        ensure(self.sequences.len() > at, || "a sequence is gone".to_owned())
+        Ok(())
     }
 }

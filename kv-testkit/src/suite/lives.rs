@@ -19,7 +19,7 @@ const SEED_VARIABLE: &str = "KV_CONFORMANCE_SEED";
 const BYTES: usize = 1500;
 /// Scripts that are run in every pool, and the size from which on nothing is ever refused.
 const SCRIPTS: u64 = 12;
-const PLENTY: u32 = 260;
+const PLENTY: u32 = 180;
 /// Pools in a row without a refusal, behind which larger ones are not tried.
 const QUIET: u32 = 4;
 
