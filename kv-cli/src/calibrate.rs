@@ -42,7 +42,7 @@ pub(crate) fn run(args: &CalibrateArgs) -> anyhow::Result<()> {
         model: name.clone(),
         fingerprint: model.fingerprint()?,
         tokens: calibrator.num_tokens(),
-        layers: config.layers,
+        layers: config.layers(),
         kv_heads: config.kv_heads,
         head_dim: config.head_dim,
         bytes: bytes.len(),

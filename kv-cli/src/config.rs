@@ -1,16 +1,145 @@
 //! What a model is, read from its `config.json` and checked before anything is built from it.
+mod file;
+mod object;
+mod rope;
+
+use std::fmt;
 use std::fs;
 use std::path::Path;
 
 use anyhow::Context;
-use serde::Deserialize;
 
-use crate::rope::{Pairing, RopeConfig, Scaling};
+use crate::num::to_u64;
+use crate::rope::{RopeConfig, Scaling};
+use object::Object;
 
-/// Shape and constants of a Llama-family model. Every count is at least 1, and heads divide.
+/// Architectures that the program runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Architecture {
+    Llama,
+    Mistral,
+    Qwen2,
+    Qwen3,
+    Phi3,
+    Olmo2,
+    Granite,
+    SmolLm3,
+}
+
+impl Architecture {
+    /// All of them, with their `model_type` and the class that an entry of `architectures` names.
+    const ALL: [(Self, &str, &str); 8] = [
+        (Self::Llama, "llama", "LlamaForCausalLM"),
+        (Self::Mistral, "mistral", "MistralForCausalLM"),
+        (Self::Qwen2, "qwen2", "Qwen2ForCausalLM"),
+        (Self::Qwen3, "qwen3", "Qwen3ForCausalLM"),
+        (Self::Phi3, "phi3", "Phi3ForCausalLM"),
+        (Self::Olmo2, "olmo2", "Olmo2ForCausalLM"),
+        (Self::Granite, "granite", "GraniteForCausalLM"),
+        (Self::SmolLm3, "smollm3", "SmolLM3ForCausalLM"),
+    ];
+
+    /// What an error names as supported.
+    const NAMES: &str = "llama, mistral, qwen2, qwen3, phi3, olmo2, granite or smollm3";
+
+    /// The architecture of a `model_type`.
+    pub(crate) fn of_model_type(name: &str) -> Option<Self> {
+        Self::ALL.iter().find(|(_, model_type, _)| *model_type == name).map(|(known, ..)| *known)
+    }
+
+    /// The architecture of an entry of `architectures`.
+    fn of_class(name: &str) -> Option<Self> {
+        Self::ALL.iter().find(|(.., class)| *class == name).map(|(known, ..)| *known)
+    }
+
+    /// Its `model_type`.
+    pub(crate) fn name(self) -> &'static str {
+        let known = Self::ALL.iter().find(|(known, ..)| *known == self);
+        known.map_or("", |(_, model_type, _)| model_type)
+    }
+
+    /// Whether norms follow attention and MLP instead of preceding them.
+    pub(crate) fn norms_outputs(self) -> bool {
+        self == Self::Olmo2
+    }
+
+    /// Whether Q, K and V come from one matrix, and gate and up from another.
+    pub(crate) fn fuses_projections(self) -> bool {
+        self == Self::Phi3
+    }
+
+    /// Which norm Q and K pass before they turn.
+    pub(crate) fn qk_norm(self) -> Option<QkNorm> {
+        match self {
+            Self::Qwen3 => Some(QkNorm::Head),
+            Self::Olmo2 => Some(QkNorm::Projection),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Architecture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What one norm of Q or K spans.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum QkNorm {
+    /// The row of one head, with weights that all heads share.
+    Head,
+    /// The rows of all heads.
+    Projection,
+}
+
+/// Projections that have a bias.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Biases {
+    pub(crate) qkv: bool,
+    pub(crate) out: bool,
+    pub(crate) mlp: bool,
+}
+
+/// Constant factors between the parts of a model.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Multipliers {
+    /// Of the embedding.
+    pub(crate) embedding: f64,
+    /// Of the products of Q and K; `None` for one over the root of the head size.
+    pub(crate) attention: Option<f64>,
+    /// Of what attention and MLP add.
+    pub(crate) residual: f64,
+    /// Logits are divided by it.
+    pub(crate) logits: f64,
+}
+
+impl Default for Multipliers {
+    fn default() -> Self {
+        Self { embedding: 1.0, attention: None, residual: 1.0, logits: 1.0 }
+    }
+}
+
+/// What differs from layer to layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LayerKind {
+    /// Keys before its own position that a query sees, `None` for all.
+    pub(crate) window_left: Option<u32>,
+    /// Whether Q and K are rotated by their positions.
+    pub(crate) rotates: bool,
+}
+
+impl LayerKind {
+    /// Attention to every position, with a rotary embedding.
+    pub(crate) const FULL: Self = Self { window_left: None, rotates: true };
+}
+
+/// Shape and constants of a decoder. Every count is at least 1, and heads divide.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ModelConfig {
-    pub(crate) layers: u16,
+    pub(crate) architecture: Architecture,
+    /// One for each layer.
+    pub(crate) layer_kinds: Vec<LayerKind>,
     pub(crate) hidden: u32,
     pub(crate) intermediate: u32,
     pub(crate) heads: u32,
@@ -22,10 +151,8 @@ pub(crate) struct ModelConfig {
     pub(crate) norm_eps: f64,
     /// Whether the embedding is also the output matrix.
     pub(crate) tied: bool,
-    pub(crate) attention_bias: bool,
-    pub(crate) mlp_bias: bool,
-    /// Keys before its own position that a query sees, `None` for all.
-    pub(crate) window_left: Option<u32>,
+    pub(crate) biases: Biases,
+    pub(crate) multipliers: Multipliers,
     pub(crate) rope: RopeConfig,
     pub(crate) bos: Option<u32>,
     pub(crate) eos: Vec<u32>,
@@ -44,210 +171,83 @@ pub(crate) enum ConfigError {
     NotPositive { field: &'static str, got: f64 },
     #[error("{field} is missing")]
     Missing { field: &'static str },
+    #[error("missing field `{field}`")]
+    MissingField { field: &'static str },
     #[error("{field} {got:?} is not supported, expected {expected}")]
     Unsupported { field: &'static str, got: String, expected: &'static str },
-}
-
-/// `config.json` as it stands in a file.
-#[derive(Debug, Deserialize)]
-struct Raw {
-    model_type: Option<String>,
-    hidden_act: Option<String>,
-    hidden_size: u32,
-    intermediate_size: u32,
-    num_hidden_layers: u32,
-    num_attention_heads: u32,
-    num_key_value_heads: Option<u32>,
-    head_dim: Option<u32>,
-    vocab_size: u32,
-    max_position_embeddings: u32,
-    rms_norm_eps: Option<f64>,
-    rope_theta: Option<f64>,
-    #[serde(alias = "rope_parameters")]
-    rope_scaling: Option<RawScaling>,
-    partial_rotary_factor: Option<f64>,
-    tie_word_embeddings: Option<bool>,
-    attention_bias: Option<bool>,
-    mlp_bias: Option<bool>,
-    sliding_window: Option<u32>,
-    bos_token_id: Option<Ids>,
-    eos_token_id: Option<Ids>,
-}
-
-#[derive(Debug, Deserialize)]
-struct RawScaling {
-    #[serde(alias = "type")]
-    rope_type: Option<String>,
-    rope_theta: Option<f64>,
-    factor: Option<f64>,
-    low_freq_factor: Option<f64>,
-    high_freq_factor: Option<f64>,
-    original_max_position_embeddings: Option<u32>,
-}
-
-/// `generation_config.json`, of which only the stop tokens matter here.
-#[derive(Debug, Deserialize)]
-struct RawGeneration {
-    eos_token_id: Option<Ids>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-#[serde(untagged)]
-enum Ids {
-    One(u32),
-    Many(Vec<u32>),
-}
-
-impl Ids {
-    fn into_vec(self) -> Vec<u32> {
-        match self {
-            Self::One(id) => vec![id],
-            Self::Many(ids) => ids,
-        }
-    }
+    #[error("{field} {problem}")]
+    Field { field: String, problem: String },
+    #[error("{first} is {first_value}, but {second} is {second_value}")]
+    Contradiction { first: String, first_value: String, second: String, second_value: String },
 }
 
 impl ModelConfig {
     /// Reads `config.json` of a model directory, and `generation_config.json` where there is one.
     pub(crate) fn read(dir: &Path) -> anyhow::Result<Self> {
         let path = dir.join("config.json");
-        let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        let text = read_json(&path)?;
         let mut config = Self::parse(&text).with_context(|| path.display().to_string())?;
         let path = dir.join("generation_config.json");
         if path.is_file() {
-            let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
-            let raw: RawGeneration =
-                serde_json::from_str(&text).with_context(|| path.display().to_string())?;
-            if let Some(ids) = raw.eos_token_id {
-                config.eos = ids.into_vec();
-            }
+            let text = read_json(&path)?;
+            let eos = Self::parse_generation(&text).with_context(|| path.display().to_string())?;
+            config.eos = eos.unwrap_or(config.eos);
         }
         Ok(config)
     }
 
     fn parse(text: &str) -> anyhow::Result<Self> {
-        let raw: Raw = serde_json::from_str(text)?;
-        Ok(raw.check()?)
+        let value = serde_json::from_str(text)?;
+        Ok(file::model(&Object::new("", &value)?)?)
     }
-}
 
-impl Raw {
-    fn check(self) -> Result<ModelConfig, ConfigError> {
-        expect_one_of("model_type", self.model_type.as_deref(), &["llama", "mistral"])?;
-        expect_one_of("hidden_act", self.hidden_act.as_deref(), &["silu", "swish"])?;
-        let kv_heads = self.num_key_value_heads.unwrap_or(self.num_attention_heads);
-        for (field, n) in [
-            ("hidden_size", self.hidden_size),
-            ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.num_hidden_layers),
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_key_value_heads", kv_heads),
-            ("vocab_size", self.vocab_size),
-            ("max_position_embeddings", self.max_position_embeddings),
-        ] {
-            non_zero(field, n)?;
-        }
-        let head_dim = match self.head_dim {
-            Some(dim) => dim,
-            None => divide("hidden_size", self.hidden_size, self.num_attention_heads)?,
-        };
-        bounded("head_dim", head_dim)?;
-        divide("num_attention_heads", self.num_attention_heads, kv_heads)?;
-        let theta = self.rope_theta.or(self.rope_scaling.as_ref().and_then(|s| s.rope_theta));
-        let rope = RopeConfig {
-            theta: theta.unwrap_or(10000.0),
-            head_dim,
-            rotary_dim: rotary_dim(head_dim, self.partial_rotary_factor.unwrap_or(1.0))?,
-            pairing: Pairing::Half,
-            scaling: self.rope_scaling.as_ref().map_or(Ok(Scaling::None), RawScaling::check)?,
-        };
-        let window_left = match self.sliding_window {
-            Some(window) => Some(non_zero("sliding_window", window)?.saturating_sub(1)),
-            None => None,
-        };
-        ModelConfig {
-            layers: layers("num_hidden_layers", self.num_hidden_layers)?,
-            hidden: self.hidden_size,
-            intermediate: self.intermediate_size,
-            heads: self.num_attention_heads,
-            kv_heads,
-            head_dim,
-            vocab: self.vocab_size,
-            context: self.max_position_embeddings,
-            norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
-            tied: self.tie_word_embeddings.unwrap_or(false),
-            attention_bias: self.attention_bias.unwrap_or(false),
-            mlp_bias: self.mlp_bias.unwrap_or(false),
-            window_left,
-            rope,
-            bos: self.bos_token_id.and_then(|ids| ids.into_vec().first().copied()),
-            eos: self.eos_token_id.map(Ids::into_vec).unwrap_or_default(),
-        }
-        .check()
+    /// The stop tokens of `generation_config.json`, where it names some.
+    fn parse_generation(text: &str) -> anyhow::Result<Option<Vec<u32>>> {
+        let value = serde_json::from_str(text)?;
+        Ok(Object::new("", &value)?.ids("eos_token_id")?)
     }
-}
 
-impl ModelConfig {
+    /// The number of layers in the type the cache counts them in.
+    pub(crate) fn layers(&self) -> u16 {
+        // `check` has bounded it.
+        u16::try_from(self.layer_kinds.len()).unwrap_or(u16::MAX)
+    }
+
+    /// Factor of the products of Q and K.
+    pub(crate) fn attention_scale(&self) -> f64 {
+        self.multipliers.attention.unwrap_or_else(|| 1.0 / f64::from(self.head_dim).sqrt())
+    }
+
     /// The checks that hold wherever a configuration came from.
     pub(crate) fn check(self) -> Result<Self, ConfigError> {
         bounded("head_dim", self.head_dim)?;
         divide("rotary_dim", self.rope.rotary_dim, 2)?;
         non_zero("rotary_dim", self.rope.rotary_dim)?;
+        non_zero("max_position_embeddings", self.context)?;
         positive("rms_norm_eps", self.norm_eps)?;
         positive("rope_theta", self.rope.theta)?;
+        if let Scaling::LongRope { short, .. } = &self.rope.scaling {
+            let field = "rope_scaling short_factor";
+            for factor in short {
+                positive(field, *factor)?;
+            }
+            if to_u64(short.len()).saturating_mul(2) != u64::from(self.rope.rotary_dim) {
+                let (got, dim) = (short.len(), self.rope.rotary_dim);
+                let problem = format!("{got} factors for a rotary dimension of {dim}");
+                return Err(ConfigError::Field { field: field.to_owned(), problem });
+            }
+        }
         Ok(self)
     }
 }
 
-impl RawScaling {
-    fn check(&self) -> Result<Scaling, ConfigError> {
-        let factor = || positive_field("rope_scaling factor", self.factor);
-        match self.rope_type.as_deref() {
-            None | Some("default") => Ok(Scaling::None),
-            Some("linear") => Ok(Scaling::Linear { factor: factor()? }),
-            Some("llama3") => {
-                let low = positive_field("rope_scaling low_freq_factor", self.low_freq_factor)?;
-                let high = positive_field("rope_scaling high_freq_factor", self.high_freq_factor)?;
-                let field = "rope_scaling high_freq_factor - low_freq_factor";
-                positive(field, high - low)?;
-                let field = "rope_scaling original_max_position_embeddings";
-                let original = self.original_max_position_embeddings;
-                Ok(Scaling::Llama3 {
-                    factor: factor()?,
-                    low_freq_factor: low,
-                    high_freq_factor: high,
-                    original_context: non_zero(field, required(field, original)?)?,
-                })
-            }
-            Some(other) => Err(ConfigError::Unsupported {
-                field: "rope_scaling type",
-                got: other.to_owned(),
-                expected: "default, linear or llama3",
-            }),
-        }
+/// Text of a JSON file, without the byte order mark that some editors put in front.
+pub(crate) fn read_json(path: &Path) -> anyhow::Result<String> {
+    let mut text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    if text.starts_with('\u{feff}') {
+        text.remove(0);
     }
-}
-
-fn expect_one_of(
-    field: &'static str,
-    got: Option<&str>,
-    known: &[&str],
-) -> Result<(), ConfigError> {
-    match got {
-        Some(got) if !known.contains(&got) => {
-            let expected = if field == "model_type" { "llama or mistral" } else { "silu" };
-            Err(ConfigError::Unsupported { field, got: got.to_owned(), expected })
-        }
-        _ => Ok(()),
-    }
-}
-
-fn required<T>(field: &'static str, value: Option<T>) -> Result<T, ConfigError> {
-    value.ok_or(ConfigError::Missing { field })
-}
-
-fn positive_field(field: &'static str, value: Option<f64>) -> Result<f64, ConfigError> {
-    positive(field, required(field, value)?)
+    Ok(text)
 }
 
 fn positive(field: &'static str, got: f64) -> Result<f64, ConfigError> {
@@ -286,16 +286,6 @@ pub(crate) fn divide(field: &'static str, got: u32, divisor: u32) -> Result<u32,
         (Some(quotient), Some(0)) => Ok(quotient),
         _ => Err(ConfigError::NotDivisible { field, got, of, divisor }),
     }
-}
-
-/// The part of a row that turns.
-fn rotary_dim(head_dim: u32, part: f64) -> Result<u32, ConfigError> {
-    positive("partial_rotary_factor", part)?;
-    let turning = f64::from(head_dim) * part;
-    (0..=head_dim)
-        .rev()
-        .find(|dim| f64::from(*dim) <= turning)
-        .ok_or(ConfigError::NotPositive { field: "partial_rotary_factor", got: part })
 }
 
 #[cfg(test)]

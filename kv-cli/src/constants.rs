@@ -97,7 +97,7 @@ impl Observer {
         let config = model.config();
         let head_dims = [config.head_dim; 2];
         let calibrator = |sinks: &u32| {
-            let new = Calibrator::new(config.layers, config.kv_heads, head_dims)?;
+            let new = Calibrator::new(config.layers(), config.kv_heads, head_dims)?;
             Ok(new.skip_first(*sinks))
         };
         let calibrators = sinks.iter().map(calibrator).collect::<anyhow::Result<_>>()?;

@@ -12,7 +12,10 @@ use anyhow::{Context, bail};
 use candle_core::Device;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 
-use crate::config::{ConfigError, ModelConfig, divide, layers, non_zero};
+use crate::config::{
+    Architecture, Biases, ConfigError, LayerKind, ModelConfig, Multipliers, divide, layers,
+    non_zero,
+};
 use crate::num::{to_f64, to_u32, to_u64};
 use crate::rope::{Pairing, RopeConfig, Scaling};
 use crate::weights::Weights;
@@ -110,8 +113,10 @@ fn config(content: &Content) -> Result<ModelConfig, ConfigError> {
     let rotary_dim = metadata.count("llama.rope.dimension_count")?.unwrap_or(head_dim);
     let embedding = content.tensor_infos.get("token_embd.weight");
     let vocab = embedding.and_then(|info| info.shape.dims().first().copied());
+    let num_layers = layers("llama.block_count", metadata.required("llama.block_count")?)?;
     ModelConfig {
-        layers: layers("llama.block_count", metadata.required("llama.block_count")?)?,
+        architecture: Architecture::Llama,
+        layer_kinds: vec![LayerKind::FULL; usize::from(num_layers)],
         hidden,
         intermediate: metadata.required("llama.feed_forward_length")?,
         heads,
@@ -121,9 +126,8 @@ fn config(content: &Content) -> Result<ModelConfig, ConfigError> {
         context: metadata.required("llama.context_length")?,
         norm_eps: metadata.number("llama.attention.layer_norm_rms_epsilon").unwrap_or(1e-5),
         tied: !content.tensor_infos.contains_key("output.weight"),
-        attention_bias: false,
-        mlp_bias: false,
-        window_left: None,
+        biases: Biases::default(),
+        multipliers: Multipliers::default(),
         rope: RopeConfig {
             theta: metadata.number("llama.rope.freq_base").unwrap_or(10000.0),
             head_dim,

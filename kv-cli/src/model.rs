@@ -1,8 +1,9 @@
-//! The forward pass of a Llama-family model over one step of the cache.
+//! The forward pass of a decoder over one step of the cache.
 //!
 //! Embeddings, norms and matrix products are candle's on the CPU, in f32. Everything that depends
 //! on the past goes through the cache: K and V are written to it and attention reads it.
 mod fingerprint;
+mod layer;
 
 use std::path::Path;
 
@@ -15,11 +16,12 @@ use kv::{
     TensorViewMut,
 };
 
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, QkNorm};
 use crate::gguf;
 use crate::num::{to_f32, to_u32, to_usize};
 use crate::rope::{Rope, Rotation};
-use crate::weights::{WeightError, Weights};
+use crate::weights::Weights;
+use layer::Layer;
 
 /// The part of one sequence that a step computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,19 +88,6 @@ pub(crate) struct Llama {
     rope: Rope,
 }
 
-#[derive(Debug)]
-struct Layer {
-    attention_norm: Tensor,
-    q: Linear,
-    k: Linear,
-    v: Linear,
-    out: Linear,
-    mlp_norm: Tensor,
-    gate: Linear,
-    up: Linear,
-    down: Linear,
-}
-
 impl Llama {
     /// Reads a model directory, or a GGUF file.
     pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
@@ -127,7 +116,7 @@ impl Llama {
         } else {
             weights.take("lm_head.weight", &[vocab, hidden])?
         };
-        let layers = (0..config.layers)
+        let layers = (0..config.layers())
             .map(|layer| Layer::build(&config, &mut weights, layer))
             .collect::<anyhow::Result<_>>()?;
         let norm = weights.take("model.norm.weight", &[hidden])?;
@@ -138,43 +127,17 @@ impl Llama {
         &self.config
     }
 
-    fn rms_norm(&self, x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
-        candle_nn::ops::rms_norm(x, weight, to_f32(self.config.norm_eps))
-    }
-}
-
-impl Layer {
-    fn build(config: &ModelConfig, weights: &mut Weights, layer: u16) -> anyhow::Result<Self> {
-        let width = |heads: u32| heads.checked_mul(config.head_dim).context("heads are too wide");
-        let (q, kv) = (width(config.heads)?, width(config.kv_heads)?);
-        let (hidden, inner) = (config.hidden, config.intermediate);
-        let name = |part: &str| format!("model.layers.{layer}.{part}");
-        let attention_norm = weights.take(&name("input_layernorm.weight"), &[hidden])?;
-        let mlp_norm = weights.take(&name("post_attention_layernorm.weight"), &[hidden])?;
-        let mut linear = |part: &str, out, inputs, has_bias| {
-            let weight = weights.take(&name(&format!("{part}.weight")), &[out, inputs])?;
-            let bias = name(&format!("{part}.bias"));
-            // A bias that is there is meant, whatever the configuration says.
-            let has_bias = has_bias || weights.contains(&bias);
-            let bias = if has_bias { Some(weights.take(&bias, &[out])?) } else { None };
-            Ok::<_, WeightError>(Linear::new(weight, bias))
-        };
-        Ok(Self {
-            attention_norm,
-            q: linear("self_attn.q_proj", q, hidden, config.attention_bias)?,
-            k: linear("self_attn.k_proj", kv, hidden, config.attention_bias)?,
-            v: linear("self_attn.v_proj", kv, hidden, config.attention_bias)?,
-            out: linear("self_attn.o_proj", hidden, q, config.attention_bias)?,
-            mlp_norm,
-            gate: linear("mlp.gate_proj", inner, hidden, config.mlp_bias)?,
-            up: linear("mlp.up_proj", inner, hidden, config.mlp_bias)?,
-            down: linear("mlp.down_proj", hidden, inner, config.mlp_bias)?,
-        })
+    /// Normalises rows, where there are weights for it.
+    fn norm(&self, x: Tensor, weight: Option<&Tensor>) -> candle_core::Result<Tensor> {
+        match weight {
+            Some(weight) => candle_nn::ops::rms_norm(&x, weight, to_f32(self.config.norm_eps)),
+            None => Ok(x),
+        }
     }
 
-    fn mlp(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let gate = self.gate.forward(x)?.silu()?;
-        self.down.forward(&gate.mul(&self.up.forward(x)?)?)
+    /// Adds what attention or the MLP gave to its input.
+    fn add(&self, x: &Tensor, part: Tensor) -> candle_core::Result<Tensor> {
+        x.add(&times(part, self.config.multipliers.residual)?)
     }
 }
 
@@ -219,19 +182,32 @@ impl Llama {
             Scratch { rotation: Rotation::default(), q: Vec::new(), k: Vec::new(), out: None };
         self.rope.fill(step.positions(), &mut scratch.rotation);
         let ids = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu)?;
-        let mut x = self.embedding.index_select(&ids, 0)?;
+        let embedded = self.embedding.index_select(&ids, 0)?;
+        let mut x = times(embedded, self.config.multipliers.embedding)?;
         for (layer, index) in self.layers.iter().zip(0..) {
-            let h = self.rms_norm(&x, &layer.attention_norm)?;
-            x = x.add(&self.attention(step, index, layer, &h, &mut scratch, tap)?)?;
-            let h = self.rms_norm(&x, &layer.mlp_norm)?;
-            x = x.add(&layer.mlp(&h)?)?;
+            let h = self.norm(x.clone(), layer.attention_norm.as_ref())?;
+            let h = self.attention(step, index, layer, &h, &mut scratch, tap)?;
+            x = self.add(&x, self.norm(h, layer.attention_out_norm.as_ref())?)?;
+            let h = self.norm(x.clone(), layer.mlp_norm.as_ref())?;
+            let h = layer.mlp(&h)?;
+            x = self.add(&x, self.norm(h, layer.mlp_out_norm.as_ref())?)?;
         }
         Ok(x)
     }
 
     /// Logits of rows that [`Self::hidden`] gave: `[rows, vocab]`.
     pub(crate) fn logits(&self, hidden: &Tensor) -> candle_core::Result<Tensor> {
-        self.head.forward(&self.rms_norm(hidden, &self.norm)?)
+        let logits = self.head.forward(&self.norm(hidden.clone(), Some(&self.norm))?)?;
+        times(logits, 1.0 / self.config.multipliers.logits)
+    }
+
+    /// Normalises rows of Q or K, where the architecture does.
+    fn qk_norm(&self, x: Tensor, weight: Option<&Tensor>) -> candle_core::Result<Tensor> {
+        if self.config.architecture.qk_norm() != Some(QkNorm::Head) {
+            return self.norm(x, weight);
+        }
+        let heads = x.reshape(((), to_usize(self.config.head_dim)))?;
+        self.norm(heads, weight)?.reshape(x.shape())
     }
 
     fn attention<B: Backend>(
@@ -246,18 +222,27 @@ impl Llama {
         let ModelConfig { heads, kv_heads, head_dim, .. } = self.config;
         let tokens = to_u32(h.dim(0)?);
         let (q, k, v) = (layer.q.forward(h)?, layer.k.forward(h)?, layer.v.forward(h)?);
+        let q = self.qk_norm(q, layer.q_norm.as_ref())?;
+        let k = self.qk_norm(k, layer.k_norm.as_ref())?;
         let Scratch { rotation, q: q_turned, k: k_turned, out: buffer } = scratch;
-        with_values(&q, |q| self.rope.rotate(rotation, q, to_usize(heads), q_turned))?;
-        with_values(&k, |k| self.rope.rotate(rotation, k, to_usize(kv_heads), k_turned))?;
+        let turn = |rows: &[f32], heads, turned: &mut Vec<f32>| {
+            if layer.kind.rotates {
+                self.rope.rotate(rotation, rows, to_usize(heads), turned);
+            } else {
+                turned.clear();
+                turned.extend_from_slice(rows);
+            }
+        };
+        with_values(&q, |q| turn(q, heads, q_turned))?;
+        with_values(&k, |k| turn(k, kv_heads, k_turned))?;
         with_values(&v, |v| {
             let dims = [tokens, kv_heads, head_dim];
             let k = TensorView::host::<f32>(k_turned, &dims);
             step.write(index, k, TensorView::host::<f32>(v, &dims), QkvFormat::Thd)?;
             tap(&Tapped { layer: index, q: q_turned, k: k_turned, v })
         })??;
-        let scale = to_f32(1.0 / f64::from(head_dim).sqrt());
-        let mut options = AttentionOptions::causal(scale);
-        if let Some(window) = self.config.window_left {
+        let mut options = AttentionOptions::causal(to_f32(self.config.attention_scale()));
+        if let Some(window) = layer.kind.window_left {
             options = options.window_left(window);
         }
         let dims = [tokens, heads, head_dim];
@@ -292,6 +277,11 @@ fn attend_on_device<B: Backend>(
     queue.flush()?;
     bytemuck::cast_slice_mut(out).copy_from_slice(&readback.wait()?);
     Ok(())
+}
+
+/// The product with a constant, which is nothing to compute for 1.
+fn times(x: Tensor, factor: f64) -> candle_core::Result<Tensor> {
+    if factor.total_cmp(&1.0).is_eq() { Ok(x) } else { x.affine(factor, 0.0) }
 }
 
 fn q_dims(h: &Tensor, heads: u32, head_dim: u32) -> candle_core::Result<(usize, usize)> {

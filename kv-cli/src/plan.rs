@@ -45,7 +45,7 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
     let line = |stored: &Stored| line(&config, args, context, stored);
     let report = Report {
         model: dir.display().to_string(),
-        layers: config.layers,
+        layers: config.layers(),
         kv_heads: config.kv_heads,
         head_dim: config.head_dim,
         context,
@@ -72,8 +72,8 @@ fn line(
     let blocks = u64::from(group.blocks_to_grow(context));
     let sequence_bytes = block.checked_mul(blocks).context("a sequence's bytes overflow")?;
     let bytes = args.memory.0.saturating_sub(memory.bytes_constants);
-    let within = stored.cache(config).paged_within(args.block_size, bytes);
-    let (tokens, sequences) = match within.build() {
+    let within = stored.spec(config, |cache| cache.paged_within(args.block_size, bytes));
+    let (tokens, sequences) = match within {
         Ok(spec) => (spec.memory().tokens, spec.sequences_that_fit(context)),
         // Not one block fits, or not one tail.
         Err(SpecError::Zero { .. } | SpecError::Conflict { what: "tail", .. }) => (0, 0),

@@ -76,6 +76,8 @@ pub(crate) fn spec(
     tokens_max: u32,
 ) -> Result<CacheSpec, SpecError> {
     let blocks = blocks_of(&stored.few_blocks(model.config(), block_size)?, tokens_max).max(1);
-    let cache = stored.cache(model.config()).max_sequences(1).paged(block_size, blocks);
-    cache.determinism(Determinism::BatchInvariant).build()
+    stored.spec(model.config(), |cache| {
+        let cache = cache.max_sequences(1).paged(block_size, blocks);
+        cache.determinism(Determinism::BatchInvariant)
+    })
 }

@@ -4,7 +4,7 @@
 //! 2021). Angles are made in f64 once a step and serve every layer; the rotation itself is f32.
 use std::f64::consts::TAU;
 
-use crate::num::{to_f32, to_usize};
+use crate::num::{to_f32, to_u32, to_usize};
 
 /// Which two values of a row turn together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,24 +16,60 @@ pub(crate) enum Pairing {
 }
 
 /// How a model was stretched beyond the context it was first trained on.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Scaling {
     None,
     /// Positions divided by `factor`.
     Linear {
         factor: f64,
     },
-    /// Low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1).
-    Llama3 {
-        factor: f64,
-        low_freq_factor: f64,
-        high_freq_factor: f64,
-        original_context: u32,
+    Dynamic(Dynamic),
+    Yarn(Yarn),
+    Llama3(Llama3),
+    /// Every frequency divided by a factor of its own; those that hold up to the original context.
+    LongRope {
+        short: Vec<f64>,
+        attention_factor: f64,
     },
 }
 
-/// What a [`Rope`] is made from.
+/// A base that grows with the position behind `original_context` positions (dynamic NTK).
+///
+/// A row is turned by the base of its own position and stays so whatever follows it: that makes K a
+/// function of the tokens before it, as reuse of prefixes needs, and is what recomputing the base
+/// in every step of a growing text gives.
 #[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Dynamic {
+    pub(crate) factor: f64,
+    pub(crate) original_context: u32,
+}
+
+/// Low frequencies divided by `factor`, high ones kept, a ramp over the pairs between (Peng et al.,
+/// "`YaRN`", 2023).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Yarn {
+    pub(crate) factor: f64,
+    pub(crate) original_context: u32,
+    /// Turns over the original context at which the ramp begins and ends.
+    pub(crate) beta_fast: f64,
+    pub(crate) beta_slow: f64,
+    /// Whether the ramp begins and ends at whole pairs.
+    pub(crate) truncate: bool,
+    /// Rotated rows are multiplied by it.
+    pub(crate) attention_factor: f64,
+}
+
+/// Low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Llama3 {
+    pub(crate) factor: f64,
+    pub(crate) low_freq_factor: f64,
+    pub(crate) high_freq_factor: f64,
+    pub(crate) original_context: u32,
+}
+
+/// What a [`Rope`] is made from.
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct RopeConfig {
     pub(crate) theta: f64,
     pub(crate) head_dim: u32,
@@ -51,6 +87,10 @@ pub(crate) struct Rope {
     pairing: Pairing,
     /// Radians per position, by pair.
     frequencies: Vec<f64>,
+    /// Cosines and sines are multiplied by it.
+    magnitude: f64,
+    /// The base of the first positions, and how it grows behind them, where it does.
+    dynamic: Option<(f64, Dynamic)>,
 }
 
 /// Cosines and sines of one step: a row of `rotary_dim / 2` for every token.
@@ -62,17 +102,36 @@ pub(crate) struct Rotation {
 
 impl Rope {
     pub(crate) fn new(config: &RopeConfig) -> Self {
-        let dim = f64::from(config.rotary_dim);
-        let pairs = config.rotary_dim.checked_div(2).unwrap_or(0);
-        let frequencies = (0..pairs)
-            .map(|i| config.theta.powf(-2.0 * f64::from(i) / dim))
-            .map(|frequency| scale(frequency, config.scaling))
-            .collect();
+        let RopeConfig { theta, rotary_dim, .. } = *config;
+        let mut frequencies: Vec<_> = plain(theta, rotary_dim).collect();
+        let (mut magnitude, mut dynamic) = (1.0, None);
+        match &config.scaling {
+            Scaling::None => {}
+            Scaling::Linear { factor } => {
+                frequencies.iter_mut().for_each(|frequency| *frequency /= factor);
+            }
+            Scaling::Dynamic(growth) => dynamic = Some((theta, *growth)),
+            Scaling::Yarn(yarn) => {
+                yarn.scale(&mut frequencies, theta, rotary_dim);
+                magnitude = yarn.attention_factor;
+            }
+            Scaling::Llama3(llama3) => {
+                frequencies.iter_mut().for_each(|frequency| *frequency = llama3.scale(*frequency));
+            }
+            Scaling::LongRope { short, attention_factor } => {
+                for (frequency, factor) in frequencies.iter_mut().zip(short) {
+                    *frequency /= factor;
+                }
+                magnitude = *attention_factor;
+            }
+        }
         Self {
             head_dim: to_usize(config.head_dim),
-            rotary_dim: to_usize(config.rotary_dim),
+            rotary_dim: to_usize(rotary_dim),
             pairing: config.pairing,
             frequencies,
+            magnitude,
+            dynamic,
         }
     }
 
@@ -88,6 +147,17 @@ impl Rope {
         &self.frequencies
     }
 
+    /// Hands over the numbers that tell it from one with the same frequencies; none where a
+    /// rotation is by the frequencies alone.
+    pub(crate) fn hash_refinements(&self, add: &mut dyn FnMut(f64)) {
+        if self.magnitude.total_cmp(&1.0).is_ne() {
+            add(self.magnitude);
+        }
+        if let Some((theta, Dynamic { factor, original_context })) = self.dynamic {
+            [theta, factor, f64::from(original_context)].into_iter().for_each(add);
+        }
+    }
+
     /// Pairs of a row that turn.
     pub(crate) fn num_pairs(&self) -> usize {
         self.frequencies.len()
@@ -98,11 +168,22 @@ impl Rope {
         rotation.cos.clear();
         rotation.sin.clear();
         for &position in positions {
-            for frequency in &self.frequencies {
-                let (sin, cos) = (f64::from(position) * frequency).sin_cos();
-                rotation.cos.push(to_f32(cos));
-                rotation.sin.push(to_f32(sin));
+            match self.dynamic {
+                Some((theta, dynamic)) if position >= dynamic.original_context => {
+                    let rotary_dim = to_u32(self.rotary_dim);
+                    let base = dynamic.base(theta, position, rotary_dim);
+                    self.push(position, plain(base, rotary_dim), rotation);
+                }
+                _ => self.push(position, self.frequencies.iter().copied(), rotation),
             }
+        }
+    }
+
+    fn push(&self, position: u32, frequencies: impl Iterator<Item = f64>, rotation: &mut Rotation) {
+        for frequency in frequencies {
+            let (sin, cos) = (f64::from(position) * frequency).sin_cos();
+            rotation.cos.push(to_f32(cos * self.magnitude));
+            rotation.sin.push(to_f32(sin * self.magnitude));
         }
     }
 
@@ -144,17 +225,56 @@ impl Rope {
     }
 }
 
-/// One frequency as the scaling leaves it.
-fn scale(frequency: f64, scaling: Scaling) -> f64 {
-    match scaling {
-        Scaling::None => frequency,
-        Scaling::Linear { factor } => frequency / factor,
-        Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
-            // Turns the pair made over the context of the first training.
-            let turns = f64::from(original_context) * frequency / TAU;
-            let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
-            let kept = kept.clamp(0.0, 1.0);
-            frequency * kept + frequency / factor * (1.0 - kept)
+impl Dynamic {
+    /// The base that turns the row at this position, as the last one of its text.
+    fn base(self, theta: f64, position: u32, rotary_dim: u32) -> f64 {
+        let length = f64::from(position) + 1.0;
+        let stretched = self.factor * length / f64::from(self.original_context);
+        let dim = f64::from(rotary_dim);
+        // A single pair turns by its position, whatever the base.
+        let exponent = if rotary_dim > 2 { dim / (dim - 2.0) } else { 0.0 };
+        theta * (stretched - (self.factor - 1.0)).powf(exponent)
+    }
+}
+
+/// Frequencies without scaling, by pair.
+fn plain(theta: f64, rotary_dim: u32) -> impl Iterator<Item = f64> {
+    let (dim, pairs) = (f64::from(rotary_dim), rotary_dim >> 1);
+    (0..pairs).map(move |i| theta.powf(-2.0 * f64::from(i) / dim))
+}
+
+impl Llama3 {
+    /// One frequency as the scaling leaves it.
+    fn scale(self, frequency: f64) -> f64 {
+        let Self { factor, low_freq_factor, high_freq_factor, original_context } = self;
+        // Turns the pair made over the context of the first training.
+        let turns = f64::from(original_context) * frequency / TAU;
+        let kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+        let kept = kept.clamp(0.0, 1.0);
+        frequency * kept + frequency / factor * (1.0 - kept)
+    }
+}
+
+impl Yarn {
+    /// Divides the frequencies behind the ramp by the factor, and mixes on it.
+    fn scale(self, frequencies: &mut [f64], theta: f64, rotary_dim: u32) {
+        let dim = f64::from(rotary_dim);
+        // The pair that makes this many turns, between two pairs where none does.
+        let pair = |turns: f64| {
+            let per_turn = f64::from(self.original_context) / (turns * TAU);
+            dim * per_turn.ln() / (2.0 * theta.ln())
+        };
+        let (mut first, mut last) = (pair(self.beta_fast), pair(self.beta_slow));
+        if self.truncate {
+            (first, last) = (first.floor(), last.ceil());
+        }
+        (first, last) = (first.max(0.0), last.min(dim - 1.0));
+        if first.total_cmp(&last).is_eq() {
+            last += 0.001;
+        }
+        for (frequency, i) in frequencies.iter_mut().zip(0_u32..) {
+            let divided = ((f64::from(i) - first) / (last - first)).clamp(0.0, 1.0);
+            *frequency = *frequency / self.factor * divided + *frequency * (1.0 - divided);
         }
     }
 }
@@ -268,16 +388,16 @@ mod tests {
 
     #[test]
     fn llama3_keeps_high_and_divides_low_frequencies() {
-        let scaling = Scaling::Llama3 {
+        let scaling = Llama3 {
             factor: 8.0,
             low_freq_factor: 1.0,
             high_freq_factor: 4.0,
             original_context: 8192,
         };
-        assert!((scale(1.0, scaling) - 1.0).abs() < 1e-15);
-        assert!((scale(1e-5, scaling) - 1e-5 / 8.0).abs() < 1e-20);
+        assert!((scaling.scale(1.0) - 1.0).abs() < 1e-15);
+        assert!((scaling.scale(1e-5) - 1e-5 / 8.0).abs() < 1e-20);
         let wavelength = 8192.0 / 2.5; // half way of the ramp
-        let between = scale(TAU / wavelength, scaling);
+        let between = scaling.scale(TAU / wavelength);
         let expected = TAU / wavelength * (0.5 + 0.5 / 8.0);
         assert!((between - expected).abs() < 1e-15);
     }

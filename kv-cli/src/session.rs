@@ -153,22 +153,21 @@ impl Session {
 
     fn spec(&self, variant: &Variant, stored: &Stored) -> Result<CacheSpec, SpecError> {
         let config = self.model.config();
-        let builder = stored
-            .cache(config)
-            .max_seq_len(config.context)
-            // What a sequence says must not depend on its neighbours.
-            .determinism(Determinism::BatchInvariant)
-            .prefix_reuse(if variant.reuse { PrefixReuse::Partial } else { PrefixReuse::Off })
-            // Prompts that arrive together compute what they share once.
-            .publish_at(PublishAt::Begin);
-        match variant.layout {
-            Layout::Paged(Paged { block_size, num_blocks }) => {
-                builder.paged(block_size, num_blocks).build()
+        stored.spec(config, |builder| {
+            let builder = builder
+                .max_seq_len(config.context)
+                // What a sequence says must not depend on its neighbours.
+                .determinism(Determinism::BatchInvariant)
+                .prefix_reuse(if variant.reuse { PrefixReuse::Partial } else { PrefixReuse::Off })
+                // Prompts that arrive together compute what they share once.
+                .publish_at(PublishAt::Begin);
+            match variant.layout {
+                Layout::Paged(Paged { block_size, num_blocks }) => {
+                    builder.paged(block_size, num_blocks)
+                }
+                Layout::Contiguous { sequences, tokens } => builder.contiguous(sequences, tokens),
             }
-            Layout::Contiguous { sequences, tokens } => {
-                builder.contiguous(sequences, tokens).build()
-            }
-        }
+        })
     }
 
     /// Tokens that end a text in this run.

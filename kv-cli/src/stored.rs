@@ -1,4 +1,5 @@
 //! How a cache stores K and V, as the command line says it.
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -81,16 +82,31 @@ impl Stored {
         Self { k: format, v: format, calibration, sinks, transform, tail, mean }
     }
 
-    /// Settings of a cache for this model; how its memory is cut is left open.
-    pub(crate) fn cache(&self, config: &ModelConfig) -> CacheSpecBuilder {
-        let builder = CacheSpec::builder();
-        // What has left the window is never read again.
-        let builder = match config.window_left {
-            Some(left) => builder.window_left(left),
-            None => builder,
-        };
-        builder
-            .layers(config.layers)
+    /// A cache for this model; `cut` says how its memory is cut, and what else there is to say of
+    /// all its layers.
+    ///
+    /// Layers with one window form a group, which keeps no more than that window. Those without
+    /// come first.
+    pub(crate) fn spec(
+        &self,
+        config: &ModelConfig,
+        cut: impl FnOnce(CacheSpecBuilder) -> CacheSpecBuilder,
+    ) -> Result<CacheSpec, SpecError> {
+        let mut builder = cut(self.settings(config));
+        let windows: BTreeSet<_> =
+            config.layer_kinds.iter().filter_map(|kind| kind.window_left).collect();
+        for left in windows {
+            let kinds = (0..).zip(&config.layer_kinds);
+            let layers = kinds.filter(|(_, kind)| kind.window_left == Some(left));
+            builder =
+                builder.group(layers.map(|(layer, _)| layer), |group| group.window_left(left));
+        }
+        builder.build()
+    }
+
+    fn settings(&self, config: &ModelConfig) -> CacheSpecBuilder {
+        CacheSpec::builder()
+            .layers(config.layers())
             .kv_heads(config.kv_heads)
             .head_dim(config.head_dim)
             .formats(self.k, self.v)
@@ -111,7 +127,7 @@ impl Stored {
         block_size: u32,
     ) -> Result<CacheSpec, SpecError> {
         let blocks = if self.has_tail() { TAIL_FITS } else { 1 };
-        self.cache(config).paged(block_size, blocks).build()
+        self.spec(config, |cache| cache.paged(block_size, blocks))
     }
 
     fn has_tail(&self) -> bool {

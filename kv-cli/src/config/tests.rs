@@ -1,6 +1,7 @@
 //! What a `config.json` may and may not say.
 #![expect(clippy::float_cmp, reason = "numbers of a file are taken over as they are")]
 use super::*;
+use crate::rope::Llama3;
 
 const GOOD: &str = r#"{
     "model_type": "llama", "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 172,
@@ -29,14 +30,15 @@ fn message(field: &str, value: &str) -> String {
 #[test]
 fn defaults_are_those_of_llama() {
     let config = ModelConfig::parse(GOOD).expect("GOOD");
-    assert_eq!((config.head_dim, config.kv_heads, config.layers), (8, 4, 5));
+    assert_eq!((config.head_dim, config.kv_heads, config.layers()), (8, 4, 5));
     assert_eq!((config.bos, config.eos.as_slice()), (Some(1), [2].as_slice()));
     assert_eq!(config.rope.scaling, Scaling::None);
     assert_eq!(config.rope.theta, 10000.0);
     assert_eq!(parse("num_key_value_heads", "").expect("MHA").kv_heads, 8);
     assert_eq!(parse("head_dim", "32").expect("explicit").head_dim, 32);
     assert_eq!(parse("eos_token_id", "[2, 7]").expect("list").eos, [2, 7]);
-    assert_eq!(parse("sliding_window", "128").expect("window").window_left, Some(127));
+    let window = LayerKind { window_left: Some(127), rotates: true };
+    assert_eq!(parse("sliding_window", "128").expect("window").layer_kinds, [window; 5]);
     assert_eq!(parse("partial_rotary_factor", "0.5").expect("partial").rope.rotary_dim, 4);
 }
 
@@ -48,11 +50,11 @@ fn every_rope_scaling_is_named() {
     let llama3 = r#"{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}"#;
     let llama3 = parse("rope_scaling", llama3).expect("llama3").rope.scaling;
-    assert!(matches!(llama3, Scaling::Llama3 { original_context: 8192, .. }));
+    assert!(matches!(llama3, Scaling::Llama3(Llama3 { original_context: 8192, .. })));
     let parameters = r#"{"rope_type": "default", "rope_theta": 5e5}"#;
     assert_eq!(parse("rope_parameters", parameters).expect("default").rope.theta, 5e5);
-    let error = message("rope_scaling", r#"{"type": "yarn", "factor": 4.0}"#);
-    assert!(error.contains("\"yarn\" is not supported"), "{error}");
+    let error = message("rope_scaling", r#"{"type": "ntk", "factor": 4.0}"#);
+    assert!(error.contains("\"ntk\" is not supported"), "{error}");
     let error = message("rope_scaling", r#"{"type": "linear"}"#);
     assert!(error.contains("factor is missing"), "{error}");
     let error = message("rope_scaling", r#"{"type": "linear", "factor": 0.0}"#);

@@ -3,11 +3,12 @@ use candle_core::Tensor;
 use xxhash_rust::xxh3::Xxh3Default;
 
 use super::{Llama, with_values};
+use crate::config::{Architecture, Multipliers};
 
 impl Llama {
     /// A text that no other model has: the shape of its K and V, and a hash (XXH3, 128 bits) of
-    /// what their rows come from: the projections and their biases, the norms before them, and the
-    /// frequencies of the rotary embedding.
+    /// what their rows come from: the projections and their biases, the norms around them, the
+    /// rotary embedding, and what an architecture multiplies.
     ///
     /// The same weights in another container, or in a wider element type, are the same model; a
     /// file that keeps the channels of K in another order is another one.
@@ -21,18 +22,35 @@ impl Llama {
         for frequency in self.rope.frequencies() {
             hash.update(&frequency.to_le_bytes());
         }
+        self.rope.hash_refinements(&mut |number| hash.update(&number.to_le_bytes()));
+        let Multipliers { embedding, residual, attention, .. } = config.multipliers;
+        if config.multipliers != Multipliers::default() {
+            for number in [embedding, residual, attention.unwrap_or_default()] {
+                hash.update(&number.to_le_bytes());
+            }
+        }
         for layer in &self.layers {
-            let mut tensors = vec![&layer.attention_norm];
+            let mut tensors: Vec<_> = layer.attention_norm.iter().collect();
             for linear in [&layer.q, &layer.k, &layer.v] {
                 tensors.push(linear.weight());
                 tensors.extend(linear.bias());
             }
+            tensors.extend(layer.q_norm.iter().chain(&layer.k_norm));
+            tensors.extend(layer.attention_out_norm.iter().chain(&layer.mlp_out_norm));
             for tensor in tensors {
                 update(&mut hash, tensor)?;
             }
+            if !layer.kind.rotates {
+                hash.update(b"no rotation");
+            }
         }
-        let (layers, heads, head_dim) = (config.layers, config.kv_heads, config.head_dim);
-        Ok(format!("llama-{layers}x{heads}x{head_dim}-{:032x}", hash.digest128()))
+        let (layers, heads, head_dim) = (config.layers(), config.kv_heads, config.head_dim);
+        // Both are llama to a GGUF file.
+        let name = match config.architecture {
+            Architecture::Mistral => Architecture::Llama,
+            other => other,
+        };
+        Ok(format!("{name}-{layers}x{heads}x{head_dim}-{:032x}", hash.digest128()))
     }
 }
 

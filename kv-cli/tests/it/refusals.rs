@@ -90,7 +90,7 @@ fn a_configuration_that_cannot_be_is_refused() {
         ("vocab_size", Some(json!(500)), "expected [500, 64]"),
         ("head_dim", Some(json!(7)), "7 is not a multiple"),
         ("head_dim", Some(json!(16)), "expected [128, 64]"),
-        ("rope_scaling", Some(json!({"type": "yarn"})), "\"yarn\" is not supported"),
+        ("rope_scaling", Some(json!({"type": "ntk"})), "\"ntk\" is not supported"),
         ("rope_theta", Some(json!(0.0)), "rope_theta is 0"),
         ("model_type", Some(json!("gpt2")), "\"gpt2\" is not supported"),
         ("tie_word_embeddings", Some(json!(false)), "lm_head.weight is missing"),

@@ -140,8 +140,9 @@ fn a_model_finds_what_it_finds_by_reading_every_text_anew() {
     };
     let prompts: Vec<Vec<u32>> = vec![vec![1, 403, 407, 261, 378], vec![1, 267, 337, 335, 311]];
     for (width, stop) in [(2, vec![]), (3, vec![426])] {
-        let spec = Stored::plain(KvFormat::F32).cache(model.config());
-        let spec = spec.publish_at(PublishAt::Begin).paged(4, 60).build().expect("spec");
+        let spec = Stored::plain(KvFormat::F32)
+            .spec(model.config(), |cache| cache.publish_at(PublishAt::Begin).paged(4, 60));
+        let spec = spec.expect("spec");
         let cache = KvCache::new(backend.clone(), spec).expect("cache");
         let limits = Limits { stop: stop.clone(), ..limits(6, 1000) };
         let scheduler = Scheduler::<AnyBackend, _>::new(cache, &model, limits);
