@@ -196,7 +196,7 @@ impl ModelConfig {
         Ok(config)
     }
 
-    fn parse(text: &str) -> anyhow::Result<Self> {
+    pub(crate) fn parse(text: &str) -> anyhow::Result<Self> {
         let value = serde_json::from_str(text)?;
         Ok(file::model(&Object::new("", &value)?)?)
     }

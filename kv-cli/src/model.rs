@@ -302,6 +302,11 @@ fn with_values<R>(tensor: &Tensor, read: impl FnOnce(&[f32]) -> R) -> anyhow::Re
 }
 
 #[cfg(test)]
+#[path = "../tests/it/recorded.rs"]
+mod recorded;
+#[cfg(test)]
+mod recorded_tests;
+#[cfg(test)]
 mod tests {
     use super::*;
     use kv::cpu::{CpuBackend, CpuOptions};

@@ -4,6 +4,8 @@ use std::path::Path;
 use anyhow::{Context, anyhow, bail};
 use tokenizers::Tokenizer;
 
+use crate::config::read_json;
+
 /// The tokenizer of one model.
 #[derive(Debug)]
 pub(crate) struct Text {
@@ -13,12 +15,13 @@ pub(crate) struct Text {
 impl Text {
     pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
         let describe = || path.display().to_string();
-        let bytes = std::fs::read(path).with_context(describe)?;
+        let text = read_json(path)?;
+        let bytes = text.as_bytes();
         // tokenizers 0.23 panics on some files that are no JSON at all.
-        serde_json::from_slice::<serde::de::IgnoredAny>(&bytes)
+        serde_json::from_slice::<serde::de::IgnoredAny>(bytes)
             .context("not a tokenizer.json")
             .with_context(describe)?;
-        let mut tokenizer = Tokenizer::from_bytes(&bytes)
+        let mut tokenizer = Tokenizer::from_bytes(bytes)
             .map_err(|error| anyhow!("not a tokenizer.json: {error}"))
             .with_context(describe)?;
         // A file may ask to cut or pad its inputs, which is for training.

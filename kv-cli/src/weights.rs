@@ -12,6 +12,7 @@ use candle_core::{DType, Device, Tensor};
 use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
+use crate::config::read_json;
 use crate::num::to_usize;
 
 /// Tensors of a model under the names Hugging Face gives them.
@@ -49,7 +50,7 @@ impl Weights {
             weights.read_file(&single)?;
             return Ok(weights);
         }
-        let text = fs::read_to_string(&index).with_context(|| index.display().to_string())?;
+        let text = read_json(&index)?;
         let map: Index =
             serde_json::from_str(&text).with_context(|| index.display().to_string())?;
         let files: BTreeSet<_> = map.weight_map.into_values().collect();
@@ -67,10 +68,13 @@ impl Weights {
         self.read_bytes(&bytes).with_context(|| path.display().to_string())
     }
 
-    fn read_bytes(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
+    pub(crate) fn read_bytes(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
         check_length(bytes)?;
         let file = SliceSafetensors::new(bytes)?;
         for (name, view) in file.tensors() {
+            let Some(name) = text_name(&name) else {
+                continue;
+            };
             let is_float = DType::try_from(view.dtype())
                 .is_ok_and(|dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16));
             if is_float {
@@ -108,6 +112,18 @@ impl Weights {
         }
         Ok(tensor)
     }
+}
+
+/// The name of a tensor in a model of text alone, `None` for one that such a model does not have.
+///
+/// Models of pictures and text put a part before the names of their text model.
+fn text_name(name: &str) -> Option<String> {
+    const PARTS: [&str; 4] = ["model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."];
+    let name = match name.strip_prefix("model.language_model.") {
+        Some(rest) => format!("model.{rest}"),
+        None => name.strip_prefix("language_model.").unwrap_or(name).to_owned(),
+    };
+    PARTS.iter().any(|part| name.starts_with(part)).then_some(name)
 }
 
 /// Refuses a file that is not as long as its header says.

@@ -6,6 +6,7 @@
     clippy::panic,
     reason = "helpers of tests fail as tests do"
 )]
+mod architectures;
 mod bench;
 mod devices;
 mod eval;
@@ -13,6 +14,7 @@ mod golden;
 mod models;
 mod plan;
 mod quantised;
+mod recorded;
 mod refusals;
 mod replay;
 mod sharing;
