@@ -226,6 +226,10 @@ impl ModelConfig {
         non_zero("max_position_embeddings", self.context)?;
         positive("rms_norm_eps", self.norm_eps)?;
         positive("rope_theta", self.rope.theta)?;
+        if matches!(self.rope.scaling, Scaling::Yarn(_)) && self.rope.theta <= 1.0 {
+            let problem = format!("is {}, yarn needs a base above 1", self.rope.theta);
+            return Err(ConfigError::Field { field: "rope_theta".to_owned(), problem });
+        }
         if let Scaling::LongRope { short, .. } = &self.rope.scaling {
             let field = "rope_scaling short_factor";
             for factor in short {

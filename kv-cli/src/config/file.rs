@@ -16,6 +16,7 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
     // Before the fields, so that a model of another kind is refused by its name.
     let architecture = architecture(&text)?;
     refuse_quantised(file)?;
+    agree_on_type(&text)?;
     let act: Option<&str> = text.get("hidden_act")?;
     if let Some(act) = act.filter(|act| !["silu", "swish"].contains(act)) {
         let (field, got) = ("hidden_act", act.to_owned());
@@ -45,6 +46,10 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
         Some(tied) => Some(tied),
         None => text.get("tie_word_embeddings")?,
     };
+    let ids = |key| {
+        let ids = text.ids(key)?.map_or_else(|| file.ids(key), |ids| Ok(Some(ids)))?;
+        Ok(ids.unwrap_or_default())
+    };
     ModelConfig {
         architecture,
         layer_kinds: layer_kinds(&text, architecture, num_layers)?,
@@ -60,8 +65,8 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
         biases: biases(&text, architecture)?,
         multipliers: multipliers(&text, architecture)?,
         rope,
-        bos: text.ids("bos_token_id")?.and_then(|ids| ids.first().copied()),
-        eos: text.ids("eos_token_id")?.unwrap_or_default(),
+        bos: ids("bos_token_id")?.first().copied(),
+        eos: ids("eos_token_id")?,
     }
     .check()
 }
@@ -72,11 +77,30 @@ fn text_part<'a>(file: &Object<'a>) -> Result<Object<'a>, ConfigError> {
     let Some(text) = file.object("text_config")? else {
         return Ok(*file);
     };
-    match outer {
-        Some(outer) if !WRAPPERS.contains(&outer) => Err(unsupported("model_type", outer)),
-        _ => Ok(text),
+    if let Some(outer) = outer.filter(|outer| !WRAPPERS.contains(outer)) {
+        return Err(unsupported("model_type", outer));
     }
+    // Some repeat what they say of the text model.
+    for key in SHAPE {
+        let agreed = Agreed::none().with(file.name(key), file.value(key))?;
+        agreed.with(text.name(key), text.value(key))?;
+    }
+    Ok(text)
 }
+
+/// Fields of a text model that must not differ where the file around it repeats them.
+const SHAPE: [&str; 10] = [
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "rope_theta",
+    "sliding_window",
+];
 
 fn unsupported(field: &'static str, got: &str) -> ConfigError {
     ConfigError::Unsupported { field, got: got.to_owned(), expected: Architecture::NAMES }
@@ -101,6 +125,17 @@ fn architecture(text: &Object<'_>) -> Result<Architecture, ConfigError> {
     }
     // Files of the first llama models name none.
     Ok(agreed.value().unwrap_or(Architecture::Llama))
+}
+
+/// Refuses two element types of the weights; which one it is, the weights themselves say.
+fn agree_on_type(text: &Object<'_>) -> Result<(), ConfigError> {
+    let mut agreed = Agreed::none();
+    for key in ["torch_dtype", "dtype"] {
+        let name = text.value(key).and_then(Value::as_str);
+        let name = name.map(|name| name.strip_prefix("torch.").unwrap_or(name));
+        agreed = agreed.with(text.name(key), name)?;
+    }
+    Ok(())
 }
 
 /// Names the method of weights that are no plain floats.
