@@ -35,7 +35,10 @@ pub(crate) enum Command {
     Devices(DevicesArgs),
 }
 
-/// Continue prompts with a Llama-family model, all of them in one continuous batch.
+/// Continue prompts with a language model, all of them in one continuous batch.
+///
+/// Architectures: llama, mistral, qwen2, qwen3, phi3, olmo2, granite and smollm3; rope types:
+/// default, linear, dynamic, yarn, llama3, and longrope up to the original context.
 ///
 /// The model runs on the CPU in f32 (f16 and bf16 weights are upcast when they are read); its keys
 /// and values live in the cache of the chosen backend. A sequence ends after --max-new-tokens, at

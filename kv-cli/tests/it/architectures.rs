@@ -37,11 +37,32 @@ fn every_architecture_goes_on_as_in_transformers() {
             &["--no-cache"],
         ] {
             let got = generate(case, &model, extra);
-            assert_eq!(got, [expected.clone()], "{} {extra:?}", case.name);
+            assert_eq!(got, std::slice::from_ref(&expected), "{} {extra:?}", case.name);
         }
         // Twice the same prompt: the second one finds the first one's rows.
         let got = generate(case, &model, &["--prompt", &case.prompt, "--max-batch", "1"]);
         assert_eq!(got, [expected.clone(), expected], "{}", case.name);
+    }
+}
+
+#[test]
+fn layers_with_and_without_windows_share_a_batch_and_few_blocks() {
+    for case in recorded().iter().filter(|case| {
+        ["qwen2", "qwen3-layer-types", "smollm3-windows"].contains(&case.name.as_str())
+    }) {
+        let model = directory(case);
+        let prompts = ["--prompt", "Tom and Sam", "--prompt", &case.prompt, "--prompt", "One day"];
+        let expected = generate(case, &model, &prompts);
+        let others = [&prompts[..], &["--paged", "4,17"]].concat();
+        let args = ["generate", "--ignore-eos", "--max-new-tokens", "20", "--model", model.path()];
+        let report = json(&[&args[..], &["--prompt", &case.prompt], &others].concat());
+        assert_eq!(all_tokens(&report), expected, "{}", case.name);
+        let preemptions = report["stats"]["preemptions"].as_u64().expect("a count");
+        assert!(preemptions > 0, "{}: {}", case.name, report["stats"]);
+        for extra in [&["--no-reuse"][..], &["--contiguous"], &["--no-cache"]] {
+            let got = generate(case, &model, &[&prompts[..], extra].concat());
+            assert_eq!(got, expected, "{} {extra:?}", case.name);
+        }
     }
 }
 

@@ -3,6 +3,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 /// What was recorded of one model.
@@ -31,10 +32,7 @@ pub(crate) fn recorded() -> Vec<Recorded> {
         let text = fs::read_to_string(path).expect("a recorded model");
         let value: Value = serde_json::from_str(&text).expect("JSON");
         let field = |name: &str| value.get(name).expect("a field").clone();
-        fn of<T: serde::de::DeserializeOwned>(value: Value) -> T {
-            serde_json::from_value(value).expect("its type")
-        }
-        Recorded {
+        let case = Recorded {
             name: path.file_stem().expect("a name").to_string_lossy().into_owned(),
             config: field("config"),
             tensors: of(field("tensors")),
@@ -43,9 +41,18 @@ pub(crate) fn recorded() -> Vec<Recorded> {
             output_ids: of(field("output_ids")),
             kept: of(field("kept")),
             logits: of(field("logits")),
-        }
+        };
+        let text = [case.prompt_ids.as_slice(), &case.output_ids].concat();
+        assert_eq!(case.logits.len(), text.len(), "{}", case.name);
+        assert!(case.logits.iter().all(|row| row.len() == case.kept.len()), "{}", case.name);
+        assert!(!case.prompt.is_empty() && !case.config.is_null(), "{}", case.name);
+        case
     };
     paths.iter().map(read).collect()
+}
+
+fn of<T: DeserializeOwned>(value: Value) -> T {
+    serde_json::from_value(value).expect("its type")
 }
 
 /// The weights of one tensor: a hash of its name and of the index, scaled by what it is.
@@ -64,7 +71,7 @@ pub(crate) fn values(name: &str, shape: &[usize]) -> Vec<f32> {
         let unit = f64::from(bits) / f64::from(1 << 23) - 1.0;
         if name.ends_with("norm.weight") {
             1.0 + 0.25 * unit
-        } else if name.ends_with(".bias") {
+        } else if name.rsplit_once('.').is_some_and(|(_, part)| part == "bias") {
             0.25 * unit
         } else if name.contains("embed_tokens") {
             unit
