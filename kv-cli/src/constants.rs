@@ -7,7 +7,7 @@ use kv::quant::calibrate::Calibrator;
 use kv::quant::file::{self, Metadata};
 use kv::{AnyBackend, Calibration};
 
-use crate::model::{Llama, Tapped};
+use crate::model::{Decoder, Tapped};
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::progress;
 use crate::reader::Reader;
@@ -20,7 +20,7 @@ const SEQUENCE_MAX: usize = 2048;
 const ONLINE_TOKENS: u32 = 256;
 
 /// Constants of this model from a file that `kv calibrate` wrote.
-pub(crate) fn load(path: &Path, model: &Llama) -> anyhow::Result<Calibration> {
+pub(crate) fn load(path: &Path, model: &Decoder) -> anyhow::Result<Calibration> {
     let describe = || path.display().to_string();
     let bytes = std::fs::read(path).with_context(describe)?;
     let (calibration, metadata) = file::read(&bytes).with_context(describe)?;
@@ -29,7 +29,7 @@ pub(crate) fn load(path: &Path, model: &Llama) -> anyhow::Result<Calibration> {
 }
 
 /// The bytes of such a file.
-pub(crate) fn file(calibrator: &Calibrator, model: &Llama) -> anyhow::Result<Vec<u8>> {
+pub(crate) fn file(calibrator: &Calibrator, model: &Decoder) -> anyhow::Result<Vec<u8>> {
     let metadata = Metadata::of(calibrator, model.fingerprint()?);
     Ok(file::write(&calibrator.finish()?, &metadata)?)
 }
@@ -37,7 +37,7 @@ pub(crate) fn file(calibrator: &Calibrator, model: &Llama) -> anyhow::Result<Vec
 /// Shows a text to a calibrator for each of these numbers of sinks. The model reads with an f32
 /// cache, so that the constants are those of its own rows.
 pub(crate) fn observe(
-    model: &Llama,
+    model: &Decoder,
     backend: &AnyBackend,
     ids: &[u32],
     sinks: &[u32],
@@ -61,7 +61,7 @@ pub(crate) fn observe(
 /// Constants from the first tokens of a sequence: of its prompt, and where that is short, of what
 /// the model goes on with. From then on they are frozen.
 pub(crate) fn online(
-    model: &Llama,
+    model: &Decoder,
     backend: &AnyBackend,
     prompt: &[u32],
     sinks: u32,
@@ -93,7 +93,7 @@ struct Observer {
 }
 
 impl Observer {
-    fn new(model: &Llama, sinks: &[u32]) -> anyhow::Result<Self> {
+    fn new(model: &Decoder, sinks: &[u32]) -> anyhow::Result<Self> {
         let config = model.config();
         let head_dims = [config.head_dim; 2];
         let calibrator = |sinks: &u32| {

@@ -6,14 +6,14 @@ use anyhow::Context;
 use kv::{AnyBackend, Device};
 
 use crate::bundled;
-use crate::model::Llama;
+use crate::model::Decoder;
 use crate::text::{Text, tokenizer_path};
 
 #[derive(Debug)]
 pub(crate) struct Loaded {
     /// The last part of the model's path.
     pub(crate) name: String,
-    pub(crate) model: Llama,
+    pub(crate) model: Decoder,
     pub(crate) text: Text,
     pub(crate) backend: AnyBackend,
 }
@@ -27,7 +27,7 @@ impl Loaded {
         let path = bundled::model_or_bundled(model)?;
         let backend = device.connect()?;
         let text = Text::read(&tokenizer_path(&path, tokenizer)?)?;
-        let model = Llama::read(&path)?;
+        let model = Decoder::read(&path)?;
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         Ok(Self { name, model, text, backend })
     }

@@ -77,9 +77,9 @@ pub(crate) struct Tapped<'a> {
 /// Sees every layer's rows on their way.
 pub(crate) type Tap<'t> = dyn FnMut(&Tapped<'_>) -> anyhow::Result<()> + 't;
 
-/// Weights in memory.
+/// A decoder with its weights in memory.
 #[derive(Debug)]
-pub(crate) struct Llama {
+pub(crate) struct Decoder {
     config: ModelConfig,
     embedding: Tensor,
     layers: Vec<Layer>,
@@ -88,7 +88,7 @@ pub(crate) struct Llama {
     rope: Rope,
 }
 
-impl Llama {
+impl Decoder {
     /// Reads a model directory, or a GGUF file.
     pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
         let (config, weights) = if path.is_file() {
@@ -151,7 +151,7 @@ struct Scratch<Buf> {
     out: Option<Buf>,
 }
 
-impl<B: Backend> Model<B> for Llama {
+impl<B: Backend> Model<B> for Decoder {
     fn forward(&self, step: &mut Step<'_, B>, batch: &Batch) -> anyhow::Result<Vec<Vec<f32>>> {
         let hidden = self.hidden(step, &batch.tokens, &mut |_| Ok(()))?;
         let mut end = 0_u32;
@@ -168,7 +168,7 @@ impl<B: Backend> Model<B> for Llama {
     }
 }
 
-impl Llama {
+impl Decoder {
     /// Runs all layers over the tokens of a step; a row of `[tokens, hidden]` for each of them.
     ///
     /// `tap` sees what every layer hands to attention.

@@ -5,7 +5,7 @@ use kv::{
     StartOptions, StepInput,
 };
 
-use crate::model::{Llama, Tap};
+use crate::model::{Decoder, Tap};
 use crate::stored::{Stored, blocks_of};
 
 /// The one sequence there is.
@@ -17,14 +17,14 @@ const TEXT: SequenceId = SequenceId(0);
 /// itself, as they are stored.
 #[derive(Debug)]
 pub(crate) struct Reader<'m> {
-    model: &'m Llama,
+    model: &'m Decoder,
     cache: KvCache,
 }
 
 impl<'m> Reader<'m> {
     /// Reserves a cache.
     pub(crate) fn new(
-        model: &'m Llama,
+        model: &'m Decoder,
         backend: &AnyBackend,
         spec: CacheSpec,
         calibration: Option<&Calibration>,
@@ -39,7 +39,7 @@ impl<'m> Reader<'m> {
 
     /// Reserves a cache that keeps every value, for texts of so many tokens.
     pub(crate) fn f32(
-        model: &'m Llama,
+        model: &'m Decoder,
         backend: &AnyBackend,
         tokens_max: u32,
     ) -> anyhow::Result<Self> {
@@ -70,7 +70,7 @@ impl<'m> Reader<'m> {
 
 /// One sequence of so many tokens, and no block more.
 pub(crate) fn spec(
-    model: &Llama,
+    model: &Decoder,
     stored: &Stored,
     block_size: u32,
     tokens_max: u32,

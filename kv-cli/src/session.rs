@@ -8,7 +8,7 @@ use crate::args::{GenerateArgs, Paged};
 use crate::config::ModelConfig;
 use crate::constants;
 use crate::loaded::Loaded;
-use crate::model::Llama;
+use crate::model::Decoder;
 use crate::num::{to_u32, to_usize};
 use crate::prompts;
 use crate::sampler::Sampler;
@@ -20,7 +20,7 @@ use crate::text::Text;
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) model_name: String,
-    pub(crate) model: Llama,
+    pub(crate) model: Decoder,
     pub(crate) text: Text,
     pub(crate) backend: AnyBackend,
     pub(crate) prompts: Vec<Prompt>,

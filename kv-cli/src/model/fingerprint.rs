@@ -2,10 +2,10 @@
 use candle_core::Tensor;
 use xxhash_rust::xxh3::Xxh3Default;
 
-use super::{Llama, with_values};
+use super::{Decoder, with_values};
 use crate::config::{Architecture, Multipliers};
 
-impl Llama {
+impl Decoder {
     /// A text that no other model has: the shape of its K and V, and a hash (XXH3, 128 bits) of
     /// what their rows come from: the projections and their biases, the norms around them, the
     /// rotary embedding, and what an architecture multiplies.

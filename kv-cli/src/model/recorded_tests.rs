@@ -13,7 +13,7 @@ use kv::{
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
-use super::Llama;
+use super::Decoder;
 use super::recorded::{Recorded, recorded, values};
 use crate::config::ModelConfig;
 use crate::stored::Stored;
@@ -33,7 +33,7 @@ fn prompts_have_the_tokens_of_the_bundled_tokenizer() {
 }
 
 /// The model as it is read from its files.
-fn model(case: &Recorded) -> Llama {
+fn model(case: &Recorded) -> Decoder {
     let bytes: Vec<(&String, &Vec<usize>, Vec<u8>)> = case
         .tensors
         .iter()
@@ -49,10 +49,10 @@ fn model(case: &Recorded) -> Llama {
     let mut weights = Weights::default();
     weights.read_bytes(&file).expect("weights");
     let config = ModelConfig::parse(&case.config.to_string()).expect(&case.name);
-    Llama::build(config, weights).expect(&case.name)
+    Decoder::build(config, weights).expect(&case.name)
 }
 
-fn cache(model: &Llama) -> KvCache<CpuBackend> {
+fn cache(model: &Decoder) -> KvCache<CpuBackend> {
     let backend = CpuBackend::open(CpuOptions::default().threads(1)).expect("the CPU");
     let spec: Result<CacheSpec, _> = Stored::plain(KvFormat::F32).spec(model.config(), |spec| {
         let spec = spec.paged(4, 64).prefix_reuse(PrefixReuse::Partial);
@@ -63,7 +63,7 @@ fn cache(model: &Llama) -> KvCache<CpuBackend> {
 
 /// Computes tokens of one sequence; a row of logits for each.
 fn read(
-    model: &Llama,
+    model: &Decoder,
     cache: &mut KvCache<CpuBackend>,
     id: SequenceId,
     tokens: &[u32],

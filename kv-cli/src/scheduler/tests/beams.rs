@@ -2,7 +2,7 @@
 use kv::KvFormat;
 
 use super::*;
-use crate::model::Llama;
+use crate::model::Decoder;
 use crate::reader::Reader;
 use crate::stored::Stored;
 
@@ -127,7 +127,7 @@ fn every_cache_finds_what_brute_force_finds() {
 #[test]
 fn a_model_finds_what_it_finds_by_reading_every_text_anew() {
     let dir = crate::bundled::model_or_bundled(None).expect("the bundled model");
-    let model = Llama::read(&dir).expect("a model");
+    let model = Decoder::read(&dir).expect("a model");
     let backend = Device::open("cpu").expect("the CPU");
     let reader = Reader::f32(&model, &backend, 64).expect("a reader");
     let reader = RefCell::new(reader);
