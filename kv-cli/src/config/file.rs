@@ -16,7 +16,6 @@ pub(super) fn model(file: &Object<'_>) -> Result<ModelConfig, ConfigError> {
     // Before the fields, so that a model of another kind is refused by its name.
     let architecture = architecture(&text)?;
     refuse_quantised(file)?;
-    agree_on_type(&text)?;
     let act: Option<&str> = text.get("hidden_act")?;
     if let Some(act) = act.filter(|act| !["silu", "swish"].contains(act)) {
         let (field, got) = ("hidden_act", act.to_owned());
@@ -106,36 +105,21 @@ fn unsupported(field: &'static str, got: &str) -> ConfigError {
     ConfigError::Unsupported { field, got: got.to_owned(), expected: Architecture::NAMES }
 }
 
+/// The architecture: by `model_type`, or by the class under `architectures` where there is none.
 fn architecture(text: &Object<'_>) -> Result<Architecture, ConfigError> {
-    let mut agreed = Agreed::none();
     if let Some(name) = text.get("model_type")? {
         let known = Architecture::of_model_type(name);
-        let known = known.ok_or_else(|| unsupported("model_type", name))?;
-        agreed = agreed.with(text.name("model_type"), Some(known))?;
+        return known.ok_or_else(|| unsupported("model_type", name));
     }
     let classes: Vec<&str> = text.get("architectures")?.unwrap_or_default();
-    let is_named = text.value("model_type").is_some();
-    for class in classes {
-        let known = Architecture::of_class(class);
-        // Classes of other tasks, and of the model's own code, stand there too.
-        if known.is_none() && !is_named {
-            return Err(unsupported("architectures", class));
+    match classes.first() {
+        Some(class) => {
+            let known = Architecture::of_class(class);
+            known.ok_or_else(|| unsupported("architectures", class))
         }
-        agreed = agreed.with(text.name("architectures"), known)?;
+        // Files of the first llama models name none.
+        None => Ok(Architecture::Llama),
     }
-    // Files of the first llama models name none.
-    Ok(agreed.value().unwrap_or(Architecture::Llama))
-}
-
-/// Refuses two element types of the weights; which one it is, the weights themselves say.
-fn agree_on_type(text: &Object<'_>) -> Result<(), ConfigError> {
-    let mut agreed = Agreed::none();
-    for key in ["torch_dtype", "dtype"] {
-        let name = text.value(key).and_then(Value::as_str);
-        let name = name.map(|name| name.strip_prefix("torch.").unwrap_or(name));
-        agreed = agreed.with(text.name(key), name)?;
-    }
-    Ok(())
 }
 
 /// Names the method of weights that are no plain floats.

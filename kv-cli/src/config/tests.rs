@@ -1,6 +1,7 @@
 //! What a `config.json` may and may not say.
 #![expect(clippy::float_cmp, reason = "numbers of a file are taken over as they are")]
 mod layers;
+mod published;
 
 use serde_json::{Value, json};
 
@@ -200,14 +201,6 @@ fn keys_that_contradict_each_other_are_refused_by_name() {
                 {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}}),
             "original_max_position_embeddings is 128, but rope_scaling \
              original_max_position_embeddings is 64",
-        ),
-        (
-            json!({"architectures": ["MistralForCausalLM"]}),
-            "model_type is llama, but architectures is mistral",
-        ),
-        (
-            json!({"torch_dtype": "float16", "dtype": "bfloat16"}),
-            "torch_dtype is float16, but dtype is bfloat16",
         ),
         (
             json!({"layer_types": vec!["sliding_attention"; 5]}),

@@ -4,7 +4,7 @@ use std::fs;
 use serde_json::json;
 
 use crate::recorded::{Recorded, recorded, values};
-use crate::support::{Entry, ModelDir, all_tokens, json, safetensors};
+use crate::support::{Entry, ModelDir, all_tokens, fails, json, safetensors};
 
 fn tensors(case: &Recorded) -> Vec<Entry> {
     let tensors = case.tensors.iter();
@@ -90,4 +90,51 @@ fn shards_under_an_index_with_a_byte_order_mark_are_one_model() {
     model.write("generation_config.json", "\u{feff}{\"eos_token_id\": [2]}");
     let expected: Vec<_> = case.output_ids.iter().copied().map(u64::from).collect();
     assert_eq!(generate(case, &model, &[]), [expected]);
+}
+
+#[test]
+fn a_file_with_old_and_new_keys_runs_and_one_that_contradicts_itself_says_so() {
+    let run = |changes: &[(&str, serde_json::Value)]| {
+        let model = ModelDir::copy();
+        for (field, value) in changes {
+            model.set(field, Some(value.clone()));
+        }
+        let args = ["generate", "--max-new-tokens", "60", "--ignore-eos", "--model", model.path()];
+        all_tokens(&json(&args))
+    };
+    let llama3 = |name: &str| {
+        json!({
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64, name: "llama3"
+        })
+    };
+    let mut both = llama3("type");
+    both["rope_type"] = json!("llama3");
+    let scaled = run(&[("rope_scaling", llama3("rope_type"))]);
+    assert_ne!(scaled, run(&[]));
+    assert_eq!(run(&[("rope_scaling", both.clone())]), scaled);
+    assert_eq!(run(&[("rope_scaling", llama3("type")), ("rope_parameters", both)]), scaled);
+    assert_eq!(run(&[("eos_token_id", json!(-1)), ("rope_scaling", llama3("type"))]), scaled);
+    for (field, value, words) in [
+        (
+            "rope_scaling",
+            json!({"rope_type": "llama3", "type": "linear", "factor": 2.0}),
+            "config.json: rope_scaling rope_type is llama3, but rope_scaling type is linear",
+        ),
+        (
+            "rope_parameters",
+            json!({"rope_theta": 5e5}),
+            "rope_theta is 10000, but rope_parameters rope_theta is 500000",
+        ),
+        ("eos_token_id", json!(-2), "config.json: eos_token_id is -2, expected a token id"),
+        ("model_type", json!("mixtral"), "model_type \"mixtral\" is not supported"),
+    ] {
+        let model = ModelDir::copy();
+        model.set("rope_theta", Some(json!(10000.0)));
+        model.set(field, Some(value));
+        fails(&["generate", "--json", "--model", model.path()], 1, words);
+    }
+    let model = ModelDir::copy();
+    model.write("config.json", json!({"model_type": "gpt2", "n_embd": 768}).to_string());
+    fails(&["generate", "--json", "--model", model.path()], 1, "\"gpt2\" is not supported");
 }

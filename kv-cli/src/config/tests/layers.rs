@@ -57,6 +57,21 @@ fn windows_follow_the_rules_of_the_architecture() {
 }
 
 #[test]
+fn the_type_goes_before_the_class() {
+    let classes = json!(["LlamaForCausalLM"]);
+    let of = |changes: Value| config(&changes).architecture;
+    let both = json!({"model_type": "mistral", "architectures": classes});
+    assert_eq!(of(both), Architecture::Mistral);
+    assert_eq!(of(json!({"model_type": null, "architectures": classes})), Architecture::Llama);
+    for (architecture, name, class) in Architecture::ALL {
+        assert_eq!(of(json!({"model_type": name})), architecture);
+        assert_eq!(of(json!({"model_type": null, "architectures": [class]})), architecture);
+        assert_eq!(architecture.to_string(), name);
+        assert!(Architecture::NAMES.contains(name));
+    }
+}
+
+#[test]
 fn defaults_follow_the_class_of_the_architecture() {
     let of = |name: &str, field: &str| {
         let mut file = good_with(&json!({"model_type": name}));
