@@ -24,6 +24,10 @@ pub(crate) enum Threads {
     Several(Arc<Crew>),
 }
 
+/// The most threads of one backend. Beyond it, starting them fails in ways that end the process:
+/// each takes several mappings of memory, of which Linux allows 65,530.
+pub(crate) const THREADS_MAX: usize = 4096;
+
 /// As many as the machine has cores for, for all backends that do not say otherwise.
 static SHARED: OnceLock<Threads> = OnceLock::new();
 
@@ -32,6 +36,10 @@ impl Threads {
     pub(crate) fn new(count: Option<usize>) -> Result<Self, DeviceError> {
         match count {
             Some(0) => Err(unsupported("open cpu", "0 threads given, at least 1 is needed")),
+            Some(count) if count > THREADS_MAX => Err(unsupported(
+                "open cpu",
+                format!("{count} threads given, at most {THREADS_MAX} are possible"),
+            )),
             Some(1) => Ok(Self::One),
             Some(count) => match Crew::new(count.saturating_sub(1)) {
                 Ok(crew) => Ok(Self::Several(Arc::new(crew))),
@@ -44,7 +52,7 @@ impl Threads {
                     return Ok(shared.clone());
                 }
                 let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
-                let threads = Self::new(Some(cores))?;
+                let threads = Self::new(Some(cores.min(THREADS_MAX)))?;
                 Ok(SHARED.get_or_init(|| threads).clone())
             }
         }
@@ -55,10 +63,13 @@ impl Threads {
         match setting.map(str::trim) {
             None | Some("") => Ok(None),
             Some(number) => match number.parse::<NonZeroUsize>() {
-                Ok(count) => Ok(Some(count.get())),
-                Err(_) => Err(unsupported(
+                Ok(count) if count.get() <= THREADS_MAX => Ok(Some(count.get())),
+                _ => Err(unsupported(
                     "open cpu",
-                    format!("thread count {number:?}, expected a number of at least 1"),
+                    format!(
+                        "thread count {number:?} in KV_CPU_THREADS, expected a number of at least 1 \
+                         and at most {THREADS_MAX}"
+                    ),
                 )),
             },
         }
@@ -139,10 +150,13 @@ mod tests {
     fn counts_are_parsed_or_refused() {
         assert_eq!(Threads::parse_count(None).unwrap(), None);
         assert_eq!(Threads::parse_count(Some("3")).unwrap(), Some(3));
-        for wrong in ["0", "-1", "many"] {
+        assert_eq!(Threads::parse_count(Some("4096")).unwrap(), Some(THREADS_MAX));
+        for wrong in ["0", "-1", "many", "4097", "100000", "99999999999999999999"] {
             let refused = Threads::parse_count(Some(wrong)).unwrap_err();
             assert!(refused.to_string().contains(wrong), "{refused}");
         }
         assert!(Threads::new(Some(0)).is_err());
+        let refused = Threads::new(Some(THREADS_MAX + 1)).unwrap_err().to_string();
+        assert!(refused.contains("4097 threads given, at most 4096 are possible"), "{refused}");
     }
 }
