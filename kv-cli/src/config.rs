@@ -4,13 +4,13 @@ mod object;
 mod rope;
 
 use std::fmt;
-use std::fs;
 use std::path::Path;
 
 use anyhow::Context;
 
 use crate::num::to_u64;
 use crate::rope::{RopeConfig, Scaling};
+use crate::text::read_text;
 use object::Object;
 
 /// Architectures that the program runs.
@@ -185,11 +185,11 @@ impl ModelConfig {
     /// Reads `config.json` of a model directory, and `generation_config.json` where there is one.
     pub(crate) fn read(dir: &Path) -> anyhow::Result<Self> {
         let path = dir.join("config.json");
-        let text = read_json(&path)?;
+        let text = read_text(&path)?;
         let mut config = Self::parse(&text).with_context(|| path.display().to_string())?;
         let path = dir.join("generation_config.json");
         if path.is_file() {
-            let text = read_json(&path)?;
+            let text = read_text(&path)?;
             let eos = Self::parse_generation(&text).with_context(|| path.display().to_string())?;
             config.eos = eos.unwrap_or(config.eos);
         }
@@ -243,15 +243,6 @@ impl ModelConfig {
         }
         Ok(self)
     }
-}
-
-/// Text of a JSON file, without the byte order mark that some editors put in front.
-pub(crate) fn read_json(path: &Path) -> anyhow::Result<String> {
-    let mut text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
-    if text.starts_with('\u{feff}') {
-        text.remove(0);
-    }
-    Ok(text)
 }
 
 fn positive(field: &'static str, got: f64) -> Result<f64, ConfigError> {

@@ -1,5 +1,4 @@
 //! What every command that runs a model opens first: the model, its tokenizer and the device.
-use std::fs;
 use std::path::Path;
 
 use anyhow::Context;
@@ -7,7 +6,7 @@ use kv::{AnyBackend, Device};
 
 use crate::bundled;
 use crate::model::Decoder;
-use crate::text::{Text, tokenizer_path};
+use crate::text::{Text, read_text, tokenizer_path};
 
 #[derive(Debug)]
 pub(crate) struct Loaded {
@@ -35,7 +34,7 @@ impl Loaded {
     /// All tokens of a text file, with the special tokens the tokenizer itself adds.
     pub(crate) fn read_tokens(&self, path: &Path) -> anyhow::Result<Vec<u32>> {
         let describe = || path.display().to_string();
-        let text = fs::read_to_string(path).with_context(describe)?;
+        let text = read_text(path)?;
         let config = self.model.config();
         self.text.encode(&text, config.vocab, config.bos).with_context(describe)
     }

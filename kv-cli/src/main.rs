@@ -56,6 +56,10 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
+    if let Err(error) = threads::check() {
+        complain(&failure::describe(&error));
+        return ExitCode::from(FAILED);
+    }
     if has_model(&cli.command) {
         threads::settle();
     }

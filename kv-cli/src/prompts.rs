@@ -1,8 +1,9 @@
 //! The prompts of a run, from the command line and from a file.
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, bail};
+
+use crate::text::read_text;
 
 /// What is continued when nothing else is asked for.
 const DEFAULT: &str = "Once upon a time";
@@ -10,7 +11,7 @@ const DEFAULT: &str = "Once upon a time";
 pub(crate) fn collect(given: &[String], file: Option<&Path>) -> anyhow::Result<Vec<String>> {
     let mut prompts = given.to_vec();
     if let Some(path) = file {
-        let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let text = read_text(path)?;
         prompts.extend(parse(&text).with_context(|| path.display().to_string())?);
         if prompts.is_empty() {
             bail!("{}: no prompts", path.display());

@@ -1,4 +1,22 @@
 //! How many threads the matrix products use.
+use anyhow::bail;
+
+/// What candle and rayon read their number of threads from.
+const NAME: &str = "RAYON_NUM_THREADS";
+
+/// As many as the CPU backend starts at most: with more, starting them ends the process.
+const THREADS_MAX: usize = 4096;
+
+/// Refuses a number of threads in the environment that cannot be started.
+pub(crate) fn check() -> anyhow::Result<()> {
+    let given = std::env::var(NAME).unwrap_or_default();
+    match given.trim().parse::<u128>() {
+        Ok(threads) if threads > u128::try_from(THREADS_MAX)? => {
+            bail!("{NAME} is {given}, at most {THREADS_MAX} threads are possible")
+        }
+        _ => Ok(()),
+    }
+}
 
 /// Sees to it that candle finds the number of threads in the environment.
 ///
@@ -10,7 +28,6 @@
 pub(crate) fn settle() {
     use std::os::unix::process::CommandExt;
 
-    const NAME: &str = "RAYON_NUM_THREADS";
     let given = std::env::var(NAME).ok().and_then(|number| number.parse::<usize>().ok());
     if given.is_some_and(|number| number > 0) {
         return;

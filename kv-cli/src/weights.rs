@@ -12,8 +12,8 @@ use candle_core::{DType, Device, Tensor};
 use safetensors::tensor::Metadata;
 use serde::Deserialize;
 
-use crate::config::read_json;
 use crate::num::to_usize;
+use crate::text::read_text;
 
 /// Tensors of a model under the names Hugging Face gives them.
 #[derive(Debug, Default)]
@@ -50,7 +50,7 @@ impl Weights {
             weights.read_file(&single)?;
             return Ok(weights);
         }
-        let text = read_json(&index)?;
+        let text = read_text(&index)?;
         let map: Index =
             serde_json::from_str(&text).with_context(|| index.display().to_string())?;
         let files: BTreeSet<_> = map.weight_map.into_values().collect();

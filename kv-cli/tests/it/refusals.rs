@@ -192,6 +192,40 @@ fn a_tokenizer_that_does_not_fit_is_refused() {
 }
 
 #[test]
+fn a_file_of_utf_16_is_named_as_such() {
+    let model = ModelDir::copy();
+    let utf16 = |text: &str| -> Vec<u8> {
+        let units = std::iter::once(0xFEFF).chain(text.encode_utf16());
+        units.flat_map(u16::to_le_bytes).collect()
+    };
+    model.write("prompts.txt", utf16("Once upon a time\n"));
+    let file = model.file("prompts.txt");
+    let file = file.to_str().expect("UTF-8");
+    let words = "prompts.txt: the file is UTF-16 by its byte order mark, expected UTF-8";
+    fails(&["generate", "--prompts", file], 1, words);
+    fails(&["eval", "--text", file], 1, words);
+}
+
+#[test]
+fn numbers_of_threads_have_a_bound() {
+    for (name, args) in [
+        ("KV_CPU_THREADS", &["generate", "--max-new-tokens", "1"][..]),
+        ("RAYON_NUM_THREADS", &["generate", "--max-new-tokens", "1"]),
+        ("RAYON_NUM_THREADS", &["plan"]),
+    ] {
+        for number in ["100000", "4097", "18446744073709551616"] {
+            let output = command(args).env(name, number).output().expect("the program starts");
+            let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+            assert_eq!(output.status.code(), Some(1), "{name}={number}: {stderr}");
+            assert_eq!(stderr.lines().count(), 1, "{stderr}");
+            assert!(stderr.contains(name) && stderr.contains("at most 4096"), "{stderr}");
+        }
+    }
+    let bench = ["bench", "--suite", "decode", "--threads", "100000", "--context", "16"];
+    fails(&bench, 1, "100000 threads given, at most 4096 are possible");
+}
+
+#[test]
 fn a_prompt_that_can_never_fit_is_refused_up_front() {
     let long = "Once upon a time ".repeat(200);
     let output = ["generate", "--json", "--prompt", &long];
