@@ -129,11 +129,6 @@ pub(crate) struct LayerKind {
     pub(crate) rotates: bool,
 }
 
-impl LayerKind {
-    /// Attention to every position, with a rotary embedding.
-    pub(crate) const FULL: Self = Self { window_left: None, rotates: true };
-}
-
 /// Shape and constants of a decoder. Every count is at least 1, and heads divide.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ModelConfig {

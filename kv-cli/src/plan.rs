@@ -1,24 +1,64 @@
 //! `kv plan`: what a model's cache takes, without a weight being read.
-use anyhow::Context;
-use kv::{KvFormat, SpecError};
+mod config;
+mod geometry;
+mod gguf;
+mod keys;
+mod layers;
+#[cfg(test)]
+mod tests;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use kv::{CacheSpec, GroupSpec, KvFormat};
 use serde::Serialize;
 
 use crate::args::PlanArgs;
-use crate::config::ModelConfig;
+use crate::gguf::is_further_part;
 use crate::memory::Bytes;
 use crate::stored::{Stored, bits_per_value};
+use crate::text::read_text;
 use crate::{bundled, output};
+use geometry::{Geometry, LayerKind};
+
+/// Tokens of a sequence where the file does not say it.
+const CONTEXT: u32 = 2048;
+
+/// Bytes of a description of a model, far more than any has.
+const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 #[derive(Debug, Serialize)]
 struct Report {
     model: String,
-    layers: u16,
+    /// `model_type` or `general.architecture`; empty where the file names none.
+    architecture: String,
+    /// Of the model, those without a KV cache included.
+    layers: u32,
+    /// Layers with a KV cache of their own.
+    attention_layers: u32,
+    /// Of the first kind of layers.
     kv_heads: u32,
     head_dim: u32,
+    /// Layers that keep the same of a token.
+    kinds: Vec<Kind>,
     context: u32,
     block_size: u32,
     memory_bytes: u64,
     formats: Vec<Line>,
+    notes: Vec<String>,
+}
+
+#[derive(Debug, Serialize)]
+struct Kind {
+    layers: u32,
+    kv_heads: u32,
+    head_dim_k: u32,
+    head_dim_v: u32,
+    /// Tokens that a query sees; null for all.
+    window: Option<u32>,
+    /// Whether V is a part of K (MLA).
+    latent: bool,
 }
 
 #[derive(Debug, Serialize)]
@@ -28,7 +68,12 @@ struct Line {
     bits_per_value: f64,
     /// First tokens of a sequence that stay in 16 bits.
     sinks: u32,
+    /// What the model needs of a token while it is in every window.
     bytes_per_token: u64,
+    /// What this cache stores of it: more where V is a part of K.
+    stored_bytes_per_token: u64,
+    /// Of `bytes_per_token`, by kind of layers.
+    kind_bytes_per_token: Vec<u64>,
     /// Of one sequence at the context, with its tokens in 16 bits, in whole blocks.
     sequence_bytes: u64,
     /// Tokens that fit the memory as one sequence, in whole blocks.
@@ -37,79 +82,271 @@ struct Line {
 }
 
 pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<()> {
-    let dir = bundled::model_or_bundled(args.model.as_deref())?;
-    let config = ModelConfig::read(&dir)?;
-    let context = args.context.unwrap_or(config.context);
+    let path = bundled::model_or_bundled(args.model.as_deref())?;
+    let geometry = read(&path)?;
+    let kinds = geometry.kinds();
+    let Geometry { architecture, num_layers, context, mut notes, .. } = geometry;
+    if args.context.is_none() && context.is_none() {
+        notes.push(format!("the file gives no context: {CONTEXT} tokens; --context N sets it"));
+    }
+    let context = args.context.or(context).unwrap_or(CONTEXT);
     let all: Vec<_> = KvFormat::all().map(Stored::plain).collect();
     let given = if args.format.is_empty() { &all } else { &args.format };
-    let line = |stored: &Stored| line(&config, args, context, stored);
+    let line = |stored: &Stored| Plan::new(&kinds, args.block_size, stored)?.line(args, context);
+    let formats = given.iter().map(line).collect::<anyhow::Result<Vec<_>>>()?;
+    if kinds.iter().any(|(kind, _)| kind.is_latent) {
+        notes.push(latent_note(&formats));
+    }
+    let first = kinds.first().map(|(kind, _)| *kind).context("a geometry has a layer")?;
+    let attention_layers = kinds.iter().fold(0_u32, |sum, (_, layers)| sum.saturating_add(*layers));
+    let kinds = kinds.into_iter().map(|(kind, layers)| Kind::new(kind, layers)).collect();
     let report = Report {
-        model: dir.display().to_string(),
-        layers: config.layers(),
-        kv_heads: config.kv_heads,
-        head_dim: config.head_dim,
+        model: path.display().to_string(),
+        architecture,
+        layers: num_layers,
+        attention_layers,
+        kv_heads: first.kv_heads,
+        head_dim: first.head_dim_k,
+        kinds,
         context,
         block_size: args.block_size,
         memory_bytes: args.memory.0,
-        formats: given.iter().map(line).collect::<anyhow::Result<_>>()?,
+        formats,
+        notes,
     };
     if args.json {
         return output::json(&report);
     }
-    output::text(&show(&report))
+    output::text(&report.show())
 }
 
-fn line(
-    config: &ModelConfig,
-    args: &PlanArgs,
-    context: u32,
-    stored: &Stored,
-) -> anyhow::Result<Line> {
-    let few = stored.few_blocks(config, args.block_size)?;
-    let group = few.groups().first().context("a cache has a group")?;
-    let memory = few.memory();
-    let block = memory.bytes_total.checked_div(group.num_blocks().into()).unwrap_or(0);
-    let blocks = u64::from(group.blocks_to_grow(context));
-    let sequence_bytes = block.checked_mul(blocks).context("a sequence's bytes overflow")?;
-    let bytes = args.memory.0.saturating_sub(memory.bytes_constants);
-    let within = stored.spec(config, |cache| cache.paged_within(args.block_size, bytes));
-    let (tokens, sequences) = match within {
-        Ok(spec) => (spec.memory().tokens, spec.sequences_that_fit(context)),
-        // Not one block fits, or not one tail.
-        Err(SpecError::Zero { .. } | SpecError::Conflict { what: "tail", .. }) => (0, 0),
-        Err(error) => return Err(error.into()),
+/// Says what the cache stores beyond what the model needs.
+fn latent_note(formats: &[Line]) -> String {
+    let of = |line: &Line| {
+        let (needed, stored) = (line.bytes_per_token, line.stored_bytes_per_token);
+        let times = crate::num::to_f64(stored) / crate::num::to_f64(needed.max(1));
+        format!("{needed} bytes a token, {times:.1} times that ({stored}) are stored")
     };
-    Ok(Line {
-        format: stored.to_string(),
-        bits_per_value: bits_per_value(&few),
-        sinks: group.slot_map().sinks(),
-        bytes_per_token: memory.bytes_per_token,
-        sequence_bytes,
-        tokens,
-        sequences,
-    })
+    let first = formats.first().map(of).unwrap_or_default();
+    format!(
+        "multi-head latent attention: the model needs {first} until this cache reads V as a part \
+         of K; sequences and tokens are counted as stored"
+    )
 }
 
-fn show(report: &Report) -> String {
-    let Report { model, layers, kv_heads, head_dim, context, block_size, .. } = report;
-    let heading =
-        ["format", "bits/value", "sinks", "bytes/token", "a sequence", "tokens", "sequences"];
-    let mut rows = vec![heading.map(str::to_owned).to_vec()];
-    rows.extend(report.formats.iter().map(|line| {
-        vec![
-            line.format.clone(),
-            format!("{:.3}", line.bits_per_value),
-            line.sinks.to_string(),
-            line.bytes_per_token.to_string(),
-            Bytes(line.sequence_bytes).to_string(),
-            line.tokens.to_string(),
-            line.sequences.to_string(),
-        ]
-    }));
-    format!(
-        "{model}: {layers} layers, {kv_heads} kv heads of {head_dim}\n\
-         in {}, sequences of {context} tokens, blocks of {block_size}:\n{}",
-        Bytes(report.memory_bytes),
-        output::table(&rows)
-    )
+/// Reads a directory, a GGUF file or a `config.json`.
+fn read(path: &Path) -> anyhow::Result<Geometry> {
+    let file = if path.is_dir() { description(path)? } else { path.to_owned() };
+    let is_gguf = file.extension().is_some_and(|ext| ext.eq_ignore_ascii_case("gguf"));
+    if is_gguf || begins_with(&file, b"GGUF")? {
+        return gguf::read(&file);
+    }
+    let describe = || file.display().to_string();
+    let bytes = fs::metadata(&file).with_context(describe)?.len();
+    if bytes > CONFIG_BYTES_MAX {
+        bail!("{}: {bytes} bytes are no config.json and no GGUF file", describe());
+    }
+    config::parse(&read_text(&file)?).with_context(describe)
+}
+
+/// The file of a directory that describes its model.
+fn description(dir: &Path) -> anyhow::Result<PathBuf> {
+    let config = dir.join("config.json");
+    if config.is_file() {
+        return Ok(config);
+    }
+    let describe = || dir.display().to_string();
+    let mut files = Vec::new();
+    for entry in fs::read_dir(dir).with_context(describe)? {
+        let path = entry.with_context(describe)?.path();
+        let is_gguf = path.extension().is_some_and(|ext| ext.eq_ignore_ascii_case("gguf"));
+        if is_gguf && !is_further_part(&path) {
+            files.push(path);
+        }
+    }
+    files.sort();
+    match files.as_slice() {
+        [one] => Ok(one.clone()),
+        [first, second, ..] => bail!(
+            "{}: no config.json, and several GGUF files, such as {} and {}: give one of them",
+            describe(),
+            first.display(),
+            second.display()
+        ),
+        // Its absence is what an error names.
+        [] => Ok(config),
+    }
+}
+
+fn begins_with(path: &Path, magic: &[u8]) -> anyhow::Result<bool> {
+    use std::io::Read;
+
+    let describe = || path.display().to_string();
+    let mut start = Vec::new();
+    let length = u64::try_from(magic.len())?;
+    let file = fs::File::open(path).with_context(describe)?;
+    file.take(length).read_to_end(&mut start).with_context(describe)?;
+    Ok(start == magic)
+}
+
+/// The smallest cache of one format for a model, to ask what its blocks hold.
+struct Plan<'a> {
+    stored: &'a Stored,
+    spec: CacheSpec,
+    kinds: &'a [(LayerKind, u32)],
+}
+
+impl<'a> Plan<'a> {
+    fn new(
+        kinds: &'a [(LayerKind, u32)],
+        block_size: u32,
+        stored: &'a Stored,
+    ) -> anyhow::Result<Self> {
+        let num_layers = kinds.iter().fold(0_u32, |sum, (_, layers)| sum.saturating_add(*layers));
+        let builder = CacheSpec::builder().layers(u16::try_from(num_layers)?);
+        let mut builder = stored.apply(builder).paged(block_size, stored.blocks_min());
+        // A group for each kind, in their order; the default group stays empty.
+        let mut first = 0_u16;
+        for (kind, layers) in kinds {
+            let end = first.saturating_add(u16::try_from(*layers)?);
+            builder = builder.group(first..end, |group| {
+                let group = group.kv_heads(kind.kv_heads);
+                let group = group.head_dims(kind.head_dim_k, kind.head_dim_v);
+                match kind.window {
+                    Some(window) => group.window_left(window.saturating_sub(1)),
+                    None => group,
+                }
+            });
+            first = end;
+        }
+        Ok(Self { stored, spec: builder.build()?, kinds })
+    }
+
+    fn groups(&self) -> impl Iterator<Item = (&GroupSpec, &LayerKind, u64)> {
+        let kinds = self.spec.groups().iter().zip(self.kinds);
+        kinds.map(|(group, (kind, layers))| (group, kind, u64::from(*layers)))
+    }
+
+    fn line(&self, args: &PlanArgs, context: u32) -> anyhow::Result<Line> {
+        let memory = self.spec.memory();
+        let sequence_bytes =
+            self.sequence_bytes(context, true).context("a sequence's bytes overflow")?;
+        let bytes = args.memory.0.saturating_sub(memory.bytes_constants);
+        let is_too_long = context > self.len_max();
+        let sequences =
+            if is_too_long { 0 } else { bytes.checked_div(sequence_bytes).unwrap_or(0) };
+        let needed: Vec<_> = self.groups().map(bytes_per_token).collect();
+        let first = self.spec.groups().first().context("a cache has a group")?;
+        Ok(Line {
+            format: self.stored.to_string(),
+            bits_per_value: bits_per_value(&self.spec),
+            sinks: first.slot_map().sinks(),
+            bytes_per_token: needed.iter().fold(0, |sum, bytes| sum.saturating_add(*bytes)),
+            stored_bytes_per_token: memory.bytes_per_token,
+            kind_bytes_per_token: needed,
+            sequence_bytes,
+            tokens: self.tokens_within(bytes),
+            sequences: u32::try_from(sequences).unwrap_or(u32::MAX),
+        })
+    }
+
+    /// Bytes of one sequence of this length, `None` where they overflow. Unless `leaves`, what left
+    /// a window stays.
+    fn sequence_bytes(&self, tokens: u32, leaves: bool) -> Option<u64> {
+        self.groups().try_fold(0_u64, |sum, (group, _, layers)| {
+            let blocks = if leaves {
+                group.blocks_to_grow(tokens)
+            } else {
+                group.slot_map().blocks_to_grow(tokens)
+            };
+            let block = group.layer_block_bytes().checked_mul(layers)?;
+            sum.checked_add(block.checked_mul(u64::from(blocks))?)
+        })
+    }
+
+    /// The longest sequence whose slots can be numbered.
+    fn len_max(&self) -> u32 {
+        u32::MAX >> 2
+    }
+
+    /// Tokens of the longest sequence that fits; of a model whose every layer has a window, which
+    /// has no longest one, tokens that are kept at once.
+    fn tokens_within(&self, bytes: u64) -> u64 {
+        let leaves = self.groups().any(|(_, kind, _)| kind.window.is_none());
+        let fits = |tokens| self.sequence_bytes(tokens, leaves).is_some_and(|all| all <= bytes);
+        let (mut fitting, mut beyond) = (0, self.len_max());
+        while fitting < beyond {
+            let tokens = beyond.saturating_sub(beyond.saturating_sub(fitting) / 2);
+            if fits(tokens) {
+                fitting = tokens;
+            } else {
+                beyond = tokens.saturating_sub(1);
+            }
+        }
+        fitting.into()
+    }
+}
+
+/// Bytes that the layers of a kind need of a token: of MLA, its K.
+fn bytes_per_token((group, kind, layers): (&GroupSpec, &LayerKind, u64)) -> u64 {
+    let [k, v] = group.layouts();
+    let block = if kind.is_latent {
+        k.block_bytes()
+    } else {
+        k.block_bytes().saturating_add(v.block_bytes())
+    };
+    let all = block.saturating_mul(layers);
+    all.checked_div(group.block_size().into()).unwrap_or(0)
+}
+
+impl Kind {
+    fn new(kind: LayerKind, layers: u32) -> Self {
+        let LayerKind { kv_heads, head_dim_k, head_dim_v, window, is_latent } = kind;
+        Self { layers, kv_heads, head_dim_k, head_dim_v, window, latent: is_latent }
+    }
+
+    /// As in "24 layers, 8 kv heads of 64, a window of 128".
+    fn show(&self) -> String {
+        let Self { layers, kv_heads, head_dim_k, head_dim_v, window, latent } = self;
+        let dims = if head_dim_k == head_dim_v {
+            head_dim_k.to_string()
+        } else {
+            format!("{head_dim_k} and {head_dim_v}")
+        };
+        let rows = if *latent {
+            format!("a latent row of {head_dim_k}")
+        } else {
+            format!("{kv_heads} kv heads of {dims}")
+        };
+        let window = window.map(|window| format!(", a window of {window}")).unwrap_or_default();
+        format!("{layers} layers, {rows}{window}")
+    }
+}
+
+impl Report {
+    fn show(&self) -> String {
+        let Self { model, kinds, context, block_size, .. } = self;
+        let heading =
+            ["format", "bits/value", "sinks", "bytes/token", "a sequence", "tokens", "sequences"];
+        let mut rows = vec![heading.map(str::to_owned).to_vec()];
+        rows.extend(self.formats.iter().map(|line| {
+            vec![
+                line.format.clone(),
+                format!("{:.3}", line.bits_per_value),
+                line.sinks.to_string(),
+                line.bytes_per_token.to_string(),
+                Bytes(line.sequence_bytes).to_string(),
+                line.tokens.to_string(),
+                line.sequences.to_string(),
+            ]
+        }));
+        let kinds: Vec<_> = kinds.iter().map(Kind::show).collect();
+        let notes: String = self.notes.iter().map(|note| format!("note: {note}\n")).collect();
+        format!(
+            "{model}: {}\n{notes}in {}, sequences of {context} tokens, blocks of {block_size}:\n{}",
+            kinds.join("; "),
+            Bytes(self.memory_bytes),
+            output::table(&rows)
+        )
+    }
 }

@@ -8,6 +8,7 @@
 //! fits alone, which is checked before anything runs, so every step moves something forward.
 mod beams;
 mod draft;
+mod fit;
 mod forks;
 mod judge;
 mod queues;
@@ -22,14 +23,15 @@ use kv::{Backend, BlocksExhausted, CacheError, KvCache, SequenceId};
 
 use crate::model::{Chunk, Model};
 use crate::num::{to_u32, to_usize};
-use crate::stored::blocks_of;
 use beams::BeamSearch;
 pub(crate) use beams::{BeamOptions, Hypothesis};
+pub(crate) use fit::Reading;
+use fit::Shortage;
 use judge::Outcome;
 use queues::Queues;
 pub(crate) use stats::Stats;
 pub(crate) use task::{Finish, Generated, Request};
-use task::{Search, Sequence, Task, full_blocks};
+use task::{Search, Sequence, Task};
 
 /// What the scheduler may do.
 #[derive(Debug, Clone)]
@@ -72,11 +74,20 @@ pub(crate) enum ScheduleError {
     #[error("prompt {index} has {tokens} tokens, which leaves no room in a context of {context}")]
     PromptTooLong { index: usize, tokens: usize, context: u32 },
     #[error(
-        "prompt {index} with its new tokens is {tokens} tokens long and needs {needed} blocks, \
-         the cache has {available}"
+        "prompt {index} with its new tokens is {tokens} tokens long and needs {} blocks{}, the \
+         cache has {}: {}",
+        .shortage.needed, of_group(shortage), .shortage.available, .shortage.advice
     )]
-    DoesNotFit { index: usize, tokens: u32, needed: u32, available: u32 },
-    #[error("prompt {index} needs {needed} sequences at once, the cache has room for {available}")]
+    DoesNotFit { index: usize, tokens: u32, shortage: Shortage },
+    #[error(
+        "prompt {index} with its new tokens is {tokens} tokens long, a sequence of the cache has \
+         at most {max}: fewer --max-new-tokens would do"
+    )]
+    TooLong { index: usize, tokens: u32, max: u32 },
+    #[error(
+        "prompt {index} needs {needed} sequences at once, the cache has room for {available}: \
+         fewer --beams would do"
+    )]
     TooManyBeams { index: usize, needed: usize, available: u32 },
     #[error("prompt {index} has no tokens")]
     EmptyPrompt { index: usize },
@@ -86,6 +97,12 @@ pub(crate) enum ScheduleError {
     Stuck,
     #[error(transparent)]
     Cache(#[from] CacheError),
+}
+
+/// Names the group of a shortage, where there are several.
+fn of_group(shortage: &Shortage) -> String {
+    let Shortage { group, num_groups, .. } = shortage;
+    if *num_groups > 1 { format!(" of layer group {group}") } else { String::new() }
 }
 
 /// Runs requests over one cache and one model.
@@ -175,39 +192,27 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
 
     fn check_fits(&self, task: &Task) -> Result<(), ScheduleError> {
         let Task { index, .. } = *task;
+        let Limits { max_step_tokens, forget, .. } = self.limits;
         let spec = self.cache.spec();
         // The last token is never brought to a step.
         let tokens = to_u32(task.tokens_max.saturating_sub(1));
-        let available = spec.groups().first().map_or(0, kv::GroupSpec::num_blocks);
-        // Beams share what their prompt fills.
-        let all = self.blocks_alone(tokens);
-        let shared = full_blocks(spec, to_u32(task.prompt_len)).min(all);
-        let width = to_u32(task.width());
-        let own = all.saturating_sub(shared);
-        let needed = own.saturating_mul(width).saturating_add(shared);
-        if needed > available || tokens > spec.max_seq_len() {
-            return Err(ScheduleError::DoesNotFit { index, tokens, needed, available });
+        let (prompt, width) = (to_u32(task.prompt_len), to_u32(task.width()));
+        let chunk = to_u32(max_step_tokens.max(1)).min(if forget { tokens } else { prompt });
+        let reading = Reading { prompt, chunk, tokens, width, forget };
+        reading.check(spec).map_err(|shortage| ScheduleError::DoesNotFit {
+            index,
+            tokens,
+            shortage,
+        })?;
+        let max = spec.max_seq_len();
+        if tokens > max {
+            return Err(ScheduleError::TooLong { index, tokens, max });
         }
         if width > spec.max_sequences() {
             let (needed, available) = (task.width(), spec.max_sequences());
             return Err(ScheduleError::TooManyBeams { index, needed, available });
         }
         Ok(())
-    }
-
-    /// Blocks that are enough for one sequence to grow to `tokens` tokens.
-    fn blocks_alone(&self, tokens: u32) -> u32 {
-        let spec = self.cache.spec();
-        let all = blocks_of(spec, tokens);
-        let chunk = to_u32(self.limits.max_step_tokens.max(1)).min(tokens);
-        match spec.groups().first().filter(|group| group.window().is_some()) {
-            // What leaves a window comes back, before the next chunk.
-            Some(group) => {
-                let grown = group.blocks_to_grow(tokens);
-                all.min(grown.saturating_add(group.slot_map().blocks(chunk)))
-            }
-            None => all,
-        }
     }
 
     fn new_id(&mut self) -> SequenceId {
@@ -217,22 +222,29 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
     }
 
     /// Runs one step; first guesses are left out, then requests give way, youngest first, until its
-    /// blocks are there.
+    /// blocks are there. The last request brings fewer tokens at once: what leaves a window on the
+    /// way makes room for the rest.
     fn step(&mut self, news: &mut News<'_>) -> anyhow::Result<()> {
         let mut with_drafts = self.limits.draft_tokens > 0;
+        let mut tokens_max = self.limits.max_step_tokens.max(1);
         loop {
-            self.queues.fill(&self.limits, with_drafts);
-            match self.try_step(news)? {
+            self.queues.fill(&self.limits, tokens_max, with_drafts);
+            match self.try_step(tokens_max, news)? {
                 Ok(()) => return Ok(()),
                 Err(_) if self.queues.batch.chunks.iter().any(|chunk| chunk.drafts > 0) => {
                     with_drafts = false;
                 }
+                Err(_) if self.queues.running.len() <= 1 && tokens_max > 1 => tokens_max /= 2,
                 Err(exhausted) => self.preempt(exhausted)?,
             }
         }
     }
 
-    fn try_step(&mut self, news: &mut News<'_>) -> anyhow::Result<Result<(), BlocksExhausted>> {
+    fn try_step(
+        &mut self,
+        tokens_max: usize,
+        news: &mut News<'_>,
+    ) -> anyhow::Result<Result<(), BlocksExhausted>> {
         let begun = Instant::now();
         let Self { cache, model, limits, queues, .. } = self;
         let mut step = match cache.begin_step(&queues.batch.inputs()) {
@@ -240,7 +252,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
             Err(CacheError::Exhausted(exhausted)) => return Ok(Err(exhausted)),
             Err(error) => return Err(error.into()),
         };
-        let refused = queues.admit(&mut step, limits, self.begun)?;
+        let refused = queues.admit(&mut step, limits, tokens_max, self.begun)?;
         if queues.batch.chunks.is_empty() {
             return refused.map(Err).ok_or_else(|| ScheduleError::Stuck.into());
         }

@@ -12,7 +12,7 @@ use crate::model::Decoder;
 use crate::num::{to_u32, to_usize};
 use crate::prompts;
 use crate::sampler::Sampler;
-use crate::scheduler::{BeamOptions, Generated, Limits, News, Request, Scheduler, Stats};
+use crate::scheduler::{BeamOptions, Generated, Limits, News, Reading, Request, Scheduler, Stats};
 use crate::stored::{Source, Stored, blocks_of};
 use crate::text::Text;
 
@@ -139,14 +139,20 @@ impl Session {
             return Ok(Layout::Paged(paged));
         }
         let context = self.model.config().context;
-        let longest = self.prompts.iter().map(|prompt| to_u32(prompt.ids.len())).max();
-        let longest = longest.unwrap_or(0).saturating_add(args.max_new_tokens).min(context);
         let few = args.format.few_blocks(self.model.config(), BLOCK_SIZE)?;
         let slots = CACHE_BYTES.checked_div(few.memory().bytes_per_token.max(1)).unwrap_or(0);
         let affordable = slots.checked_div(BLOCK_SIZE.into()).unwrap_or(0);
         let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
         let wanted = blocks_of(&few, context).saturating_mul(self.batch(args));
-        let alone = blocks_of(&few, longest).saturating_mul(args.beams);
+        let alone = |prompt: &Prompt| {
+            let prompt = to_u32(prompt.ids.len());
+            let tokens = prompt.saturating_add(args.max_new_tokens).min(context);
+            let chunk = args.max_step_tokens.min(if args.no_cache { tokens } else { prompt });
+            let width = args.beams;
+            let reading = Reading { prompt, chunk, tokens, width, forget: args.no_cache };
+            few.groups().iter().map(|group| reading.blocks(group)).max().unwrap_or(0)
+        };
+        let alone = self.prompts.iter().map(alone).max().unwrap_or(0);
         let num_blocks = wanted.min(affordable).max(alone).max(1);
         Ok(Layout::Paged(Paged { block_size: BLOCK_SIZE, num_blocks }))
     }

@@ -105,10 +105,13 @@ impl Stored {
     }
 
     fn settings(&self, config: &ModelConfig) -> CacheSpecBuilder {
-        CacheSpec::builder()
-            .layers(config.layers())
-            .kv_heads(config.kv_heads)
-            .head_dim(config.head_dim)
+        let builder = CacheSpec::builder().layers(config.layers());
+        self.apply(builder.kv_heads(config.kv_heads).head_dim(config.head_dim))
+    }
+
+    /// Sets how rows are stored, whatever their shape.
+    pub(crate) fn apply(&self, builder: CacheSpecBuilder) -> CacheSpecBuilder {
+        builder
             .formats(self.k, self.v)
             .transform(match self.transform {
                 None => Transform::Auto,
@@ -126,8 +129,12 @@ impl Stored {
         config: &ModelConfig,
         block_size: u32,
     ) -> Result<CacheSpec, SpecError> {
-        let blocks = if self.has_tail() { TAIL_FITS } else { 1 };
-        self.spec(config, |cache| cache.paged(block_size, blocks))
+        self.spec(config, |cache| cache.paged(block_size, self.blocks_min()))
+    }
+
+    /// Blocks of the smallest cache that can be built.
+    pub(crate) fn blocks_min(&self) -> u32 {
+        if self.has_tail() { TAIL_FITS } else { 1 }
     }
 
     fn has_tail(&self) -> bool {

@@ -27,12 +27,12 @@ impl Queues {
     /// that no prompt holds up the others, then as much of the rest as a step may have.
     ///
     /// A sequence that needs one token brings guesses of the next ones too, as far as they leave
-    /// every other such sequence its token.
-    pub(super) fn fill(&mut self, limits: &Limits, with_drafts: bool) {
+    /// every other such sequence its token. A step has at most `tokens_max` tokens.
+    pub(super) fn fill(&mut self, limits: &Limits, tokens_max: usize, with_drafts: bool) {
         let Self { running, batch, .. } = self;
         batch.tokens.clear();
         batch.chunks.clear();
-        let mut left = limits.max_step_tokens.max(1);
+        let mut left = tokens_max;
         let goals: Vec<_> = running.iter().map(Task::goal).collect();
         let pending = |sequence: &Sequence, goal: usize| goal.saturating_sub(sequence.cached);
         let decoding = running.iter().zip(&goals).flat_map(|(task, goal)| {
@@ -67,11 +67,12 @@ impl Queues {
         &mut self,
         step: &mut Step<'_, B>,
         limits: &Limits,
+        tokens_max: usize,
         begun: Instant,
     ) -> Result<Option<BlocksExhausted>, ScheduleError> {
         let room = to_usize(step.cache().spec().max_sequences()).min(limits.max_batch.max(1));
         loop {
-            let left = limits.max_step_tokens.max(1).saturating_sub(self.batch.tokens.len());
+            let left = tokens_max.saturating_sub(self.batch.tokens.len());
             let Some(next) = self.waiting.front().filter(|_| left > 0) else {
                 return Ok(None);
             };
@@ -150,23 +151,27 @@ impl Task {
     }
 }
 
-/// Blocks that are taken sooner or later for the tokens there are now: by all that runs, and by the
-/// further beams of the one that comes.
+/// Blocks that are taken sooner or later for the tokens there are now, of the group that takes most:
+/// by all that runs, and by the further beams of the one that comes.
 fn promised<B: Backend>(
     cache: &KvCache<B>,
     running: &[Task],
     next: &Task,
 ) -> Result<u32, CacheError> {
-    let mut blocks = next.blocks_of_forks(cache.spec());
-    for task in running {
-        blocks = blocks.saturating_add(task.blocks_of_forks(cache.spec()));
-        for sequence in task.sequences.iter().filter(|sequence| sequence.is_live) {
-            let len = to_u32(sequence.tokens.len());
-            let more = cache.blocks_to_completion(GroupId(0), sequence.id, len)?;
-            blocks = blocks.saturating_add(more);
+    let mut most = 0_u32;
+    for (group, id) in cache.spec().groups().iter().zip((0..).map(GroupId)) {
+        let mut blocks = next.blocks_of_forks(group);
+        for task in running {
+            blocks = blocks.saturating_add(task.blocks_of_forks(group));
+            for sequence in task.sequences.iter().filter(|sequence| sequence.is_live) {
+                let len = to_u32(sequence.tokens.len());
+                let more = cache.blocks_to_completion(id, sequence.id, len)?;
+                blocks = blocks.saturating_add(more);
+            }
         }
+        most = most.max(blocks);
     }
-    Ok(blocks)
+    Ok(most)
 }
 
 /// Puts guesses behind a sequence's last token, no more than it may still have.

@@ -1,10 +1,9 @@
 //! One request on its way: its sequences, how its next tokens are chosen, what came of it.
-use kv::{CacheSpec, SequenceId};
+use kv::{GroupSpec, SequenceId};
 
 use super::beams::{BeamOptions, BeamSearch, Hypothesis};
 use crate::num::to_u32;
 use crate::sampler::Sampler;
-use crate::stored::blocks_of;
 
 /// One prompt to go on from.
 #[derive(Debug, Clone)]
@@ -124,12 +123,12 @@ impl Task {
         waits && first.is_some_and(|first| first.cached >= self.goal())
     }
 
-    /// Blocks that sequences take which are not there yet, at most.
-    pub(super) fn blocks_of_forks(&self, spec: &CacheSpec) -> u32 {
+    /// Blocks of a group that sequences take which are not there yet, at most.
+    pub(super) fn blocks_of_forks(&self, group: &GroupSpec) -> u32 {
         let missing = self.sequences.iter().skip(1).filter(|sequence| !sequence.is_live);
-        let shared = full_blocks(spec, to_u32(self.goal()));
+        let shared = group.slot_map().full_blocks(to_u32(self.goal()));
         missing.fold(0_u32, |sum, sequence| {
-            let all = blocks_of(spec, to_u32(sequence.tokens.len()));
+            let all = group.slot_map().blocks_reserved(to_u32(sequence.tokens.len()));
             sum.saturating_add(all.saturating_sub(shared))
         })
     }
@@ -158,9 +157,4 @@ impl Task {
         };
         (self.index, generated)
     }
-}
-
-/// Blocks that the first `tokens` tokens fill, which forks of a sequence share for good.
-pub(super) fn full_blocks(spec: &CacheSpec, tokens: u32) -> u32 {
-    spec.groups().first().map_or(0, |group| group.slot_map().full_blocks(tokens))
 }

@@ -5,6 +5,7 @@
 mod beams;
 mod drafts;
 mod reuse;
+mod windows;
 
 use std::cell::RefCell;
 
@@ -105,8 +106,8 @@ impl Model<NullBackend> for Blind {
             let view = TensorView::host::<f32>(&rows, &dims);
             step.write(layer, view, view, QkvFormat::Thd)?;
         }
-        let wanted = batch.chunks.iter().filter(|chunk| chunk.logits > 0);
-        Ok(wanted.map(|_| vec![0.0; to_usize(VOCAB)]).collect())
+        let wanted: u32 = batch.chunks.iter().map(|chunk| chunk.logits).sum();
+        Ok((0..wanted).map(|_| vec![0.0; to_usize(VOCAB)]).collect())
     }
 }
 
@@ -273,12 +274,17 @@ fn what_can_never_run_is_refused_before_anything_runs() {
     let error = refused(&[vec![1], vec![2; 20]], 10, 7);
     assert!(
         matches!(
-            error,
-            ScheduleError::DoesNotFit { index: 1, tokens: 29, needed: 8, available: 7 }
+            &error,
+            ScheduleError::DoesNotFit {
+                index: 1,
+                tokens: 29,
+                shortage: Shortage { needed: 8, .. }
+            }
         ),
         "{error}"
     );
-    assert!(error.to_string().contains("needs 8 blocks, the cache has 7"), "{error}");
+    let words = "needs 8 blocks, the cache has 7: --paged 4,8, or fewer --max-new-tokens would do";
+    assert!(error.to_string().contains(words), "{error}");
     let error = refused(&[vec![]], 10, 7);
     assert!(matches!(error, ScheduleError::EmptyPrompt { index: 0 }));
     // It fits to the last block.

@@ -1,0 +1,208 @@
+//! The metadata of a GGUF file as a configuration.
+use candle_core::quantized::gguf_file::{Content, Value};
+
+use super::metadata::{Metadata, whole};
+use super::rope;
+use crate::config::{
+    Architecture, Biases, ConfigError, LayerKind, ModelConfig, Multipliers, divide, layers,
+    non_zero,
+};
+use crate::num::to_u32;
+use crate::rope::{Pairing, RopeConfig};
+
+/// Keys of tokens that end a text, a turn or a message.
+const END_KEYS: [&str; 8] = [
+    "tokenizer.ggml.eos_token_id",
+    "tokenizer.ggml.eos_token_ids",
+    "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.eom_token_id",
+    "tokenizer.ggml.eog_token_ids",
+    "tokenizer.ggml.fim_pad_token_id",
+    "tokenizer.ggml.fim_rep_token_id",
+    "tokenizer.ggml.fim_sep_token_id",
+];
+
+/// Tokens that llama.cpp takes for ends by their text, whatever the keys say.
+const END_TEXTS: [&str; 17] = [
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "</s>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<eos>",
+    "<\u{ff5c}end\u{2581}of\u{2581}sentence\u{ff5c}>",
+];
+
+/// The configuration, with the factors of `rope_factors_short.weight` where the file has them.
+///
+/// `contents` are those of all parts, of which the first describes the model.
+pub(super) fn config(
+    contents: &[&Content],
+    short: Option<Vec<f64>>,
+) -> Result<ModelConfig, ConfigError> {
+    let first = contents.first().ok_or(ConfigError::Missing { field: "general.architecture" })?;
+    let tensor = |name| contents.iter().find_map(|content| content.tensor_infos.get(name));
+    let metadata = Metadata::new(first);
+    let architecture = architecture(&metadata)?;
+    refuse_experts(&metadata)?;
+    let hidden = metadata.required("embedding_length")?;
+    let heads = metadata.required("attention.head_count")?;
+    let kv_heads = metadata.count("attention.head_count_kv")?.unwrap_or(heads);
+    divide("num_attention_heads", heads, non_zero("num_key_value_heads", kv_heads)?)?;
+    let head_dim = match metadata.count("attention.key_length")? {
+        Some(dim) => dim,
+        None => divide("hidden_size", hidden, heads)?,
+    };
+    if let Some(dim) = metadata.count("attention.value_length")?.filter(|dim| *dim != head_dim) {
+        let problem = format!("is {dim}, but K has {head_dim}: expected one size of both");
+        return Err(metadata.wrong("attention.value_length", problem));
+    }
+    let rotary_dim = metadata.count("rope.dimension_count")?.unwrap_or(head_dim).min(head_dim);
+    let embedding = tensor("token_embd.weight");
+    let vocab = embedding.and_then(|info| info.shape.dims().first().copied());
+    let num_layers = layers("block_count", metadata.required("block_count")?)?;
+    let context = metadata.required("context_length")?;
+    let original = metadata.count("rope.scaling.original_context_length")?;
+    let is_longrope = metadata.text("rope.scaling.type") == Some("longrope");
+    ModelConfig {
+        architecture,
+        layer_kinds: layer_kinds(&metadata, architecture, num_layers)?,
+        hidden,
+        intermediate: metadata.required("feed_forward_length")?,
+        heads,
+        kv_heads,
+        head_dim,
+        vocab: non_zero("vocab_size", to_u32(vocab.unwrap_or(0)))?,
+        // The factors by pair hold up to the original context.
+        context: original.filter(|original| is_longrope && *original > 0).unwrap_or(context),
+        norm_eps: metadata.number("attention.layer_norm_rms_epsilon")?.unwrap_or(1e-5),
+        tied: tensor("output.weight").is_none(),
+        // What others have they have as tensors.
+        biases: Biases { qkv: architecture == Architecture::Qwen2, ..Biases::default() },
+        multipliers: multipliers(&metadata, architecture)?,
+        rope: RopeConfig {
+            theta: metadata.positive("rope.freq_base")?.unwrap_or(10000.0),
+            head_dim,
+            rotary_dim,
+            pairing: pairing(architecture),
+            scaling: rope::scaling(&metadata, rotary_dim, context, short)?,
+        },
+        bos: metadata.general("tokenizer.ggml.bos_token_id").and_then(whole),
+        eos: ends(&metadata)?,
+    }
+    .check()
+}
+
+fn architecture(metadata: &Metadata<'_>) -> Result<Architecture, ConfigError> {
+    let name = metadata.architecture();
+    // Mistral's files call themselves llama.
+    let known = Architecture::of_model_type(name).filter(|known| *known != Architecture::Mistral);
+    known.ok_or_else(|| ConfigError::Unsupported {
+        field: "general.architecture",
+        got: name.to_owned(),
+        expected: "llama, qwen2, qwen3, phi3, olmo2, granite or smollm3",
+    })
+}
+
+/// Mixtures of experts have the architecture of the model that they were made from.
+fn refuse_experts(metadata: &Metadata<'_>) -> Result<(), ConfigError> {
+    match metadata.count("expert_count")? {
+        None | Some(0) => Ok(()),
+        Some(count) => {
+            let problem = format!(
+                "is {count}: a mixture of experts, such as Mixtral, which this program does not run"
+            );
+            Err(metadata.wrong("expert_count", problem))
+        }
+    }
+}
+
+/// How the converter left the rows of Q and K.
+fn pairing(architecture: Architecture) -> Pairing {
+    match architecture {
+        Architecture::Llama
+        | Architecture::Mistral
+        | Architecture::Granite
+        | Architecture::SmolLm3 => Pairing::Interleaved,
+        Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Phi3 | Architecture::Olmo2 => {
+            Pairing::Half
+        }
+    }
+}
+
+fn layer_kinds(
+    metadata: &Metadata<'_>,
+    architecture: Architecture,
+    num_layers: u16,
+) -> Result<Vec<LayerKind>, ConfigError> {
+    let window = metadata.count("attention.sliding_window")?.filter(|window| *window > 0);
+    if let (Some(window), Architecture::Olmo2) = (window, architecture) {
+        let problem = format!("is {window}: a model of olmo3, which this program does not run");
+        return Err(metadata.wrong("attention.sliding_window", problem));
+    }
+    let window_left = window.map(|window| window.saturating_sub(1));
+    // Every fourth layer of smollm3 does without positions; no key says it.
+    let rotates =
+        |layer: u16| architecture != Architecture::SmolLm3 || layer.checked_rem(4) != Some(3);
+    let kind = |layer| LayerKind { window_left, rotates: rotates(layer) };
+    Ok((0..num_layers).map(kind).collect())
+}
+
+fn multipliers(
+    metadata: &Metadata<'_>,
+    architecture: Architecture,
+) -> Result<Multipliers, ConfigError> {
+    if architecture != Architecture::Granite {
+        return Ok(Multipliers::default());
+    }
+    let number = |key| Ok::<_, ConfigError>(metadata.positive(key)?.unwrap_or(1.0));
+    Ok(Multipliers {
+        embedding: number("embedding_scale")?,
+        attention: metadata.positive("attention.scale")?,
+        residual: number("residual_scale")?,
+        logits: number("logit_scale")?,
+    })
+}
+
+/// All tokens that end a text, each once.
+fn ends(metadata: &Metadata<'_>) -> Result<Vec<u32>, ConfigError> {
+    let mut ends = Vec::new();
+    for key in END_KEYS {
+        let values = match metadata.general(key) {
+            None => continue,
+            Some(Value::Array(values)) => values.as_slice(),
+            Some(one) => std::slice::from_ref(one),
+        };
+        for value in values {
+            // -1 stands for none.
+            if matches!(value, Value::I32(-1) | Value::I64(-1) | Value::U32(u32::MAX)) {
+                continue;
+            }
+            ends.push(whole(value).ok_or_else(|| ConfigError::Field {
+                field: key.to_owned(),
+                problem: "is not a token id, or a list of them".to_owned(),
+            })?);
+        }
+    }
+    if let Some(Value::Array(tokens)) = metadata.general("tokenizer.ggml.tokens") {
+        let is_end = |token: &Value| match token {
+            Value::String(text) => END_TEXTS.contains(&text.as_str()),
+            _ => false,
+        };
+        let of_text = tokens.iter().zip(0_u32..).filter(|(token, _)| is_end(token));
+        ends.extend(of_text.map(|(_, id)| id));
+    }
+    ends.sort_unstable();
+    ends.dedup();
+    Ok(ends)
+}

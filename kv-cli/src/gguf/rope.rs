@@ -1,0 +1,96 @@
+//! The rotary embedding of a GGUF file, by keys of every age, read as llama.cpp reads them.
+use super::metadata::Metadata;
+use crate::config::ConfigError;
+use crate::num::to_usize;
+use crate::rope::{Scaling, Yarn};
+
+/// The scaling, for rows of which `rotary_dim` values turn; `short` are the factors by pair that
+/// the file brings for sequences up to the original context.
+///
+/// Without a type, a factor is that of linear scaling; a factor of 0 is none. The key of the factor
+/// was `rope.scale_linear` once.
+pub(super) fn scaling(
+    metadata: &Metadata<'_>,
+    rotary_dim: u32,
+    context: u32,
+    short: Option<Vec<f64>>,
+) -> Result<Scaling, ConfigError> {
+    let factor = match metadata.positive("rope.scaling.factor")? {
+        Some(factor) => Some(factor),
+        // A factor that is there, if only as 0, hides the older key.
+        None if metadata.value("rope.scaling.factor").is_some() => None,
+        None => metadata.positive("rope.scale_linear")?,
+    };
+    let factor = factor.unwrap_or(1.0);
+    let attention = metadata.positive("rope.scaling.attn_factor")?.unwrap_or(1.0);
+    let pairs = to_usize(rotary_dim.checked_div(2).unwrap_or(0));
+    let name = match metadata.value("rope.scaling.type") {
+        None => "linear",
+        Some(_) => metadata
+            .text("rope.scaling.type")
+            .ok_or_else(|| metadata.wrong("rope.scaling.type", "is not a text".to_owned()))?,
+    };
+    match name {
+        "none" => Ok(with_magnitude(1.0, attention, pairs)),
+        "linear" => Ok(with_magnitude(factor, attention, pairs)),
+        "yarn" => yarn(metadata, factor, attention, context, pairs),
+        "longrope" => {
+            let short = short.ok_or_else(|| ConfigError::Field {
+                field: "tensor rope_factors_short.weight".to_owned(),
+                problem: "is missing, rope.scaling.type longrope needs it".to_owned(),
+            })?;
+            let short = short.into_iter().map(|by_pair| by_pair * factor).collect();
+            Ok(Scaling::LongRope { short, attention_factor: attention })
+        }
+        other => {
+            let problem =
+                format!("{other:?} is not supported, expected none, linear, yarn or longrope");
+            Err(metadata.wrong("rope.scaling.type", problem))
+        }
+    }
+}
+
+/// Positions divided by `factor`, and rotated rows multiplied by `attention`.
+fn with_magnitude(factor: f64, attention: f64, pairs: usize) -> Scaling {
+    let is_one = |number: f64| number.total_cmp(&1.0).is_eq();
+    match (is_one(factor), is_one(attention)) {
+        (true, true) => Scaling::None,
+        (false, true) => Scaling::Linear { factor },
+        // The same factor for every pair.
+        (_, false) => Scaling::LongRope { short: vec![factor; pairs], attention_factor: attention },
+    }
+}
+
+fn yarn(
+    metadata: &Metadata<'_>,
+    factor: f64,
+    attention: f64,
+    context: u32,
+    pairs: usize,
+) -> Result<Scaling, ConfigError> {
+    let attention = attention * metadata.positive("rope.scaling.yarn_attn_factor")?.unwrap_or(1.0);
+    let mix = metadata.number("rope.scaling.yarn_ext_factor")?.unwrap_or(1.0);
+    if mix.total_cmp(&0.0).is_eq() {
+        return Ok(with_magnitude(factor, attention, pairs));
+    }
+    if mix.total_cmp(&1.0).is_ne() {
+        let problem = format!("is {mix}, expected 0 or 1");
+        return Err(metadata.wrong("rope.scaling.yarn_ext_factor", problem));
+    }
+    let original = metadata.count("rope.scaling.original_context_length")?;
+    let original_context = original.filter(|original| *original > 0).unwrap_or(context);
+    // Its own softmax is sharpened by the logarithm of the stretch.
+    let log = metadata.number("rope.scaling.yarn_log_multiplier")?;
+    let sharpened = match log {
+        Some(log) if log > 0.0 => 1.0,
+        _ => 1.0 + 0.1 * factor.ln(),
+    };
+    Ok(Scaling::Yarn(Yarn {
+        factor,
+        original_context,
+        beta_fast: metadata.positive("rope.scaling.yarn_beta_fast")?.unwrap_or(32.0),
+        beta_slow: metadata.positive("rope.scaling.yarn_beta_slow")?.unwrap_or(1.0),
+        truncate: true,
+        attention_factor: attention * sharpened,
+    }))
+}

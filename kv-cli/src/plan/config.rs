@@ -1,0 +1,493 @@
+//! The geometry of a `config.json`, by the names and rules of the models that publish one.
+//!
+//! Lenient where a plan does not depend on a field (rotary embeddings, activations, experts), exact
+//! in those that it does. A model of an unknown type is planned from the usual fields, with a note.
+use serde_json::{Map, Value};
+
+use super::geometry::{COUNT_MAX, Geometry, GeometryError, LAYERS_MAX, LayerKind, bounded, divide};
+use super::keys::{Keys, whole, wrong};
+use super::layers::{self, Use};
+use crate::num::to_usize;
+
+/// Names of the number of layers, of query heads, of K and V heads, and of the hidden size.
+pub(super) const LAYERS: [&str; 5] =
+    ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers"];
+const HEADS: [&str; 5] =
+    ["num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"];
+const KV_HEADS: [&str; 5] =
+    ["num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num"];
+const HIDDEN: [&str; 5] = ["hidden_size", "n_embd", "n_embed", "d_model", "model_dim"];
+const HEAD_DIM: [&str; 4] = ["head_dim", "attention_head_dim", "kv_channels", "d_kv"];
+/// The first that is there counts: files give several that differ.
+const CONTEXT: [&str; 10] = [
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "max_target_positions",
+    "max_context_length",
+    "model_max_length",
+    "max_decoder_position_embeddings",
+];
+
+/// Objects of the text decoder in models of pictures, sound and text.
+const TEXT_PARTS: [&str; 6] =
+    ["text_config", "llm_config", "language_config", "thinker_config", "text_model", "llm"];
+
+/// Models without attention.
+const STATE_SPACE: [&str; 12] = [
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "rwkv",
+    "rwkv4",
+    "rwkv5",
+    "rwkv6",
+    "rwkv7",
+    "xlstm",
+    "retnet",
+    "striped_hyena",
+    "gated_deltanet",
+];
+
+/// Models that read a whole text at once.
+const ENCODERS: [&str; 14] = [
+    "albert",
+    "bert",
+    "camembert",
+    "clip",
+    "clip_text_model",
+    "deberta",
+    "deberta-v2",
+    "distilbert",
+    "electra",
+    "modernbert",
+    "nomic_bert",
+    "roberta",
+    "siglip",
+    "xlm-roberta",
+];
+
+/// Types whose fields were looked at; others are planned with a note.
+const KNOWN: [&str; 95] = [
+    "afmoe",
+    "apertus",
+    "arcee",
+    "aya_vision",
+    "baichuan",
+    "bamba",
+    "bitnet",
+    "bloom",
+    "chatglm",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "dbrx",
+    "deci",
+    "deepseek",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone",
+    "exaone4",
+    "falcon",
+    "falcon_h1",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gemma3n",
+    "gemma3n_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox",
+    "gpt_oss",
+    "gptj",
+    "granite",
+    "granitemoe",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "helium",
+    "internlm2",
+    "internlm3",
+    "jamba",
+    "kimi_k2",
+    "kimi_linear",
+    "lfm2",
+    "llama",
+    "llama4",
+    "llama4_text",
+    "minicpm",
+    "minicpm3",
+    "minimax",
+    "minimax_text_01",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mistral3",
+    "mixtral",
+    "mllama_text_model",
+    "mpt",
+    "nemotron",
+    "nemotron-nas",
+    "nemotron_h",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "openelm",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phi4_multimodal",
+    "phi4mm",
+    "phimoe",
+    "qwen",
+    "qwen2",
+    "qwen2_5_vl_text",
+    "qwen2_moe",
+    "qwen2_vl",
+    "qwen2_vl_text",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "recurrent_gemma",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    "zamba2",
+];
+
+/// Reads the file's object.
+pub(super) fn geometry(file: &Map<String, Value>) -> Result<Geometry, GeometryError> {
+    let outer = Keys::new(file);
+    let text = text_part(outer)?;
+    let architecture = name(&text).or_else(|| name(&outer)).unwrap_or_default().to_owned();
+    let of = |types: &[&str]| types.contains(&architecture.as_str());
+    if of(&STATE_SPACE) {
+        let why = "the model has no attention, what it keeps of a sequence does not grow";
+        return Err(GeometryError::NoCache { why });
+    }
+    if of(&ENCODERS) {
+        return Err(GeometryError::NoCache { why: "the model is an encoder" });
+    }
+    let mut notes = Vec::new();
+    let text = text.with_defaults(defaults(&architecture, has_text_part(&outer)));
+    let is_t5 = architecture.ends_with("t5") || text.has("num_decoder_layers");
+    let is_pair = text.flag("is_encoder_decoder")?.unwrap_or(false) || text.has("decoder_layers");
+    let (num_layers, layers) = if is_t5 || is_pair {
+        notes.push(
+            "an encoder and a decoder: self-attention of the decoder is counted; what its cross \
+             attention keeps grows with the input and is not"
+                .to_owned(),
+        );
+        encoder_decoder(&text, is_t5, &mut notes)?
+    } else {
+        decoder(&text, &architecture, &mut notes)?
+    };
+    if layers.is_empty() {
+        let why = "no layer of the model has attention with a cache of its own";
+        return Err(GeometryError::NoCache { why });
+    }
+    if architecture.is_empty() {
+        notes.push("the file names no model_type: planned from its fields".to_owned());
+    } else if !of(&KNOWN) && !(is_t5 || is_pair) {
+        notes.push(format!("model_type {architecture:?} is unknown: planned from its fields"));
+    }
+    let context = context(&text)?.or(context(&outer)?);
+    Ok(Geometry { architecture, num_layers, layers, context, notes })
+}
+
+fn name<'a>(keys: &Keys<'a>) -> Option<&'a str> {
+    keys.text("model_type").filter(|name| !name.is_empty())
+}
+
+fn has_text_part(outer: &Keys<'_>) -> bool {
+    outer.first(&TEXT_PARTS).is_some()
+}
+
+/// The object that describes the text decoder.
+fn text_part(outer: Keys<'_>) -> Result<Keys<'_>, GeometryError> {
+    let Some((key, _)) = outer.first(&TEXT_PARTS) else {
+        return Ok(outer);
+    };
+    let Some(inner) = outer.object(key)? else {
+        return Ok(outer);
+    };
+    if has_text_part(&inner) {
+        // One more level, as in a model whose text part thinks and whose other part talks.
+        return text_part(inner);
+    }
+    let has_layers = inner.first(&LAYERS).is_some();
+    let has_defaults = name(&inner).is_some_and(|name| !defaults(name, true).is_empty());
+    let is_outside = outer.first(&LAYERS).is_some() && !has_layers;
+    Ok(if is_outside || !(has_layers || has_defaults) { outer } else { inner })
+}
+
+/// What the library takes for fields that inner objects of published files leave out.
+fn defaults(architecture: &str, is_inner: bool) -> &'static [(&'static str, u32)] {
+    match architecture {
+        _ if !is_inner => &[],
+        "gemma3_text" => &[
+            ("num_hidden_layers", 26),
+            ("num_attention_heads", 8),
+            ("num_key_value_heads", 4),
+            ("head_dim", 256),
+            ("sliding_window", 4096),
+            ("max_position_embeddings", 131_072),
+        ],
+        "gemma3n_text" => &[
+            ("num_hidden_layers", 35),
+            ("num_attention_heads", 8),
+            ("num_key_value_heads", 2),
+            ("head_dim", 256),
+            ("sliding_window", 512),
+            ("num_kv_shared_layers", 15),
+            ("max_position_embeddings", 32_768),
+        ],
+        "llama" => &[
+            ("num_hidden_layers", 32),
+            ("num_attention_heads", 32),
+            ("hidden_size", 4096),
+            ("max_position_embeddings", 2048),
+        ],
+        "mistral" => &[
+            ("num_hidden_layers", 32),
+            ("num_attention_heads", 32),
+            ("num_key_value_heads", 8),
+            ("hidden_size", 4096),
+            ("sliding_window", 4096),
+            ("max_position_embeddings", 131_072),
+        ],
+        _ => &[],
+    }
+}
+
+fn context(keys: &Keys<'_>) -> Result<Option<u32>, GeometryError> {
+    let Some((key, value)) = keys.first(&CONTEXT) else {
+        return Ok(keys.count(&["max_position_embeddings"], &mut Vec::new())?);
+    };
+    bounded(key, whole(key, value)?, u32::MAX >> 2).map(Some)
+}
+
+/// The number of layers, and those with a cache.
+type Layers = (u32, Vec<LayerKind>);
+
+fn encoder_decoder(
+    keys: &Keys<'_>,
+    is_t5: bool,
+    notes: &mut Vec<String>,
+) -> Result<Layers, GeometryError> {
+    let (layers, heads): (&[_], _) = if is_t5 {
+        (&["num_decoder_layers", "num_layers", "num_hidden_layers"], &HEADS[..])
+    } else {
+        (&["decoder_layers", "num_hidden_layers"], &["decoder_attention_heads"][..])
+    };
+    let (field, value) = keys.first(layers).ok_or(GeometryError::Missing {
+        field: if is_t5 { "num_decoder_layers" } else { "decoder_layers" },
+    })?;
+    let num_layers = bounded(field, whole(field, value)?, LAYERS_MAX)?;
+    let heads = keys.required(heads, notes)?;
+    let dim = head_dim(keys, heads, notes)?;
+    let kind = LayerKind {
+        kv_heads: heads,
+        head_dim_k: dim,
+        head_dim_v: dim,
+        window: None,
+        is_latent: false,
+    };
+    Ok((num_layers, vec![kind; to_usize(num_layers)]))
+}
+
+fn decoder(
+    keys: &Keys<'_>,
+    architecture: &str,
+    notes: &mut Vec<String>,
+) -> Result<Layers, GeometryError> {
+    let num_layers = keys.required(&LAYERS, notes)?;
+    let num_layers = bounded("num_hidden_layers", num_layers.into(), LAYERS_MAX)?;
+    let (mut uses, others) = layers::uses(keys, architecture, num_layers, notes)?;
+    notes.extend(others);
+    let rows = Rows::read(keys, architecture, num_layers, notes)?;
+    let shared = match keys.number("num_kv_shared_layers")? {
+        Some(shared) => shared,
+        None => keys.count(&["num_kv_shared_layers"], notes)?.unwrap_or(0),
+    };
+    if shared > 0 {
+        notes.push(format!(
+            "the last {shared} of {num_layers} layers read what earlier ones keep: not counted"
+        ));
+        uses.truncate(to_usize(num_layers.saturating_sub(shared)));
+    }
+    let kinds = uses.iter().zip(0..).filter_map(|(layer, index)| match layer {
+        Use::Attention { window } => Some(rows.layer(index, *window)),
+        Use::None => None,
+    });
+    let mut kept = kinds.collect::<Result<Vec<_>, _>>()?;
+    kept.retain(|kind| kind.kv_heads > 0);
+    Ok((num_layers, kept))
+}
+
+/// Rows of the layers, by what the file says of heads.
+struct Rows {
+    /// K and V heads of every layer, 0 for none, or one number for all.
+    kv_heads: Vec<u32>,
+    dim_k: u32,
+    dim_v: u32,
+    is_latent: bool,
+    /// Heads and their size of layers without a window, where they differ.
+    global: (Option<u32>, Option<u32>),
+}
+
+impl Rows {
+    fn read(
+        keys: &Keys<'_>,
+        architecture: &str,
+        num_layers: u32,
+        notes: &mut Vec<String>,
+    ) -> Result<Self, GeometryError> {
+        if let Some(rank) = keys.number("kv_lora_rank")?.filter(|rank| *rank > 0) {
+            let rope = keys.required(&["qk_rope_head_dim"], notes)?;
+            let rank = bounded("kv_lora_rank", rank.into(), COUNT_MAX)?;
+            let dim_k = rank.saturating_add(rope);
+            let global = (None, None);
+            return Ok(Self { kv_heads: vec![1], dim_k, dim_v: rank, is_latent: true, global });
+        }
+        let (kv_heads, heads) = kv_heads(keys, architecture, num_layers, notes)?;
+        let dim_k = match heads {
+            Some(heads) => head_dim(keys, heads, notes)?,
+            None => keys.required(&HEAD_DIM, notes)?,
+        };
+        let dim_v = keys.count(&["v_head_dim"], notes)?.unwrap_or(dim_k);
+        let global = (
+            keys.count(&["num_global_key_value_heads"], notes)?,
+            keys.count(&["global_head_dim"], notes)?,
+        );
+        Ok(Self { kv_heads, dim_k, dim_v, is_latent: false, global })
+    }
+
+    fn layer(&self, index: usize, window: Option<u32>) -> Result<LayerKind, GeometryError> {
+        let of_all = || self.kv_heads.first().copied().unwrap_or(0);
+        let (mut heads, mut dims) = match self.kv_heads.as_slice() {
+            [_] => (of_all(), (self.dim_k, self.dim_v)),
+            list => (list.get(index).copied().unwrap_or(0), (self.dim_k, self.dim_v)),
+        };
+        if window.is_none() {
+            heads = self.global.0.unwrap_or(heads);
+            dims = self.global.1.map_or(dims, |dim| (dim, dim));
+        }
+        let (head_dim_k, head_dim_v) = dims;
+        let is_latent = self.is_latent;
+        Ok(LayerKind { kv_heads: heads, head_dim_k, head_dim_v, window, is_latent })
+    }
+}
+
+/// K and V heads, one number or one for each layer, and the query heads where one number says them.
+fn kv_heads(
+    keys: &Keys<'_>,
+    architecture: &str,
+    num_layers: u32,
+    notes: &mut Vec<String>,
+) -> Result<(Vec<u32>, Option<u32>), GeometryError> {
+    if let Some(blocks) = keys.list("block_configs")? {
+        let heads = keys.required(&HEADS, notes)?;
+        let list = blocks.iter().map(|block| layers::heads_of_block(block, heads));
+        let list = list.collect::<Result<Vec<_>, _>>()?;
+        return check_list("block_configs", list, num_layers).map(|list| (list, Some(heads)));
+    }
+    for key in ["num_kv_heads", "num_key_value_heads", "num_key_value_heads_per_layer"] {
+        if keys.value(key).is_some_and(Value::is_array) {
+            let list = keys.numbers(key)?.unwrap_or_default();
+            for count in &list {
+                bounded(key, u64::from(*count).max(1), COUNT_MAX)?;
+            }
+            let heads = keys.first(&HEADS).filter(|(_, value)| !value.is_array());
+            let heads = if heads.is_some() { keys.count(&HEADS, notes)? } else { None };
+            return check_list(key, list, num_layers).map(|list| (list, heads));
+        }
+    }
+    let heads = keys.required(&HEADS, notes)?;
+    let given = match keys.object("attn_config")? {
+        Some(attention) if keys.text("attn_type").is_none() => {
+            let is_multi_query = attention.text("attn_type") == Some("multiquery_attention");
+            if is_multi_query { Some(1) } else { attention.count(&KV_HEADS, notes)? }
+        }
+        _ => None,
+    };
+    let multi_query = |default| Ok(keys.flag("multi_query")?.unwrap_or(default));
+    let kv_heads = match architecture {
+        "gpt_bigcode" if multi_query(true)? => 1,
+        "gpt_bigcode" => heads,
+        "falcon" | "RefinedWeb" | "RefinedWebModel" => {
+            let is_new = keys.flag("new_decoder_architecture")?.unwrap_or(false)
+                || architecture == "RefinedWeb";
+            if multi_query(!is_new)? && !is_new {
+                1
+            } else {
+                keys.count(&KV_HEADS, notes)?.unwrap_or(heads)
+            }
+        }
+        "chatglm" if !keys.flag("multi_query_attention")?.unwrap_or(false) => heads,
+        _ => match given {
+            Some(given) => given,
+            None => keys.count(&KV_HEADS, notes)?.unwrap_or(heads),
+        },
+    };
+    divide(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))?;
+    Ok((vec![kv_heads], Some(heads)))
+}
+
+fn check_list(key: &str, list: Vec<u32>, num_layers: u32) -> Result<Vec<u32>, GeometryError> {
+    if list.len() == to_usize(num_layers) {
+        return Ok(list);
+    }
+    let (field, got) = (key.to_owned(), list.len());
+    Err(GeometryError::Entries { field, got, expected: num_layers })
+}
+
+/// Values of one head: given, or a share of the hidden size.
+fn head_dim(keys: &Keys<'_>, heads: u32, notes: &mut Vec<String>) -> Result<u32, GeometryError> {
+    if let Some(dim) = keys.count(&HEAD_DIM, notes)? {
+        return Ok(dim);
+    }
+    // Configurations of these types are written without it where it is as usual.
+    let usual = match keys.text("model_type") {
+        Some("qwen3" | "qwen3_moe") if !keys.has("head_dim") => Some(128),
+        Some("gemma" | "gemma2" | "gemma3_text" | "gemma3n_text" | "qwen3_next") => Some(256),
+        _ => None,
+    };
+    if let Some(dim) = usual {
+        notes.push(format!("head_dim is not in the file: {dim}, as models of this type have it"));
+        return Ok(dim);
+    }
+    let hidden = match keys.value("attention_hidden_size") {
+        Some(_) => keys.required(&["attention_hidden_size"], notes)?,
+        None => keys.required(&HIDDEN, notes)?,
+    };
+    divide(("hidden_size", hidden), ("num_attention_heads", heads))
+}
+
+/// Reads the text of a file.
+pub(super) fn parse(text: &str) -> anyhow::Result<Geometry> {
+    use anyhow::Context;
+
+    let value: Value = serde_json::from_str(text)?;
+    let Value::Object(file) = &value else {
+        return Err(wrong("the file", &value, "an object").into());
+    };
+    geometry(file).with_context(|| match name(&Keys::new(file)) {
+        Some(name) => format!("model_type {name:?}"),
+        None => "no model_type".to_owned(),
+    })
+}

@@ -1,0 +1,330 @@
+//! Which layers of a model have attention, and which of those see a window only.
+use serde_json::Value;
+
+use super::geometry::{COUNT_MAX, GeometryError, bounded, divide, note_of_others};
+use super::keys::{Keys, whole, wrong};
+use crate::num::to_usize;
+
+/// What one layer is to the cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Use {
+    /// Attention over all tokens, or over the last `window`.
+    Attention { window: Option<u32> },
+    /// No attention: a state of constant size, or no memory at all.
+    None,
+}
+
+/// What a list of layers calls one of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Named {
+    Full,
+    Sliding,
+    Chunked,
+    /// Attention, of which the list does not say whether it slides.
+    Attention,
+    Other,
+}
+
+/// The uses of all layers, and a note on those without attention.
+pub(super) fn uses(
+    keys: &Keys<'_>,
+    architecture: &str,
+    num_layers: u32,
+    notes: &mut Vec<String>,
+) -> Result<(Vec<Use>, Option<String>), GeometryError> {
+    let named = match named(keys, num_layers)? {
+        Some(named) => named,
+        None => by_rule(keys, architecture, num_layers)?,
+    };
+    let windows = Windows::read(keys, architecture, notes)?;
+    if named.contains(&Named::Chunked) && windows.chunk.is_some() {
+        notes.push("chunked attention is counted as a window as long as a chunk".to_owned());
+    }
+    let uses: Vec<_> = named
+        .iter()
+        .zip(0..)
+        .map(|(layer, index)| match layer {
+            Named::Full => Use::Attention { window: None },
+            Named::Sliding => Use::Attention { window: windows.size },
+            Named::Chunked => Use::Attention { window: windows.chunk.or(windows.size) },
+            Named::Attention => Use::Attention { window: windows.of(index) },
+            Named::Other => Use::None,
+        })
+        .collect();
+    let kept = uses.iter().filter(|layer| **layer != Use::None).count();
+    let mut note = note_of_others(kept, num_layers, others(keys, architecture));
+    if architecture == "falcon_h1" {
+        let text = "every layer has a state-space part too: it does not grow and is not counted";
+        note = Some(text.to_owned());
+    }
+    Ok((uses, note))
+}
+
+/// What the layers without attention are.
+fn others(keys: &Keys<'_>, architecture: &str) -> &'static str {
+    match architecture {
+        "mllama_text_model" => "cross attention to pictures",
+        "qwen3_next" | "minimax" | "minimax_text_01" | "kimi_linear" => "linear attention",
+        "lfm2" | "lfm2_moe" => "convolutions",
+        "recurrent_gemma" => "recurrent",
+        _ if keys.has("block_configs") => "without attention",
+        _ => "state-space layers or have no attention",
+    }
+}
+
+/// The layers as a list of the file names them, one by one.
+fn named(keys: &Keys<'_>, num_layers: u32) -> Result<Option<Vec<Named>>, GeometryError> {
+    let check = |key: &str, list: Vec<Named>| {
+        if list.len() == to_usize(num_layers) {
+            return Ok(Some(list));
+        }
+        let (field, got) = (key.to_owned(), list.len());
+        Err(GeometryError::Entries { field, got, expected: num_layers })
+    };
+    for key in ["layer_types", "layers_block_type"] {
+        if let Some(list) = keys.list(key)? {
+            let list = list.iter().map(|value| layer_type(key, value));
+            return check(key, list.collect::<Result<_, _>>()?);
+        }
+    }
+    // Repeated over the layers.
+    if let Some(list) = keys.list("block_types")?.filter(|list| !list.is_empty()) {
+        let list = list.iter().map(|value| layer_type("block_types", value));
+        let list = list.collect::<Result<Vec<_>, _>>()?;
+        return Ok(Some(list.into_iter().cycle().take(to_usize(num_layers)).collect()));
+    }
+    if let Some(pattern) = keys.text("hybrid_override_pattern") {
+        let layer = |letter| if letter == '*' { Named::Full } else { Named::Other };
+        return check("hybrid_override_pattern", pattern.chars().map(layer).collect());
+    }
+    if let Some(list) = keys.numbers("attn_type_list")? {
+        let layer = |kind| if kind == 1 { Named::Attention } else { Named::Other };
+        return check("attn_type_list", list.into_iter().map(layer).collect());
+    }
+    if let Some(list) = keys.list("attention_layers")? {
+        let layer = |value| layer_type("attention_layers", value);
+        return check("attention_layers", list.iter().map(layer).collect::<Result<_, _>>()?);
+    }
+    if let Some(types) = keys.list("attention_types")? {
+        return check("attention_types", repeated(types, num_layers)?);
+    }
+    listed(keys, num_layers)
+}
+
+/// The word for one layer.
+fn layer_type(key: &str, value: &Value) -> Result<Named, GeometryError> {
+    match value.as_str() {
+        Some("full_attention" | "global_attention" | "global" | "self_attention" | "full") => {
+            Ok(Named::Full)
+        }
+        Some("sliding_attention" | "local" | "sliding" | "local_attention") => Ok(Named::Sliding),
+        Some("chunked_attention") => Ok(Named::Chunked),
+        Some("attention" | "hybrid" | "attn") => Ok(Named::Attention),
+        Some(
+            "linear_attention" | "mamba" | "mamba2" | "conv" | "recurrent" | "ssm" | "m" | "moe"
+            | "mlp",
+        ) => Ok(Named::Other),
+        _ => Err(wrong(key, value, "the name of a kind of layer, such as full_attention")),
+    }
+}
+
+/// Kinds with how often the whole list of them is repeated: `[[["global", "local"], 12]]`.
+fn repeated(types: &[Value], num_layers: u32) -> Result<Vec<Named>, GeometryError> {
+    let key = "attention_types";
+    let mut layers = Vec::new();
+    for part in types {
+        let Some([Value::Array(kinds), times]) = part.as_array().map(Vec::as_slice) else {
+            return Err(wrong(key, part, "a list of kinds and how often it is repeated"));
+        };
+        let kinds = kinds.iter().map(|kind| layer_type(key, kind));
+        let kinds = kinds.collect::<Result<Vec<_>, _>>()?;
+        let times = bounded(key, whole(key, times)?, COUNT_MAX)?;
+        // One layer more is enough to see that there are too many.
+        let most = to_usize(num_layers).saturating_add(1).saturating_sub(layers.len());
+        let all = kinds.len().saturating_mul(to_usize(times));
+        layers.extend(kinds.into_iter().cycle().take(most.min(all)));
+    }
+    Ok(layers)
+}
+
+/// Layers with attention by their numbers, or by how far they are apart.
+fn listed(keys: &Keys<'_>, num_layers: u32) -> Result<Option<Vec<Named>>, GeometryError> {
+    let all = 0..num_layers;
+    let of = |has: &dyn Fn(u32) -> bool, yes| {
+        let layer = |index| if has(index) { yes } else { Named::Other };
+        Some(all.clone().map(layer).collect())
+    };
+    for key in ["attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids"] {
+        if let Some(list) = keys.numbers(key)? {
+            return Ok(of(&|index| list.contains(&index), Named::Attention));
+        }
+    }
+    if let Some(list) = keys.numbers("cross_attention_layers")? {
+        return Ok(of(&|index| !list.contains(&index), Named::Full));
+    }
+    if let Some(linear) = keys.object("linear_attn_config")? {
+        // Numbered from 1.
+        if let Some(list) = linear.numbers("full_attn_layers")? {
+            return Ok(of(&|index| list.contains(&index.saturating_add(1)), Named::Full));
+        }
+    }
+    if let Some(period) = keys.number("attn_layer_period")? {
+        let period = bounded("attn_layer_period", period.into(), COUNT_MAX)?;
+        let offset = keys.number("attn_layer_offset")?.unwrap_or(0);
+        let rest = |n: u32| n.checked_rem(period).unwrap_or(0);
+        return Ok(of(&|index| rest(index) == offset, Named::Attention));
+    }
+    if let Some(interval) = keys.number("full_attention_interval")? {
+        let interval = bounded("full_attention_interval", interval.into(), COUNT_MAX)?;
+        return Ok(of(&|index| is_last(index, interval), Named::Full));
+    }
+    Ok(None)
+}
+
+/// Whether the layer is the last of its run of `period`.
+fn is_last(index: u32, period: u32) -> bool {
+    index.saturating_add(1).checked_rem(period) == Some(0)
+}
+
+/// Where no list names the layers: by the rule of the model's type.
+fn by_rule(
+    keys: &Keys<'_>,
+    architecture: &str,
+    num_layers: u32,
+) -> Result<Vec<Named>, GeometryError> {
+    let all = 0..num_layers;
+    Ok(match architecture {
+        "qwen3_next" => {
+            all.map(|i| if is_last(i, 4) { Named::Full } else { Named::Other }).collect()
+        }
+        "llama4_text" | "llama4" => chunked(keys, num_layers)?,
+        _ => all.map(|_| Named::Attention).collect(),
+    })
+}
+
+/// Layers of Llama 4: those without a rotary embedding see all tokens, the others their chunk.
+fn chunked(keys: &Keys<'_>, num_layers: u32) -> Result<Vec<Named>, GeometryError> {
+    if let Some(list) = keys.numbers("no_rope_layers")?.filter(|list| !list.is_empty()) {
+        if list.len() != to_usize(num_layers) {
+            let (field, got) = ("no_rope_layers".to_owned(), list.len());
+            return Err(GeometryError::Entries { field, got, expected: num_layers });
+        }
+        // 1 for a layer with the embedding, whatever the name says.
+        let layer = |rotates| if rotates == 0 { Named::Full } else { Named::Chunked };
+        return Ok(list.into_iter().map(layer).collect());
+    }
+    let interval = keys.number("no_rope_layer_interval")?.unwrap_or(4);
+    let interval = bounded("no_rope_layer_interval", interval.into(), COUNT_MAX)?;
+    let layer = |i| if is_last(i, interval) { Named::Full } else { Named::Chunked };
+    Ok((0..num_layers).map(layer).collect())
+}
+
+/// Windows of layers that are not named one by one.
+struct Windows {
+    size: Option<u32>,
+    chunk: Option<u32>,
+    rule: Rule,
+}
+
+/// Which layers have the window.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Rule {
+    All,
+    None,
+    /// All but the last of every run of so many.
+    AllButLastOf(u32),
+    From(u32),
+    /// Repeated: whether a layer has it.
+    Pattern(Vec<bool>),
+}
+
+impl Windows {
+    fn read(
+        keys: &Keys<'_>,
+        architecture: &str,
+        notes: &mut Vec<String>,
+    ) -> Result<Self, GeometryError> {
+        // Some files say "no window" by 0.
+        let given = |key: &str| -> Result<Option<u32>, GeometryError> {
+            let Some(value) = keys.value(key).filter(|value| value.as_u64() != Some(0)) else {
+                return Ok(None);
+            };
+            // A window beyond any context is none.
+            let window = whole(key, value)?.min(u64::from(u32::MAX >> 2));
+            bounded(key, window, u32::MAX >> 2).map(Some)
+        };
+        let mut size = None;
+        for key in ["sliding_window", "attention_window_size", "window_size"] {
+            // Vision encoders and others have a window_size too.
+            if size.is_none() && (key != "window_size" || architecture == "gpt_neo") {
+                size = given(key)?;
+            }
+        }
+        if size.is_none() && !keys.has("sliding_window") {
+            size = keys.count(&["sliding_window"], notes)?;
+        }
+        let rule = Self::rule(keys, architecture)?;
+        Ok(Self { size, chunk: given("attention_chunk_size")?, rule })
+    }
+
+    fn rule(keys: &Keys<'_>, architecture: &str) -> Result<Rule, GeometryError> {
+        let is_used = keys.flag("use_sliding_window")?;
+        let pattern = match keys.value("sliding_window_pattern") {
+            Some(Value::String(letters)) => {
+                let pattern = letters.chars().map(|letter| letter == 'L').collect::<Vec<_>>();
+                let is_empty = pattern.is_empty();
+                return Ok(if is_empty { Rule::None } else { Rule::Pattern(pattern) });
+            }
+            Some(value) => {
+                let key = "sliding_window_pattern";
+                Some(bounded(key, whole(key, value)?, COUNT_MAX)?)
+            }
+            None => None,
+        };
+        Ok(match architecture {
+            _ if is_used == Some(false) => Rule::None,
+            "gemma2" | "gpt_oss" => Rule::AllButLastOf(pattern.unwrap_or(2)),
+            "gemma3" | "gemma3_text" => Rule::AllButLastOf(pattern.unwrap_or(6)),
+            "gemma3n" | "gemma3n_text" => Rule::AllButLastOf(pattern.unwrap_or(5)),
+            "cohere2" | "olmo3" | "exaone4" => Rule::AllButLastOf(pattern.unwrap_or(4)),
+            _ if architecture.starts_with("qwen") && is_used.is_none() => Rule::None,
+            _ => match (pattern, keys.number("max_window_layers")?) {
+                (Some(pattern), _) => Rule::AllButLastOf(pattern),
+                (None, Some(from)) => Rule::From(from),
+                (None, None) => Rule::All,
+            },
+        })
+    }
+
+    fn of(&self, index: usize) -> Option<u32> {
+        let number = u32::try_from(index).unwrap_or(u32::MAX);
+        let has = match &self.rule {
+            Rule::All => true,
+            Rule::None => false,
+            Rule::AllButLastOf(period) => !is_last(number, *period),
+            Rule::From(first) => number >= *first,
+            Rule::Pattern(pattern) => {
+                let place = index.checked_rem(pattern.len()).unwrap_or(0);
+                pattern.get(place) == Some(&true)
+            }
+        };
+        self.size.filter(|_| has)
+    }
+}
+
+/// K and V heads of one entry of `block_configs`, 0 for a block without attention.
+pub(super) fn heads_of_block(block: &Value, heads: u32) -> Result<u32, GeometryError> {
+    let key = "block_configs";
+    let Some(block) = block.as_object() else {
+        return Err(wrong(key, block, "a list of objects"));
+    };
+    let Some(attention) = Keys::new(block).object("attention")? else {
+        return Err(GeometryError::Missing { field: "block_configs attention" });
+    };
+    let is_none = |key| Ok::<_, GeometryError>(attention.flag(key)?.unwrap_or(false));
+    if is_none("no_op")? || is_none("replace_with_linear")? {
+        return Ok(0);
+    }
+    let per_group = attention.required(&["n_heads_in_group"], &mut Vec::new())?;
+    divide(("num_attention_heads", heads), ("n_heads_in_group", per_group))
+}
