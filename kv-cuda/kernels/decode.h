@@ -134,7 +134,7 @@ template <class F, int DIM> struct KvDecodeRing {
 // Query rows g and g + 8 of a lane: what each sees, and its factor.
 struct KvDecodeRows {
   KvVisible seen[2];
-  float factor[2];  // what a product of codes is multiplied with to be a score times log2 e
+  float factor[2];  // makes a product of codes a score times log2 e, or, with a soft cap, the argument of its tangent
   float max[2], sum[2];
   float bias[2], unit[2];  // of rows with scales: what is added to scores, and in what the output is added up
 
@@ -162,10 +162,8 @@ KV_DEV bool kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows,
     for (u32 j = 0; j < 4; j++) {
       float x = s[n][j] * rows.factor[j >> 1];
       if constexpr (F::SCALED) x += rows.bias[j >> 1];
-      if (a.soft_cap > 0.f) {
-        const float grown = kv_exp2(2.f * x);  // of x / log2 e: the factor is divided by the cap
-        x = a.soft_cap * KV_LOG2_E * (1.f - 2.f * kv_rcp(grown + 1.f));
-      }
+      // 1 - 2 / (exp(2 x) + 1) would cancel: the approximate exponential has an error of 2^-22 of what is near 1.
+      if (a.soft_cap > 0.f) x = a.soft_cap * KV_LOG2_E * kv_tanh(x);
       if (cut) {
         const u32 position = base + n * 8 + t * 2 + (j & 1);
         if (!rows.sees(j >> 1, position, a.sink_tokens)) x = kv_decode_none();

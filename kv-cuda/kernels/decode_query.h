@@ -45,9 +45,9 @@ template <class F, int DIM> struct KvDecodeQuery {
     return (const u16*)kv_head_row(a.q, w.piece.sequence, w.sequence.q_start, query,
                                    w.piece.head * a.group + row % a.group);
   }
-  // With a soft cap, of what the cap's hyperbolic tangent takes, times log2 e.
+  // Of scores as exponents of 2; with a soft cap, of arguments of its hyperbolic tangent.
   static KV_DEV float factor_of(const KvAttendParams& a, float scale) {
-    return a.soft_cap > 0.f ? scale / a.soft_cap * KV_LOG2_E : scale * KV_LOG2_E;
+    return a.soft_cap > 0.f ? scale / a.soft_cap : scale * KV_LOG2_E;
   }
   // A power of two that brings values up to `large` into the range of f16: the largest becomes 256 to 512, unless it is
   // next to nothing, or infinite.

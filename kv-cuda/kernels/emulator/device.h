@@ -1,5 +1,6 @@
 // Functions of the device on the emulator: the twin of the NVRTC part of dev.h, in the same order.
 #pragma once
+#include "approximate.h"
 #include "numbers.h"
 
 struct alignas(16) uint4 { u32 x, y, z, w; };
@@ -34,9 +35,10 @@ inline float kv_shfl_xorf(float v, int mask, kvemu::Site site = kvemu::Site::her
 }
 inline bool kv_any(bool v, kvemu::Site site = kvemu::Site::here()) { return kv_ballot(v, site) != 0; }
 inline bool kv_all(bool v, kvemu::Site site = kvemu::Site::here()) { return kv_ballot(v, site) == 0xffffffffu; }
-inline float kv_exp2(float x) { return std::exp2(x); }
-inline float kv_log2(float x) { return std::log2(x); }
-inline float kv_rcp(float x) { return 1.0f / x; }
+// The approximate instructions, with the largest errors that the PTX manual allows: see approximate.h.
+inline float kv_exp2(float x) { return kvemu::ex2_approx(x); }
+inline float kv_log2(float x) { return kvemu::lg2_approx(x); }
+inline float kv_rcp(float x) { return kvemu::rcp_approx(x); }
 inline float kv_max(float a, float b) { return std::fmax(a, b); }
 inline float kv_min(float a, float b) { return std::fmin(a, b); }
 inline float kv_rint(float x) { return std::nearbyint(x); }

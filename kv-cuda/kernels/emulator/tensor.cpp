@@ -12,7 +12,7 @@ typedef u8 Out[LANE_OUT];
 struct MmaIn { u32 a[4], b[2]; float c[4]; };
 static_assert(sizeof(MmaIn) == LANE_IN, "a lane's part of three matrices");
 
-// D = A B + C: A 16 x 16, B 16 x 8, C and D 16 x 8. Sums in f32, in the order of k.
+// D = A B + C: A 16 x 16, B 16 x 8, C and D 16 x 8, summed as tensor cores do.
 template <float (*TO_FLOAT)(u16)> void multiply(const In* in, Out* out, u32) {
   float a[16][16], b[16][8], c[16][8];
   for (u32 lane = 0; lane < 32; lane++) {
@@ -32,11 +32,11 @@ template <float (*TO_FLOAT)(u16)> void multiply(const In* in, Out* out, u32) {
     }
   }
   for (u32 i = 0; i < 16; i++) {
-    float sums[8] = {};
-    for (u32 k = 0; k < 16; k++) {
-      for (u32 j = 0; j < 8; j++) sums[j] += a[i][k] * b[k][j];
+    for (u32 j = 0; j < 8; j++) {
+      double terms[17] = {double(c[i][j])};
+      for (u32 k = 0; k < 16; k++) terms[1 + k] = double(a[i][k]) * double(b[k][j]);
+      c[i][j] = tensor_sum(terms);
     }
-    for (u32 j = 0; j < 8; j++) c[i][j] += sums[j];
   }
   for (u32 lane = 0; lane < 32; lane++) {
     const u32 row = lane / 4, column = lane % 4 * 2;

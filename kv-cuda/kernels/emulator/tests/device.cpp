@@ -80,6 +80,11 @@ void numbers() {
     }
     KV_CHECK(row[19] == kvemu::e4m3_to_float(u8(i)) && row[20] == 0, "code %u: %g %g", i, double(row[19]),
              double(row[20]));
+    const float approximate[] = {kvemu::ex2_approx(a), kvemu::lg2_approx(a * a), kvemu::rcp_approx(b)};
+    for (u32 j = 0; j < 3; j++) {
+      KV_CHECK(std::memcmp(&approximate[j], row + 12 + j, 4) == 0 || std::isnan(approximate[j]),
+               "pair %u approximation %u: %g, not %g", i, j, double(row[12 + j]), double(approximate[j]));
+    }
     const u32 bits_a = kvemu::as_bits(a), bits_b = kvemu::as_bits(b);
     const u32 mixed = (bits_a & 0xff) | (bits_b & 0xff) << 8 | (bits_a >> 8 & 0xff) << 16 | (bits_b >> 8 & 0xff) << 24;
     KV_CHECK(kvemu::as_bits(row[22]) == mixed, "pair %u: prmt %08x, not %08x", i, kvemu::as_bits(row[22]), mixed);
@@ -87,6 +92,126 @@ void numbers() {
     const int zeros = bits_b == 0 ? 32 : __builtin_clz(bits_b);
     KV_CHECK(row[21] == float(__builtin_popcount(bits_a) * 64 + zeros), "pair %u: %g", i, double(row[21]));
   }
+}
+
+// An approximation over many arguments, positive ones or all: never past its bound, wrong nearly everywhere by more than
+// rounding explains, to both sides, and nowhere subnormal.
+template <class Bound>
+void approximation(const char* name, float (*f)(float), double (*exact)(double), Bound bound, bool is_positive) {
+  test::Random random;
+  u32 count = 0, rounded = 0, above = 0;
+  double worst = 0;
+  for (u32 i = 0; i < 200000; i++) {
+    u32 bits = u32(random.next() >> 32);
+    if (is_positive) bits &= 0x7fffffffu;
+    if (i % 2 == 0) bits = (bits & 0x81ffffffu) | 0x3e000000u;  // magnitudes from 2^-3 to 2
+    const float x = kvemu::as_float(bits), y = f(x);
+    const double want = exact(double(kvemu::flush(x)));
+    KV_CHECK(y == 0.f || std::fabs(y) >= 0x1p-126f || std::isnan(y), "%s(%a) is subnormal: %a", name, x, y);
+    if (std::isnan(want) || !(std::fabs(want) < 0x1.fffffcp127)) {
+      KV_CHECK(std::isnan(want) ? std::isnan(y) : std::fabs(y) >= 0x1.fffff8p127f, "%s(%a) is %a", name, x, y);
+      continue;
+    }
+    const double error = double(y) - want, most = bound(double(x), want);
+    // Results that are flushed are off by what they were.
+    if (std::fabs(want) < 0x1.00001p-126) {
+      KV_CHECK(std::fabs(error) <= 0x1.00001p-126, "%s(%a) is %a, not %a", name, x, y, want);
+      continue;
+    }
+    KV_CHECK(std::fabs(error) <= most, "%s(%a) is %a, not %a", name, x, y, want);
+    KV_CHECK(std::memcmp(&y, std::vector<float>{f(x)}.data(), 4) == 0, "%s(%a) differs from itself", name, x);
+    count++;
+    rounded += y == float(want);
+    above += error > 0;
+    worst = std::fmax(worst, std::fabs(error) / most);
+  }
+  KV_CHECK(count > 90000 && rounded < count * 9 / 10, "%s: %u of %u exact", name, rounded, count);
+  KV_CHECK(above > count * 4 / 10 && above < count * 6 / 10, "%s: %u of %u too large", name, above, count);
+  KV_CHECK(worst > 0.95, "%s: the worst error is %g of its bound", name, worst);
+}
+
+void approximations() {
+  const auto relative = [](double bound) { return [bound](double, double want) { return bound * std::fabs(want); }; };
+  approximation("ex2", kvemu::ex2_approx, std::exp2, relative(0x1p-22), false);
+  approximation("lg2", kvemu::lg2_approx, std::log2, [](double x, double want) {
+    return x > 0.5 && x < 2 ? 0x1p-22 : 0x1p-22 * std::fabs(want);
+  }, true);
+  approximation("rcp", kvemu::rcp_approx, [](double x) { return 1 / x; }, relative(0x1p-23), false);
+  const float infinity = kv_infinity(), subnormal = 0x1p-127f;
+  struct Case { const char* name; float (*f)(float); float x, want; };
+  const Case cases[] = {
+      {"ex2", kvemu::ex2_approx, 0.f, 1.f},           {"ex2", kvemu::ex2_approx, -0.f, 1.f},
+      {"ex2", kvemu::ex2_approx, subnormal, 1.f},     {"ex2", kvemu::ex2_approx, -infinity, 0.f},
+      {"ex2", kvemu::ex2_approx, infinity, infinity}, {"ex2", kvemu::ex2_approx, 128.f, infinity},
+      {"ex2", kvemu::ex2_approx, -126.5f, 0.f},       {"lg2", kvemu::lg2_approx, 0.f, -infinity},
+      {"lg2", kvemu::lg2_approx, -0.f, -infinity},    {"lg2", kvemu::lg2_approx, subnormal, -infinity},
+      {"lg2", kvemu::lg2_approx, -1.f, NAN},          {"lg2", kvemu::lg2_approx, infinity, infinity},
+      {"rcp", kvemu::rcp_approx, 0.f, infinity},      {"rcp", kvemu::rcp_approx, -0.f, -infinity},
+      {"rcp", kvemu::rcp_approx, subnormal, infinity}, {"rcp", kvemu::rcp_approx, -subnormal, -infinity},
+      {"rcp", kvemu::rcp_approx, infinity, 0.f},      {"rcp", kvemu::rcp_approx, -infinity, -0.f},
+      {"rcp", kvemu::rcp_approx, -0x1.8p126f, -0.f},
+  };
+  for (const Case& of : cases) {
+    const float got = of.f(of.x);
+    const bool same = kvemu::as_bits(got) == kvemu::as_bits(of.want) || (std::isnan(got) && std::isnan(of.want));
+    KV_CHECK(same, "%s(%a) is %a, not %a", of.name, double(of.x), double(got), double(of.want));
+  }
+}
+
+// What sums of tensor cores keep and what they lose: one bit below f32 of the largest term, cut off.
+void tensor_sums() {
+  const auto sum = [](std::initializer_list<double> list) {
+    double terms[17] = {};
+    std::copy(list.begin(), list.end(), terms);
+    return kvemu::tensor_sum(terms);
+  };
+  struct Case { float got, want; };
+  const float infinity = kv_infinity();
+  const Case cases[] = {
+      {sum({}), 0.f},
+      {sum({1.0, 2.0, -0.5}), 2.5f},
+      {sum({1.0, 0x1p-23}), 1.f + 0x1p-23f},
+      // Half a unit is kept while terms are added up, and cut off at the end.
+      {sum({1.0, 0x1p-24}), 1.f},
+      {sum({1.0, 0x1p-24, 0x1p-24}), 1.f + 0x1p-23f},
+      // A quarter is cut off before, term by term: to nearest it would be 1 + 2^-23.
+      {sum({1.0, 0x1p-25, 0x1p-25, 0x1p-25, 0x1p-25}), 1.f},
+      {sum({1.0, 0x1.fp-24, 0x1.fp-24}), 1.f + 0x1p-23f},
+      {sum({-1.0, -0x1.8p-24}), -1.f},
+      // Towards zero, where the nearest is beyond.
+      {sum({1.0, 0x1p-23, 0x1p-24}), 1.f + 0x1p-23f},
+      {sum({16777216.0, 1.0, 1.0, 1.0}), 16777218.f},
+      // What cancels leaves what was not cut off.
+      {sum({1.0, -1.0, 0x1p-26}), 0.f},
+      {sum({1.0, -1.0, 0x1p-24}), 0x1p-24f},
+      {sum({0x1p-140, 0x1p-140}), 0x1p-139f},
+      {sum({0x1.fffffep127, 0x1p103}), 0x1.fffffep127f},
+      {sum({0x1.fffffep127, 0x1.fffffep127}), infinity},
+      {sum({double(infinity), 1.0}), infinity},
+      {sum({double(infinity), -double(infinity)}), NAN},
+      {sum({NAN, 1.0}), NAN},
+  };
+  for (u32 i = 0; i < sizeof cases / sizeof *cases; i++) {
+    const Case& of = cases[i];
+    const bool same = kvemu::as_bits(of.got) == kvemu::as_bits(of.want) || (std::isnan(of.got) && std::isnan(of.want));
+    KV_CHECK(same, "sum %u is %a, not %a", i, double(of.got), double(of.want));
+  }
+  // Never further from zero than the exact sum where all terms have its sign, and within a unit of each term.
+  test::Random random;
+  u32 below = 0;
+  for (u32 i = 0; i < 20000; i++) {
+    double terms[17], exact = 0, largest = 0;
+    for (double& term : terms) {
+      term = double(kvemu::bf16_to_float(kvemu::float_to_bf16(random.normal()))) * std::fabs(random.normal());
+      if (i % 2 == 0) term = std::fabs(term);
+      exact += term, largest = std::fmax(largest, std::fabs(term));
+    }
+    const double got = kvemu::tensor_sum(terms), most = (17 * 0x1p-24 + 16 * 0x1p-23) * largest;
+    KV_CHECK(std::fabs(got - exact) <= most, "%a, not %a", got, exact);
+    KV_CHECK(i % 2 != 0 || got <= exact, "%a is more than %a", got, exact);
+    below += i % 2 == 0 && got < exact;
+  }
+  KV_CHECK(below > 9000, "%u of 10000 sums are cut off", below);
 }
 
 void atomics(u32 seed) {
@@ -197,6 +322,8 @@ int main() {
     last_block(seed);
   }
   numbers();
+  approximations();
+  tensor_sums();
   refusals();
   mistakes();
   std::vector<std::thread> threads;  // a launch on each of several at once
