@@ -53,8 +53,10 @@ Usage: cargo xtask COMMAND
   gpu                  the CUDA backend checked and measured on a card: docs/gpu/CARD.md and .json
       --device N       the card of this number; otherwise the first
       --vectors DIR    these vector files too (repeatable)
+      --deadline S     ends all of it within so many seconds, what is worth most first
+      --out DIR        the report goes there after every stage, and logs and records with it
       --package PLACE  instead, an archive for a machine with a card and without cargo or network:
-                       a file *.tar.gz, or a folder for one; its run.sh does the same there
+                       a file *.sh, or a folder for one; `sh FILE` does the same there
       --list           instead, what an archive has
       --kit DIR        runs what an archive holds, as run.sh does
   bench [ARG...]       the benches; arguments go to criterion, such as a name to filter by
@@ -234,13 +236,18 @@ fn parse_gpu(mut parser: Parser) -> Result<Command> {
             Arg::Long("package") => options.package = Some(parser.value()?.into()),
             Arg::Long("list") => options.list = true,
             Arg::Long("kit") => options.kit = Some(parser.value()?.into()),
+            Arg::Long("deadline") => options.deadline = Some(parser.value()?.parse()?),
+            Arg::Long("out") => options.out = Some(parser.value()?.into()),
             Arg::Short('h') | Arg::Long("help") => return Ok(Command::Help),
             other => return Err(other.unexpected().into()),
         }
     }
     let packs = options.package.is_some() || options.list || !options.vectors.is_empty();
     if options.kit.is_some() && packs {
-        bail!("--kit runs what is there: give it with --device at most");
+        bail!("--kit runs what is there: it packs nothing and takes no --vectors");
+    }
+    if options.package.is_some() && (options.deadline.is_some() || options.out.is_some()) {
+        bail!("--package runs nothing: --deadline and --out are for the machine with the card");
     }
     Ok(Command::Gpu(options))
 }
@@ -313,8 +320,20 @@ mod tests {
         };
         assert_eq!(options.package.as_deref(), Some(std::path::Path::new("out")));
         assert!(options.vectors[0].is_absolute() && options.kit.is_none());
-        assert!(parsed("gpu --kit . --device 1").is_ok());
-        for line in ["gpu --kit . --package x", "gpu --device one", "gpu now", "gpu --package"] {
+        let Ok(Command::Gpu(options)) = parsed("gpu --kit . --device 1 --deadline 560 --out x")
+        else {
+            panic!("not parsed as gpu");
+        };
+        assert_eq!((options.device, options.deadline), (1, Some(560)));
+        assert_eq!(options.out.as_deref(), Some(std::path::Path::new("x")));
+        for line in [
+            "gpu --kit . --package x",
+            "gpu --package x --deadline 9",
+            "gpu --deadline soon",
+            "gpu --device one",
+            "gpu now",
+            "gpu --package",
+        ] {
             assert!(parsed(line).is_err(), "{line:?}");
         }
     }

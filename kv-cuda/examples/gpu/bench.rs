@@ -4,10 +4,11 @@ use std::fs::File;
 use std::io::{Write, stdout};
 use std::time::{Duration, Instant};
 
-use kv_core::Backend;
+use kv_core::{Backend, KvFormat};
 use kv_cuda::{CudaBackend, CudaOptions};
 use kv_testkit::Shared;
 
+use crate::headline;
 use crate::options::Options;
 use crate::record::Record;
 
@@ -21,6 +22,10 @@ pub(crate) struct Bench {
     pub(crate) device: Shared<CudaBackend>,
     pub(crate) is_tiny: bool,
     card: String,
+    /// What is chosen of that: all, one format, one name.
+    choice: (Option<KvFormat>, Option<String>),
+    /// Whether what is measured now are headlines.
+    is_headline: bool,
     clock: Clock,
     /// Bytes per second of a copy, each counted as read and as written.
     copy_rate: Option<f64>,
@@ -114,7 +119,24 @@ impl Bench {
             None => Box::new(stdout()),
         };
         let device = Shared::new(backend);
-        Ok(Self { device, is_tiny: options.tiny, card, clock, copy_rate: None, out })
+        let choice = (options.format, options.only.clone());
+        let (is_tiny, is_headline, copy_rate) = (options.tiny, false, None);
+        Ok(Self { device, is_tiny, card, choice, is_headline, clock, copy_rate, out })
+    }
+
+    /// What is measured from now on are headlines, or no more.
+    pub(crate) fn set_headline(&mut self, is_headline: bool) {
+        self.is_headline = is_headline;
+    }
+
+    pub(crate) fn wants_format(&self, format: KvFormat) -> bool {
+        self.choice.0.is_none_or(|only| only == format)
+    }
+
+    /// Whether a measure is chosen, and no headline that is measured elsewhere.
+    pub(crate) fn wants(&self, format: KvFormat, name: &str) -> bool {
+        let is_chosen = self.choice.1.as_deref().is_none_or(|only| only == name);
+        is_chosen && self.wants_format(format) && (self.is_headline || !headline::has(name))
     }
 
     pub(crate) fn clock(&self) -> Clock {

@@ -29,6 +29,9 @@ pub(crate) fn run(bench: &mut Bench) -> Result<bool> {
     };
     let mut is_right = true;
     for format in FORMATS {
+        if !bench.wants_format(format) {
+            continue;
+        }
         for group in [1, 8] {
             let result = one(bench, sizes, format, group);
             is_right &= result.is_ok();
@@ -53,9 +56,10 @@ fn one(bench: &Bench, sizes: Sizes, format: KvFormat, group: usize) -> Result<()
         .paged(16, tokens.div_ceil(16).saturating_add(16))
         .build()
         .map_err(|error| say("geometry", &error))?;
-    let mut lab = match format {
-        KvFormat::Bf16 => Lab::new(&bench.device, spec, 1),
-        _ => Lab::calibrated(&bench.device, spec, input::scales(1), 1),
+    let mut lab = if input::is_calibrated(format) {
+        Lab::calibrated(&bench.device, spec, input::scales(1), 1)
+    } else {
+        Lab::new(&bench.device, spec, 1)
     }
     .map_err(|error| say("cache", &error))?;
     let decode = How {

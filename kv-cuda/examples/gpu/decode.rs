@@ -1,8 +1,8 @@
 //! Decode attention: one query a sequence over all that is cached.
-use kv_core::{AttentionOptions, Backend, DType, TensorView, TensorViewMut};
+use kv_core::{AttentionOptions, Backend, DType, KvFormat, TensorView, TensorViewMut};
 
 use crate::bench::{Bench, Result, Work};
-use crate::input::{self, Cache, FORMATS, HEAD_DIM, SCALE, Shape};
+use crate::input::{self, Cache, FORMATS, HEAD_DIM, NUM_MAIN, SCALE, Shape};
 
 /// What is measured.
 struct Sizes {
@@ -26,14 +26,15 @@ const TINY: Sizes =
 
 pub(crate) fn run(bench: &mut Bench) -> Result<()> {
     let sizes = if bench.is_tiny { TINY } else { FULL };
-    for format in FORMATS {
-        for &block_size in sizes.blocks {
+    for (index, format) in FORMATS.into_iter().enumerate() {
+        // Of formats that fewer use, one group and one size of blocks are enough.
+        let (blocks, groups): (&[u32], &[u32]) =
+            if index < NUM_MAIN { (sizes.blocks, sizes.groups) } else { (&[16], &[8]) };
+        for &block_size in blocks {
             for &batch in sizes.batches {
                 for &context in sizes.contexts {
-                    let (kv_heads, head_dim, new) = (sizes.kv_heads, HEAD_DIM, 1);
-                    let shape =
-                        Shape { format, block_size, kv_heads, head_dim, batch, context, new };
-                    with_groups(bench, shape, sizes.groups)?;
+                    let shape = shape(bench, format, (block_size, batch, context));
+                    with_groups(bench, shape, groups)?;
                 }
             }
         }
@@ -41,11 +42,26 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
+/// A decode step of sequences of equal length.
+pub(crate) fn shape(
+    bench: &Bench,
+    format: KvFormat,
+    (block_size, batch, context): (u32, u32, u32),
+) -> Shape {
+    let kv_heads = if bench.is_tiny { TINY.kv_heads } else { FULL.kv_heads };
+    Shape { format, block_size, kv_heads, head_dim: HEAD_DIM, batch, context, new: 1 }
+}
+
 /// The same cache read with more and more queries.
-fn with_groups(bench: &mut Bench, shape: Shape, groups: &[u32]) -> Result<()> {
+pub(crate) fn with_groups(bench: &mut Bench, shape: Shape, groups: &[u32]) -> Result<()> {
     let Shape { format, block_size, batch, context, .. } = shape;
     let name =
         |group: &str| format!("decode/{format}/block{block_size}/{group}/b{batch}/c{context}");
+    let named = groups.iter().map(|group| (*group, name(&format!("gqa{group}"))));
+    let wanted: Vec<_> = named.filter(|(_, name)| bench.wants(format, name)).collect();
+    if wanted.is_empty() {
+        return Ok(());
+    }
     let layers = shape.layers_of(bench.rotated());
     let bytes = shape.layer_bytes().saturating_mul(layers.into());
     if bytes > bench.room() {
@@ -57,9 +73,9 @@ fn with_groups(bench: &mut Bench, shape: Shape, groups: &[u32]) -> Result<()> {
         }
         filled => filled?,
     };
-    for &group in groups {
+    for (group, name) in wanted {
         let (work, micros) = measure(bench, &mut cache, (shape, layers), group)?;
-        bench.measure(&name(&format!("gqa{group}")), work, micros)?;
+        bench.measure(&name, work, micros)?;
     }
     Ok(())
 }

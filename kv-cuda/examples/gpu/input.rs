@@ -6,7 +6,7 @@ use kv_core::backend::{Fence, Queue};
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::{
     Backend, CacheError, CacheSpec, DType, DeviceError, DeviceErrorKind, KvCache, KvFormat,
-    QkvFormat, Scaling, SequenceId, StartOptions, Step, StepInput, TensorView,
+    QkvFormat, ScaleGroup, Scaling, SequenceId, StartOptions, Step, StepInput, TensorView,
 };
 use kv_cuda::{CudaBackend, CudaBuffer};
 use kv_testkit::Shared;
@@ -23,9 +23,23 @@ pub(crate) const HEAD_DIM: u32 = 128;
 /// What scores are multiplied with: one over the root of [`HEAD_DIM`].
 pub(crate) const SCALE: f32 = 0.088_388_35;
 
-/// The formats that are measured: what engines use, all of them read at tensor cores' speed.
-pub(crate) const FORMATS: [KvFormat; 3] =
-    [KvFormat::Bf16, KvFormat::Fp8E4m3(Scaling::Tensor), KvFormat::Int8(Scaling::Tensor)];
+/// The formats that are measured, all of them read at tensor cores' speed: first what engines use
+/// most.
+pub(crate) const FORMATS: [KvFormat; 6] = [
+    KvFormat::Bf16,
+    KvFormat::Fp8E4m3(Scaling::Tensor),
+    KvFormat::Int8(Scaling::Tensor),
+    KvFormat::Fp8E4m3(Scaling::Row),
+    KvFormat::Int8(Scaling::Row),
+    KvFormat::L4(ScaleGroup::Row),
+];
+/// Of them, those that are measured at every size.
+pub(crate) const NUM_MAIN: usize = 3;
+
+/// Whether rows of a format need scales that are given.
+pub(crate) fn is_calibrated(format: KvFormat) -> bool {
+    matches!(format, KvFormat::Fp8E4m3(Scaling::Tensor) | KvFormat::Int8(Scaling::Tensor))
+}
 
 /// Geometry and content of a cache.
 #[derive(Debug, Clone, Copy)]
@@ -91,9 +105,10 @@ impl Shape {
     /// A cache in which every sequence has all but its new tokens, random in every layer.
     pub(crate) fn filled(&self, device: &Shared<CudaBackend>, layers: u16) -> Result<Cache> {
         let spec = self.spec(layers)?;
-        let mut cache = match self.format {
-            KvFormat::Bf16 => KvCache::new(device.clone(), spec)?,
-            _ => KvCache::with_calibration(device.clone(), spec, scales(layers))?,
+        let mut cache = if is_calibrated(self.format) {
+            KvCache::with_calibration(device.clone(), spec, scales(layers))?
+        } else {
+            KvCache::new(device.clone(), spec)?
         };
         let mut left = self.context.saturating_sub(self.new);
         let chunk = (FILL_ROWS / self.batch.max(1)).clamp(1, left.max(1));

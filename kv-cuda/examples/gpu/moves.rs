@@ -7,7 +7,7 @@ use crate::bench::{Bench, Result, Work};
 use crate::input::{self, FORMATS, HEAD_DIM, Shape};
 
 /// The driver's own copy: what all other rates are fractions of.
-pub(crate) fn copy(bench: &mut Bench) -> Result<()> {
+pub(crate) fn copy(bench: &mut Bench, is_reported: bool) -> Result<()> {
     let half = bench.rotated() / 2;
     let [from, to] = [bench.device.alloc(half)?, bench.device.alloc(half)?];
     let mut queue = bench.device.queue()?;
@@ -26,6 +26,9 @@ pub(crate) fn copy(bench: &mut Bench) -> Result<()> {
     )?;
     // Each byte is read and written.
     bench.set_copy(half * 2, micros);
+    if !is_reported {
+        return Ok(());
+    }
     bench.measure("copy/driver", Work { bytes: half * 2, flops: 0 }, micros)
 }
 
@@ -36,6 +39,9 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
         &[(64, 1), (1, 1 << 12), (1, 1 << 14), (1, 1 << 16)]
     };
     for format in FORMATS {
+        if !bench.wants_format(format) {
+            continue;
+        }
         for &(batch, new) in steps {
             append(bench, format, (batch, new))?;
         }
@@ -51,7 +57,11 @@ fn shape(bench: &Bench, format: KvFormat, (batch, context, new): (u32, u32, u32)
 }
 
 /// New rows into the cache.
-fn append(bench: &mut Bench, format: KvFormat, (batch, new): (u32, u32)) -> Result<()> {
+pub(crate) fn append(bench: &mut Bench, format: KvFormat, (batch, new): (u32, u32)) -> Result<()> {
+    let name = format!("append/{format}/b{batch}/t{new}");
+    if !bench.wants(format, &name) {
+        return Ok(());
+    }
     let shape = shape(bench, format, (batch, new + 40, new));
     let layers = shape.layers_of(bench.rotated());
     let mut cache = shape.filled(&bench.device, layers)?;
@@ -60,7 +70,6 @@ fn append(bench: &mut Bench, format: KvFormat, (batch, new): (u32, u32)) -> Resu
     let [k, v] = [4, 5].map(|seed| input::tensor(&bench.device, cache.queue_mut(), seed, values));
     let (k, v) = (k?, v?);
     let mut step = cache.begin_step(&shape.step_inputs())?;
-    let name = format!("append/{format}/b{batch}/t{new}");
     let work = Work { bytes: tokens * (shape.plain_bytes() + shape.token_bytes()), flops: 0 };
     for (clock, name) in [
         (bench.clock(), name.clone()),

@@ -1,9 +1,31 @@
 //! Arguments of the program.
 use std::path::PathBuf;
 
+use kv_core::KvFormat;
+
 use crate::bench::Result;
 
-const USAGE: &str = "gpu [--device N | --emulated] [--tiny] [--facts] [--out FILE]";
+const USAGE: &str = "gpu [--device N | --emulated] [--tiny] [--part PART] [--format FORMAT] \
+                     [--only NAME] [--out FILE]; PART: all, facts, oracle, headline, decode, \
+                     prefill, moves, steps";
+
+/// What is checked or measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Part {
+    #[default]
+    All,
+    /// What the device is.
+    Facts,
+    /// Whether what is measured is right.
+    Oracle,
+    /// Some cases of each family that say most; other parts leave them out.
+    Headline,
+    Decode,
+    Prefill,
+    /// Copies, appends and gathers.
+    Moves,
+    Steps,
+}
 
 /// What to run.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -14,8 +36,11 @@ pub(crate) struct Options {
     pub(crate) emulated: bool,
     /// Sizes that show that the program works, and nothing else.
     pub(crate) tiny: bool,
-    /// Says what the device is, and ends.
-    pub(crate) facts_only: bool,
+    pub(crate) part: Part,
+    /// Only this stored format, of those that are measured.
+    pub(crate) format: Option<KvFormat>,
+    /// Only this measure.
+    pub(crate) only: Option<String>,
     /// Where records go instead of standard output.
     pub(crate) out: Option<PathBuf>,
 }
@@ -30,10 +55,26 @@ impl Options {
                 "--out" => options.out = Some(args.next().ok_or(USAGE)?.into()),
                 "--emulated" => options.emulated = true,
                 "--tiny" => options.tiny = true,
-                "--facts" => options.facts_only = true,
+                "--part" => options.part = part(&args.next().ok_or(USAGE)?).ok_or(USAGE)?,
+                "--format" => options.format = Some(args.next().ok_or(USAGE)?.parse()?),
+                "--only" => options.only = Some(args.next().ok_or(USAGE)?),
                 _ => return Err(USAGE.into()),
             }
         }
         Ok(options)
     }
+}
+
+fn part(name: &str) -> Option<Part> {
+    Some(match name {
+        "all" => Part::All,
+        "facts" => Part::Facts,
+        "oracle" => Part::Oracle,
+        "headline" => Part::Headline,
+        "decode" => Part::Decode,
+        "prefill" => Part::Prefill,
+        "moves" => Part::Moves,
+        "steps" => Part::Steps,
+        _ => return None,
+    })
 }

@@ -11,23 +11,24 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
     let lengths: &[u32] =
         if bench.is_tiny { &[40] } else { &[1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14] };
     for &context in lengths {
-        let kv_heads = if bench.is_tiny { 1 } else { 8 };
-        let shape = Shape {
-            format: KvFormat::Bf16,
-            block_size: 16,
-            kv_heads,
-            head_dim: HEAD_DIM,
-            batch: 1,
-            context,
-            new: context,
-        };
-        one(bench, shape)?;
+        one(bench, shape(bench, context))?;
     }
     Ok(())
 }
 
-fn one(bench: &mut Bench, shape: Shape) -> Result<()> {
+/// A prompt over itself.
+pub(crate) fn shape(bench: &Bench, context: u32) -> Shape {
+    let kv_heads = if bench.is_tiny { 1 } else { 8 };
+    let (format, new) = (KvFormat::Bf16, context);
+    Shape { format, block_size: 16, kv_heads, head_dim: HEAD_DIM, batch: 1, context, new }
+}
+
+pub(crate) fn one(bench: &mut Bench, shape: Shape) -> Result<()> {
     let (tokens, q_heads) = (shape.new, shape.kv_heads * GROUP);
+    let name = format!("prefill/{}/gqa{GROUP}/t{tokens}", shape.format);
+    if !bench.wants(shape.format, &name) {
+        return Ok(());
+    }
     let mut cache = shape.filled(&bench.device, 1)?;
     let dims = [tokens, q_heads, shape.head_dim];
     let values: u64 = dims.into_iter().map(u64::from).product();
@@ -51,6 +52,5 @@ fn one(bench: &mut Bench, shape: Shape) -> Result<()> {
     // Two products of `head_dim` multiplications and additions for every query and key it sees.
     let pairs = u64::from(tokens) * (u64::from(tokens) + 1) / 2 * u64::from(q_heads);
     let flops = pairs * u64::from(shape.head_dim) * 4;
-    let name = format!("prefill/{}/gqa{GROUP}/t{tokens}", shape.format);
     bench.measure(&name, Work { bytes: 0, flops }, micros)
 }

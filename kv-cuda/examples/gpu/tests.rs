@@ -23,10 +23,15 @@ fn every_family_is_checked_and_measured() {
         let start = format!("{{\"kind\":\"{kind}\"");
         text.lines().filter(|line| line.starts_with(&start)).map(name).collect()
     };
-    assert_eq!(of("check").len(), 6, "{text}");
+    assert_eq!(of("check").len(), 12, "{text}");
     assert_eq!(of("skipped"), Vec::<String>::new());
     let measured = of("measure");
     assert_eq!(measured[0], "copy/driver", "everything else is a fraction of it");
+    let headlines = ["decode", "prefill", "append"].map(|family| {
+        let is_of = |name: &&String| name.starts_with(family) && !name.ends_with("/alone");
+        measured[1..15].iter().filter(is_of).count()
+    });
+    assert_eq!(headlines, [8, 2, 2], "{measured:?}");
     let families: BTreeSet<_> =
         measured.iter().map(|name| name.split('/').next().unwrap().to_owned()).collect();
     let all =
@@ -44,11 +49,48 @@ fn every_family_is_checked_and_measured() {
     assert!(prefill.contains("\"tflop_per_s\":"), "{prefill}");
 }
 
+/// Names of what a run measures.
+fn measured(line: &str) -> Vec<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("records.json");
+    let mut options = options(&format!("--emulated --tiny {line}")).unwrap();
+    options.out = Some(file.clone());
+    assert!(run(&options).unwrap(), "a check failed");
+    let text = std::fs::read_to_string(file).unwrap();
+    let measures = text.lines().filter(|line| line.starts_with("{\"kind\":\"measure\""));
+    let name = |line: &str| {
+        let (_, rest) = line.split_once("\"name\":\"").unwrap();
+        rest.split_once('"').unwrap().0.to_owned()
+    };
+    measures.map(name).collect()
+}
+
+#[test]
+fn a_part_measures_its_own_alone() {
+    assert_eq!(measured("--part facts"), [""; 0]);
+    let names = measured("--part decode --format l4");
+    assert_eq!(names, ["decode/l4/block16/gqa8/b2/c40"]);
+    let name = "decode/fp8-e4m3/block16/gqa8/b1/c30";
+    assert_eq!(measured(&format!("--part headline --only {name}")), ["copy/driver", name, name]);
+}
+
+#[test]
+fn headlines_are_measured_once() {
+    let name = "decode/bf16/block16/gqa8/b64/c8192";
+    assert!(headline::has(name) && !headline::has("decode/bf16/block16/gqa4/b64/c8192"));
+    assert!(headline::has("prefill/bf16/gqa4/t16384") && headline::has("append/bf16/b64/t1"));
+    let mut bench = Bench::open(&options("--emulated --tiny").unwrap()).unwrap();
+    assert!(!bench.wants(kv_core::KvFormat::Bf16, name));
+    bench.set_headline(true);
+    assert!(bench.wants(kv_core::KvFormat::Bf16, name));
+}
+
 #[test]
 fn arguments_are_read() {
     assert_eq!(options("--device 3").unwrap().device, 3);
-    assert!(options("--facts").unwrap().facts_only);
-    for wrong in ["--device", "--device x", "--fast", "now"] {
+    assert_eq!(options("--part steps").unwrap().part, Part::Steps);
+    assert_eq!(options("--format int8").unwrap().format.unwrap().to_string(), "int8");
+    for wrong in ["--device", "--device x", "--fast", "now", "--part some", "--format x"] {
         assert!(options(wrong).is_err(), "{wrong}");
     }
 }

@@ -168,6 +168,14 @@ impl Modules {
         named.or_else(|| code::exporting(&self.units, kernel))
     }
 
+    /// Names of all kernels that archives have code of.
+    #[cfg(test)]
+    pub(super) fn kernels(&self) -> Vec<&'static str> {
+        let archives = [&self.machine, &self.ptx].into_iter().flatten();
+        let names = archives.flat_map(|archive| &archive.entries).flat_map(|entry| &entry.kernels);
+        names.map(|name| &*name.clone().leak()).collect()
+    }
+
     fn load(&self, unit: &Unit<'static>) -> Result<Module, DeviceError> {
         let mut reasons = Vec::new();
         for origin in Origin::ALL {

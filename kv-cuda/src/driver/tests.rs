@@ -262,6 +262,17 @@ impl Change {
 
 const CHANGES: [TableChange; 2] = [[1, 77], [3, 99]];
 
+/// Every kernel of the archives; those that fail do not hide others.
+#[test]
+fn every_kernel_loads() {
+    let Some(gpu) = gpu() else { return };
+    let names = gpu.modules.kernels();
+    assert!(names.len() > 50, "{names:?}");
+    let load = |name: &&'static str| gpu.modules.function(name).err();
+    let failed: Vec<_> = names.iter().filter_map(|name| Some((name, load(name)?))).collect();
+    assert!(failed.is_empty(), "{failed:#?}");
+}
+
 #[test]
 fn kernels_run_by_name() {
     let Some(gpu) = gpu() else { return };

@@ -1,6 +1,5 @@
-//! The folder that everything runs from, and the archive it becomes.
+//! The folder that everything runs from: which programs and files it has, and where.
 use std::collections::BTreeMap;
-use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -9,16 +8,12 @@ use serde_json::Value;
 
 use crate::shell;
 
-/// Largest archive.
-const BYTES_MAX: u64 = 60_000_000;
-/// Folder inside an archive.
-const NAME: &str = "kv-gpu";
-
 /// The one command of a machine without cargo.
 pub(super) const RUN: &str = r#"#!/bin/sh
-# Checks and measures the CUDA backend on this machine's card (--device N: the N-th), and leaves
-# the report, <card>.md and <card>.json, beside this file. Needs an NVIDIA driver, nothing else;
-# uses compute-sanitizer, and PyTorch and FlashInfer of python3, where they are at hand.
+# Checks and measures the CUDA backend on this machine's card (--device N: the N-th). Needs an NVIDIA
+# driver, nothing else; uses ncu, compute-sanitizer, and PyTorch and FlashInfer of python3, where they
+# are at hand. Stages are ended at their limits, all of them by --deadline SECONDS, and the report,
+# <card>.md and <card>.json, is written anew after each: into --out DIR, or beside this file.
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd) || exit 1
 exec "$here/bin/xtask" gpu --kit "$here" "$@"
 "#;
@@ -161,32 +156,6 @@ fn executable(line: &str, program: Program) -> Option<PathBuf> {
     let kind = message.pointer("/target/kind/0")?.as_str()?;
     let is_ours = name == program.target && (is_test || kind == "test") == program.is_test;
     is_ours.then(|| message.get("executable")?.as_str().map(PathBuf::from))?
-}
-
-/// Where an archive goes: the file that is named, or one in the folder.
-pub(super) fn archive(place: &Path, commit: &str) -> PathBuf {
-    let is_file = place.to_str().is_some_and(|name| name.ends_with(".tar.gz"));
-    if is_file { place.to_owned() } else { place.join(format!("{NAME}-{commit}.tar.gz")) }
-}
-
-/// Packs a kit; refuses one that is too large.
-pub(super) fn pack(folder: &Path, place: &Path, commit: &str) -> Result<()> {
-    let archive = archive(&std::path::absolute(place)?, commit);
-    if let Some(parent) = archive.parent() {
-        fs::create_dir_all(parent)?;
-    }
-    let mut tar = shell::program("tar");
-    tar.arg("-czf").arg(&archive).arg("-C").arg(folder);
-    // Owners are of no use elsewhere.
-    tar.args(["--owner=0", "--group=0", "--numeric-owner"]);
-    let rename: OsString = format!("--transform=s,^\\.,{NAME},").into();
-    shell::run(tar.arg(rename).arg("."))?;
-    let bytes = fs::metadata(&archive)?.len();
-    println!("{}: {bytes} bytes", archive.display());
-    if bytes >= BYTES_MAX {
-        bail!("{} has {bytes} bytes, {BYTES_MAX} is the limit", archive.display());
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -3,22 +3,27 @@
 //! Programs and data are laid out in one folder, the kit, and everything runs from there: here, or
 //! on a machine that got the folder as an archive (`--package`) and has neither cargo nor network.
 mod kit;
+mod pack;
+mod predict;
+mod process;
 mod record;
 mod report;
 mod run;
+mod stages;
 mod target;
 #[cfg(test)]
 mod tests;
 
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
 use crate::shell;
 use crate::workspace::Workspace;
-use report::Report;
+use report::{Outcome, Report};
+use run::{Limits, Runner};
 
 /// What to do.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -33,6 +38,10 @@ pub(crate) struct Options {
     pub(crate) vectors: Vec<PathBuf>,
     /// Ordinal of the card.
     pub(crate) device: u32,
+    /// Seconds that all stages may take together.
+    pub(crate) deadline: Option<u64>,
+    /// Folder for the report and everything else that a run leaves.
+    pub(crate) out: Option<PathBuf>,
 }
 
 /// Runs, or packs; whether nothing failed.
@@ -48,24 +57,30 @@ pub(crate) fn run(options: &Options) -> Result<bool> {
     }
     if let Some(place) = &options.package {
         let (folder, commit) = make_kit(&options.vectors)?;
-        kit::pack(&folder, place, &commit)?;
+        pack::pack(&folder, place, &commit)?;
         return Ok(true);
     }
     if let Some(why) = no_card() {
         bail!("nothing was run and nothing written: {why}");
     }
-    if let Some(folder) = &options.kit {
-        return check(&std::path::absolute(folder)?, folder, options.device);
-    }
-    let (folder, _) = make_kit(&options.vectors)?;
-    check(&folder, &shell::root().join("docs/gpu"), options.device)
+    let limits = Limits { deadline: options.deadline.map(Duration::from_secs), stage_max: None };
+    let out = options.out.as_ref().map(std::path::absolute).transpose()?;
+    let (kit, reports) = if let Some(folder) = &options.kit {
+        let kit = std::path::absolute(folder)?;
+        (kit.clone(), kit)
+    } else {
+        (make_kit(&options.vectors)?.0, shell::root().join("docs/gpu"))
+    };
+    check(&kit, (&reports, out.as_deref()), options.device, limits)
 }
 
 /// Why no card can be here, before anything is built; the driver has the last word.
 fn no_card() -> Option<String> {
     let nodes = ["/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"];
     let is_there = nodes.iter().any(|node| Path::new(node).exists());
-    (!is_there && shell::output(Command::new("nvidia-smi").arg("-L")).is_none()).then(|| {
+    (!is_there
+        && process::output(Command::new("nvidia-smi").arg("-L"), Duration::from_secs(30)).is_none())
+    .then(|| {
         format!("no NVIDIA card: none of {} is there, and nvidia-smi lists none", nodes.join(", "))
     })
 }
@@ -94,27 +109,30 @@ fn commit() -> Result<String> {
     Ok(if is_changed { format!("{hash}-changed") } else { hash })
 }
 
-/// Runs a kit and writes its report; whether all of it passed.
-fn check(kit: &Path, reports: &Path, device: u32) -> Result<bool> {
-    let report = run::all(kit, device)?;
-    fs::create_dir_all(reports)?;
-    let name = report.file_name();
-    let write = |extension: &str, text: String| {
-        let file = reports.join(format!("{name}.{extension}"));
-        fs::write(&file, text).with_context(|| format!("cannot write {}", file.display()))?;
-        println!("wrote {}", file.display());
-        Ok::<_, anyhow::Error>(())
-    };
-    write("json", format!("{:#}\n", report.json()))?;
-    write("md", report.markdown())?;
-    Ok(summary(&report))
+/// Runs a kit, which writes its report; whether nothing failed.
+fn check(kit: &Path, places: (&Path, Option<&Path>), device: u32, limits: Limits) -> Result<bool> {
+    let mut runner = Runner::new(kit, places, device, limits)?;
+    run_kit(&mut runner)
+}
+
+fn run_kit(runner: &mut Runner<'_>) -> Result<bool> {
+    runner.prepare()?;
+    if stages::facts(runner)? {
+        stages::all(runner)?;
+    }
+    for extension in ["json", "md"] {
+        println!("wrote {}", runner.report_file(extension).display());
+    }
+    Ok(summary(&runner.report))
 }
 
 fn summary(report: &Report) -> bool {
     let failed = report.failed();
     for check in &failed {
-        println!("FAILED {}", check.name);
+        println!("{} {}", check.outcome.words().0.to_uppercase(), check.name);
     }
-    println!("{} checks, {} failed", report.checks.len(), failed.len());
+    let is_skipped = |outcome: &Outcome| matches!(outcome, Outcome::Skipped(_));
+    let skipped = report.checks.iter().filter(|check| is_skipped(&check.outcome)).count();
+    println!("{} checks, {} failed, {skipped} not run", report.checks.len(), failed.len());
     failed.is_empty()
 }

@@ -3,6 +3,7 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
+use super::predict::{Prediction, Unit, prediction};
 use super::record::{Measure, Records};
 use super::target::{self, targets};
 
@@ -12,7 +13,26 @@ pub(super) enum Outcome {
     /// With what it said, if that is worth a word.
     Passed(String),
     Failed(String),
+    /// Ended by us, at its limit.
+    TimedOut(String),
     Skipped(String),
+}
+
+impl Outcome {
+    /// Its name, and what was said.
+    pub(super) fn words(&self) -> (&'static str, &str) {
+        match self {
+            Self::Passed(said) => ("passed", said),
+            Self::Failed(said) => ("failed", said),
+            Self::TimedOut(said) => ("timed out", said),
+            Self::Skipped(said) => ("not run", said),
+        }
+    }
+
+    /// Whether something is wrong.
+    pub(super) fn is_failure(&self) -> bool {
+        matches!(self, Self::Failed(_) | Self::TimedOut(_))
+    }
 }
 
 /// One program that was run, or would have been.
@@ -50,15 +70,26 @@ impl Report {
         if words.is_empty() { "unnamed".to_owned() } else { words.join("-") }
     }
 
-    /// What failed.
+    /// What failed, or did not end.
     pub(super) fn failed(&self) -> Vec<&Check> {
-        let is_failed = |check: &&Check| matches!(check.outcome, Outcome::Failed(_));
-        self.checks.iter().filter(is_failed).collect()
+        self.checks.iter().filter(|check| check.outcome.is_failure()).collect()
+    }
+
+    /// What was measured so far, for a terminal.
+    pub(super) fn headlines(&self) -> String {
+        let line = |measure: &Measure| {
+            let share = measure.of_copy.map(|share| format!(", {share:.3} of copy"));
+            let rate = measure.tflop_per_s.map(|rate| format!(", {rate:.1} TFLOP/s"));
+            let rest = [share, rate].into_iter().flatten().collect::<String>();
+            format!("   {}: {:.2} us{rest}\n", measure.name, measure.micros)
+        };
+        self.records.measures.iter().map(line).collect()
     }
 
     pub(super) fn json(&self) -> Value {
         let checks: Vec<_> = self.checks.iter().map(check_json).collect();
-        let measures: Vec<_> = self.records.measures.iter().map(measure_json).collect();
+        let measures: Vec<_> =
+            self.records.measures.iter().map(|measure| measure_json(&self.card, measure)).collect();
         let skipped = self.records.skipped.iter();
         let skipped: Vec<_> =
             skipped.map(|(name, why)| json!({"name": name, "why": why})).collect();
@@ -114,12 +145,13 @@ impl Report {
         text.push_str("## Checks\n\n| check | command | exit | seconds | result |\n");
         text.push_str("|---|---|---|---|---|\n");
         for check in &self.checks {
-            let (word, said) = match &check.outcome {
-                Outcome::Passed(said) => ("passed", said),
-                Outcome::Failed(said) => ("**FAILED**", said),
-                Outcome::Skipped(said) => ("not run", said),
+            let (word, said) = check.outcome.words();
+            let word = if check.outcome.is_failure() {
+                format!("**{}**", word.to_uppercase())
+            } else {
+                word.to_owned()
             };
-            let result = if said.is_empty() { word.to_owned() } else { format!("{word}: {said}") };
+            let result = if said.is_empty() { word } else { format!("{word}: {said}") };
             let exit = check.exit_code.map_or_else(|| "-".to_owned(), |code| code.to_string());
             let _ = writeln!(
                 text,
@@ -150,17 +182,17 @@ impl Report {
                 for peer in &peers {
                     let _ = write!(text, " {} us |", cell(peer));
                 }
-                text.push_str(" target |\n|---|---|---|---|---|");
+                text.push_str(" expected | target |\n|---|---|---|---|---|");
                 text.push_str(&"---|".repeat(peers.len()));
-                text.push_str("---|\n");
+                text.push_str("---|---|\n");
             }
-            text.push_str(&row(measure, &peers));
+            text.push_str(&row(&self.card, measure, &peers));
         }
         text.push('\n');
     }
 }
 
-fn row(measure: &Measure, peers: &[&str]) -> String {
+fn row(card: &str, measure: &Measure, peers: &[&str]) -> String {
     let rate = match (measure.gb_per_s, measure.tflop_per_s) {
         (_, Some(rate)) => format!("{rate:.1} TFLOP/s"),
         (Some(rate), None) => format!("{rate:.1} GB/s"),
@@ -186,8 +218,21 @@ fn row(measure: &Measure, peers: &[&str]) -> String {
             format!("{}: {word}", target.text)
         })
         .collect();
-    let _ = writeln!(text, " {} |", cell(&targets.join("; ")));
+    let expected = or_dash(prediction(card, measure).map(expected));
+    let _ = writeln!(text, " {expected} | {} |", cell(&targets.join("; ")));
     text
+}
+
+/// A prediction, with how far off it is where it is.
+fn expected(prediction: Prediction) -> String {
+    let value = match prediction.unit {
+        Unit::OfCopy => format!("{:.2}", prediction.value),
+        Unit::TflopPerS => format!("{:.0} TFLOP/s", prediction.value),
+    };
+    match prediction.ratio {
+        Some(ratio) if prediction.is_missed() => format!("{value}: **{ratio:.2} of it**"),
+        _ => value,
+    }
 }
 
 /// Text that does not end a table's cell.
@@ -196,11 +241,7 @@ fn cell(text: &str) -> String {
 }
 
 fn check_json(check: &Check) -> Value {
-    let (outcome, said) = match &check.outcome {
-        Outcome::Passed(said) => ("passed", said),
-        Outcome::Failed(said) => ("failed", said),
-        Outcome::Skipped(said) => ("not run", said),
-    };
+    let (outcome, said) = check.outcome.words();
     json!({
         "name": check.name,
         "command": check.command,
@@ -211,7 +252,18 @@ fn check_json(check: &Check) -> Value {
     })
 }
 
-fn measure_json(measure: &Measure) -> Value {
+fn measure_json(card: &str, measure: &Measure) -> Value {
+    let expected = prediction(card, measure).map(|prediction| {
+        json!({
+            "value": prediction.value,
+            "unit": match prediction.unit {
+                Unit::OfCopy => "of_copy",
+                Unit::TflopPerS => "tflop_per_s",
+            },
+            "ratio": prediction.ratio,
+            "is_missed": prediction.is_missed(),
+        })
+    });
     let targets = targets(measure).into_iter();
     let targets: Vec<_> =
         targets.map(|target| json!({"text": target.text, "is_met": target.is_met})).collect();
@@ -226,6 +278,7 @@ fn measure_json(measure: &Measure) -> Value {
         "tflop_per_s": measure.tflop_per_s,
         "of_copy": measure.of_copy,
         "peers_us": peers,
+        "expected": expected,
         "targets": targets,
     })
 }

@@ -1,74 +1,406 @@
-//! Running a kit: every check, then the measures.
+//! Running a kit: stages one after another, each a process with a limit of its own.
+//!
+//! The report is written anew behind every stage, so that whatever ends a run early (a device that
+//! hangs, a machine that is taken away) leaves what there was until then. Which stages there are,
+//! and in which order, says [`stages`](super::stages).
 use std::env;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
+use super::process::{self, End};
 use super::record::Records;
 use super::report::{Check, Outcome, Report};
 use crate::shell;
 
+/// How long stages may take.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Limits {
+    /// All of them together.
+    pub(super) deadline: Option<Duration>,
+    /// One of them, whatever its own limit is.
+    pub(super) stage_max: Option<Duration>,
+}
+
 /// What one program left.
-struct Ended {
-    status: ExitStatus,
-    seconds: f64,
-    output: String,
+pub(super) struct Ended {
+    pub(super) end: End,
+    pub(super) seconds: f64,
+    /// All that it said, without where the kit lies.
+    pub(super) output: String,
+}
+
+/// A program and what it is started with.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Call {
+    /// The program, in the kit or of the machine, and its arguments.
+    pub(super) args: Vec<String>,
+    /// Further variables.
+    pub(super) settings: Vec<(String, String)>,
+    pub(super) limit: Duration,
 }
 
 /// A kit that runs on one card.
-struct Runner<'k> {
+pub(super) struct Runner<'k> {
     kit: &'k Path,
-    device: u32,
+    out: PathBuf,
+    reports: PathBuf,
+    pub(super) device: u32,
     /// The card as `CUDA_VISIBLE_DEVICES` names it, for programs that take the first.
-    visible: String,
-    checks: Vec<Check>,
+    pub(super) visible: String,
+    limits: Limits,
+    /// Where programs of the machine are looked for before all other places.
+    pub(super) tools: Option<PathBuf>,
+    begin: Instant,
+    pub(super) report: Report,
 }
 
-/// Variables that a program is started with.
-type Settings<'a> = &'a [(&'a str, &'a str)];
-
-/// Where runners of the suite leave their counts, and programs their records; in the kit.
-const COUNTS: &str = "logs/counts.json";
-const RECORDS: &str = "logs/records.json";
-const PEERS: &str = "logs/peers.json";
+/// Files in the folder of results: what was said by stages that ended, and by the one that runs.
+const LOGS: &str = "logs.txt";
+const RUNNING: &str = "running.txt";
+/// The same of records.
+const RECORDS: &str = "records.jsonl";
+const NEW_RECORDS: &str = "running.jsonl";
+/// Stands for the folder of results in commands that are shown.
+const OUT: &str = "$OUT";
 /// Leaves programs these cards alone.
-const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
-/// Tells the suite where its vectors are.
-const TESTDATA: (&str, &str) = ("KV_CONFORMANCE_TESTDATA", "testdata");
-const REPORT: (&str, &str) = ("KV_CONFORMANCE_REPORT", COUNTS);
+pub(super) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+/// What is kept of one stage's output, from its beginning and from its end.
+const LOG_BYTES: usize = 100_000;
+/// A stage that has less than this left until the deadline is not started.
+const STAGE_LEAST: Duration = Duration::from_secs(2);
+/// Kept of the deadline for what is behind the last stage.
+const RESERVE: Duration = Duration::from_secs(2);
 
-/// Runs everything. Ends early only where there is no card: then nothing else was run.
-pub(super) fn all(kit: &Path, device: u32) -> Result<Report> {
-    let mut runner = Runner { kit, device, visible: visible(device), checks: Vec::new() };
-    let _ = fs::remove_dir_all(kit.join("logs"));
-    fs::create_dir_all(kit.join("logs"))?;
-    let number = device.to_string();
-    let facts = runner.start("facts", &["bin/gpu", "--facts", "--device", &number], &[])?;
-    let mut records = Records::default();
-    records.read(&facts.output);
-    let card = records.fact("card").and_then(Value::as_str).unwrap_or_default().to_owned();
-    if !facts.status.success() || card.is_empty() {
-        bail!("nothing was run and nothing written: {}", last_lines(&facts.output));
+impl Call {
+    pub(super) fn new(limit_s: u64, args: &[&str]) -> Self {
+        let args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        Self { args, limit: Duration::from_secs(limit_s), settings: Vec::new() }
     }
-    runner.suite()?;
-    runner.sanitizer()?;
-    runner.program()?;
-    let records = runner.measures()?;
-    let commit = fs::read_to_string(kit.join("commit")).context("the kit names no commit")?;
-    let mut today = Command::new("date");
-    let date = shell::output(today.args(["-u", "+%Y-%m-%d"])).unwrap_or_default();
-    Ok(Report {
-        card,
-        driver: driver(),
-        commit: commit.trim().to_owned(),
-        date: date.trim().to_owned(),
-        checks: runner.checks,
-        records,
-    })
+
+    pub(super) fn with(mut self, name: &str, value: &str) -> Self {
+        self.settings.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// As one would type it in the kit.
+    pub(super) fn shown(&self) -> String {
+        let settings = self.settings.iter().map(|(name, value)| format!("{name}={value}"));
+        let quoted =
+            |arg: &String| if arg.contains(' ') { format!("\"{arg}\"") } else { arg.clone() };
+        settings.chain(self.args.iter().map(quoted)).collect::<Vec<_>>().join(" ")
+    }
+}
+
+impl Ended {
+    pub(super) fn status(&self) -> Option<ExitStatus> {
+        match self.end {
+            End::Exited(status) => Some(status),
+            End::TimedOut | End::Stuck => None,
+        }
+    }
+
+    pub(super) fn is_success(&self) -> bool {
+        self.status().is_some_and(|status| status.success())
+    }
+
+    /// What is wrong with an end, `None` where the program says that all is right.
+    pub(super) fn failure(&self, limit: Duration) -> Option<Outcome> {
+        let tail = last_lines(&self.output);
+        let limit = limit.as_secs_f64();
+        match self.end {
+            End::Exited(status) if status.success() => None,
+            End::Exited(status) => Some(Outcome::Failed(match status.code() {
+                Some(_) => tail,
+                None => format!("{status}; {tail}"),
+            })),
+            End::TimedOut => Some(Outcome::TimedOut(format!("killed after {limit:.1} s; {tail}"))),
+            End::Stuck => {
+                let why = "a signal does not end it, it is left behind";
+                Some(Outcome::TimedOut(format!("{why} after {limit:.1} s; {tail}")))
+            }
+        }
+    }
+}
+
+impl<'k> Runner<'k> {
+    /// Gets ready to run a kit; nothing is written yet.
+    ///
+    /// Results go to `out`, or else the report beside the others and the rest into the kit.
+    pub(super) fn new(
+        kit: &'k Path,
+        (reports, out): (&Path, Option<&Path>),
+        device: u32,
+        limits: Limits,
+    ) -> Result<Self> {
+        let commit = fs::read_to_string(kit.join("commit")).context("the kit names no commit")?;
+        let mut today = Command::new("date");
+        let date = shell::output(today.args(["-u", "+%Y-%m-%d"])).unwrap_or_default();
+        let report = Report {
+            commit: commit.trim().to_owned(),
+            date: date.trim().to_owned(),
+            ..Report::default()
+        };
+        Ok(Self {
+            kit,
+            out: out.map_or_else(|| kit.join("out"), Path::to_owned),
+            reports: out.unwrap_or(reports).to_owned(),
+            device,
+            visible: visible(device),
+            limits,
+            tools: None,
+            begin: Instant::now(),
+            report,
+        })
+    }
+
+    /// A program of the kit or of the machine.
+    fn command(&self, program: &str) -> Command {
+        let is_ours = program.starts_with("bin/");
+        let place = if is_ours { self.kit.join(program) } else { PathBuf::from(program) };
+        let mut command = Command::new(place);
+        command.current_dir(self.kit);
+        if let Some(tools) = &self.tools {
+            let others = env::var_os("PATH").unwrap_or_default();
+            let all = std::iter::once(tools.clone()).chain(env::split_paths(&others));
+            command.env("PATH", env::join_paths(all).unwrap_or(others));
+        }
+        command
+    }
+
+    /// What a tool of the machine says. A card that hangs makes tools hang that only ask about it.
+    pub(super) fn ask(&self, args: &[&str]) -> Option<String> {
+        let (program, args) = args.split_first()?;
+        let limit = Duration::from_secs(30).min(self.limits.stage_max.unwrap_or(Duration::MAX));
+        process::output(self.command(program).args(args), limit)
+    }
+
+    /// What the driver's own tool says about a card, a line.
+    fn query(&self, what: &str) -> Option<String> {
+        let what = format!("--query-gpu={what}");
+        let said =
+            self.ask(&["nvidia-smi", &what, "--format=csv,noheader", "-i", &self.visible])?;
+        said.lines().next().map(|line| line.trim().to_owned()).filter(|line| !line.is_empty())
+    }
+
+    /// Clock of the multiprocessors, power and temperature, as the driver's tool tells them.
+    fn clocks(&self) -> Option<String> {
+        self.query("clocks.sm,power.draw,temperature.gpu")
+    }
+
+    /// The driver's version, from its own tool or the kernel.
+    pub(super) fn driver(&self) -> String {
+        let version = self
+            .query("driver_version")
+            .or_else(|| fs::read_to_string("/proc/driver/nvidia/version").ok());
+        let version = version.as_deref().and_then(|text| text.lines().next()).unwrap_or_default();
+        if version.trim().is_empty() { "unknown".to_owned() } else { version.trim().to_owned() }
+    }
+
+    /// A folder of the kit.
+    pub(super) fn place(&self, name: &str) -> PathBuf {
+        self.kit.join(name)
+    }
+
+    /// The files of results, from now on only those of this run.
+    pub(super) fn prepare(&self) -> Result<()> {
+        fs::create_dir_all(&self.out)
+            .with_context(|| format!("cannot make {}", self.out.display()))?;
+        for name in [LOGS, RUNNING, RECORDS, NEW_RECORDS] {
+            match fs::remove_file(self.out.join(name)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets what was said: nothing ran that anyone wants to read about.
+    pub(super) fn clear(&self) {
+        let _ = fs::remove_file(self.out.join(LOGS));
+        // Stays where it has something of others in it.
+        let _ = fs::remove_dir(&self.out);
+    }
+
+    /// How long a stage may take where there is time enough.
+    pub(super) fn limit_of(&self, call: &Call) -> Duration {
+        call.limit.min(self.limits.stage_max.unwrap_or(Duration::MAX))
+    }
+
+    /// How long a stage may take now; notes where that is too little to begin.
+    fn has_time(&mut self, name: &str, call: &Call) -> Result<Option<Duration>> {
+        let limit = self.limit_of(call);
+        let Some(deadline) = self.limits.deadline else { return Ok(Some(limit)) };
+        let left = deadline.saturating_sub(RESERVE).saturating_sub(self.begin.elapsed());
+        if left < STAGE_LEAST.min(limit) {
+            let why = format!("the deadline of {:.0} s was near", deadline.as_secs_f64());
+            self.skip(name, call, &why)?;
+            return Ok(None);
+        }
+        Ok(Some(limit.min(left)))
+    }
+
+    /// Runs a stage, and notes how it ended: as `judge` says where the program itself is content.
+    /// `None` where it was not run.
+    pub(super) fn stage(
+        &mut self,
+        name: &str,
+        call: &Call,
+        judge: impl FnOnce(&Ended) -> Outcome,
+    ) -> Result<Option<Ended>> {
+        self.judged(name, call, |ended, failure| failure.unwrap_or_else(|| judge(ended)))
+    }
+
+    /// The same, where `judge` is told how the program failed, if it did.
+    pub(super) fn judged(
+        &mut self,
+        name: &str,
+        call: &Call,
+        judge: impl FnOnce(&Ended, Option<Outcome>) -> Outcome,
+    ) -> Result<Option<Ended>> {
+        let Some(limit) = self.has_time(name, call)? else { return Ok(None) };
+        let ended = match self.start(name, call, limit) {
+            Ok(ended) => ended,
+            // A program of the machine that is not there, or one that a damaged kit lacks.
+            Err(error) => {
+                let outcome = Outcome::Failed(format!("{error:#}"));
+                self.note(name, call.shown(), None, outcome)?;
+                return Ok(None);
+            }
+        };
+        let outcome = judge(&ended, ended.failure(limit));
+        self.note(name, call.shown(), Some(&ended), outcome)?;
+        Ok(Some(ended))
+    }
+
+    /// Notes an outcome and writes the report anew.
+    pub(super) fn note(
+        &mut self,
+        name: &str,
+        command: String,
+        ended: Option<&Ended>,
+        outcome: Outcome,
+    ) -> Result<()> {
+        let (word, said) = outcome.words();
+        println!("   {word}{}{said}", if said.is_empty() { "" } else { ": " });
+        self.report.checks.push(Check {
+            name: name.to_owned(),
+            command: self.without_places(&command),
+            exit_code: ended.and_then(Ended::status).and_then(|status| status.code()),
+            seconds: ended.map_or(0.0, |ended| ended.seconds),
+            outcome,
+        });
+        self.write()
+    }
+
+    pub(super) fn skip(&mut self, name: &str, call: &Call, why: &str) -> Result<()> {
+        println!("-- {name}");
+        self.note(name, call.shown(), None, Outcome::Skipped(why.to_owned()))
+    }
+
+    /// Writes the report as it is.
+    pub(super) fn write(&self) -> Result<()> {
+        fs::create_dir_all(&self.reports)
+            .with_context(|| format!("cannot make {}", self.reports.display()))?;
+        let write = |extension: &str, text: String| {
+            let file = self.report_file(extension);
+            // Whole or as it was, should this be ended while it writes.
+            let partial = file.with_extension("partial");
+            fs::write(&partial, text)
+                .and_then(|()| fs::rename(&partial, &file))
+                .with_context(|| format!("cannot write {}", file.display()))
+        };
+        write("json", format!("{:#}\n", self.report.json()))?;
+        write("md", self.report.markdown())
+    }
+
+    pub(super) fn report_file(&self, extension: &str) -> PathBuf {
+        self.reports.join(format!("{}.{extension}", self.report.file_name()))
+    }
+
+    /// Adds the file of new records to `args` behind the option that takes it, runs, and reads what
+    /// there is of it, however the program ended. Checks among the records are noted as such.
+    pub(super) fn measure(
+        &mut self,
+        name: &str,
+        mut call: Call,
+        option: Option<&str>,
+    ) -> Result<Option<Ended>> {
+        let file = self.out.join(NEW_RECORDS);
+        call.args.extend(option.map(str::to_owned));
+        call.args.push(file.to_string_lossy().into_owned());
+        let before = self.report.records.checks.len();
+        let clocks = self.clocks();
+        let ended = self.stage(name, &call, |_| Outcome::Passed(String::new()))?;
+        let text = fs::read(&file).unwrap_or_default();
+        let _ = fs::remove_file(&file);
+        let text = String::from_utf8_lossy(&text);
+        self.append(RECORDS, &text)?;
+        self.report.records.read(&text);
+        if let (Some(before), Some(after)) = (clocks, self.clocks()) {
+            let fact = (format!("card around {name}"), format!("{before}; then {after}").into());
+            self.report.records.facts.push(fact);
+        }
+        let checks = self.report.records.checks.get(before..).unwrap_or_default().to_vec();
+        for (check, wrong) in checks {
+            let outcome = wrong.map_or_else(|| Outcome::Passed(String::new()), Outcome::Failed);
+            self.note(&check, call.shown(), None, outcome)?;
+        }
+        self.write()?;
+        Ok(ended)
+    }
+
+    /// Runs a program in the kit; what it says goes to the log.
+    pub(super) fn start(&self, name: &str, call: &Call, limit: Duration) -> Result<Ended> {
+        println!("-- {name}: {}", self.without_places(&call.shown()));
+        let Some((program, args)) = call.args.split_first() else { bail!("{name}: no program") };
+        let running = self.out.join(RUNNING);
+        let file = File::create(&running)?;
+        let mut command = self.command(program);
+        command.args(args);
+        command.envs(call.settings.iter().map(|(name, value)| (name, value)));
+        command.stdout(file.try_clone()?).stderr(file);
+        let begin = Instant::now();
+        let end =
+            process::run(&mut command, limit).with_context(|| format!("cannot run {program}"))?;
+        let seconds = begin.elapsed().as_secs_f64();
+        let output = fs::read(&running)?;
+        let output = self.without_places(&shortened(&String::from_utf8_lossy(&output)));
+        println!("   {end:?}, {seconds:.1} s");
+        let command = self.without_places(&call.shown());
+        let title = format!("== {name}: {command}\n== {end:?}, {seconds:.1} s\n");
+        self.append(LOGS, &format!("{title}{}\n", output.trim_end()))?;
+        fs::remove_file(&running)?;
+        Ok(Ended { end, seconds, output })
+    }
+
+    /// Text that does not tell where the kit and its results lie.
+    fn without_places(&self, text: &str) -> String {
+        let text = text.replace(&*self.out.to_string_lossy(), OUT);
+        text.replace(&*self.kit.to_string_lossy(), ".")
+    }
+
+    fn append(&self, name: &str, text: &str) -> Result<()> {
+        let file = self.out.join(name);
+        let mut file = OpenOptions::new().create(true).append(true).open(file)?;
+        Ok(file.write_all(text.as_bytes())?)
+    }
+}
+
+/// The beginning and the end of a long text.
+fn shortened(text: &str) -> String {
+    if text.len() <= LOG_BYTES.saturating_mul(2) {
+        return text.to_owned();
+    }
+    let head = text.floor_char_boundary(LOG_BYTES);
+    let tail = text.ceil_char_boundary(text.len().saturating_sub(LOG_BYTES));
+    let (head, tail) = (text.get(..head), text.get(tail..));
+    format!("{}\n[...]\n{}", head.unwrap_or_default(), tail.unwrap_or_default())
 }
 
 /// A card by its number among those that are visible now.
@@ -79,211 +411,13 @@ fn visible(device: u32) -> String {
     card.map_or_else(|| device.to_string(), str::to_owned)
 }
 
-/// The driver's version, from its own tool or the kernel.
-fn driver() -> String {
-    let mut tool = Command::new("nvidia-smi");
-    let version = shell::output(tool.args(["--query-gpu=driver_version", "--format=csv,noheader"]))
-        .or_else(|| fs::read_to_string("/proc/driver/nvidia/version").ok());
-    let version = version.as_deref().and_then(|text| text.lines().next()).unwrap_or_default();
-    if version.trim().is_empty() { "unknown".to_owned() } else { version.trim().to_owned() }
-}
-
-impl Runner<'_> {
-    /// Tests of the driver, the suite, vectors, replay.
-    fn suite(&mut self) -> Result<()> {
-        let visible = self.visible.clone();
-        let card = (VISIBLE, visible.as_str());
-        self.test("driver", &["bin/driver", "driver::"], &[card])?;
-        let suite = ["bin/conformance", "--backend", "cuda"];
-        self.test("conformance", &suite, &[card, TESTDATA, REPORT])?;
-        for vectors in folders(&self.kit.join("vectors")) {
-            let place = format!("vectors/{vectors}");
-            let args = [&suite[..], &["--vectors", place.as_str()]].concat();
-            self.test(&format!("conformance, {place}"), &args, &[card, TESTDATA, REPORT])?;
-        }
-        // The same random operations on the card and on the naive model, compared step by step: as
-        // the CPU backend is, so that both agree where both pass.
-        let seed = ("KV_CONFORMANCE_SEED", "2");
-        let args = [&suite[..], &["random"]].concat();
-        self.test("differential: random lives", &args, &[card, TESTDATA, REPORT, seed])?;
-        self.test("graph replay", &["bin/replay"], &[card, ("KV_CUDA_TEST_CARD", "0")])
-    }
-
-    /// A few cases under each of the toolkit's tools that fit them.
-    fn sanitizer(&mut self) -> Result<()> {
-        const CASES: [(&str, &str); 4] = [
-            ("memcheck", "cuda::attend/ragged_gqa"),
-            ("memcheck", "cuda::copy/fork_then_child_writes"),
-            ("memcheck", "cuda::gather/ranges"),
-            ("racecheck", "cuda::attend/ragged_gqa"),
-        ];
-        const NAME: &str = "compute-sanitizer";
-        let is_there = shell::output(Command::new(NAME).arg("--version")).is_some();
-        let visible = self.visible.clone();
-        for (tool, case) in CASES {
-            let name = format!("{NAME} {tool}, {case}");
-            let tool = format!("--tool={tool}");
-            let args = [NAME, &tool, "--error-exitcode=9", "bin/conformance", "--backend", "cuda"];
-            let args = [&args[..], &[case, "--test-threads=1"]].concat();
-            if is_there {
-                let card = (VISIBLE, visible.as_str());
-                self.test(&name, &args, &[card, TESTDATA, REPORT])?;
-            } else {
-                self.skip(&name, &args, "compute-sanitizer is not installed here");
-            }
-        }
-        Ok(())
-    }
-
-    /// The text that the program `kv` generates must be the CPU's where nothing is rounded.
-    fn program(&mut self) -> Result<()> {
-        let backends = [format!("cuda:{}", self.device), "cpu".to_owned()];
-        for format in ["f32", "bf16", "int8"] {
-            let name = format!("kv generate, {format}");
-            let mut texts = Vec::new();
-            let mut last = None;
-            for backend in backends.iter().rev() {
-                let model = ["bin/kv", "generate", "--model", "models/stories260K", "--json"];
-                let prompts = ["--prompt", "Once upon a time", "--prompt", "Lily and Tom"];
-                let how = ["--max-new-tokens", "64", "--format", format, "--backend", backend];
-                let args = [&model[..], &prompts, &how].concat();
-                let ended = self.start(&format!("{name}, {backend}"), &args, &[])?;
-                texts.push(generated(&ended.output));
-                last = Some((shown(&args, &[]), ended));
-            }
-            let Some((command, ended)) = last else { continue };
-            let outcome = match texts.as_slice() {
-                [Some(cpu), Some(cuda)] if !ended.status.success() || cpu != cuda => {
-                    // What is rounded when it is stored may turn a close call.
-                    if ended.status.success() && format != "f32" {
-                        Outcome::Passed("other texts than with --backend cpu".to_owned())
-                    } else {
-                        Outcome::Failed("other texts than with --backend cpu".to_owned())
-                    }
-                }
-                [Some(_), Some(_)] => {
-                    Outcome::Passed("the same texts as with --backend cpu".to_owned())
-                }
-                _ => Outcome::Failed(last_lines(&ended.output)),
-            };
-            let (exit_code, seconds) = (ended.status.code(), ended.seconds);
-            self.checks.push(Check { name, command, exit_code, seconds, outcome });
-        }
-        Ok(())
-    }
-
-    /// Oracles at the shapes that are measured, the measures, and those of others.
-    fn measures(&mut self) -> Result<Records> {
-        let number = self.device.to_string();
-        let args = ["bin/gpu", "--device", &number, "--out", RECORDS];
-        let ended = self.start("measures", &args, &[])?;
-        let mut records = Records::default();
-        records.read(&fs::read_to_string(self.kit.join(RECORDS)).unwrap_or_default());
-        for (name, wrong) in &records.checks {
-            let outcome = match wrong {
-                None => Outcome::Passed(String::new()),
-                Some(why) => Outcome::Failed(why.clone()),
-            };
-            let (command, exit_code) = (shown(&args, &[]), None);
-            self.checks.push(Check {
-                name: name.clone(),
-                command,
-                exit_code,
-                seconds: 0.0,
-                outcome,
-            });
-        }
-        self.ended("measures", (&args, &[]), &ended, None);
-        let python = ["python3", "-B", "peers.py", PEERS];
-        let mut has_torch = Command::new("python3");
-        if shell::output(has_torch.args(["-c", "import torch"])).is_none() {
-            self.skip("peers", &python, "PyTorch is not at hand: python3 cannot import torch");
-            return Ok(records);
-        }
-        let visible = self.visible.clone();
-        let card = (VISIBLE, visible.as_str());
-        let ended = self.start("peers", &python, &[card])?;
-        records.read(&fs::read_to_string(self.kit.join(PEERS)).unwrap_or_default());
-        self.ended("peers", (&python, &[card]), &ended, None);
-        Ok(records)
-    }
-
-    /// Runs a test program; runners of the suite have counts.
-    fn test(&mut self, name: &str, args: &[&str], settings: Settings<'_>) -> Result<()> {
-        let _ = fs::remove_file(self.kit.join(COUNTS));
-        let ended = self.start(name, args, settings)?;
-        let counts = fs::read_to_string(self.kit.join(COUNTS)).ok();
-        let counts = counts.and_then(|text| counted(&serde_json::from_str(&text).ok()?));
-        self.ended(name, (args, settings), &ended, counts);
-        Ok(())
-    }
-
-    fn ended(
-        &mut self,
-        name: &str,
-        (args, settings): (&[&str], Settings<'_>),
-        ended: &Ended,
-        said: Option<String>,
-    ) {
-        let outcome = if ended.status.success() {
-            Outcome::Passed(said.unwrap_or_else(|| summary(&ended.output)))
-        } else {
-            let tail = last_lines(&ended.output);
-            Outcome::Failed(said.map_or(tail.clone(), |said| format!("{said}; {tail}")))
-        };
-        let (name, command) = (name.to_owned(), shown(args, settings));
-        let (exit_code, seconds) = (ended.status.code(), ended.seconds);
-        self.checks.push(Check { name, command, exit_code, seconds, outcome });
-    }
-
-    fn skip(&mut self, name: &str, args: &[&str], why: &str) {
-        println!("-- {name}: {why}");
-        let (name, command) = (name.to_owned(), shown(args, &[]));
-        let outcome = Outcome::Skipped(why.to_owned());
-        self.checks.push(Check { name, command, exit_code: None, seconds: 0.0, outcome });
-    }
-
-    /// Runs a program in the kit; what it says goes to a log.
-    fn start(&self, name: &str, args: &[&str], settings: Settings<'_>) -> Result<Ended> {
-        println!("-- {name}: {}", shown(args, settings));
-        let Some((program, args)) = args.split_first() else { bail!("{name}: no program") };
-        let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '-' };
-        let log = format!("logs/{}.log", name.chars().map(plain).collect::<String>());
-        let log = self.kit.join(log);
-        let file = File::create(&log)?;
-        let is_ours = program.starts_with("bin/");
-        let program = if is_ours { self.kit.join(program) } else { PathBuf::from(program) };
-        let mut command = Command::new(&program);
-        command.args(args).envs(settings.iter().copied()).current_dir(self.kit);
-        command.stdout(file.try_clone()?).stderr(file);
-        let begin = Instant::now();
-        let status = command.status();
-        let status = status.with_context(|| format!("cannot start {}", program.display()))?;
-        let seconds = begin.elapsed().as_secs_f64();
-        let output = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
-        // Where the kit lies is nobody's business.
-        let output = output.replace(&*self.kit.to_string_lossy(), ".");
-        println!("   {status}, {seconds:.1} s");
-        Ok(Ended { status, seconds, output })
-    }
-}
-
 /// Names of the folders in a folder, in order.
-fn folders(place: &Path) -> Vec<String> {
+pub(super) fn folders(place: &Path) -> Vec<String> {
     let entries = fs::read_dir(place).into_iter().flatten().flatten();
     let mut names: Vec<_> =
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     names.sort();
     names
-}
-
-/// A command as one would type it in the kit.
-pub(super) fn shown(args: &[&str], settings: Settings<'_>) -> String {
-    let settings = settings.iter().map(|(name, value)| format!("{name}={value}"));
-    let quoted = |arg: &&str| {
-        if arg.contains(' ') { format!("\"{arg}\"") } else { (*arg).to_owned() }
-    };
-    settings.chain(args.iter().map(quoted)).collect::<Vec<_>>().join(" ")
 }
 
 /// Counts of a runner of the suite.
@@ -293,17 +427,8 @@ pub(super) fn counted(report: &Value) -> Option<String> {
     Some(format!("{passed} passed, {failed} failed, {skipped} skipped"))
 }
 
-/// The texts that `kv generate --json` made; its object is one line among others.
-pub(super) fn generated(output: &str) -> Option<Vec<String>> {
-    let mut records = output.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let report = records.find(|record| record.get("sequences").is_some())?;
-    let sequences = report.get("sequences")?.as_array()?;
-    let text = |sequence: &Value| Some(sequence.get("text")?.as_str()?.to_owned());
-    sequences.iter().map(text).collect()
-}
-
 /// What the harness of tests says at the end.
-fn summary(output: &str) -> String {
+pub(super) fn summary(output: &str) -> String {
     let line = output.lines().rev().find(|line| line.starts_with("test result: "));
     line.unwrap_or_default().trim_start_matches("test result: ").to_owned()
 }

@@ -1,9 +1,13 @@
 //! The report, the kit's contents, and what programs say.
+use std::fs;
+
 use serde_json::json;
 
 use super::record::{Measure, Records};
-use super::report::{Check, Outcome, Report};
+use super::report::Check;
+use super::stages::{families_of, generated};
 use super::target::targets;
+
 use super::*;
 
 fn measure(name: &str, micros: f64, of_copy: Option<f64>) -> Measure {
@@ -51,6 +55,7 @@ fn report() -> Report {
         checks: vec![
             check("conformance", Outcome::Passed("3 passed, 0 failed, 1 skipped".to_owned())),
             check("replay", Outcome::Failed("boom".to_owned())),
+            check("steps", Outcome::TimedOut("killed after 9.0 s".to_owned())),
             check("peers", Outcome::Skipped("no torch".to_owned())),
         ],
         records,
@@ -72,7 +77,7 @@ fn records_are_read_up_to_where_they_break_off() {
 fn the_report_says_what_ran_and_what_was_reached() {
     let report = report();
     assert_eq!(report.file_name(), "nvidia-x1-80-gb");
-    assert_eq!(report.failed().len(), 1);
+    assert_eq!(report.failed().len(), 2);
     let text = report.markdown();
     for line in [
         "# NVIDIA X1 (80 GB)",
@@ -80,13 +85,14 @@ fn the_report_says_what_ran_and_what_was_reached() {
         "- multiprocessors: 7",
         "| conformance | `bin/conformance` | 0 | 1.2 | passed: 3 passed, 0 failed, 1 skipped |",
         "| replay | `bin/replay` | 0 | 1.2 | **FAILED**: boom |",
+        "| steps | `bin/steps` | 0 | 1.2 | **TIMED OUT**: killed after 9.0 s |",
         "| peers | `bin/peers` | 0 | 1.2 | not run: no torch |",
         "## decode",
-        "| what | bytes | us | rate | of copy | SDPA us | target |",
-        "| copy/driver | 4000 | 10.00 | 0.4 GB/s | 1.000 | - |  |",
-        "| decode/bf16/block16/gqa8/b64/c8192 | 7600 | 20.00 | 0.4 GB/s | 0.950 | 25.00 | \
+        "| what | bytes | us | rate | of copy | SDPA us | expected | target |",
+        "| copy/driver | 4000 | 10.00 | 0.4 GB/s | 1.000 | - | - |  |",
+        "| decode/bf16/block16/gqa8/b64/c8192 | 7600 | 20.00 | 0.4 GB/s | 0.950 | 25.00 | - | \
          >= 0.90 of copy: met; not slower than SDPA: met |",
-        "| prefill/bf16/gqa4/t1024 | - | 30.00 | 500.5 TFLOP/s | - | - | \
+        "| prefill/bf16/gqa4/t1024 | - | 30.00 | 500.5 TFLOP/s | - | - | - | \
          >= 0.60 of 989 TFLOP/s: **missed** |",
         "| decode/bf16/block16/gqa*/b256/c131072 | do \\| not fit |",
         "Targets are set for an H200",
@@ -102,7 +108,8 @@ fn the_report_for_programs_has_the_same() {
     let at = |pointer: &str| json.pointer(pointer).unwrap_or_else(|| panic!("no {pointer}"));
     assert_eq!(at("/card"), "NVIDIA X1 (80 GB)");
     assert_eq!(at("/checks/1/outcome"), "failed");
-    assert_eq!(at("/checks/2/detail"), "no torch");
+    assert_eq!(at("/checks/2/outcome"), "timed out");
+    assert_eq!(at("/checks/3/detail"), "no torch");
     assert_eq!(at("/measures/1/of_copy"), 0.95);
     assert_eq!(at("/measures/1/peers_us/SDPA"), 25.0);
     assert_eq!(at("/measures/1/targets/0/is_met"), true);
@@ -133,6 +140,37 @@ fn targets_are_those_of_the_shapes_they_name() {
 }
 
 #[test]
+fn measures_stand_beside_what_was_expected_on_their_card() {
+    let with = |card: &str, of_copy| {
+        let mut report = report();
+        report.card = card.to_owned();
+        report.records.measures = vec![measure(DECODE, 20.0, Some(of_copy))];
+        (report.markdown(), report.json())
+    };
+    let (text, json) = with("NVIDIA H200", 0.90);
+    assert!(text.contains("| 0.900 | 0.96 | >= 0.90 of copy: met |"), "{text}");
+    assert_eq!(json.pointer("/measures/0/expected/value"), Some(&json!(0.96)));
+    assert_eq!(json.pointer("/measures/0/expected/is_missed"), Some(&json!(false)));
+    let (text, json) = with("NVIDIA H100 80GB HBM3", 0.49);
+    assert!(text.contains("| 0.490 | 0.98: **0.50 of it** |"), "{text}");
+    assert_eq!(json.pointer("/measures/0/expected/is_missed"), Some(&json!(true)));
+    // Of other cards nothing is known.
+    let (text, json) = with("NVIDIA A100", 0.90);
+    assert!(text.contains("| 0.900 | - | >= 0.90 of copy: met |"), "{text}");
+    assert_eq!(json.pointer("/measures/0/expected"), Some(&json!(null)));
+    // Faster than expected is a surprise as well, and so is a rate of computing.
+    let of = |name: &str, of_copy, tflop_per_s| {
+        let measure = Measure { tflop_per_s, ..measure(name, 1.0, of_copy) };
+        predict::prediction("H200", &measure).map(|prediction| prediction.is_missed())
+    };
+    assert_eq!(of("decode/l4/block16/gqa8/b1/c8192", Some(0.10), None), Some(true));
+    assert_eq!(of("decode/l4/block16/gqa8/b1/c8192", Some(0.085), None), Some(false));
+    assert_eq!(of("prefill/bf16/gqa4/t4096", None, Some(150.0)), Some(true));
+    assert_eq!(of("prefill/bf16/gqa4/t4096", None, Some(190.0)), Some(false));
+    assert_eq!(of("decode/l4/block16/gqa4/b1/c8192", Some(0.1), None), None);
+}
+
+#[test]
 fn a_kit_has_all_that_run_sh_needs() {
     let files = kit::data(&[shell::root().join("kv-testkit/testdata/te")]).unwrap();
     for place in [
@@ -158,122 +196,20 @@ fn a_kit_has_all_that_run_sh_needs() {
 }
 
 #[test]
-fn an_archive_is_a_file_or_in_a_folder() {
-    assert_eq!(kit::archive(Path::new("a/x.tar.gz"), "abc"), Path::new("a/x.tar.gz"));
-    assert_eq!(kit::archive(Path::new("a"), "abc"), Path::new("a/kv-gpu-abc.tar.gz"));
-}
-
-#[test]
 fn what_programs_say_is_understood() {
     let counts = json!({"passed": 3, "failed": 0, "skipped": 1});
     assert_eq!(run::counted(&counts).unwrap(), "3 passed, 0 failed, 1 skipped");
     assert_eq!(run::counted(&json!({"passed": 3})), None);
     let said = "a log\n7\n{\"sequences\":[{\"text\":\"One\"},{\"text\":\"Two\"}]}\n";
-    assert_eq!(run::generated(said).unwrap(), ["One", "Two"]);
-    assert_eq!(run::generated("error: no device"), None);
+    assert_eq!(generated(said).unwrap(), ["One", "Two"]);
+    assert_eq!(generated("error: no device"), None);
     assert_eq!(run::last_lines("a\n\n b\n"), "a / b");
-    let command = run::shown(&["bin/kv", "--prompt", "Once upon"], &[("A", "1")]);
-    assert_eq!(command, "A=1 bin/kv --prompt \"Once upon\"");
-}
-
-/// Programs of a kit that say what real ones say, as scripts.
-#[cfg(unix)]
-const SCRIPTS: [(&str, &str); 5] = [
-    ("driver", "echo 'test result: ok. 2 passed'"),
-    (
-        "conformance",
-        r#"echo '{"passed": 3, "failed": 0, "skipped": 1}' > "$KV_CONFORMANCE_REPORT"
-        test "$KV_CONFORMANCE_TESTDATA" = testdata"#,
-    ),
-    ("replay", r#"test "$KV_CUDA_TEST_CARD" = 0"#),
-    (
-        "gpu",
-        r#"echo '{"kind":"fact","name":"card","value":"A card"}'
-        test "$3" = --out || exit 0
-        echo '{"kind":"check","name":"oracle/bf16","passed":true}' > "$4"
-        echo '{"kind":"measure","name":"copy/driver","us":10,"bytes":40}' >> "$4""#,
-    ),
-    ("kv", r#"echo '{"sequences":[{"text":"One"}]}'"#),
-];
-
-/// A kit of scripts in a folder that is removed with it.
-#[cfg(unix)]
-struct Scripted(PathBuf);
-
-#[cfg(unix)]
-impl Scripted {
-    fn new(name: &str, other: &[(&str, &str)]) -> Self {
-        let kit = std::env::temp_dir().join(format!("kv-xtask-{name}-{}", std::process::id()));
-        fs::create_dir_all(kit.join("bin")).unwrap();
-        fs::create_dir_all(kit.join("vectors/0")).unwrap();
-        fs::write(kit.join("commit"), "abc\n").unwrap();
-        fs::write(kit.join("peers.py"), "").unwrap();
-        for (name, text) in SCRIPTS.iter().chain(other) {
-            let text_file = kit.join(name);
-            fs::write(&text_file, format!("#!/bin/sh\n{text}\n")).unwrap();
-            // Written by another process: one that another thread starts now would hold a file
-            // that we write open, and a program that somebody writes cannot be started.
-            let mut install = Command::new("install");
-            let installed = install.args(["-m", "755"]).arg(text_file).arg(kit.join("bin"));
-            assert!(installed.status().unwrap().success());
-        }
-        Self(kit)
-    }
+    let call = run::Call::new(1, &["bin/kv", "--prompt", "Once upon"]).with("A", "1");
+    assert_eq!(call.shown(), "A=1 bin/kv --prompt \"Once upon\"");
+    let list = "cuda::b/x: test\ncuda::a/y: test\nany(cuda)::c/x: test\ncuda::b/z: test\n";
+    assert_eq!(families_of(list), ["b", "a"]);
+    assert_eq!(families_of("cuda::open: test\n"), [""; 0]);
 }
 
 #[cfg(unix)]
-impl Drop for Scripted {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-#[cfg(unix)]
-#[test]
-fn a_kit_is_run_and_its_report_written() {
-    let kit = Scripted::new("right", &[]);
-    assert!(check(&kit.0, &kit.0, 0).unwrap());
-    let text = fs::read_to_string(kit.0.join("a-card.json")).unwrap();
-    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let checks = report["checks"].as_array().unwrap();
-    let detail = |name: &str| {
-        let found = checks.iter().find(|check| check["name"] == name);
-        found.unwrap_or_else(|| panic!("no {name} in {text}"))["detail"].as_str().unwrap()
-    };
-    assert_eq!(detail("driver"), "ok. 2 passed");
-    for name in ["conformance", "conformance, vectors/0", "differential: random lives"] {
-        assert_eq!(detail(name), "3 passed, 0 failed, 1 skipped");
-    }
-    assert_eq!(detail("kv generate, int8"), "the same texts as with --backend cpu");
-    assert_eq!(detail("oracle/bf16"), "");
-    assert_eq!(report["measures"][0]["us"], 10.0);
-    let markdown = fs::read_to_string(kit.0.join("a-card.md")).unwrap();
-    assert!(markdown.starts_with("# A card\n"));
-    assert!(!(text + &markdown).contains(kit.0.to_str().unwrap()), "where it ran is told");
-}
-
-#[cfg(unix)]
-#[test]
-fn what_fails_is_in_the_report_and_nothing_after_it_is_left_out() {
-    let kv = r#"case "$*" in *cuda*) t=Two;; *) t=One;; esac
-        echo "{\"sequences\":[{\"text\":\"$t\"}]}""#;
-    let kit = Scripted::new("wrong", &[("replay", "echo at $0; exit 3"), ("kv", kv)]);
-    assert!(!check(&kit.0, &kit.0, 0).unwrap());
-    let markdown = fs::read_to_string(kit.0.join("a-card.md")).unwrap();
-    let replay = "KV_CUDA_TEST_CARD=0 bin/replay` | 3 |";
-    assert!(markdown.contains(replay), "{markdown}");
-    assert!(markdown.contains("**FAILED**: at ./bin/replay"), "{markdown}");
-    assert!(markdown.contains("**FAILED**: other texts than with --backend cpu"), "{markdown}");
-    assert!(markdown.contains("passed: other texts than with --backend cpu"), "{markdown}");
-    assert!(markdown.contains("| copy/driver | 40 |"), "{markdown}");
-}
-
-#[cfg(unix)]
-#[test]
-fn a_kit_without_a_card_writes_nothing() {
-    let none = "echo 'error: no CUDA driver library'; exit 1";
-    let kit = Scripted::new("none", &[("gpu", none)]);
-    let error = check(&kit.0, &kit.0.join("reports"), 0).unwrap_err().to_string();
-    assert!(error.contains("nothing written: error: no CUDA driver library"), "{error}");
-    assert!(!kit.0.join("reports").exists());
-}
+mod scripted;

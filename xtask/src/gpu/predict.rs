@@ -1,0 +1,97 @@
+//! What a model of the machine code expects of measures, so that a surprise is seen in the report.
+//!
+//! The model counts the instructions of each kernel's main loop in the machine code for sm_90a,
+//! issues them to the pipes of a multiprocessor at 1.98 GHz, and sets that against the bytes over
+//! the rate of a copy. It knows no caches of instructions or addresses. It is of the kernels as they
+//! were when decode was last changed for speed: what changes them should change these numbers.
+use super::record::Measure;
+
+/// A measure that misses its prediction by more than this share of it is marked.
+const NEAR: f64 = 0.15;
+
+/// Of which unit a prediction is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Unit {
+    /// Fraction of the rate of the driver's copy.
+    OfCopy,
+    TflopPerS,
+}
+
+/// What was expected.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Prediction {
+    pub(super) value: f64,
+    pub(super) unit: Unit,
+    /// What was measured over what was expected, where it was.
+    pub(super) ratio: Option<f64>,
+}
+
+impl Prediction {
+    /// Whether what was measured is not what was expected, in either direction.
+    pub(super) fn is_missed(&self) -> bool {
+        self.ratio.is_some_and(|ratio| (ratio - 1.0).abs() > NEAR)
+    }
+}
+
+/// Fractions of copy on an H200 and an H100 at decode steps with 8 query heads for each of 8 kv
+/// heads, 128 values a head, blocks of 16.
+type Decode = (&'static str, [(f64, f64); 6]);
+
+/// Batch and context of the columns.
+const SHAPES: [(&str, &str); 6] = [
+    ("b1", "c8192"),
+    ("b1", "c131072"),
+    ("b4", "c131072"),
+    ("b16", "c32768"),
+    ("b64", "c8192"),
+    ("b256", "c1024"),
+];
+const DECODE: [Decode; 5] = [
+    ("bf16", [(0.32, 0.44), (0.85, 0.91), (0.95, 0.98), (0.96, 0.98), (0.96, 0.98), (0.90, 0.95)]),
+    (
+        "fp8-e4m3",
+        [(0.17, 0.25), (0.65, 0.78), (0.79, 0.91), (0.79, 0.92), (0.78, 0.91), (0.69, 0.84)],
+    ),
+    (
+        "int8-tensor",
+        [(0.17, 0.24), (0.61, 0.76), (0.74, 0.89), (0.74, 0.89), (0.73, 0.88), (0.65, 0.81)],
+    ),
+    ("int8", [(0.16, 0.22), (0.55, 0.72), (0.65, 0.83), (0.65, 0.83), (0.64, 0.82), (0.57, 0.75)]),
+    ("l4", [(0.08, 0.12), (0.30, 0.43), (0.36, 0.51), (0.36, 0.51), (0.36, 0.51), (0.32, 0.45)]),
+];
+
+/// Others by a part of their names: H200, H100. Ranges stand as their middle.
+const OTHERS: [(&str, Unit, f64, f64); 4] = [
+    ("prefill/bf16/gqa4/t4096", Unit::TflopPerS, 191.5, 191.5),
+    ("prefill/bf16/gqa4/t16384", Unit::TflopPerS, 191.5, 191.5),
+    ("append/bf16/b1/t16384", Unit::OfCopy, 0.85, 0.85),
+    ("append/fp8-e4m3/b1/t16384", Unit::OfCopy, 0.19, 0.27),
+];
+
+/// What is expected of a measure on a card, if anything is.
+pub(super) fn prediction(card: &str, measure: &Measure) -> Option<Prediction> {
+    let of_card = |(h200, h100): (f64, f64)| match card {
+        _ if card.contains("H200") => Some(h200),
+        _ if card.contains("H100") => Some(h100),
+        _ => None,
+    };
+    let parts: Vec<&str> = measure.name.split('/').collect();
+    let (unit, both) = match parts.as_slice() {
+        ["decode", format, "block16", "gqa8", batch, context] => {
+            let column = SHAPES.iter().position(|shape| *shape == (*batch, *context))?;
+            let (_, row) = DECODE.iter().find(|(name, _)| name == format)?;
+            (Unit::OfCopy, *row.get(column)?)
+        }
+        _ => {
+            let of = |(name, ..): &&(&str, Unit, f64, f64)| measure.name == *name;
+            let (_, unit, h200, h100) = OTHERS.iter().find(of)?;
+            (*unit, (*h200, *h100))
+        }
+    };
+    let value = of_card(both)?;
+    let measured = match unit {
+        Unit::OfCopy => measure.of_copy,
+        Unit::TflopPerS => measure.tflop_per_s,
+    };
+    Some(Prediction { value, unit, ratio: measured.map(|measured| measured / value) })
+}

@@ -1,0 +1,298 @@
+//! Which stages there are, in their order: what is worth most comes first, in case that the rest is
+//! never reached.
+use std::fs;
+
+use anyhow::{Result, bail};
+use serde_json::Value;
+
+use super::report::Outcome;
+use super::run::{Call, Ended, Runner, VISIBLE, counted, folders, last_lines, summary};
+
+/// Exit code of `bin/gpu` where there is no device to open: nothing is wrong with one.
+pub(super) const NO_DEVICE: i32 = 3;
+
+/// Tells the suite where its vectors are, and where to leave its counts.
+const TESTDATA: (&str, &str) = ("KV_CONFORMANCE_TESTDATA", "testdata");
+const REPORT: &str = "KV_CONFORMANCE_REPORT";
+const COUNTS: &str = "counts.json";
+/// The suite on a card.
+const SUITE: [&str; 3] = ["bin/conformance", "--backend", "cuda"];
+/// Formats of the cache that are measured, by their names.
+const FORMATS: [&str; 6] = ["bf16", "fp8-e4m3", "int8-tensor", "fp8-e4m3-row", "int8", "l4"];
+/// Cases that are profiled, each by the kernel that it is about, and its launches before: those
+/// that fill a cache.
+const PROFILES: [(&str, &str, u32); 4] = [
+    ("decode_bf16_128", "decode/bf16/block16/gqa8/b64/c8192", 1),
+    ("decode_e4m3_128", "decode/fp8-e4m3/block16/gqa8/b64/c8192", 1),
+    ("prefill_bf16_128", "prefill/bf16/gqa4/t4096", 1),
+    ("write_rows", "append/fp8-e4m3/b1/t16384", 40),
+];
+
+/// Asks what the card is; whether it answered. Where there is none, nothing is written.
+pub(super) fn facts(runner: &mut Runner<'_>) -> Result<bool> {
+    let number = runner.device.to_string();
+    let call = Call::new(60, &["bin/gpu", "--part", "facts", "--device", &number]);
+    let ended = runner.start("facts", &call, runner.limit_of(&call))?;
+    if ended.status().and_then(|status| status.code()) == Some(NO_DEVICE) {
+        runner.clear();
+        bail!("nothing was run and nothing written: {}", last_lines(&ended.output));
+    }
+    let records = &mut runner.report.records;
+    records.read(&ended.output);
+    let card = records.fact("card").and_then(Value::as_str).unwrap_or_default().to_owned();
+    let is_known = !card.is_empty() && ended.is_success();
+    runner.report.card = card;
+    runner.report.driver = runner.driver();
+    let outcome = ended.failure(runner.limit_of(&call)).unwrap_or_else(|| {
+        if is_known {
+            Outcome::Passed(String::new())
+        } else {
+            Outcome::Failed("it does not tell the card".to_owned())
+        }
+    });
+    runner.note("facts", call.shown(), Some(&ended), outcome)?;
+    Ok(is_known)
+}
+
+/// Runs everything else.
+pub(super) fn all(runner: &mut Runner<'_>) -> Result<()> {
+    let card = on_card(runner);
+    // Whether each kernel loads, then whether those that are measured are right.
+    let kernels = ["bin/driver", "driver::tests::every_kernel_loads", "--exact"];
+    test(runner, "kernels", card(Call::new(60, &kernels)))?;
+    measure(runner, "oracles", 60, &["oracle"])?;
+    measure(runner, "headlines", 60, &["headline"])?;
+    println!("{}", runner.report.headlines());
+    profiles(runner)?;
+    let replay = card(Call::new(40, &["bin/replay"])).with("KV_CUDA_TEST_CARD", "0");
+    test(runner, "graph replay", replay)?;
+    test(runner, "driver", card(Call::new(60, &["bin/driver", "driver::"])))?;
+    families(runner)?;
+    peers(runner)?;
+    grid(runner)?;
+    for format in ["f32", "bf16", "int8"] {
+        program(runner, format)?;
+    }
+    more_of_the_suite(runner)?;
+    sanitizer(runner)
+}
+
+/// Gives a program the card as its first.
+fn on_card(runner: &Runner<'_>) -> impl Fn(Call) -> Call + use<> {
+    let visible = runner.visible.clone();
+    move |call| call.with(VISIBLE, &visible)
+}
+
+/// A program with the harness of tests.
+fn test(runner: &mut Runner<'_>, name: &str, call: Call) -> Result<()> {
+    runner.stage(name, &call, |ended| Outcome::Passed(summary(&ended.output)))?;
+    Ok(())
+}
+
+/// Part of what `bin/gpu` measures.
+fn measure(runner: &mut Runner<'_>, name: &str, limit: u64, part: &[&str]) -> Result<()> {
+    let number = runner.device.to_string();
+    let args = [&["bin/gpu", "--device", &number, "--part"], part].concat();
+    runner.measure(name, Call::new(limit, &args), Some("--out"))?;
+    Ok(())
+}
+
+/// What the profiler of the toolkit says about a launch of each kernel that counts most. It is
+/// often forbidden: that is no failure.
+fn profiles(runner: &mut Runner<'_>) -> Result<()> {
+    const NAME: &str = "ncu";
+    let is_there = runner.ask(&[NAME, "--version"]).is_some();
+    let number = runner.device.to_string();
+    for (kernel, case, skipped) in PROFILES {
+        let name = format!("{NAME}, {kernel}");
+        let filter = format!("regex:^{kernel}");
+        let skipped = format!("--launch-skip={skipped}");
+        let profiler = [NAME, "--set=full", &skipped, "--launch-count=1"];
+        let args = ["--kernel-name", &filter, "bin/gpu", "--device", &number];
+        let args = [&profiler[..], &args, &["--part", "headline", "--only", case]].concat();
+        optional(runner, &name, Call::new(25, &args), is_there)?;
+    }
+    Ok(())
+}
+
+/// Runs a tool of the machine; where it is not there, or does not work, the stage was not run.
+fn optional(runner: &mut Runner<'_>, name: &str, call: Call, is_there: bool) -> Result<bool> {
+    let tool = call.args.first().cloned().unwrap_or_default();
+    if !is_there {
+        runner.skip(name, &call, &format!("{tool} is not installed here"))?;
+        return Ok(false);
+    }
+    let ended = runner.judged(name, &call, |_, failure| match failure {
+        None => Outcome::Passed(String::new()),
+        Some(failure) => {
+            let (_, said) = failure.words();
+            Outcome::Skipped(format!("{tool} does not work here: {said}"))
+        }
+    })?;
+    Ok(ended.is_some_and(|ended| ended.is_success()))
+}
+
+/// The suite on the backend's own type, a process for each family: an error that a card does not
+/// forget spoils what is behind it in the same process.
+fn families(runner: &mut Runner<'_>) -> Result<()> {
+    let card = on_card(runner);
+    let list = card(Call::new(60, &[&SUITE[..], &["--list"]].concat()));
+    let found = runner.stage("conformance, list of cases", &list, |ended| {
+        match families_of(&ended.output).len() {
+            0 => Outcome::Failed("there is no case".to_owned()),
+            count => Outcome::Passed(format!("{count} families")),
+        }
+    })?;
+    let families = found.map(|ended| families_of(&ended.output)).unwrap_or_default();
+    for family in &families {
+        let filter = format!("cuda::{family}/");
+        suite(runner, &format!("conformance, {family}"), 60, &[&filter])?;
+    }
+    if families.is_empty() {
+        suite(runner, "conformance", 200, &["cuda::"])?;
+    }
+    Ok(())
+}
+
+/// Families among the names of cases, in their order.
+pub(super) fn families_of(list: &str) -> Vec<String> {
+    let mut families: Vec<String> = Vec::new();
+    let names = list.lines().filter_map(|line| line.strip_prefix("cuda::"));
+    for (family, _) in names.filter_map(|name| name.split_once('/')) {
+        if !families.iter().any(|known| known == family) {
+            families.push(family.to_owned());
+        }
+    }
+    families
+}
+
+/// Part of the suite, with its counts.
+fn suite(runner: &mut Runner<'_>, name: &str, limit: u64, args: &[&str]) -> Result<()> {
+    let call = on_card(runner)(Call::new(limit, &[&SUITE[..], args].concat()));
+    counting(runner, name, call)
+}
+
+/// A runner of the suite, however it is started.
+fn counting(runner: &mut Runner<'_>, name: &str, call: Call) -> Result<()> {
+    let file = runner.place(COUNTS);
+    let _ = fs::remove_file(&file);
+    let call = call.with(TESTDATA.0, TESTDATA.1).with(REPORT, COUNTS);
+    runner.judged(name, &call, |_, failure| {
+        let text = fs::read_to_string(&file).ok();
+        let counts = text.and_then(|text| counted(&serde_json::from_str(&text).ok()?));
+        match (failure, counts) {
+            (None, Some(counts)) => Outcome::Passed(counts),
+            (None, None) => Outcome::Failed("it left no counts".to_owned()),
+            (Some(Outcome::Failed(said)), Some(counts)) => {
+                Outcome::Failed(format!("{counts}; {said}"))
+            }
+            (Some(failure), _) => failure,
+        }
+    })?;
+    let _ = fs::remove_file(&file);
+    Ok(())
+}
+
+/// The rest of what is measured, in processes of their own.
+fn grid(runner: &mut Runner<'_>) -> Result<()> {
+    for format in FORMATS {
+        let part = ["decode", "--format", format];
+        measure(runner, &format!("decode, {format}"), 60, &part)?;
+    }
+    measure(runner, "prefill", 30, &["prefill"])?;
+    measure(runner, "steps", 40, &["steps"])?;
+    for format in FORMATS {
+        measure(runner, &format!("moves, {format}"), 30, &["moves", "--format", format])?;
+    }
+    Ok(())
+}
+
+/// What others take for the same.
+fn peers(runner: &mut Runner<'_>) -> Result<()> {
+    let call = on_card(runner)(Call::new(90, &["python3", "-B", "peers.py"]));
+    if runner.ask(&["python3", "-c", "import torch"]).is_none() {
+        return runner.skip("peers", &call, "PyTorch is not at hand: python3 cannot import torch");
+    }
+    runner.measure("peers", call, None)?;
+    Ok(())
+}
+
+/// The text that the program `kv` generates must be the CPU's where nothing is rounded.
+fn program(runner: &mut Runner<'_>, format: &str) -> Result<()> {
+    let call = |backend: &str| {
+        let model = ["bin/kv", "generate", "--model", "models/stories260K", "--json"];
+        let prompts = ["--prompt", "Once upon a time", "--prompt", "Lily and Tom"];
+        let how = ["--max-new-tokens", "64", "--format", format, "--backend", backend];
+        Call::new(40, &[&model[..], &prompts, &how].concat())
+    };
+    let name = |backend: &str| format!("kv generate, {format}, {backend}");
+    let texts = |ended: &Ended| generated(&ended.output);
+    let of_cpu = runner.stage(&name("cpu"), &call("cpu"), |ended| match texts(ended) {
+        Some(_) => Outcome::Passed(String::new()),
+        None => Outcome::Failed(last_lines(&ended.output)),
+    })?;
+    let of_cpu = of_cpu.as_ref().and_then(texts);
+    let cuda = call(&format!("cuda:{}", runner.device));
+    runner.stage(&name("cuda"), &cuda, |ended| match (texts(ended), &of_cpu) {
+        (None, _) => Outcome::Failed(last_lines(&ended.output)),
+        (_, None) => Outcome::Failed("--backend cpu gave nothing to compare with".to_owned()),
+        (Some(cuda), Some(cpu)) if cuda == *cpu => {
+            Outcome::Passed("the same texts as with --backend cpu".to_owned())
+        }
+        // What is rounded when it is stored may turn a close call.
+        _ if format != "f32" => Outcome::Passed("other texts than with --backend cpu".to_owned()),
+        _ => Outcome::Failed("other texts than with --backend cpu".to_owned()),
+    })?;
+    Ok(())
+}
+
+/// The suite erased, vector files that were given, and other random operations. Those are compared
+/// with the naive model, as the CPU backend's are, so that both agree where both pass.
+fn more_of_the_suite(runner: &mut Runner<'_>) -> Result<()> {
+    suite(runner, "conformance, erased", 120, &["any(cuda)::"])?;
+    for vectors in folders(&runner.place("vectors")) {
+        let place = format!("vectors/{vectors}");
+        let name = format!("conformance, {place}");
+        suite(runner, &name, 60, &["--vectors", &place])?;
+    }
+    let random = Call::new(60, &[&SUITE[..], &["random"]].concat());
+    let random = on_card(runner)(random).with("KV_CONFORMANCE_SEED", "2");
+    counting(runner, "differential: random operations", random)
+}
+
+/// A few cases under each of the toolkit's tools that fit them. Some machines have the tools and do
+/// not let them watch a card, which a program that does nothing shows.
+fn sanitizer(runner: &mut Runner<'_>) -> Result<()> {
+    const NAME: &str = "compute-sanitizer";
+    const CASES: [(&str, &str); 4] = [
+        ("memcheck", "cuda::attend/ragged_gqa"),
+        ("memcheck", "cuda::copy/fork_then_child_writes"),
+        ("memcheck", "cuda::gather/ranges"),
+        ("racecheck", "cuda::attend/ragged_gqa"),
+    ];
+    let number = runner.device.to_string();
+    let is_there = runner.ask(&[NAME, "--version"]).is_some();
+    let facts = [NAME, "--error-exitcode=9", "bin/gpu", "--part", "facts", "--device", &number];
+    let works = optional(runner, &format!("{NAME}, facts"), Call::new(60, &facts), is_there)?;
+    for (tool, case) in CASES {
+        let name = format!("{NAME} {tool}, {case}");
+        let tool = format!("--tool={tool}");
+        let args = [&[NAME, &tool, "--error-exitcode=9"][..], &SUITE, &[case, "--test-threads=1"]];
+        let call = on_card(runner)(Call::new(90, &args.concat()));
+        if works {
+            counting(runner, &name, call)?;
+        } else {
+            runner.skip(&name, &call, "compute-sanitizer does not work here")?;
+        }
+    }
+    Ok(())
+}
+
+/// The texts that `kv generate --json` made; its object is one line among others.
+pub(super) fn generated(output: &str) -> Option<Vec<String>> {
+    let mut records = output.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let report = records.find(|record| record.get("sequences").is_some())?;
+    let sequences = report.get("sequences")?.as_array()?;
+    let text = |sequence: &Value| Some(sequence.get("text")?.as_str()?.to_owned());
+    sequences.iter().map(text).collect()
+}
