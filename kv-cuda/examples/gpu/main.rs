@@ -1,10 +1,12 @@
 //! Checks and measures the kernels on a card; `cargo xtask gpu` runs it and writes the report.
 //!
 //! Prints one JSON object a line: facts, checks, then measures, as they come, so that a run that
-//! breaks off leaves what it had. Each part runs alone with `--part`. Times are wall clock: launches are submitted one behind the other
-//! and waited for together, so that a call that the host submits slower than the device runs it
-//! shows what the host takes. Every rate is also a fraction of the driver's own copy from device
-//! memory to device memory, measured first.
+//! breaks off leaves what it had. Each part runs alone with `--part`.
+//!
+//! Times are wall clock: launches are submitted one behind the other and waited for together, so
+//! that a call that the host submits slower than the device runs it shows what the host takes.
+//! Every rate is also a fraction of the driver's own copy from device memory to device memory,
+//! measured first.
 #![expect(clippy::print_stderr, reason = "a program for a terminal")]
 #![expect(
     clippy::arithmetic_side_effects,

@@ -225,6 +225,7 @@ const FUNCTIONS: &[&str] = &[
     "cuGraphDestroy",
     "cuGraphExecDestroy",
     "cuGraphLaunch",
+    "cuGraphUpload",
     "cuEventCreate",
     "cuEventDestroy_v2",
     "cuEventRecord",

@@ -51,7 +51,11 @@ impl CudaGraph {
         // SAFETY: a place for a graph, and one that was just captured.
         let code = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut raw, captured.raw, 0) };
         context.check(END, code)?;
-        Ok(Self { context: Arc::clone(context), raw })
+        let graph = Self { context: Arc::clone(context), raw };
+        // What launches need on the device is sent now, and not by the first replay.
+        // SAFETY: a graph that was just made; condition 1, on which nothing captures any more.
+        context.check(END, unsafe { sys::cuGraphUpload(graph.raw, stream) })?;
+        Ok(graph)
     }
 
     pub(super) fn is_of(&self, context: &Arc<Context>) -> bool {

@@ -48,6 +48,11 @@ impl CudaLane {
         status != CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
     }
 
+    /// Whether a capture is on that is none of ours, or the driver cannot tell.
+    pub(super) fn is_captured_by_others(&self) -> bool {
+        self.lock().is_none() && self.is_capturing()
+    }
+
     pub(super) fn begin_capture(&self) -> Result<(), DeviceError> {
         const BEGIN: &str = "begin capture";
         let mut before = self.lock();

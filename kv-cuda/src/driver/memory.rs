@@ -10,15 +10,37 @@ use super::error::refuse;
 use crate::gpu::Pinned;
 use crate::params::Address;
 
+const WRAP: &str = "wrap device memory";
+
 /// Whether a caller's memory is of this device, and reaches as far as is said.
+///
+/// Memory that an allocator has mapped piece by piece is one range of addresses and several of the
+/// driver's: PyTorch's segments that grow, for one.
 pub(super) fn check_foreign(
     context: &Context,
     address: Address,
     bytes: u64,
 ) -> Result<(), DeviceError> {
-    const WRAP: &str = "wrap device memory";
     let _current = context.enter(WRAP)?.relax();
-    let foreign = |reason| Err(refuse(DeviceErrorKind::ForeignHandle, WRAP, reason));
+    require_range(address, bytes, |at| {
+        let Some(ordinal) = ordinal_of(context, at)? else { return Ok(None) };
+        if ordinal != context.device() {
+            return Err(foreign(format!("it is memory of device {ordinal}")));
+        }
+        let (mut base, mut size) = (0, 0);
+        // SAFETY: places for an address and a size; the driver knows the memory, see above.
+        let code = unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut size, at) };
+        context.check(WRAP, code)?;
+        Ok(Some((base, u64::try_from(size).unwrap_or(u64::MAX))))
+    })
+}
+
+fn foreign(reason: String) -> DeviceError {
+    refuse(DeviceErrorKind::ForeignHandle, WRAP, reason)
+}
+
+/// The device of some memory, `None` where the driver knows none.
+fn ordinal_of(context: &Context, address: Address) -> Result<Option<i32>, DeviceError> {
     let mut ordinal = -1;
     // SAFETY: any number may be asked for; `ordinal` is the place that this attribute takes.
     let code = unsafe {
@@ -28,30 +50,42 @@ pub(super) fn check_foreign(
             address,
         )
     };
-    match code {
-        CUresult::CUDA_ERROR_INVALID_VALUE => {
-            return foreign("the driver knows no memory there".to_owned());
-        }
-        code => context.check(WRAP, code)?,
+    if code == CUresult::CUDA_ERROR_INVALID_VALUE {
+        return Ok(None);
     }
-    if ordinal != context.device() {
-        return foreign(format!("it is memory of device {ordinal}"));
-    }
-    let (mut base, mut size) = (0, 0);
-    // SAFETY: places for an address and a size; the driver knows the memory, see above.
-    let code = unsafe { sys::cuMemGetAddressRange_v2(&raw mut base, &raw mut size, address) };
     context.check(WRAP, code)?;
-    require_range(address, bytes, base, u64::try_from(size).unwrap_or(u64::MAX))
+    Ok(Some(ordinal))
 }
 
-fn require_range(address: u64, bytes: u64, base: u64, size: u64) -> Result<(), DeviceError> {
-    let room = address.checked_sub(base).and_then(|begin| size.checked_sub(begin));
-    let room = room.unwrap_or(0);
-    if bytes <= room {
-        return Ok(());
+/// Refuses a range that does not lie in pieces of memory, side by side. `piece` gives the base and
+/// the size of that at an address.
+fn require_range(
+    address: u64,
+    bytes: u64,
+    mut piece: impl FnMut(u64) -> Result<Option<(u64, u64)>, DeviceError>,
+) -> Result<(), DeviceError> {
+    let mut room = 0_u64;
+    loop {
+        // An address behind all others is no memory's.
+        let found = match address.checked_add(room) {
+            Some(at) => piece(at)?.map(|found| (at, found)),
+            None => None,
+        };
+        let Some((at, (base, size))) = found else {
+            if room == 0 {
+                return Err(foreign("the driver knows no memory there".to_owned()));
+            }
+            let reason = format!("{bytes} bytes, and {room} to the end of the allocation");
+            return Err(refuse(DeviceErrorKind::OutOfRange, WRAP, reason));
+        };
+        let more = at.checked_sub(base).and_then(|begin| size.checked_sub(begin));
+        let more = more.filter(|more| *more > 0);
+        let more = more.ok_or_else(|| foreign("the driver contradicts itself".to_owned()))?;
+        room = room.saturating_add(more);
+        if bytes <= room {
+            return Ok(());
+        }
     }
-    let reason = format!("{bytes} bytes, and {room} to the end of the allocation");
-    Err(refuse(DeviceErrorKind::OutOfRange, "wrap device memory", reason))
 }
 
 /// Whether a stream belongs to this context.
@@ -128,13 +162,40 @@ impl Drop for PinnedMemory {
 mod tests {
     use super::*;
 
+    /// Memory of these pieces, each a base and a size.
+    fn checked(address: u64, bytes: u64, pieces: &[(u64, u64)]) -> Result<(), DeviceErrorKind> {
+        let holds = |at: u64, (base, size): (u64, u64)| at >= base && at - base < size;
+        require_range(address, bytes, |at| {
+            Ok(pieces.iter().copied().find(|piece| holds(at, *piece)))
+        })
+        .map_err(|error| error.kind())
+    }
+
     #[test]
     fn ranges_end_where_allocations_do() {
-        assert!(require_range(1000, 24, 1000, 24).is_ok());
-        assert!(require_range(1010, 14, 1000, 24).is_ok());
-        for (address, bytes) in [(1000, 25), (1010, 15), (1024, 1), (999, 1), (1010, u64::MAX)] {
-            let error = require_range(address, bytes, 1000, 24).unwrap_err();
-            assert_eq!(error.kind(), DeviceErrorKind::OutOfRange, "{address} {bytes}");
+        let one = [(1000, 24)];
+        for (address, bytes) in [(1000, 24), (1010, 14), (1023, 1), (1023, 0)] {
+            assert_eq!(checked(address, bytes, &one), Ok(()), "{address} {bytes}");
+        }
+        for (address, bytes) in [(1000, 25), (1010, 15), (1010, u64::MAX)] {
+            let refused = Err(DeviceErrorKind::OutOfRange);
+            assert_eq!(checked(address, bytes, &one), refused, "{address} {bytes}");
+        }
+        for address in [999, 1024, u64::MAX] {
+            assert_eq!(checked(address, 1, &one), Err(DeviceErrorKind::ForeignHandle), "{address}");
+        }
+    }
+
+    #[test]
+    fn ranges_go_on_in_pieces_that_are_side_by_side() {
+        let pieces = [(1000, 24), (1024, 100), (2000, 50), (u64::MAX - 9, 9)];
+        for (address, bytes) in [(1000, 124), (1010, 20), (1024, 100), (1010, 114)] {
+            assert_eq!(checked(address, bytes, &pieces), Ok(()), "{address} {bytes}");
+        }
+        // What is behind a gap, and the end of all addresses.
+        for (address, bytes) in [(1000, 125), (1010, 1000), (u64::MAX - 9, 100)] {
+            let refused = Err(DeviceErrorKind::OutOfRange);
+            assert_eq!(checked(address, bytes, &pieces), refused, "{address} {bytes}");
         }
     }
 }

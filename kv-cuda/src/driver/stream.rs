@@ -87,6 +87,17 @@ impl CudaStream {
         }
         !self.lane.is_capturing()
     }
+
+    /// Refuses an upload that the owner of the stream captures: a replay would read the staged bytes
+    /// when something else lies there.
+    fn require_no_foreign_capture(&self, what: &'static str) -> Result<(), DeviceError> {
+        if self.is_ours || !self.lane.is_captured_by_others() {
+            return Ok(());
+        }
+        let reason = "the stream's owner captures on it: run one step before, or capture by the \
+                      queue itself";
+        Err(refuse(DeviceErrorKind::Unsupported, what, reason))
+    }
 }
 
 impl Stream for CudaStream {
@@ -97,6 +108,7 @@ impl Stream for CudaStream {
         bytes: usize,
     ) -> Result<(), DeviceError> {
         const UPLOAD: &str = "upload";
+        self.require_no_foreign_capture(UPLOAD)?;
         let _current = self.context.enter(UPLOAD)?;
         // SAFETY: conditions 1 and 2 of this function, on a stream that lives.
         let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.raw) };

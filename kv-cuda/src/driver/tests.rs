@@ -339,6 +339,40 @@ fn a_callers_stream_stays_the_callers() {
     assert_eq!(code, sys::CUresult::CUDA_SUCCESS, "it was still there");
 }
 
+/// What is staged for an upload is used again for others: a graph of the caller would read those.
+#[test]
+fn uploads_into_a_capture_of_the_owner_are_refused() {
+    use cudarc::driver::sys;
+
+    let Some(gpu) = gpu() else { return };
+    let raw = gpu.context.open_stream("test").unwrap();
+    let change = Change::new(&gpu, CHANGES);
+    // SAFETY: the stream lives until the end of this test, and is of this context.
+    let mut stream = unsafe { gpu.foreign_stream(raw.cast()) }.unwrap();
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    let mut graph = std::ptr::null_mut();
+    {
+        let _current = gpu.context.enter("test").unwrap();
+        // SAFETY: a stream that lives.
+        unsafe { sys::cuStreamBeginCapture_v2(raw, mode) }.result().unwrap();
+    }
+    let error = change.submit(&mut *stream).unwrap_err();
+    assert_eq!(error.kind(), DeviceErrorKind::Unsupported, "{error}");
+    {
+        let _current = gpu.context.enter("test").unwrap();
+        // SAFETY: a stream that captures, and a place for a graph, which is destroyed once.
+        unsafe {
+            sys::cuStreamEndCapture(raw, &raw mut graph).result().unwrap();
+            sys::cuGraphDestroy(graph).result().unwrap();
+        }
+    }
+    // Afterwards, and in a capture of our own, it is as ever.
+    change.submit(&mut *stream).unwrap();
+    assert_eq!(change.result(&gpu, &mut *stream), [0, 77, 0, 99]);
+    drop(stream);
+    change.free(&gpu);
+}
+
 #[test]
 fn dropped_at_any_time() {
     let Some(gpu) = gpu() else { return };

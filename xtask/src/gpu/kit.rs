@@ -10,10 +10,11 @@ use crate::shell;
 
 /// The one command of a machine without cargo.
 pub(super) const RUN: &str = r#"#!/bin/sh
-# Checks and measures the CUDA backend on this machine's card (--device N: the N-th). Needs an NVIDIA
-# driver, nothing else; uses ncu, compute-sanitizer, and PyTorch and FlashInfer of python3, where they
-# are at hand. Stages are ended at their limits, all of them by --deadline SECONDS, and the report,
-# <card>.md and <card>.json, is written anew after each: into --out DIR, or beside this file.
+# Checks and measures the CUDA backend on this machine's card (--device N: the N-th). Needs an
+# NVIDIA driver, nothing else; uses ncu, compute-sanitizer, and PyTorch and FlashInfer of python3,
+# where they are at hand. Stages are ended at their limits, all of them by --deadline SECONDS, and
+# the report, <card>.md and <card>.json, is written anew after each: into --out DIR, or beside this
+# file.
 here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd) || exit 1
 exec "$here/bin/xtask" gpu --kit "$here" "$@"
 "#;

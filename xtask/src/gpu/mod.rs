@@ -9,6 +9,7 @@ mod process;
 mod record;
 mod report;
 mod run;
+mod said;
 mod stages;
 mod target;
 #[cfg(test)]

@@ -13,7 +13,8 @@ use crate::shell;
 
 /// Largest archive.
 const BYTES_MAX: u64 = 43_000_000;
-/// A machine that is lent for minutes gets the tree and the archive together, and no more than this.
+/// A machine that is lent for minutes gets the tree and the archive together, and no more than
+/// this.
 const TRAVELS_MAX: u64 = 64 << 20;
 /// Bytes between two copies of the same content that the compressor still finds.
 const WINDOW: u64 = 64 << 20;
@@ -42,7 +43,10 @@ fi
 # Reports of earlier runs stay.
 rm -rf kv-gpu/run.sh kv-gpu/bin kv-gpu/models kv-gpu/testdata kv-gpu/vectors
 tail -c +@PLACE@ "$0" | eval "$decode" | tar -xf - || true
-test -x kv-gpu/run.sh || { echo "error: $0 is damaged, or neither xz nor python3 is there" >&2; exit 1; }
+if ! test -x kv-gpu/run.sh; then
+  echo "error: $0 is damaged, or neither xz nor python3 is there" >&2
+  exit 1
+fi
 if test "$1" = --unpack; then exit 0; fi
 exec kv-gpu/run.sh "$@"
 "#;
@@ -188,158 +192,6 @@ fn tree() -> Result<u64> {
     Ok(sizes.map(|file| file.len()).sum())
 }
 
-#[cfg(all(test, unix))]
-mod tests {
-    use std::process::Command;
-
-    use super::*;
-
-    const NONE: Weights = Weights { unpacked: 0, archive: 0, tree: 0 };
-
-    #[test]
-    fn an_archive_may_weigh_what_the_tree_leaves() {
-        assert_eq!(NONE.room(), 43_000_000);
-        let at = |archive, tree| Weights { archive, tree, ..NONE }.check();
-        assert!(at(43_000_000, 0).is_ok() && at(43_000_001, 0).is_err());
-        // The tree that travels with it takes the rest of 64 MiB.
-        assert!(at(43_000_000, 24_108_864).is_ok() && at(43_000_000, 24_108_865).is_err());
-        let error = at(43_000_000, 30_000_000).unwrap_err().to_string();
-        assert!(error.contains("43000000 bytes, 37108864 is the limit"), "{error}");
-        assert!(at(1, u64::MAX).is_err());
-    }
-
-    #[test]
-    fn an_archive_is_a_file_or_in_a_folder() {
-        assert_eq!(archive(Path::new("a/x.sh"), "abc"), Path::new("a/x.sh"));
-        assert_eq!(archive(Path::new("a"), "abc"), Path::new("a/kv-gpu-abc.sh"));
-    }
-
-    /// The tree as it is: what all programs embed, once, and the data, as large as they are.
-    #[test]
-    fn machine_code_and_data_leave_room_for_programs() {
-        /// Programs without machine code, compressed: 9 MB today.
-        const PROGRAMS: u64 = 16_000_000;
-        let mut files: Vec<_> = super::super::kit::data(&[]).unwrap().into_values().collect();
-        let compiled = fs::read_dir(shell::root().join("kv-cuda/kernels/compiled")).unwrap();
-        files.extend(compiled.map(|entry| entry.unwrap().path()));
-        let archive = files.iter().map(|file| fs::metadata(file).unwrap().len()).sum::<u64>();
-        let weights = Weights { unpacked: 0, archive: archive + PROGRAMS, tree: tree().unwrap() };
-        weights.check().unwrap();
-    }
-
-    /// Bytes that nothing makes smaller.
-    fn noise(seed: u64, count: usize) -> Vec<u8> {
-        let mut state = seed;
-        let mut next = || {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            (state >> 32) as u8
-        };
-        (0..count).map(|_| next()).collect()
-    }
-
-    /// A kit of programs that embed the same megabyte, and an archive of it.
-    fn packed(folder: &Path) -> PathBuf {
-        let kit = folder.join("kit");
-        fs::create_dir_all(kit.join("bin")).unwrap();
-        fs::create_dir_all(kit.join("a folder/below")).unwrap();
-        for seed in 1..=5 {
-            let program = [noise(seed, 10_000), noise(99, 1 << 20), noise(seed + 10, 5_000)];
-            fs::write(kit.join(format!("bin/{seed}")), program.concat()).unwrap();
-        }
-        fs::write(kit.join("a folder/below/data"), "some data").unwrap();
-        fs::write(kit.join("run.sh"), "#!/bin/sh\necho \"ran with $*\"\n").unwrap();
-        shell::run(Command::new("chmod").arg("755").arg(kit.join("run.sh"))).unwrap();
-        let archive = folder.join("kit.sh");
-        let unpacked = write(&kit, &archive).unwrap();
-        assert_eq!(unpacked, 5 * ((1 << 20) + 15_000) + 9 + 29);
-        archive
-    }
-
-    fn says(command: &mut Command) -> String {
-        let output = command.output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{}: {said}", output.status);
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    #[test]
-    fn what_programs_share_is_packed_once_and_unpacks_itself() {
-        let folder = tempfile::tempdir().unwrap();
-        let archive = packed(folder.path());
-        let bytes = fs::metadata(&archive).unwrap().len();
-        assert!(bytes > 1 << 20 && bytes < (1 << 20) + 150_000, "{bytes} bytes");
-        // A clean folder, and the script that was packed runs with the arguments.
-        let place = folder.path().join("elsewhere");
-        fs::create_dir(&place).unwrap();
-        let mut run = Command::new("sh");
-        run.arg(&archive).args(["--device", "1"]).current_dir(&place);
-        assert_eq!(says(&mut run), "ran with --device 1\n");
-        for name in ["bin/1", "bin/5", "a folder/below/data"] {
-            let unpacked = fs::read(place.join("kv-gpu").join(name)).unwrap();
-            assert_eq!(unpacked, fs::read(folder.path().join("kit").join(name)).unwrap(), "{name}");
-        }
-        // Again: old files of the kit go, reports stay.
-        fs::write(place.join("kv-gpu/report.md"), "").unwrap();
-        fs::write(place.join("kv-gpu/bin/old"), "").unwrap();
-        let mut unpack = Command::new("sh");
-        unpack.arg(&archive).arg("--unpack").current_dir(&place);
-        assert_eq!(says(&mut unpack), "");
-        assert!(place.join("kv-gpu/report.md").is_file());
-        assert!(!place.join("kv-gpu/bin/old").exists());
-    }
-
-    /// Tools by name in a folder of their own: all there is for a script with this `PATH`.
-    fn tools(folder: &Path, names: &[&str]) -> PathBuf {
-        let place = folder.join("tools");
-        fs::create_dir(&place).unwrap();
-        for name in names {
-            let find = if *name == "python3" {
-                "python3 -c 'import sys; print(sys.executable)'".to_owned()
-            } else {
-                format!("command -v {name}")
-            };
-            let found = says(Command::new("sh").args(["-c", &find]));
-            std::os::unix::fs::symlink(found.trim(), place.join(name)).unwrap();
-        }
-        place
-    }
-
-    #[test]
-    fn a_kit_unpacks_by_python_and_says_when_nothing_can() {
-        let folder = tempfile::tempdir().unwrap();
-        let archive = packed(folder.path());
-        let shell = says(Command::new("sh").args(["-c", "command -v sh"]));
-        let run = |path: &Path| {
-            let mut run = Command::new(shell.trim());
-            run.arg(&archive).current_dir(folder.path()).env("PATH", path);
-            run
-        };
-        let path = tools(folder.path(), &["tar", "tail", "rm", "sh", "python3"]);
-        assert_eq!(says(&mut run(&path)), "ran with \n");
-        fs::remove_file(path.join("python3")).unwrap();
-        let output = run(&path).output().unwrap();
-        assert_eq!(output.status.code(), Some(1));
-        assert!(String::from_utf8_lossy(&output.stderr).contains("neither xz nor python3"));
-        // Somebody else's folder of that name is left alone.
-        fs::remove_dir_all(folder.path().join("kv-gpu")).unwrap();
-        fs::create_dir_all(folder.path().join("kv-gpu/bin")).unwrap();
-        assert_eq!(run(&path).output().unwrap().status.code(), Some(1));
-        assert!(folder.path().join("kv-gpu/bin").is_dir());
-    }
-
-    #[test]
-    fn programs_that_no_window_spans_are_refused() {
-        let folder = tempfile::tempdir().unwrap();
-        let kit = folder.path().join("kit");
-        fs::create_dir_all(kit.join("bin")).unwrap();
-        for name in ["a", "b"] {
-            // Without content: only their lengths count.
-            let file = File::create(kit.join("bin").join(name)).unwrap();
-            file.set_len(WINDOW / 2 + 1).unwrap();
-        }
-        let error = write(&kit, &folder.path().join("kit.sh")).unwrap_err().to_string();
-        assert!(error.contains("bin/a, bin/b have"), "{error}");
-    }
-}
+#[cfg(test)]
+#[cfg(unix)]
+mod tests;

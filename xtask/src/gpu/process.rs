@@ -92,7 +92,8 @@ fn kill_group(child: &mut Child) {
     let _ = child.kill();
 }
 
-#[cfg(all(test, unix))]
+#[cfg(test)]
+#[cfg(unix)]
 mod tests {
     use std::fs;
     use std::path::Path;
@@ -113,9 +114,9 @@ mod tests {
 
     #[test]
     fn a_program_that_ends_has_its_own_status() {
-        let end = run(&mut shell("exit 7"), Duration::from_secs(60)).unwrap();
+        let end = run(&mut shell("exit 7"), Duration::from_mins(1)).unwrap();
         assert!(matches!(end, End::Exited(status) if status.code() == Some(7)), "{end:?}");
-        let end = run(&mut shell("kill -s SEGV $$"), Duration::from_secs(60)).unwrap();
+        let end = run(&mut shell("kill -s SEGV $$"), Duration::from_mins(1)).unwrap();
         assert!(matches!(end, End::Exited(status) if status.code().is_none()), "{end:?}");
     }
 
@@ -129,7 +130,7 @@ mod tests {
         let begin = Instant::now();
         let end = run(&mut shell(&script), Duration::from_millis(400)).unwrap();
         assert!(matches!(end, End::TimedOut), "{end:?}");
-        assert!(begin.elapsed() < Duration::from_secs(60));
+        assert!(begin.elapsed() < Duration::from_mins(1));
         let child = fs::read_to_string(file).unwrap();
         thread::sleep(Duration::from_millis(100));
         assert!(!is_alive(&child), "process {child} is left");
@@ -140,7 +141,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("child");
         let script = format!("sleep 600 & echo $! > {}; exit 0", file.display());
-        let end = run(&mut shell(&script), Duration::from_secs(60)).unwrap();
+        let end = run(&mut shell(&script), Duration::from_mins(1)).unwrap();
         assert!(matches!(end, End::Exited(status) if status.success()), "{end:?}");
         let child = fs::read_to_string(file).unwrap();
         thread::sleep(Duration::from_millis(100));
@@ -149,7 +150,7 @@ mod tests {
 
     #[test]
     fn an_output_is_that_of_a_program_that_succeeds_in_time() {
-        let limit = Duration::from_secs(60);
+        let limit = Duration::from_mins(1);
         assert_eq!(output(&mut shell("echo said; echo no >&2"), limit).as_deref(), Some("said\n"));
         assert_eq!(output(&mut shell("echo said; exit 1"), limit), None);
         assert_eq!(output(&mut shell("echo said; sleep 600"), Duration::from_millis(200)), None);

@@ -11,11 +11,10 @@ use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use serde_json::Value;
 
 use super::process::{self, End};
-use super::record::Records;
 use super::report::{Check, Outcome, Report};
+use super::said::{last_lines, shortened};
 use crate::shell;
 
 /// How long stages may take.
@@ -68,10 +67,10 @@ const RECORDS: &str = "records.jsonl";
 const NEW_RECORDS: &str = "running.jsonl";
 /// Stands for the folder of results in commands that are shown.
 const OUT: &str = "$OUT";
+/// Where the loader looks for libraries first.
+const LIBRARIES: &str = "LD_LIBRARY_PATH";
 /// Leaves programs these cards alone.
 pub(super) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
-/// What is kept of one stage's output, from its beginning and from its end.
-const LOG_BYTES: usize = 100_000;
 /// A stage that has less than this left until the deadline is not started.
 const STAGE_LEAST: Duration = Duration::from_secs(2);
 /// Kept of the deadline for what is behind the last stage.
@@ -169,6 +168,11 @@ impl<'k> Runner<'k> {
             let others = env::var_os("PATH").unwrap_or_default();
             let all = std::iter::once(tools.clone()).chain(env::split_paths(&others));
             command.env("PATH", env::join_paths(all).unwrap_or(others));
+        }
+        // A toolkit's stand-in for the driver, there to be linked with, is found before the driver.
+        if let Some(libraries) = env::var_os(LIBRARIES) {
+            let real = env::split_paths(&libraries).filter(|folder| !folder.ends_with("stubs"));
+            command.env(LIBRARIES, env::join_paths(real).unwrap_or(libraries));
         }
         command
     }
@@ -269,12 +273,12 @@ impl<'k> Runner<'k> {
             // A program of the machine that is not there, or one that a damaged kit lacks.
             Err(error) => {
                 let outcome = Outcome::Failed(format!("{error:#}"));
-                self.note(name, call.shown(), None, outcome)?;
+                self.note(name, &call.shown(), None, outcome)?;
                 return Ok(None);
             }
         };
         let outcome = judge(&ended, ended.failure(limit));
-        self.note(name, call.shown(), Some(&ended), outcome)?;
+        self.note(name, &call.shown(), Some(&ended), outcome)?;
         Ok(Some(ended))
     }
 
@@ -282,7 +286,7 @@ impl<'k> Runner<'k> {
     pub(super) fn note(
         &mut self,
         name: &str,
-        command: String,
+        command: &str,
         ended: Option<&Ended>,
         outcome: Outcome,
     ) -> Result<()> {
@@ -290,7 +294,7 @@ impl<'k> Runner<'k> {
         println!("   {word}{}{said}", if said.is_empty() { "" } else { ": " });
         self.report.checks.push(Check {
             name: name.to_owned(),
-            command: self.without_places(&command),
+            command: self.without_places(command),
             exit_code: ended.and_then(Ended::status).and_then(|status| status.code()),
             seconds: ended.map_or(0.0, |ended| ended.seconds),
             outcome,
@@ -300,7 +304,7 @@ impl<'k> Runner<'k> {
 
     pub(super) fn skip(&mut self, name: &str, call: &Call, why: &str) -> Result<()> {
         println!("-- {name}");
-        self.note(name, call.shown(), None, Outcome::Skipped(why.to_owned()))
+        self.note(name, &call.shown(), None, Outcome::Skipped(why.to_owned()))
     }
 
     /// Writes the report as it is.
@@ -349,7 +353,7 @@ impl<'k> Runner<'k> {
         let checks = self.report.records.checks.get(before..).unwrap_or_default().to_vec();
         for (check, wrong) in checks {
             let outcome = wrong.map_or_else(|| Outcome::Passed(String::new()), Outcome::Failed);
-            self.note(&check, call.shown(), None, outcome)?;
+            self.note(&check, &call.shown(), None, outcome)?;
         }
         self.write()?;
         Ok(ended)
@@ -392,51 +396,10 @@ impl<'k> Runner<'k> {
     }
 }
 
-/// The beginning and the end of a long text.
-fn shortened(text: &str) -> String {
-    if text.len() <= LOG_BYTES.saturating_mul(2) {
-        return text.to_owned();
-    }
-    let head = text.floor_char_boundary(LOG_BYTES);
-    let tail = text.ceil_char_boundary(text.len().saturating_sub(LOG_BYTES));
-    let (head, tail) = (text.get(..head), text.get(tail..));
-    format!("{}\n[...]\n{}", head.unwrap_or_default(), tail.unwrap_or_default())
-}
-
 /// A card by its number among those that are visible now.
 fn visible(device: u32) -> String {
     let now = env::var(VISIBLE).unwrap_or_default();
     let mut cards = now.split(',').map(str::trim).filter(|card| !card.is_empty());
     let card = cards.nth(usize::try_from(device).unwrap_or(usize::MAX));
     card.map_or_else(|| device.to_string(), str::to_owned)
-}
-
-/// Names of the folders in a folder, in order.
-pub(super) fn folders(place: &Path) -> Vec<String> {
-    let entries = fs::read_dir(place).into_iter().flatten().flatten();
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    names.sort();
-    names
-}
-
-/// Counts of a runner of the suite.
-pub(super) fn counted(report: &Value) -> Option<String> {
-    let count = |key| report.get(key).and_then(Value::as_u64);
-    let (passed, failed, skipped) = (count("passed")?, count("failed")?, count("skipped")?);
-    Some(format!("{passed} passed, {failed} failed, {skipped} skipped"))
-}
-
-/// What the harness of tests says at the end.
-pub(super) fn summary(output: &str) -> String {
-    let line = output.lines().rev().find(|line| line.starts_with("test result: "));
-    line.unwrap_or_default().trim_start_matches("test result: ").to_owned()
-}
-
-/// The end of an output, on one line.
-pub(super) fn last_lines(output: &str) -> String {
-    let lines = output.lines().rev().map(str::trim).filter(|line| !line.is_empty());
-    let mut lines: Vec<_> = lines.take(6).collect();
-    lines.reverse();
-    lines.join(" / ")
 }

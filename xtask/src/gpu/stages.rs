@@ -1,12 +1,14 @@
 //! Which stages there are, in their order: what is worth most comes first, in case that the rest is
 //! never reached.
 use std::fs;
+use std::path::Path;
 
 use anyhow::{Result, bail};
 use serde_json::Value;
 
 use super::report::Outcome;
-use super::run::{Call, Ended, Runner, VISIBLE, counted, folders, last_lines, summary};
+use super::run::{Call, Ended, Runner, VISIBLE};
+use super::said::{counted, generated, last_lines, summary};
 
 /// Exit code of `bin/gpu` where there is no device to open: nothing is wrong with one.
 pub(super) const NO_DEVICE: i32 = 3;
@@ -50,7 +52,7 @@ pub(super) fn facts(runner: &mut Runner<'_>) -> Result<bool> {
             Outcome::Failed("it does not tell the card".to_owned())
         }
     });
-    runner.note("facts", call.shown(), Some(&ended), outcome)?;
+    runner.note("facts", &call.shown(), Some(&ended), outcome)?;
     Ok(is_known)
 }
 
@@ -59,14 +61,14 @@ pub(super) fn all(runner: &mut Runner<'_>) -> Result<()> {
     let card = on_card(runner);
     // Whether each kernel loads, then whether those that are measured are right.
     let kernels = ["bin/driver", "driver::tests::every_kernel_loads", "--exact"];
-    test(runner, "kernels", card(Call::new(60, &kernels)))?;
+    test(runner, "kernels", &card(Call::new(60, &kernels)))?;
     measure(runner, "oracles", 60, &["oracle"])?;
     measure(runner, "headlines", 60, &["headline"])?;
     println!("{}", runner.report.headlines());
     profiles(runner)?;
     let replay = card(Call::new(40, &["bin/replay"])).with("KV_CUDA_TEST_CARD", "0");
-    test(runner, "graph replay", replay)?;
-    test(runner, "driver", card(Call::new(60, &["bin/driver", "driver::"])))?;
+    test(runner, "graph replay", &replay)?;
+    test(runner, "driver", &card(Call::new(60, &["bin/driver", "driver::"])))?;
     families(runner)?;
     peers(runner)?;
     grid(runner)?;
@@ -84,8 +86,8 @@ fn on_card(runner: &Runner<'_>) -> impl Fn(Call) -> Call + use<> {
 }
 
 /// A program with the harness of tests.
-fn test(runner: &mut Runner<'_>, name: &str, call: Call) -> Result<()> {
-    runner.stage(name, &call, |ended| Outcome::Passed(summary(&ended.output)))?;
+fn test(runner: &mut Runner<'_>, name: &str, call: &Call) -> Result<()> {
+    runner.stage(name, call, |ended| Outcome::Passed(summary(&ended.output)))?;
     Ok(())
 }
 
@@ -110,19 +112,19 @@ fn profiles(runner: &mut Runner<'_>) -> Result<()> {
         let profiler = [NAME, "--set=full", &skipped, "--launch-count=1"];
         let args = ["--kernel-name", &filter, "bin/gpu", "--device", &number];
         let args = [&profiler[..], &args, &["--part", "headline", "--only", case]].concat();
-        optional(runner, &name, Call::new(25, &args), is_there)?;
+        optional(runner, &name, &Call::new(25, &args), is_there)?;
     }
     Ok(())
 }
 
 /// Runs a tool of the machine; where it is not there, or does not work, the stage was not run.
-fn optional(runner: &mut Runner<'_>, name: &str, call: Call, is_there: bool) -> Result<bool> {
+fn optional(runner: &mut Runner<'_>, name: &str, call: &Call, is_there: bool) -> Result<bool> {
     let tool = call.args.first().cloned().unwrap_or_default();
     if !is_there {
-        runner.skip(name, &call, &format!("{tool} is not installed here"))?;
+        runner.skip(name, call, &format!("{tool} is not installed here"))?;
         return Ok(false);
     }
-    let ended = runner.judged(name, &call, |_, failure| match failure {
+    let ended = runner.judged(name, call, |_, failure| match failure {
         None => Outcome::Passed(String::new()),
         Some(failure) => {
             let (_, said) = failure.words();
@@ -273,7 +275,7 @@ fn sanitizer(runner: &mut Runner<'_>) -> Result<()> {
     let number = runner.device.to_string();
     let is_there = runner.ask(&[NAME, "--version"]).is_some();
     let facts = [NAME, "--error-exitcode=9", "bin/gpu", "--part", "facts", "--device", &number];
-    let works = optional(runner, &format!("{NAME}, facts"), Call::new(60, &facts), is_there)?;
+    let works = optional(runner, &format!("{NAME}, facts"), &Call::new(60, &facts), is_there)?;
     for (tool, case) in CASES {
         let name = format!("{NAME} {tool}, {case}");
         let tool = format!("--tool={tool}");
@@ -288,11 +290,11 @@ fn sanitizer(runner: &mut Runner<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The texts that `kv generate --json` made; its object is one line among others.
-pub(super) fn generated(output: &str) -> Option<Vec<String>> {
-    let mut records = output.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let report = records.find(|record| record.get("sequences").is_some())?;
-    let sequences = report.get("sequences")?.as_array()?;
-    let text = |sequence: &Value| Some(sequence.get("text")?.as_str()?.to_owned());
-    sequences.iter().map(text).collect()
+/// Names of the folders in a folder, in order.
+fn folders(place: &Path) -> Vec<String> {
+    let entries = fs::read_dir(place).into_iter().flatten().flatten();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
 }

@@ -5,7 +5,8 @@ use serde_json::json;
 
 use super::record::{Measure, Records};
 use super::report::Check;
-use super::stages::{families_of, generated};
+use super::said::{counted, generated, last_lines};
+use super::stages::families_of;
 use super::target::targets;
 
 use super::*;
@@ -198,12 +199,12 @@ fn a_kit_has_all_that_run_sh_needs() {
 #[test]
 fn what_programs_say_is_understood() {
     let counts = json!({"passed": 3, "failed": 0, "skipped": 1});
-    assert_eq!(run::counted(&counts).unwrap(), "3 passed, 0 failed, 1 skipped");
-    assert_eq!(run::counted(&json!({"passed": 3})), None);
+    assert_eq!(counted(&counts).unwrap(), "3 passed, 0 failed, 1 skipped");
+    assert_eq!(counted(&json!({"passed": 3})), None);
     let said = "a log\n7\n{\"sequences\":[{\"text\":\"One\"},{\"text\":\"Two\"}]}\n";
     assert_eq!(generated(said).unwrap(), ["One", "Two"]);
     assert_eq!(generated("error: no device"), None);
-    assert_eq!(run::last_lines("a\n\n b\n"), "a / b");
+    assert_eq!(last_lines("a\n\n b\n"), "a / b");
     let call = run::Call::new(1, &["bin/kv", "--prompt", "Once upon"]).with("A", "1");
     assert_eq!(call.shown(), "A=1 bin/kv --prompt \"Once upon\"");
     let list = "cuda::b/x: test\ncuda::a/y: test\nany(cuda)::c/x: test\ncuda::b/z: test\n";
