@@ -65,7 +65,8 @@ impl<B: Device> Life<B> {
             0 => drop(self.cache.queue_mut()),
             1 => drop(self.cache.begin_step(&[])?),
             2 => {
-                same("a layer that has memory", self.cache.allocate_layer(self.layers[0])?, false)?
+                let layer = self.layers[0];
+                same("a layer that has memory", self.cache.allocate_layer(layer)?, false)?;
             }
             _ => {
                 // A query of a sequence that was in the step.

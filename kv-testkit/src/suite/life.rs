@@ -17,6 +17,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("cache/a_thousand_sequences", thousand),
         case("cache/reserve_stays", reserve),
         case("cache/layers_on_demand", on_demand),
+        case("cache/late_layers_reuse_nothing", late_layer),
         case("cache/one_block_is_enough", one_block),
         case("cache/long_sequences_outgrow_their_table_row", long_tables),
     ]
@@ -209,6 +210,50 @@ fn on_demand<B: Device>(backend: &B) -> CaseResult {
     cache.gather(7, Plane::Value, &[(seq(1), 0, 3)], out.view_mut(), format)?;
     let capabilities = backend.capabilities();
     same("values", out.read(capabilities, cache.queue_mut())?.values(), values)?;
+    Ok(Outcome::Holds)
+}
+
+/// A prompt that was cached when one layer had memory, asked for again when another one has it too.
+fn late_layer<B: Device>(backend: &B) -> CaseResult {
+    let spec = CacheSpec::builder().layers_on_demand().kv_heads(1).head_dim(8).paged(4, 16);
+    let mut cache = KvCache::new(backend.clone(), spec.format(KvFormat::F32).build()?)?;
+    let (prompt, ones) = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1.0_f32; 9 * 8]);
+    let format = kv_core::QkvFormat::Thd;
+    // One sequence lives on, another has gone, and the third finds neither.
+    for (id, layers) in [(1, 1), (2, 1), (3, 2)] {
+        for layer in 0..layers {
+            cache.allocate_layer(layer)?;
+        }
+        let reused = cache.start(seq(id), &prompt, StartOptions::default())?;
+        same(format!("tokens that sequence {id} takes over"), reused, if id == 2 { 8 } else { 0 })?;
+        let view = || kv_core::TensorView::host(&ones, &[9, 1, 8]);
+        let mut step = cache.begin_step(&[StepInput::tokens(seq(id), &prompt[reused..])])?;
+        (0..layers).try_for_each(|layer| step.write(layer, view(), view(), format))?;
+        step.commit()?;
+        if id == 2 {
+            cache.release(seq(2))?;
+        }
+    }
+    for (id, layer) in [(1, 0), (3, 0), (3, 1), (1, 1)] {
+        let layout = crate::lab::dense(format, &[1], [1, 8]);
+        let (made, place) = ((layout, kv_core::DType::F32), crate::device::Place::Device);
+        let mut out = crate::device::Staged::output(backend, cache.queue_mut(), made, place)?;
+        let mut step = cache.begin_step(&[StepInput::query(seq(id), 1)])?;
+        let q = kv_core::TensorView::host(&ones, &[1, 1, 8]);
+        let options = kv_core::AttentionOptions::causal(1.0);
+        let attended = step.attend(layer, q, out.view_mut(), &options);
+        drop(step);
+        if (id, layer) == (1, 1) {
+            refused("rows that a late layer lacks", attended, |error| {
+                matches!(error, CacheError::Plan(PlanError::RowsUnwritten { tokens: 9, .. }))
+            })?;
+            continue;
+        }
+        attended?;
+        let values = out.read(backend.capabilities(), cache.queue_mut())?.values();
+        let is_one = |value: &f32| (value - 1.0).abs() < 1e-5;
+        ensure(values.iter().all(is_one), || format!("{values:?} in layer {layer} of {id}"))?;
+    }
     Ok(Outcome::Holds)
 }
 

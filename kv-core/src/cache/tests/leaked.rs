@@ -82,7 +82,7 @@ fn every_call_recovers_from_a_leaked_step() {
             format!("{:?}", c.recalibrate(Calibration::new(layers)))
         }),
         ("queue_mut", |c, _| {
-            let buffer = c.backend().alloc(DType::F32.size() as u64).unwrap();
+            let buffer = c.backend().alloc(to_u64(DType::F32.size())).unwrap();
             format!("{:?}", c.queue_mut().zero(&buffer, 0, 4))
         }),
     ];

@@ -167,9 +167,8 @@ impl<B: Device> World<B> {
             let own = &names[begin as usize..begin as usize + rows];
             let expected = named::rows(own, layer, plane, heads * dim);
             let off = |(got, value): (&f32, &f32)| (got - value).abs();
-            // NaN is not below anything.
-            let wrong = |pair| !(off(pair) <= TOLERANCE);
-            let first = values.iter().zip(&expected).position(wrong);
+            let is_right = |pair| off(pair) <= TOLERANCE;
+            let first = values.iter().zip(&expected).position(|pair| !is_right(pair));
             ensure(first.is_none(), || {
                 let at = first.unwrap_or(0);
                 format!(
