@@ -5,18 +5,21 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::at_least_1;
-use crate::replay::Policy;
+use crate::replay::{Policy, Sizes};
 
 /// Replay a request trace through a cache's blocks, prefix index and eviction, without a model.
 ///
 /// TRACE is of Mooncake (JSON lines of `timestamp`, `input_length`, `output_length` and `hash_ids`,
-/// an id for every 512 tokens) or of Azure (a CSV of TIMESTAMP,ContextTokens,GeneratedTokens),
-/// plain or compressed with zstd. Requests run one at a time, in the file's order. A request hits
-/// the blocks of its input up to the first that is not cached; then all of them are cached, as far
-/// as they fit. It never gives up its own. What is generated is not cached.
+/// an id for every 512 tokens), of Qwen's service Bailian (the same with `chat_id` and
+/// `parent_chat_id`, an id for every 16 tokens), of Azure (a CSV of
+/// TIMESTAMP,ContextTokens,GeneratedTokens, with or without NumImages) or of BurstGPT (a CSV of
+/// Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type, with or without Session ID
+/// and Elapsed time), plain or compressed with zstd. Requests run one at a time, in the file's
+/// order. A request hits the blocks of its input up to the first that is not cached; then all of
+/// them are cached, as far as they fit. It never gives up its own. What is generated is not cached.
 ///
-/// An Azure trace has no content: every block is new and nothing is ever hit. It tells evictions,
-/// peak blocks and time.
+/// A CSV tells no content: every block is new and nothing is ever hit. It tells evictions, peak
+/// blocks and time.
 ///
 /// Policies: those of caches, lru (least recently used first), lfu (least frequently used first),
 /// priority (by the caller's priorities, of which a trace has none) and default (what will be
@@ -30,6 +33,8 @@ use crate::replay::Policy;
   kv replay conversation.jsonl.zst
   kv replay conversation.jsonl.zst --policy lru --policy min --capacity-blocks 1000 \\
     --capacity-blocks 10000 --plot hits.svg
+  kv replay qwen_traceA_blksz_16.jsonl --policy lru --policy default
+  kv replay own.jsonl --tokens-per-id 64 --block-size 16
   kv replay azure.csv --block-size 32 --capacity-blocks 100000 --json"
 )]
 pub(crate) struct ReplayArgs {
@@ -37,10 +42,15 @@ pub(crate) struct ReplayArgs {
     #[arg(value_name = "TRACE")]
     pub(crate) trace: PathBuf,
 
-    /// Tokens of a block; for a Mooncake trace a divisor or a multiple of 512. 512 for Mooncake and
-    /// 16 for Azure unless given
-    #[arg(long, value_name = "N", value_parser = block_size)]
+    /// Tokens of a block; in a trace with ids a divisor or a multiple of the tokens of an id.
+    /// Those of an id unless given, 16 in a trace without
+    #[arg(long, value_name = "N", value_parser = non_zero)]
     pub(crate) block_size: Option<NonZeroU32>,
+
+    /// Tokens that one of `hash_ids` stands for; 512 in a Mooncake trace and 16 in one of Qwen
+    /// unless given
+    #[arg(long, value_name = "N", value_parser = non_zero)]
+    pub(crate) tokens_per_id: Option<NonZeroU32>,
 
     /// Blocks of the cache, may be repeated; a 128th, a 32nd, an eighth and half of the trace's
     /// different blocks unless given, rounded to two digits
@@ -61,6 +71,13 @@ pub(crate) struct ReplayArgs {
     pub(crate) json: bool,
 }
 
-fn block_size(text: &str) -> Result<NonZeroU32, String> {
+impl ReplayArgs {
+    /// Tokens of blocks and ids, as far as they are given.
+    pub(crate) fn sizes(&self) -> Sizes {
+        Sizes { block: self.block_size, id: self.tokens_per_id }
+    }
+}
+
+fn non_zero(text: &str) -> Result<NonZeroU32, String> {
     at_least_1(text).and_then(|n| NonZeroU32::new(n).ok_or_else(|| "0".to_owned()))
 }

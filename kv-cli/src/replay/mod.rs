@@ -2,9 +2,9 @@
 //!
 //! The pool, the index and the policies are those of a cache. A trace's ids stand for tokens: each
 //! names a block and everything before it, so the key of a block is a hash of its id.
-mod azure;
+mod csv;
+mod json;
 mod min;
-mod mooncake;
 mod plot;
 mod policy;
 mod report;
@@ -18,6 +18,7 @@ use anyhow::Context;
 use indicatif::ProgressBar;
 
 pub(crate) use self::policy::Policy;
+pub(crate) use self::trace::Sizes;
 use crate::args::ReplayArgs;
 use crate::num::to_u64;
 use crate::{output, progress};
@@ -31,7 +32,7 @@ pub(crate) fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     if let Some(path) = &args.plot {
         output::check_writable(path)?;
     }
-    let trace = Arc::new(Trace::read(&args.trace, args.block_size)?);
+    let trace = Arc::new(Trace::read(&args.trace, args.sizes())?);
     let cases = cases(&args.policy, &args.capacity_blocks, trace.num_blocks());
     let total = to_u64(trace.requests().len().saturating_mul(cases.len()));
     let bar = progress::requests(total);

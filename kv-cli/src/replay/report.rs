@@ -64,8 +64,10 @@ impl Report<'_> {
     pub(super) fn show(&self) -> String {
         let Self { name, trace, .. } = self;
         let without_content = match trace.format {
-            Format::Mooncake => "",
-            Format::Azure => "The trace tells no content: every block is new, nothing is hit.\n",
+            Format::Mooncake | Format::Qwen => "",
+            Format::Azure | Format::BurstGpt => {
+                "The trace tells no content: every block is new, nothing is hit.\n"
+            }
         };
         format!(
             "{name}: {} requests of {} input tokens, {} trace, blocks of {}\n\

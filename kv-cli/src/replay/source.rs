@@ -47,6 +47,26 @@ impl From<FrameDecoderError> for ZstdError {
     }
 }
 
+/// A file that is not read for what its first bytes say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+enum EncodingError {
+    #[error("gzip is not read: unpack the file with gunzip, or compress it with zstd")]
+    Gzip,
+    #[error("the file is UTF-16 by its byte order mark, expected UTF-8")]
+    Utf16,
+}
+
+impl EncodingError {
+    /// What these first bytes say.
+    fn of(start: &[u8]) -> Option<Self> {
+        match start {
+            [0x1f, 0x8b, ..] => Some(Self::Gzip),
+            [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => Some(Self::Utf16),
+            _ => None,
+        }
+    }
+}
+
 /// The content of zstd frames, one after another.
 struct Frames<R> {
     source: R,
@@ -138,6 +158,9 @@ impl Lines {
 
     fn new(mut input: impl BufRead + 'static, is_zstd: bool) -> io::Result<Self> {
         let start = input.fill_buf()?;
+        if let Some(error) = EncodingError::of(start).filter(|_| !is_zstd) {
+            return Err(io::Error::other(error));
+        }
         let is_skippable = start.first().is_some_and(|first| first & 0xf0 == 0x50)
             && start.get(1..4) == Some(&SKIPPABLE);
         let input: Box<dyn BufRead> = if is_zstd || start.starts_with(&MAGIC) || is_skippable {
@@ -237,6 +260,18 @@ pub(super) mod tests {
         assert!(error.contains("checksum"), "{error}");
         let named = Lines::new(Cursor::new(b"plain text"), true).expect("opens");
         assert_eq!(all(named).expect_err("no zstd").to_string(), ZstdError::Damaged.to_string());
+    }
+
+    #[test]
+    fn gzip_and_utf_16_are_named() {
+        for (start, words) in [
+            (&[0x1f, 0x8b, 8, 0][..], "gunzip"),
+            (&[0xff, 0xfe, b'{', 0], "UTF-16"),
+            (&[0xfe, 0xff, 0, b'{'], "UTF-16"),
+        ] {
+            let error = Lines::new(Cursor::new(start.to_vec()), false).err().expect("refused");
+            assert!(error.to_string().contains(words), "{error}");
+        }
     }
 
     #[test]

@@ -9,7 +9,7 @@ use kv::eviction::Eviction;
 use super::policy::Policy;
 use super::run::{Outcome, replay};
 use super::source::tests::lines;
-use super::trace::Trace;
+use super::trace::{Sizes, Trace};
 use super::{cases, default_capacities};
 use crate::num::{to_u32, to_u64};
 
@@ -19,8 +19,12 @@ const LRU: Policy = Policy::Real(Eviction::Lru);
 /// of ef 188.
 const SMALL: &str = include_str!("../../tests/data/replay.jsonl");
 
+fn blocks_of(block_size: u32) -> Sizes {
+    Sizes { block: NonZeroU32::new(block_size), id: None }
+}
+
 fn small(block_size: u32) -> Arc<Trace> {
-    let trace = Trace::from_lines(lines(SMALL), None, NonZeroU32::new(block_size));
+    let trace = Trace::from_lines(lines(SMALL), None, blocks_of(block_size));
     Arc::new(trace.expect("a trace"))
 }
 
@@ -44,7 +48,7 @@ fn split_trace_of(requests: &[Vec<u64>], block_size: u32) -> Arc<Trace> {
         format!(r#"{{"timestamp": 0, {lengths}, "hash_ids": {ids:?}}}"#)
     };
     let text: Vec<_> = requests.iter().map(line).collect();
-    let trace = Trace::from_lines(lines(text.join("\n")), None, NonZeroU32::new(block_size));
+    let trace = Trace::from_lines(lines(text.join("\n")), None, blocks_of(block_size));
     Arc::new(trace.expect("a trace"))
 }
 
@@ -239,7 +243,7 @@ fn a_trace_without_content_hits_nothing() {
     let text = "TIMESTAMP,ContextTokens,GeneratedTokens\n\
                 2023-11-16 18:15:46.6805900,33,44\n2023-11-16 18:15:47,0,1\n\
                 2023-11-16 18:15:48,100,1\n";
-    let trace = Arc::new(Trace::from_lines(lines(text), None, None).expect("a trace"));
+    let trace = Arc::new(Trace::from_lines(lines(text), None, Sizes::default()).expect("a trace"));
     for policy in [LRU, Policy::Min] {
         // 3 and 7 blocks of 16.
         let got = outcome(&trace, policy, 8);

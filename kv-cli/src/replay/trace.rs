@@ -6,8 +6,9 @@ use std::path::Path;
 
 use anyhow::Context;
 
+use super::csv::{self, Columns};
+use super::json;
 use super::source::Lines;
-use super::{azure, mooncake};
 use crate::num::{to_u32, to_usize};
 
 /// Tokens of one request, far more than any model reads.
@@ -22,15 +23,30 @@ const NONE: u32 = u32::MAX;
 pub(super) enum Format {
     /// JSON lines with ids of 512 tokens each.
     Mooncake,
+    /// JSON lines of conversations with ids of 16 tokens each (Bailian).
+    Qwen,
     /// CSV with lengths alone.
     Azure,
+    /// The same with seconds, models and totals.
+    BurstGpt,
+}
+
+/// What the command line says of blocks and ids.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Sizes {
+    /// Tokens of a block.
+    pub(crate) block: Option<NonZeroU32>,
+    /// Tokens of an id.
+    pub(crate) id: Option<NonZeroU32>,
 }
 
 impl Format {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Mooncake => "Mooncake",
+            Self::Qwen => "Qwen",
             Self::Azure => "Azure",
+            Self::BurstGpt => "BurstGPT",
         }
     }
 }
@@ -42,22 +58,36 @@ pub(super) enum TraceError {
     Read(#[source] io::Error),
     #[error("no request up to here, the trace is empty")]
     Empty,
-    #[error("neither a JSON object (Mooncake) nor the header {} (Azure)", azure::HEADER)]
+    #[error(
+        "neither a JSON object (Mooncake) nor the header {} (Azure), and no trace of Qwen or \
+         BurstGPT",
+        csv::AZURE
+    )]
     UnknownFormat,
-    #[error("no request of a Mooncake trace, column {}: {}", .0.column(), without_place(.0))]
-    Json(serde_json::Error),
+    #[error("a pointer of Git LFS, which stands for the trace: download the file itself")]
+    Pointer,
+    #[error(
+        "no request of a {} trace, column {}: {}",
+        .format.name(), .error.column(), without_place(.error)
+    )]
+    Json { format: Format, error: serde_json::Error },
     #[error("{field} is {got}, at least 0 is needed")]
     Negative { field: &'static str, got: f64 },
-    #[error("the header is {got:?}, expected {}", azure::HEADER)]
+    #[error("the header is {got:?}, expected {} or {}", csv::AZURE, csv::BURST_GPT)]
     Header { got: String },
-    #[error("{got} fields, expected the {expected} of {}", azure::HEADER)]
-    Fields { got: usize, expected: usize },
+    #[error("{got} fields, expected the {expected} of {header}")]
+    Fields { got: usize, expected: usize, header: String },
     #[error("{field} is {got:?}, expected {expected}")]
     Field { field: &'static str, got: String, expected: &'static str },
     #[error("{got} input tokens, a request has at most {max}")]
     TooLong { got: u64, max: u64 },
-    #[error("{got} ids for {tokens} input tokens, {expected} are needed: one for every 512 begun")]
-    Ids { got: u64, expected: u64, tokens: u64 },
+    #[error(
+        "{got} ids for {tokens} input tokens, {expected} are needed: one for every {id_tokens} \
+         begun, unless --tokens-per-id says otherwise"
+    )]
+    Ids { got: u64, expected: u64, tokens: u64, id_tokens: u32 },
+    #[error("--tokens-per-id: a trace of {} has no ids", .format.name())]
+    NoIds { format: Format },
     #[error(
         "--block-size {got}: an id stands for {id_tokens} tokens, which must be a multiple of the \
          block size or divide it"
@@ -134,16 +164,18 @@ pub(super) struct Trace {
     requests: Vec<Request>,
     names: Names,
     total_blocks: u64,
+    /// Tokens of an id, where there are ids.
+    id_tokens: Option<NonZeroU32>,
     /// Ids that are one block together.
     ids_per_block: NonZeroU32,
 }
 
 impl Trace {
-    /// Reads a file; unless given, blocks are as large as [`Self::new`] says.
-    pub(super) fn read(path: &Path, block_size: Option<NonZeroU32>) -> anyhow::Result<Self> {
+    /// Reads a file; sizes that are not given are those that [`Self::new`] says.
+    pub(super) fn read(path: &Path, sizes: Sizes) -> anyhow::Result<Self> {
         let read = || -> anyhow::Result<Self> {
             let lines = Lines::open(path)?;
-            Ok(Self::from_lines(lines, Format::of_name(path), block_size)?)
+            Ok(Self::from_lines(lines, Format::of_name(path), sizes)?)
         };
         read().with_context(|| path.display().to_string())
     }
@@ -152,36 +184,51 @@ impl Trace {
     pub(super) fn from_lines(
         mut lines: Lines,
         named: Option<Format>,
-        block_size: Option<NonZeroU32>,
+        sizes: Sizes,
     ) -> Result<Self, AtLine> {
-        let read = Self::try_from_lines(&mut lines, named, block_size);
+        let read = Self::try_from_lines(&mut lines, named, sizes);
         read.map_err(|error| AtLine { line: lines.number(), error })
     }
 
     fn try_from_lines(
         lines: &mut Lines,
         named: Option<Format>,
-        block_size: Option<NonZeroU32>,
+        sizes: Sizes,
     ) -> Result<Self, TraceError> {
         let mut is_line = lines.advance().map_err(TraceError::Read)?;
-        let format = match lines.text() {
-            _ if !is_line => return Err(TraceError::Empty),
-            [b'{', ..] => Format::Mooncake,
-            line if line == azure::HEADER.as_bytes() => Format::Azure,
-            _ => named.ok_or(TraceError::UnknownFormat)?,
+        if !is_line {
+            return Err(TraceError::Empty);
+        }
+        let columns = match lines.text() {
+            [b'{', ..] => None,
+            line if line.starts_with(b"version https://git-lfs.") => {
+                return Err(TraceError::Pointer);
+            }
+            line => match (Columns::of_header(line), named) {
+                (Some(columns), _) => Some(columns),
+                (None, Some(Format::Azure | Format::BurstGpt)) => {
+                    Some(Columns::check_header(line)?)
+                }
+                // What follows says what is wrong with the line.
+                (None, Some(Format::Mooncake | Format::Qwen)) => None,
+                (None, None) => return Err(TraceError::UnknownFormat),
+            },
         };
-        let mut trace = Self::new(format, block_size)?;
-        if format == Format::Azure {
-            azure::check_header(lines.text())?;
+        let format = match &columns {
+            Some(columns) => columns.format,
+            None => json::format_of(lines.text()),
+        };
+        let mut trace = Self::new(format, sizes)?;
+        if columns.is_some() {
             is_line = lines.advance().map_err(TraceError::Read)?;
         }
         while is_line {
-            match format {
-                Format::Mooncake => {
-                    let line = mooncake::parse(lines.text())?;
+            match &columns {
+                None => {
+                    let line = json::parse(format, lines.text())?;
                     trace.push(line.input_length, Some(&line.hash_ids))?;
                 }
-                Format::Azure => trace.push(azure::parse(lines.text())?, None)?,
+                Some(columns) => trace.push(columns.parse(lines.text())?, None)?,
             }
             is_line = lines.advance().map_err(TraceError::Read)?;
         }
@@ -191,14 +238,19 @@ impl Trace {
         Ok(trace)
     }
 
-    /// An empty trace; unless given, blocks have the tokens of an id, or 16 where there is none.
-    fn new(format: Format, block_size: Option<NonZeroU32>) -> Result<Self, TraceError> {
+    /// An empty trace. Unless given, ids have as many tokens as in the published traces, and blocks
+    /// the tokens of an id, or 16 where there is none.
+    fn new(format: Format, sizes: Sizes) -> Result<Self, TraceError> {
         let one = NonZeroU32::MIN;
-        let (default, id_tokens) = match format {
-            Format::Mooncake => (mooncake::ID_TOKENS, Some(mooncake::ID_TOKENS)),
-            Format::Azure => (azure::BLOCK_SIZE, None),
+        let id_tokens = match format {
+            Format::Mooncake => Some(sizes.id.unwrap_or(json::MOONCAKE_ID_TOKENS)),
+            Format::Qwen => Some(sizes.id.unwrap_or(json::QWEN_ID_TOKENS)),
+            Format::Azure | Format::BurstGpt if sizes.id.is_some() => {
+                return Err(TraceError::NoIds { format });
+            }
+            Format::Azure | Format::BurstGpt => None,
         };
-        let block_size = block_size.unwrap_or(default);
+        let block_size = sizes.block.or(id_tokens).unwrap_or(csv::BLOCK_SIZE);
         let (names, ids_per_block) = match id_tokens {
             None => (Names::Fresh { num_blocks: 0 }, one),
             Some(tokens) => {
@@ -214,8 +266,16 @@ impl Trace {
                 (Names::Ids(Ids::new(split.unwrap_or(one))), joined.unwrap_or(one))
             }
         };
-        let (total_tokens, total_blocks, requests) = (0, 0, Vec::new());
-        Ok(Self { format, block_size, total_tokens, requests, names, total_blocks, ids_per_block })
+        Ok(Self {
+            format,
+            block_size,
+            total_tokens: 0,
+            requests: Vec::new(),
+            names,
+            total_blocks: 0,
+            id_tokens,
+            ids_per_block,
+        })
     }
 
     /// Adds a request; nothing changes when it is refused.
@@ -223,11 +283,12 @@ impl Trace {
         let Some(len) = u32::try_from(tokens).ok().filter(|_| tokens <= INPUT_TOKENS_MAX) else {
             return Err(TraceError::TooLong { got: tokens, max: INPUT_TOKENS_MAX });
         };
-        if let Some(ids) = ids {
-            let expected = tokens.div_ceil(mooncake::ID_TOKENS.get().into());
+        if let (Some(ids), Some(id_tokens)) = (ids, self.id_tokens) {
+            let id_tokens = id_tokens.get();
+            let expected = tokens.div_ceil(id_tokens.into());
             let got = u64::try_from(ids.len()).unwrap_or(u64::MAX);
             if got != expected {
-                return Err(TraceError::Ids { got, expected, tokens });
+                return Err(TraceError::Ids { got, expected, tokens, id_tokens });
             }
         }
         let num_blocks = len.div_ceil(self.block_size.get());

@@ -102,6 +102,33 @@ fn lengths_alone_hit_nothing() {
 }
 
 #[test]
+fn traces_of_qwen_and_burst_gpt_are_read() {
+    // Three turns of one conversation, which find one id and three, and another conversation.
+    let trace = data("qwen.jsonl");
+    let lines = replay(&[&trace, "--policy", "infinite"]);
+    assert_eq!(json!(figures(&lines[0])), json!(["infinite", 9, 16 + 48, 0, 9]));
+    assert_eq!(lines[0]["total_tokens"], 33 + 50 + 70 + 16);
+    let halves = replay(&[&trace, "--policy", "infinite", "--block-size", "8"]);
+    assert_eq!(halves[0]["hit_tokens"], 16 + 48);
+    let lines = replay(&[&data("burstgpt.csv"), "--policy", "lru", "--capacity-blocks", "100"]);
+    assert_eq!(json!(figures(&lines[0])), json!(["lru", 100, 0, 0, 30 + 68]));
+    let output = kv(&["replay", &data("burstgpt.csv")]);
+    assert!(output.stdout.contains("BurstGPT trace, blocks of 16"), "{}", output.stdout);
+    assert!(output.stdout.contains("every block is new"), "{}", output.stdout);
+}
+
+#[test]
+fn tokens_per_id_are_those_of_the_trace_unless_given() {
+    let trace = data("qwen.jsonl");
+    fails(&["replay", &trace, "--tokens-per-id", "32"], 1, "2 are needed: one for every 32 begun");
+    let given = replay(&[&trace, "--policy", "infinite", "--tokens-per-id", "16"]);
+    assert_eq!(given[0]["hit_tokens"], 16 + 48);
+    let csv = data("burstgpt.csv");
+    fails(&["replay", &csv, "--tokens-per-id", "16"], 1, "a trace of BurstGPT has no ids");
+    fails(&["replay", &trace, "--tokens-per-id", "0"], 2, "at least 1");
+}
+
+#[test]
 fn a_table_and_a_plot_are_for_people() {
     let (trace, dir) = (data("replay.jsonl"), TempDir::new().expect("a directory"));
     let plot = dir.path().join("hits.svg");
@@ -155,6 +182,12 @@ fn a_broken_file_is_told_with_its_line() {
         ("plain.zst", good.clone().into_bytes(), "line 1: cannot be read: the zstd data are dam"),
         ("header.csv", b"a,b,c\n1,2,3\n".to_vec(), "header.csv: line 1: the header is \"a,b,c\""),
         ("trace.txt", b"hello\n".to_vec(), "trace.txt: line 1: neither a JSON object"),
+        (
+            "trace.csv.gz",
+            vec![0x1f, 0x8b, 8, 0, 0],
+            "gzip is not read: unpack the file with gunzip",
+        ),
+        ("utf16.csv", b"\xff\xfeT\0".to_vec(), "UTF-16 by its byte order mark"),
     ] {
         fails(&["replay", &file(&dir, name, content)], 1, words);
     }

@@ -7,11 +7,11 @@ const LINE: &str =
 const ROW: &str = "2023-11-16 18:15:46.6805900,374,44";
 
 fn read(text: impl Into<Vec<u8>>) -> Result<Trace, AtLine> {
-    Trace::from_lines(lines(text), None, None)
+    Trace::from_lines(lines(text), None, Sizes::default())
 }
 
-fn size(tokens: u32) -> Option<NonZeroU32> {
-    NonZeroU32::new(tokens)
+fn size(tokens: u32) -> Sizes {
+    Sizes { block: NonZeroU32::new(tokens), id: None }
 }
 
 /// Refused at this line with these words.
@@ -46,17 +46,67 @@ fn a_trace_is_what_it_says() {
     assert_eq!((trace.format, trace.block_size.get()), (Format::Mooncake, 512));
     assert_eq!((trace.total_tokens, trace.num_blocks()), (2000, 2));
     assert_eq!(asked(&trace), [[[7, 0, 0], [9, 0, 0]], [[7, 0, 0], [9, 0, 0]]]);
-    let trace = read(format!("{}\n{ROW}\n{ROW}\n", azure::HEADER)).expect("a trace");
+    let trace = read(format!("{}\n{ROW}\n{ROW}\n", csv::AZURE)).expect("a trace");
     assert_eq!((trace.format, trace.block_size.get()), (Format::Azure, 16));
     assert_eq!((trace.total_tokens, trace.num_blocks()), (748, 48));
     assert_eq!(asked(&trace)[1][0], [24, 0, 0], "every block is new");
+}
+
+/// A line of Qwen's trace.
+fn qwen(input_length: u32, hash_ids: &[u64]) -> String {
+    format!(
+        r#"{{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length":
+        {input_length}, "output_length": 132, "type": "text", "turn": 1, "hash_ids":
+        {hash_ids:?}}}"#
+    )
+    .replace('\n', " ")
+}
+
+#[test]
+fn an_id_of_qwen_is_sixteen_tokens() {
+    let text = [qwen(33, &[7, 8, 9]), qwen(16, &[7])].join("\n");
+    let trace = read(text.as_str()).expect("a trace");
+    assert_eq!((trace.format, trace.block_size.get()), (Format::Qwen, 16));
+    assert_eq!((trace.total_tokens, trace.num_blocks()), (49, 3));
+    assert_eq!(asked(&trace), [vec![[7, 0, 0], [8, 0, 0], [9, 0, 0]], vec![[7, 0, 0]]]);
+    refused(qwen(33, &[7, 8]), 1, "2 ids for 33 input tokens, 3 are needed: one for every 16");
+    refused(qwen(33, &[7, 8, 9]).replace("hash_ids", "ids"), 1, "no request of a Qwen trace");
+}
+
+#[test]
+fn the_tokens_of_an_id_can_be_given() {
+    let with = |text: &str, block, id| {
+        let sizes = Sizes { block: NonZeroU32::new(block), id: NonZeroU32::new(id) };
+        Trace::from_lines(lines(text), None, sizes)
+    };
+    let trace = with(&mooncake("33", "[1, 2, 3]"), 0, 16).expect("ids of 16 tokens");
+    assert_eq!((trace.block_size.get(), trace.num_blocks()), (16, 3));
+    let trace = with(&qwen(33, &[1]), 16, 64).expect("an id of 64 tokens in blocks of 16");
+    assert_eq!((trace.block_size.get(), trace.requests()[0].num_blocks), (16, 3));
+    assert_eq!(with(&qwen(128, &[1, 2]), 128, 64).expect("joined").num_blocks(), 1);
+    let AtLine { error, .. } = with(&mooncake("33", "[1]"), 0, 16).expect_err("too few");
+    assert!(error.to_string().contains("one for every 16 begun"), "{error}");
+    let AtLine { error, .. } = with(&mooncake("33", "[1]"), 48, 64).expect_err("no size");
+    assert!(error.to_string().contains("an id stands for 64 tokens"), "{error}");
+    let AtLine { error, .. } = with(&format!("{}\n{ROW}", csv::AZURE), 0, 16).expect_err("no ids");
+    assert!(error.to_string().contains("a trace of Azure has no ids"), "{error}");
+}
+
+#[test]
+fn burst_gpt_tells_lengths_alone() {
+    let text = format!("{}\n5,ChatGPT,472,18,490,Conversation log\n", csv::BURST_GPT);
+    let trace = read(text).expect("a trace");
+    assert_eq!((trace.format, trace.block_size.get()), (Format::BurstGpt, 16));
+    assert_eq!((trace.total_tokens, trace.num_blocks()), (472, 30));
+    refused(csv::BURST_GPT, 1, "the trace is empty");
+    refused("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", 1, "Git LFS");
 }
 
 #[test]
 fn harmless_differences_change_nothing() {
     let odd = format!("\u{feff}{LINE}\r\n\r\n   \n{LINE}\r\n\n");
     assert_eq!(asked(&read(odd).expect("a trace")).len(), 2);
-    let odd = format!("\u{feff}\n{}\r\n\r\n{ROW}\r\n", azure::HEADER);
+    let odd = format!("\u{feff}\n{}\r\n\r\n{ROW}\r\n", csv::AZURE);
     assert_eq!(read(odd).expect("a trace").total_tokens, 374);
     let more = LINE.replace('}', r#", "chat_id": 3}"#);
     assert_eq!(read(more).expect("a trace").total_tokens, 1000);
@@ -141,14 +191,14 @@ fn numbers_must_be_counts() {
 
 #[test]
 fn a_csv_has_the_header_and_three_fields() {
-    let csv = |text: &str| Trace::from_lines(lines(text), Some(Format::Azure), None);
+    let csv = |text: &str| Trace::from_lines(lines(text), Some(Format::Azure), Sizes::default());
     let error = csv(&format!("time,in,out\n{ROW}")).expect_err("no header");
     assert_eq!(error.line, 1);
     assert!(error.error.to_string().starts_with("the header is \"time,in,out\", expected TIME"));
-    refused(format!("{}\n{ROW}\n{ROW},1", azure::HEADER), 3, "4 fields, expected the 3");
-    refused(format!("{}\n{ROW}\n{LINE}", azure::HEADER), 3, "5 fields");
+    refused(format!("{}\n{ROW}\n{ROW},1", csv::AZURE), 3, "4 fields, expected the 3");
+    refused(format!("{}\n{ROW}\n{LINE}", csv::AZURE), 3, "5 fields");
     let huge = ROW.replace("374", "1152921504606846976");
-    refused(format!("{}\n{huge}", azure::HEADER), 2, "1152921504606846976 input tokens");
+    refused(format!("{}\n{huge}", csv::AZURE), 2, "1152921504606846976 input tokens");
     refused(format!("{ROW}\n"), 1, "neither a JSON object (Mooncake) nor the header");
 }
 
@@ -158,13 +208,13 @@ fn nothing_is_no_trace() {
         let error = read(text).expect_err("nothing").error;
         assert!(matches!(error, TraceError::Empty), "{text:?}: {error}");
     }
-    refused(azure::HEADER, 1, "the trace is empty");
+    refused(csv::AZURE, 1, "the trace is empty");
 }
 
 #[test]
 fn memory_has_a_bound() {
     let row = ROW.replace("374", &INPUT_TOKENS_MAX.to_string());
-    let rows = |count| [&[azure::HEADER][..], &vec![row.as_str(); count]].concat().join("\n");
+    let rows = |count| [&[csv::AZURE][..], &vec![row.as_str(); count]].concat().join("\n");
     let with = |count, tokens| Trace::from_lines(lines(rows(count)), None, size(tokens));
     assert_eq!(u64::from(with(2, 1).expect("fits").num_blocks()), BLOCKS_MAX);
     let AtLine { line, error } = with(4, 1).expect_err("too many");

@@ -1,0 +1,316 @@
+//! Traces of lengths alone, as CSV: of Azure's inference services, and BurstGPT. Their content cannot
+//! be told.
+use std::num::NonZeroU32;
+
+use super::trace::{Format, TraceError};
+
+pub(super) const AZURE: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
+pub(super) const BURST_GPT: &str =
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type";
+
+/// Tokens of a block unless another size is asked for.
+pub(super) const BLOCK_SIZE: NonZeroU32 = NonZeroU32::MIN.saturating_add(15);
+
+/// What a column holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Column {
+    /// Date and time.
+    Time,
+    /// Seconds from the begin of the trace.
+    Seconds,
+    /// One or the other.
+    TimeOrSeconds,
+    /// The input tokens of a request.
+    Input,
+    Count,
+    /// Something that a replay does not need, or nothing.
+    Other,
+}
+
+/// A header that is known, with its columns in the order of the publication.
+type Header = (Format, &'static [(&'static str, Column)]);
+
+const HEADERS: [Header; 4] = [
+    (
+        Format::Azure,
+        &[
+            ("TIMESTAMP", Column::Time),
+            ("ContextTokens", Column::Input),
+            ("GeneratedTokens", Column::Count),
+        ],
+    ),
+    // Of models of pictures: their tokens are part of the context.
+    (
+        Format::Azure,
+        &[
+            ("TIMESTAMP", Column::TimeOrSeconds),
+            ("NumImages", Column::Count),
+            ("ContextTokens", Column::Input),
+            ("GeneratedTokens", Column::Count),
+        ],
+    ),
+    (
+        Format::BurstGpt,
+        &[
+            ("Timestamp", Column::Seconds),
+            ("Model", Column::Other),
+            ("Request tokens", Column::Input),
+            ("Response tokens", Column::Count),
+            ("Total tokens", Column::Count),
+            ("Log Type", Column::Other),
+        ],
+    ),
+    (
+        Format::BurstGpt,
+        &[
+            ("Timestamp", Column::Seconds),
+            ("Session ID", Column::Other),
+            ("Elapsed time", Column::Other),
+            ("Model", Column::Other),
+            ("Request tokens", Column::Input),
+            ("Response tokens", Column::Count),
+            ("Total tokens", Column::Count),
+            ("Log Type", Column::Other),
+        ],
+    ),
+];
+
+/// The columns of one file, in its order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Columns {
+    pub(super) format: Format,
+    columns: Vec<(&'static str, Column)>,
+}
+
+impl Columns {
+    /// Columns in any order that are those of a known header.
+    pub(super) fn of_header(line: &[u8]) -> Option<Self> {
+        let text = std::str::from_utf8(line).ok()?;
+        let names: Vec<_> = text.split(',').map(str::trim).collect();
+        HEADERS.iter().find_map(|(format, known)| {
+            let column = |name: &&str| known.iter().find(|(known, _)| known == name).copied();
+            let mut columns = Vec::with_capacity(names.len());
+            for name in &names {
+                let column = column(name)?;
+                if columns.contains(&column) {
+                    return None;
+                }
+                columns.push(column);
+            }
+            (columns.len() == known.len()).then_some(Self { format: *format, columns })
+        })
+    }
+
+    /// Refuses a first line that is no known header.
+    pub(super) fn check_header(line: &[u8]) -> Result<Self, TraceError> {
+        Self::of_header(line).ok_or_else(|| {
+            // A first line may be anything; the start of it tells enough.
+            let start = line.get(..80).unwrap_or(line);
+            TraceError::Header { got: String::from_utf8_lossy(start).into_owned() }
+        })
+    }
+
+    /// The input tokens of one request.
+    pub(super) fn parse(&self, line: &[u8]) -> Result<u64, TraceError> {
+        let text = String::from_utf8_lossy(line);
+        let fields: Vec<_> = text.split(',').collect();
+        if fields.len() != self.columns.len() {
+            let names: Vec<_> = self.columns.iter().map(|(name, _)| *name).collect();
+            let (got, expected) = (fields.len(), names.len());
+            return Err(TraceError::Fields { got, expected, header: names.join(",") });
+        }
+        let mut input = 0;
+        for (text, (name, column)) in fields.iter().zip(&self.columns) {
+            match column {
+                Column::Input => input = count(name, text)?,
+                Column::Count => {
+                    count(name, text)?;
+                }
+                Column::Time => time(name, text, is_timestamp(text))?,
+                Column::Seconds => time(name, text, is_seconds(text))?,
+                Column::TimeOrSeconds => {
+                    time(name, text, is_timestamp(text) || is_seconds(text))?;
+                }
+                Column::Other => {}
+            }
+        }
+        Ok(input)
+    }
+}
+
+fn time(field: &'static str, text: &str, is_one: bool) -> Result<(), TraceError> {
+    if is_one {
+        return Ok(());
+    }
+    let expected = match field {
+        "TIMESTAMP" => "a time such as 2023-11-16 18:15:46.6805900",
+        _ => "seconds from 0",
+    };
+    Err(TraceError::Field { field, got: start_of(text), expected })
+}
+
+/// Whole seconds, with or without a fraction.
+fn is_seconds(text: &str) -> bool {
+    let (whole, part) = text.split_once('.').unwrap_or((text, "0"));
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    is_number(whole) && is_number(part)
+}
+
+fn start_of(text: &str) -> String {
+    text.chars().take(40).collect()
+}
+
+fn count(field: &'static str, text: &str) -> Result<u64, TraceError> {
+    // A sign is no part of a count.
+    let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+    text.parse().ok().filter(|_| digits).ok_or_else(|| {
+        let expected = "a count from 0";
+        TraceError::Field { field, got: start_of(text), expected }
+    })
+}
+
+/// Date and time, with or without a fraction of a second and an offset.
+fn is_timestamp(text: &str) -> bool {
+    let Some((date, time)) = text.split_once([' ', 'T']) else {
+        return false;
+    };
+    let end = time.find(['+', '-', 'Z']).unwrap_or(time.len());
+    let (time, offset) = time.split_at(end);
+    let (time, fraction) = time.split_once('.').unwrap_or((time, "0"));
+    let is_offset = match offset.strip_prefix(['+', '-']) {
+        Some(offset) => numbers(offset, ':', &[(2, 0, 23), (2, 0, 59)]),
+        None => offset.is_empty() || offset == "Z",
+    };
+    numbers(date, '-', &[(4, 0, 9999), (2, 1, 12), (2, 1, 31)])
+        && numbers(time, ':', &[(2, 0, 23), (2, 0, 59), (2, 0, 60)])
+        && !fraction.is_empty()
+        && fraction.bytes().all(|byte| byte.is_ascii_digit())
+        && is_offset
+}
+
+/// Whether `text` is numbers of so many digits, from the least to the most.
+fn numbers(text: &str, separator: char, expected: &[(usize, u32, u32)]) -> bool {
+    let parts: Vec<_> = text.split(separator).collect();
+    let fits = |(part, (len, least, most)): (&&str, &(usize, u32, u32))| {
+        let number = part.parse().ok().filter(|_| part.bytes().all(|b| b.is_ascii_digit()));
+        part.len() == *len && number.is_some_and(|n: u32| (*least..=*most).contains(&n))
+    };
+    parts.len() == expected.len() && parts.iter().zip(expected).all(fits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_timestamp_is_a_date_and_a_time() {
+        for text in [
+            "2023-11-16 18:15:46.6805900",
+            "2023-11-16T18:15:46",
+            "2024-05-10 00:00:00.009930+00:00",
+            "2024-12-31 23:59:60Z",
+        ] {
+            assert!(is_timestamp(text), "{text}");
+        }
+        for text in [
+            "",
+            "now",
+            "2023-11-16",
+            "18:15:46",
+            "2023-13-16 18:15:46",
+            "2023-11-16 24:15:46",
+            "2023-11-16 18:15",
+            "2023-11-16 18:15:46.",
+            "2023-11-16 18:15:46.x",
+            "23-11-16 18:15:46",
+            "2023-11-16 18:15:46+1",
+            "2023-11-16 18:15:46 ",
+            "-023-11-16 18:15:46",
+        ] {
+            assert!(!is_timestamp(text), "{text}");
+        }
+    }
+
+    #[test]
+    fn headers_are_known_by_their_columns() {
+        let format = |line: &str| Columns::of_header(line.as_bytes()).map(|known| known.format);
+        for (line, expected) in [
+            (AZURE, Some(Format::Azure)),
+            ("TIMESTAMP,NumImages,ContextTokens,GeneratedTokens", Some(Format::Azure)),
+            ("GeneratedTokens, ContextTokens, TIMESTAMP", Some(Format::Azure)),
+            (BURST_GPT, Some(Format::BurstGpt)),
+            (
+                "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,\
+                 Total tokens,Log Type",
+                Some(Format::BurstGpt),
+            ),
+            ("TIMESTAMP,ContextTokens", None),
+            ("TIMESTAMP,ContextTokens,ContextTokens", None),
+            ("TIMESTAMP,ContextTokens,GeneratedTokens,Model", None),
+            ("", None),
+        ] {
+            assert_eq!(format(line), expected, "{line}");
+        }
+        assert_eq!(Columns::of_header(b"\xff\xfe"), None);
+    }
+
+    #[test]
+    fn a_request_of_every_header_is_read() {
+        for (header, row, tokens) in [
+            ("GeneratedTokens,ContextTokens,TIMESTAMP", "44,374,2023-11-16 18:15:46", 374),
+            (
+                "TIMESTAMP,NumImages,ContextTokens,GeneratedTokens",
+                "2024-10-15 00:00:00.009930+00:00,2,1500,20",
+                1500,
+            ),
+            ("TIMESTAMP,NumImages,ContextTokens,GeneratedTokens", "12.5,0,7,20", 7),
+            (BURST_GPT, "5,ChatGPT,472,18,490,Conversation log", 472),
+            (BURST_GPT, "5.25,GPT-4,0,0,0,API log", 0),
+            (
+                "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,\
+                 Total tokens,Log Type",
+                "5,,,ChatGPT,472,18,490,API log",
+                472,
+            ),
+        ] {
+            let columns = Columns::of_header(header.as_bytes()).expect(header);
+            assert_eq!(columns.parse(row.as_bytes()).expect(row), tokens);
+        }
+        let burst = Columns::of_header(BURST_GPT.as_bytes()).expect("a header");
+        for (row, words) in [
+            ("5,ChatGPT,-1,18,490,x", "Request tokens is \"-1\""),
+            ("-5,ChatGPT,1,18,490,x", "Timestamp is \"-5\", expected seconds from 0"),
+            ("now,ChatGPT,1,18,490,x", "Timestamp is \"now\""),
+            ("5,ChatGPT,1,18,490", "5 fields, expected the 6 of Timestamp,Model"),
+            ("5,ChatGPT,,18,490,x", "Request tokens is \"\""),
+        ] {
+            let error = burst.parse(row.as_bytes()).expect_err(row).to_string();
+            assert!(error.contains(words), "{row}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_request_is_refused() {
+        let parse = |line: &[u8]| Columns::check_header(AZURE.as_bytes())?.parse(line);
+        let error = |line: &[u8]| parse(line).expect_err("no request").to_string();
+        let time = "2023-11-16 18:15:46.6805900";
+        assert_eq!(parse(format!("{time},374,44").as_bytes()).expect("a request"), 374);
+        for (rest, words) in [
+            ("", "1 fields, expected the 3"),
+            (",1", "2 fields"),
+            (",1,2,3", "4 fields"),
+            (",-1,2", "ContextTokens is \"-1\""),
+            (",+1,2", "ContextTokens is \"+1\""),
+            (",1,-2", "GeneratedTokens is \"-2\""),
+            (",1.5,2", "ContextTokens is \"1.5\""),
+            (",,2", "ContextTokens is \"\""),
+            (",\"1\",2", "ContextTokens"),
+            (",99999999999999999999,2", "ContextTokens is \"99999999999999999999\""),
+        ] {
+            let error = error(format!("{time}{rest}").as_bytes());
+            assert!(error.contains(words), "{rest}: {error}");
+        }
+        assert!(error(b"yesterday,1,2").contains("TIMESTAMP is \"yesterday\""));
+        assert!(error(b"\xff\xfe,1,2").contains("TIMESTAMP"));
+    }
+}

@@ -1,0 +1,47 @@
+//! Traces of JSON lines, an object with ids for every request: Mooncake's, and those of Qwen's
+//! service (Bailian).
+use std::num::NonZeroU32;
+
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+
+use super::trace::{Format, TraceError};
+
+/// Tokens of an id unless given; the last one of a request may stand for fewer.
+pub(super) const MOONCAKE_ID_TOKENS: NonZeroU32 = NonZeroU32::MIN.saturating_add(511);
+pub(super) const QWEN_ID_TOKENS: NonZeroU32 = NonZeroU32::MIN.saturating_add(15);
+
+/// One request.
+#[derive(Debug, Deserialize)]
+pub(super) struct Line {
+    timestamp: f64,
+    pub(super) input_length: u64,
+    #[expect(dead_code, reason = "a line without it is none, and what is generated is not cached")]
+    output_length: u64,
+    /// Each names everything up to the end of its tokens.
+    pub(super) hash_ids: Vec<u64>,
+}
+
+/// What only lines of Qwen's traces have.
+#[derive(Debug, Deserialize)]
+struct Chat {
+    chat_id: Option<IgnoredAny>,
+    parent_chat_id: Option<IgnoredAny>,
+}
+
+/// Whose trace a file of this first line is.
+pub(super) fn format_of(line: &[u8]) -> Format {
+    match serde_json::from_slice(line) {
+        Ok(Chat { chat_id: Some(_), parent_chat_id: Some(_) }) => Format::Qwen,
+        _ => Format::Mooncake,
+    }
+}
+
+pub(super) fn parse(format: Format, line: &[u8]) -> Result<Line, TraceError> {
+    let line: Line =
+        serde_json::from_slice(line).map_err(|error| TraceError::Json { format, error })?;
+    if line.timestamp < 0.0 {
+        return Err(TraceError::Negative { field: "timestamp", got: line.timestamp });
+    }
+    Ok(line)
+}
