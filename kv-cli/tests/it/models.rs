@@ -97,7 +97,46 @@ fn interleave(values: &[f32], head_dim: usize, width: usize) -> Vec<f32> {
     values.chunks_exact(head_dim * width).flat_map(head).collect()
 }
 
+/// Keys of a GGUF file.
+type Keys<'k> = &'k [(&'k str, Value)];
+
 fn gguf(path: &std::path::Path, architecture: &str) {
+    gguf_with(path, architecture, &[]);
+}
+
+/// The bundled model as one GGUF file; `more` keys replace those of the same name.
+fn gguf_with(path: &std::path::Path, architecture: &str, more: Keys<'_>) {
+    let tensors = gguf_tensors();
+    write_gguf(path, architecture, more, &tensors);
+}
+
+fn write_gguf(
+    path: &std::path::Path,
+    architecture: &str,
+    more: Keys<'_>,
+    tensors: &[(String, QTensor)],
+) {
+    let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    let metadata = [
+        ("general.architecture", Value::String(architecture.to_owned())),
+        ("llama.embedding_length", Value::U32(64)),
+        ("llama.block_count", Value::U32(5)),
+        ("llama.attention.head_count", Value::U32(8)),
+        ("llama.attention.head_count_kv", Value::U32(4)),
+        ("llama.feed_forward_length", Value::U32(172)),
+        ("llama.context_length", Value::U32(512)),
+        ("llama.attention.layer_norm_rms_epsilon", Value::F32(1e-5)),
+        ("llama.rope.dimension_count", Value::U32(8)),
+    ];
+    let is_replaced = |key: &str| more.iter().any(|(other, _)| *other == key);
+    let kept = metadata.iter().filter(|(key, _)| !is_replaced(key));
+    let metadata: Vec<_> = kept.chain(more).map(|(key, value)| (*key, value)).collect();
+    let mut file = File::create(path).expect("a file");
+    gguf_file::write(&mut file, &metadata, &tensors).expect("a GGUF file");
+}
+
+/// The tensors of the bundled model under their names in GGUF files.
+fn gguf_tensors() -> Vec<(String, QTensor)> {
     let rename = |name: &str| match name.strip_prefix("model.layers.") {
         None if name.starts_with("model.embed") => "token_embd.weight".to_owned(),
         None => "output_norm.weight".to_owned(),
@@ -118,33 +157,15 @@ fn gguf(path: &std::path::Path, architecture: &str) {
             format!("blk.{layer}.{part}.weight")
         }
     };
-    let tensors: Vec<_> = entries()
-        .into_iter()
-        .map(|entry| {
-            let mut values = entry.values();
-            if entry.name.contains("q_proj") || entry.name.contains("k_proj") {
-                values = interleave(&values, 8, 64);
-            }
-            let tensor = Tensor::from_vec(values, entry.shape, &Device::Cpu).expect("a tensor");
-            let tensor = QTensor::quantize(&tensor, GgmlDType::F32).expect("f32");
-            (rename(&entry.name), tensor)
-        })
-        .collect();
-    let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-    let metadata = [
-        ("general.architecture", Value::String(architecture.to_owned())),
-        ("llama.embedding_length", Value::U32(64)),
-        ("llama.block_count", Value::U32(5)),
-        ("llama.attention.head_count", Value::U32(8)),
-        ("llama.attention.head_count_kv", Value::U32(4)),
-        ("llama.feed_forward_length", Value::U32(172)),
-        ("llama.context_length", Value::U32(512)),
-        ("llama.attention.layer_norm_rms_epsilon", Value::F32(1e-5)),
-        ("llama.rope.dimension_count", Value::U32(8)),
-    ];
-    let metadata: Vec<_> = metadata.iter().map(|(key, value)| (*key, value)).collect();
-    let mut file = File::create(path).expect("a file");
-    gguf_file::write(&mut file, &metadata, &tensors).expect("a GGUF file");
+    let tensor = |entry: Entry| {
+        let mut values = entry.values();
+        if entry.name.contains("q_proj") || entry.name.contains("k_proj") {
+            values = interleave(&values, 8, 64);
+        }
+        let tensor = Tensor::from_vec(values, entry.shape, &Device::Cpu).expect("a tensor");
+        (rename(&entry.name), QTensor::quantize(&tensor, GgmlDType::F32).expect("f32"))
+    };
+    entries().into_iter().map(tensor).collect()
 }
 
 #[test]
@@ -182,4 +203,114 @@ fn a_gguf_file_that_lies_is_refused() {
     fails(&["generate", "--json", "--model", name], 1, "\"gemma3\" is not supported");
     std::fs::write(&path, "not a GGUF file").expect("a file");
     fails(&["generate", "--json", "--model", name], 1, "model.gguf: ");
+}
+
+#[test]
+fn a_factor_of_any_age_scales_the_rotation() {
+    let model = ModelDir::copy();
+    let path = model.file("model.gguf");
+    let name = path.to_str().expect("UTF-8");
+    let text = |keys: Keys<'_>| {
+        gguf_with(&path, "llama", keys);
+        generate(name, &[])
+    };
+    let kind = |kind: &str| ("llama.rope.scaling.type", Value::String(kind.to_owned()));
+    let factor = |key, factor| (key, Value::F32(factor));
+    let plain = expected();
+    let linear = text(&[kind("linear"), factor("llama.rope.scaling.factor", 4.0)]);
+    assert_ne!(linear, plain);
+    assert_eq!(text(&[factor("llama.rope.scaling.factor", 4.0)]), linear);
+    assert_eq!(text(&[factor("llama.rope.scale_linear", 4.0)]), linear);
+    assert_eq!(text(&[factor("llama.rope.scaling.factor", 0.0)]), plain);
+    assert_eq!(text(&[kind("none"), factor("llama.rope.scaling.factor", 4.0)]), plain);
+    let yarn = text(&[kind("yarn"), factor("llama.rope.scaling.factor", 4.0)]);
+    assert!(yarn != plain && yarn != linear, "neither scaled alike nor not at all");
+    gguf_with(&path, "llama", &[kind("su")]);
+    fails(&["generate", "--json", "--model", name], 1, "\"su\" is not supported");
+}
+
+#[test]
+fn every_end_of_a_turn_ends_a_text() {
+    let all = expected().remove(0);
+    let id = u32::try_from(all[9]).expect("a token");
+    let end = all.iter().position(|token| *token == all[9]).expect("it is there") + 1;
+    let model = ModelDir::copy();
+    let path = model.file("model.gguf");
+    let name = path.to_str().expect("UTF-8");
+    let mut words: Vec<_> = (0..512).map(|id| Value::String(format!("word {id}"))).collect();
+    words[usize::try_from(id).expect("small")] = Value::String("<|im_end|>".to_owned());
+    let ids = Value::Array(vec![Value::U32(2), Value::U32(id)]);
+    for (key, value) in [
+        ("tokenizer.ggml.eos_token_id", Value::U32(id)),
+        ("tokenizer.ggml.eot_token_id", Value::U32(id)),
+        ("tokenizer.ggml.eom_token_id", Value::U32(id)),
+        ("tokenizer.ggml.eos_token_ids", ids),
+        ("tokenizer.ggml.tokens", Value::Array(words)),
+    ] {
+        gguf_with(&path, "llama", &[(key, value)]);
+        let report = json(&["generate", "--max-new-tokens", "40", "--model", name]);
+        assert_eq!(all_tokens(&report)[0], all[..end], "{key}");
+        assert_eq!(report["sequences"][0]["finish"], "eos", "{key}");
+    }
+}
+
+#[test]
+fn heads_by_layer_are_read_where_they_are_equal() {
+    let model = ModelDir::copy();
+    let path = model.file("model.gguf");
+    let name = path.to_str().expect("UTF-8");
+    let heads = |heads: &[u32]| {
+        let list = Value::Array(heads.iter().copied().map(Value::U32).collect());
+        gguf_with(&path, "llama", &[("llama.attention.head_count_kv", list)]);
+    };
+    heads(&[4; 5]);
+    assert_eq!(generate(name, &[]), expected());
+    heads(&[4, 4, 2, 4, 4]);
+    let words = "llama.attention.head_count_kv is [4, 4, 2, 4, 4]: it differs by layer";
+    fails(&["generate", "--json", "--model", name], 1, words);
+    // Bytes follow from the heads of each layer.
+    let report = json(&["plan", "--model", name, "--format", "bf16"]);
+    assert_eq!(report["formats"][0]["bytes_per_token"], (4 * 4 + 2) * 2 * 8 * 2);
+    gguf_with(&path, "llama", &[("llama.expert_count", Value::U32(8))]);
+    let words = "llama.expert_count is 8: a mixture of experts, such as Mixtral";
+    fails(&["generate", "--json", "--model", name], 1, words);
+    let report = json(&["plan", "--model", name, "--format", "bf16"]);
+    assert_eq!(report["formats"][0]["bytes_per_token"], 5 * 4 * 2 * 8 * 2);
+}
+
+#[test]
+fn a_model_in_several_gguf_files_is_one() {
+    let model = ModelDir::copy();
+    let tensors = gguf_tensors();
+    let path = |number: usize| model.file(&format!("model-0000{number}-of-00003.gguf"));
+    let split = |number: usize| {
+        let place = |key, value: usize| (key, Value::U16(u16::try_from(value).expect("small")));
+        [place("split.no", number - 1), place("split.count", 3)]
+    };
+    for (part, number) in tensors.chunks(tensors.len().div_ceil(3)).zip(1..) {
+        write_gguf(&path(number), "llama", &split(number), part);
+    }
+    let first = path(1);
+    let first = first.to_str().expect("UTF-8");
+    assert_eq!(generate(first, &[]), expected());
+    // The first part alone tells what a plan needs, and a directory has one model.
+    std::fs::remove_file(model.file("config.json")).expect("config.json");
+    for model in [first, model.path()] {
+        let report = json(&["plan", "--model", model, "--format", "bf16"]);
+        assert_eq!(report["formats"][0]["bytes_per_token"], 5 * 4 * 2 * 8 * 2);
+    }
+    let second = path(2);
+    let second = second.to_str().expect("UTF-8");
+    let words = "part 2 of a model in 3 files, give model-00001-of-00003.gguf instead";
+    fails(&["generate", "--json", "--model", second], 1, words);
+    fails(&["plan", "--model", second], 1, words);
+    write_gguf(&path(2), "llama", &split(3), &tensors[..1]);
+    fails(&["generate", "--json", "--model", first], 1, "part 3 of 3 by split.no");
+    std::fs::remove_file(path(2)).expect("a part");
+    let words = "00002-of-00003.gguf: part 2 of a model in 3 files is not there";
+    fails(&["generate", "--json", "--model", first], 1, words);
+    std::fs::rename(path(1), model.file("renamed.gguf")).expect("a part");
+    let renamed = model.file("renamed.gguf");
+    let renamed = renamed.to_str().expect("UTF-8");
+    fails(&["generate", "--json", "--model", renamed], 1, "does not end in -00001-of-00003.gguf");
 }

@@ -110,3 +110,109 @@ fn wrong_input_is_refused() {
     model.set("num_attention_heads", Some(json!(0)));
     fails(&["plan", "--model", model.path()], 1, "num_attention_heads is 0");
 }
+
+/// Runs for a configuration in bf16.
+fn plan(config: &serde_json::Value, extra: &[&str]) -> serde_json::Value {
+    let dir = tempfile::TempDir::new().expect("a directory");
+    std::fs::write(dir.path().join("config.json"), config.to_string()).expect("config.json");
+    let model = dir.path().to_str().expect("UTF-8");
+    json(&[&["plan", "--model", model, "--format", "bf16"], extra].concat())
+}
+
+#[test]
+fn latent_attention_is_told_with_what_is_stored() {
+    let deepseek = json!({
+        "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "max_position_embeddings": 163_840, "rope_scaling": {"type": "yarn", "factor": 40}
+    });
+    let report = plan(&deepseek, &[]);
+    let line = &report["formats"][0];
+    assert_eq!(line["bytes_per_token"], 70_272);
+    assert_eq!(line["stored_bytes_per_token"], 132_736);
+    assert_eq!(line["sequence_bytes"], 132_736_u64 * 163_840);
+    let notes = report["notes"].to_string();
+    assert!(notes.contains("70272 bytes a token, 1.9 times that (132736) are stored"), "{notes}");
+    let dir = tempfile::TempDir::new().expect("a directory");
+    std::fs::write(dir.path().join("config.json"), deepseek.to_string()).expect("config.json");
+    let output = kv(&["plan", "--model", dir.path().to_str().expect("UTF-8")]);
+    assert!(output.stdout.contains("61 layers, a latent row of 576"), "{}", output.stdout);
+    assert!(output.stdout.contains("note: multi-head latent attention"), "{}", output.stdout);
+}
+
+#[test]
+fn layers_of_several_kinds_are_added_up() {
+    let gpt_oss = json!({
+        "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "head_dim": 64,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 128,
+        "max_position_embeddings": 131_072
+    });
+    let report = plan(&gpt_oss, &["--memory", "80GB"]);
+    let line = &report["formats"][0];
+    assert_eq!(line["bytes_per_token"], 24 * 2048);
+    assert_eq!(line["kind_bytes_per_token"], json!([12 * 2048, 12 * 2048]));
+    assert_eq!(report["kinds"][0]["window"], 128);
+    assert_eq!(report["kinds"][1]["window"], json!(null));
+    // 8,192 blocks of 16 that keep all, and nine for a window of 128.
+    let sequence = (8192 + 9) * 16 * 12 * 2048_u64;
+    assert_eq!(line["sequence_bytes"], sequence);
+    assert_eq!(line["sequences"], 80_000_000_000 / sequence);
+    let jamba = json!({
+        "model_type": "jamba", "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_period": 8,
+        "attn_layer_offset": 4, "max_position_embeddings": 262_144
+    });
+    let report = plan(&jamba, &[]);
+    assert_eq!((&report["layers"], &report["attention_layers"]), (&json!(32), &json!(4)));
+    assert_eq!(report["formats"][0]["bytes_per_token"], 4 * 4096);
+    assert!(report["notes"][0].as_str().expect("a note").starts_with("28 of 32 layers are"));
+}
+
+#[test]
+fn a_context_that_no_field_gives_is_told() {
+    let falcon = json!({
+        "model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32,
+        "num_attention_heads": 71, "multi_query": true, "new_decoder_architecture": false
+    });
+    let report = plan(&falcon, &[]);
+    assert_eq!((&report["context"], &report["architecture"]), (&json!(2048), &json!("falcon")));
+    assert!(report["notes"][0].as_str().expect("a note").contains("--context N sets it"));
+    let report = plan(&falcon, &["--context", "4096"]);
+    assert_eq!((&report["context"], &report["notes"]), (&json!(4096), &json!([])));
+}
+
+#[test]
+fn a_description_that_is_none_names_the_architecture() {
+    let dir = tempfile::TempDir::new().expect("a directory");
+    let file = |name: &str, bytes: &[u8]| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, bytes).expect(name);
+        path.to_str().expect("UTF-8").to_owned()
+    };
+    for (config, words) in [
+        (json!({"model_type": "mamba", "num_hidden_layers": 48}), "model_type \"mamba\": no KV"),
+        (json!({"model_type": "new", "layers": 3}), "model_type \"new\": num_hidden_layers is"),
+        (json!({}), "no model_type: num_hidden_layers is missing"),
+        (json!([]), "the file is [], expected an object"),
+    ] {
+        file("config.json", config.to_string().as_bytes());
+        fails(&["plan", "--model", dir.path().to_str().expect("UTF-8")], 1, words);
+    }
+    // A file is read as well as its directory, with a byte order mark or without.
+    let config = json!({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768});
+    let marked = file("own.json", format!("\u{feff}{config}").as_bytes());
+    let report = json(&["plan", "--model", &marked, "--format", "f16"]);
+    assert_eq!(report["formats"][0]["bytes_per_token"], 12 * 2 * 768 * 2);
+    let utf16: Vec<_> =
+        format!("\u{feff}{config}").encode_utf16().flat_map(u16::to_le_bytes).collect();
+    fails(&["plan", "--model", &file("utf16.json", &utf16)], 1, "UTF-16 by its byte order mark");
+    fails(&["plan", "--model", &file("x.gguf", b"GGUF")], 1, "x.gguf: not a readable GGUF file");
+    fails(&["plan", "--model", &file("x.bin", b"GGUF")], 1, "x.bin: not a readable GGUF file");
+    std::fs::remove_file(dir.path().join("config.json")).expect("config.json");
+    file("y.gguf", b"GGUF");
+    let words = "several GGUF files";
+    fails(&["plan", "--model", dir.path().to_str().expect("UTF-8")], 1, words);
+    let empty = tempfile::TempDir::new().expect("a directory");
+    fails(&["plan", "--model", empty.path().to_str().expect("UTF-8")], 1, "config.json: No such");
+}

@@ -117,6 +117,27 @@ fn a_window_keeps_no_more_than_it_sees() {
     assert!(count(&report["stats"], "blocks_peak") <= 12, "{}", report["stats"]);
 }
 
+#[test]
+fn a_window_runs_in_the_blocks_of_its_peak() {
+    let model = ModelDir::copy();
+    model.set("model_type", Some("mistral".into()));
+    model.set("sliding_window", Some(16.into()));
+    let base = ["generate", "--ignore-eos", "--max-new-tokens", "300", "--model", model.path()];
+    let with = |extra: &[&str]| json(&[&base[..], extra].concat());
+    let expected = all_tokens(&with(&["--paged", "4,76"]));
+    for blocks in ["4,40", "4,5"] {
+        let report = with(&["--paged", blocks]);
+        assert_eq!(all_tokens(&report), expected);
+        assert_eq!(count(&report["stats"], "blocks_peak"), 5);
+    }
+    let refused = [&base[..], &["--json", "--paged", "4,4"]].concat();
+    fails(&refused, 1, "needs 5 blocks, the cache has 4: --paged 4,5, or fewer --max-new-tokens");
+    // A prompt of about sixty tokens at once, or in steps that fit.
+    let refused = [&base[..], &["--json", "--paged", "4,9", "--prompt", OPENING]].concat();
+    fails(&refused, 1, "the cache has 9: --max-step-tokens ");
+    with(&["--paged", "4,9", "--prompt", OPENING, "--max-step-tokens", "8"]);
+}
+
 /// The last bits of a projection depend on how many rows a step has, whether they are guesses or
 /// other sequences. Eight bits hide that; four can turn a close call, with and without guesses.
 #[test]
