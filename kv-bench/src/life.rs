@@ -179,3 +179,43 @@ impl Full {
         Ok(begin.elapsed().checked_div(64).unwrap_or_default())
     }
 }
+
+/// One prompt that comes again and again, as that of a health check does.
+#[derive(Debug)]
+pub struct Repeat {
+    cache: KvCache<NullBackend>,
+    prompt: Vec<u32>,
+}
+
+impl Repeat {
+    /// A prompt of `len` tokens in a pool of 65,536 blocks, after `repeats` requests for it.
+    ///
+    /// # Errors
+    /// The cache's own.
+    pub fn new(len: u32, repeats: u32, eviction: Eviction) -> Result<Self, Error> {
+        let cache = cache(1 << 16, eviction)?;
+        let mut repeat = Self { cache, prompt: (0..len).collect() };
+        for _ in 0..repeats {
+            repeat.turn()?;
+        }
+        Ok(repeat)
+    }
+
+    /// Blocks with content that can be reused.
+    pub fn cached(&self) -> u32 {
+        self.cache.usage().blocks_cached
+    }
+
+    /// One request: started, computed, ended.
+    ///
+    /// # Errors
+    /// The cache's own.
+    pub fn turn(&mut self) -> Result<Duration, Error> {
+        let begin = Instant::now();
+        let sequence = SequenceId(0);
+        let reused = self.cache.start(sequence, &self.prompt, StartOptions::default())?;
+        feed(&mut self.cache, sequence, self.prompt.get(reused..).unwrap_or_default())?;
+        self.cache.release(sequence)?;
+        Ok(begin.elapsed())
+    }
+}

@@ -4,7 +4,7 @@ use std::time::Duration;
 use criterion::{BenchmarkId, Criterion, Throughput};
 use kv::eviction::Eviction;
 use kv_bench::is_smoke;
-use kv_bench::life::{Decode, Full, Hit};
+use kv_bench::life::{Decode, Full, Hit, Repeat};
 
 pub(crate) fn benches(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("life");
@@ -22,6 +22,16 @@ pub(crate) fn benches(criterion: &mut Criterion) {
             assert_eq!(hit.start().unwrap().1, 1024);
             bencher.iter_custom(|n| (0..n).map(|_| hit.start().unwrap().0).sum());
         });
+        // The cost must not depend on how often the prompt came before.
+        let repeats: &[u32] = if is_smoke() { &[100] } else { &[100, 10_000, 100_000] };
+        for &before in repeats {
+            let name = format!("repeat/{eviction}");
+            group.bench_function(BenchmarkId::new(name, before), |bencher| {
+                let mut repeat = Repeat::new(16, before, eviction).unwrap();
+                bencher.iter_custom(|n| (0..n).map(|_| repeat.turn().unwrap()).sum());
+                assert_eq!(repeat.cached(), 1);
+            });
+        }
         for &num_blocks in pools {
             let name = format!("evict/{eviction}");
             group.bench_function(BenchmarkId::new(name, num_blocks), |bencher| {

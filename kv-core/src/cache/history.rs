@@ -23,6 +23,8 @@ pub(crate) struct History {
     keys: Vec<SharedList<BlockKey, KEYS_SHARED>>,
     /// Leading blocks that need not be offered to the index any more, by group.
     stored: Vec<u32>,
+    /// A block that is never offered, by group: [`NO_BLOCK`] where all are.
+    cut: Vec<u32>,
     retention: Option<Retention>,
     prompt_len: u32,
     /// Contents of the block last asked for.
@@ -34,6 +36,8 @@ pub(crate) struct History {
 /// Tokens and keys that forks share at a time: they copy what is behind the last multiple.
 const TOKENS_SHARED: usize = 4096;
 const KEYS_SHARED: usize = 512;
+/// No block of a sequence.
+const NO_BLOCK: u32 = u32::MAX;
 
 impl History {
     /// Starts anew with a prompt. `chains` and `groups` are those of the cache.
@@ -54,6 +58,8 @@ impl History {
         self.keys.resize_with(chains, SharedList::default);
         self.stored.clear();
         self.stored.resize(groups, 0);
+        self.cut.clear();
+        self.cut.resize(groups, NO_BLOCK);
         if space.is_some() {
             self.tokens.extend_from_slice(prompt);
         }
@@ -102,6 +108,7 @@ impl History {
         let keys = keys.map(|(keys, map)| keys.fork(to_usize(map.full_blocks(known))));
         self.keys = keys.collect();
         self.stored.clone_from(&parent.stored);
+        self.cut.clone_from(&parent.cut);
     }
 
     /// Bytes of ids, keys and the copies of straddling blocks.
@@ -125,6 +132,29 @@ impl History {
     pub(crate) fn set_stored(&mut self, group: usize, blocks: u32) {
         if let Some(stored) = self.stored.get_mut(group) {
             *stored = blocks;
+        }
+    }
+
+    /// Whether a block is never offered.
+    pub(crate) fn is_cut(&self, group: usize, block: u32) -> bool {
+        self.cut.get(group) == Some(&block)
+    }
+    /// Notes that the sequence was cut to `full` whole blocks; `is_cut`: the block behind them
+    /// keeps codes, and is not offered when it is full again.
+    pub(crate) fn cut_to(&mut self, group: usize, full: u32, is_cut: bool) {
+        let slots = (self.stored.get_mut(group), self.cut.get_mut(group));
+        if let (Some(stored), Some(cut)) = slots {
+            *stored = (*stored).min(full);
+            if *cut >= full {
+                *cut = NO_BLOCK;
+            }
+            if is_cut {
+                // Of two such blocks the first is passed over now, with what is before it.
+                if *cut != NO_BLOCK {
+                    *stored = (*stored).max(cut.saturating_add(1));
+                }
+                *cut = full;
+            }
         }
     }
 

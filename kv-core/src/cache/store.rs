@@ -146,12 +146,11 @@ impl<B: Backend> KvCache<B> {
             // Codes that stay in a block which is filled anew would not be those of its tokens
             // alone: such a block is not offered.
             let is_cut = map.has_tail() && group.tables.coded(row) > map.tokens(full);
-            let stored = history.stored(index).min(full);
-            if stored < history.stored(index) {
+            if full < history.stored(index) {
                 // A block that others may know by its content is not written in place.
                 state.own_end = 0;
             }
-            history.set_stored(index, if is_cut { full.saturating_add(1) } else { stored });
+            history.cut_to(index, full, is_cut);
         }
     }
 }
@@ -168,11 +167,11 @@ impl<Buf> Group<Buf> {
         (row, at): (u32, u32),
     ) -> Option<(BlockId, Offered)> {
         let map = slot_map(self);
-        let is_vacant = self.vacant(row).contains(&at);
+        let is_withheld = self.vacant(row).contains(&at) || history.is_cut(self.id, at);
         let block = self.tables.row(row).get(to_usize(at)).copied()?;
         let priority = history.priority(map.tokens(at));
         let content = history.full(self.chain, &map, at)?;
-        if is_vacant {
+        if is_withheld {
             return Some((block, Offered::Refused));
         }
         Some((block, self.pool.offer(block, &content, (priority, false), ledger)))

@@ -61,6 +61,8 @@ happenings! {
     Truncated,
     /// A sequence was preempted.
     Preempted,
+    /// A prompt was computed again, and nothing more was cached.
+    Repeated,
     /// A prefix was pinned that is cached.
     Pinned,
     /// Something cached was forgotten.

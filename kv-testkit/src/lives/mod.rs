@@ -15,6 +15,7 @@ mod join;
 mod layers;
 mod leak;
 mod play;
+mod repeat;
 mod step;
 mod watch;
 

@@ -216,7 +216,8 @@ impl<B: Device> Life<B> {
         } else {
             self.cache.release(sequence.id)
         };
-        self.stands(answer).map(drop)
+        self.stands(answer)?;
+        if bytes.one_in(3) { self.repeat(bytes) } else { Ok(()) }
     }
 
     fn pin(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {

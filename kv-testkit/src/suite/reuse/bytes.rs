@@ -104,15 +104,16 @@ fn wiped<B: Device>(backend: &B) -> CaseResult {
 fn apart<B: Device>(backend: &B) -> CaseResult {
     let mut prompts = Prompts::new(backend, small().paged(4, 64))?;
     let span = |id| [kv_core::reuse::ContentSpan { begin: 5, len: 2, id }];
-    let (cat, dog) = (span(1), span(2));
+    let (cat, dog, bird) = (span(1), span(2), span(3));
     let all = [
         (plain(), 0),
         (plain().salt(b"t1"), 0),
         (plain().salt(b"t2"), 0),
         (plain().adapter(1), 0),
         (plain().salt(b"t1").adapter(1), 0),
-        (plain().contents(&cat), 4),
-        (plain().contents(&dog), 4),
+        // Up to where the picture begins.
+        (plain().contents(&cat), 5),
+        (plain().contents(&dog), 5),
     ];
     for ((options, expected), id) in all.iter().zip(0..) {
         let got = prompts.begin(id, &tokens(0..14), *options)?;
@@ -121,6 +122,13 @@ fn apart<B: Device>(backend: &B) -> CaseResult {
     for ((options, _), id) in all.iter().zip(100..) {
         let got = prompts.begin(id, &tokens(0..14), *options)?;
         ensure(got >= 12, || format!("{got} tokens of its own with {options:?}"))?;
+    }
+    // A part of a block that the picture reaches into, of the same picture alone.
+    let mut other = tokens(0..9);
+    other[7] = 999;
+    for (contents, expected, id) in [(&cat, 7, 200), (&bird, 5, 201)] {
+        let got = prompts.begin(id, &other, plain().contents(contents))?;
+        same(format!("tokens of a part with {contents:?}"), got, expected)?;
     }
     Ok(Outcome::Holds)
 }

@@ -1,0 +1,58 @@
+//! A prompt that comes again and again, as those of health checks do.
+use kv_core::{CacheError, PlanError};
+
+use super::choose::{Bytes, Options};
+use super::step::Taken;
+use super::{Happened, Life};
+use crate::case::{At, CaseError, ensure};
+use crate::device::Device;
+
+impl<B: Device> Life<B> {
+    /// Computes a prompt of before a few times more: from the second time on, nothing more is
+    /// cached than before.
+    pub(super) fn repeat(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
+        if self.prompts.is_empty() {
+            return Ok(());
+        }
+        let (prompt, options) = self.prompts[bytes.index(self.prompts.len())].clone();
+        let options = Options { reserve: 0, ..options };
+        let times = 2 + bytes.below(3);
+        self.tell(|| format!("repeat {prompt:?}, {options:?}, {times} times"));
+        let mut before = None;
+        for _ in 0..times {
+            if !self.compute_once(&prompt, &options)? {
+                return Ok(());
+            }
+            self.check().at("repeated")?;
+            let cached: Vec<_> = self.groups().map(|(_, pool)| pool.index().len()).collect();
+            if let Some(before) = before.replace(cached.clone()) {
+                let is_more = cached.iter().zip(&before).any(|(now, before)| now > before);
+                ensure(!is_more, || format!("{cached:?} blocks are cached, before {before:?}"))?;
+                self.lived.add(Happened::Repeated);
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts a sequence, computes all of its prompt in one step and ends it; false where it does
+    /// not fit.
+    fn compute_once(&mut self, prompt: &[u32], options: &Options) -> Result<bool, CaseError> {
+        let id = self.new_id();
+        let reused = match self.cache.start(id, prompt, options.all()) {
+            Ok(reused) => reused,
+            Err(CacheError::Plan(
+                PlanError::TooMany { .. } | PlanError::SequenceTooLong { .. },
+            )) => {
+                return Ok(false);
+            }
+            Err(other) => return Err(other.into()),
+        };
+        let sequence = self.begun(id, (prompt.to_vec(), options.clone()), reused);
+        let rest = sequence.prompt.len();
+        self.sequences.push(sequence);
+        let fits = rest == 0 || self.next_chunk(rest, 0)? == Taken::Committed;
+        self.sequences.pop();
+        self.cache.release(id)?;
+        Ok(fits && rest > 0)
+    }
+}
