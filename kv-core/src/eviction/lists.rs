@@ -25,7 +25,7 @@ impl Lists {
     /// Memory that they have taken from the host.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
-        (self.nodes.capacity() + self.ends.capacity()) * size_of::<[u32; 2]>()
+        [&self.nodes, &self.ends].map(crate::num::host_bytes).iter().sum()
     }
 
     /// One node more, in no list.
@@ -78,11 +78,11 @@ impl Lists {
 
     /// Moves all nodes of one list behind those of another.
     pub(super) fn append(&mut self, list: u32, from: u32) {
-        let [last, first] = self.get(END | from);
-        if first & END == 0 {
+        let [back, front] = self.get(END | from);
+        if front & END == 0 {
             let [before, _] = self.get(END | list);
-            self.link(before, first);
-            self.link(last, END | list);
+            self.link(before, front);
+            self.link(back, END | list);
             self.link(END | from, END | from);
         }
     }

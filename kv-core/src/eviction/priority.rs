@@ -75,7 +75,7 @@ impl EvictionPolicy for ByPriority {
 /// The level of each block, and when the levels of idle ones run out.
 #[derive(Debug)]
 pub(super) struct Levels {
-    levels: Vec<u8>,
+    of_block: Vec<u8>,
     /// How long the level of a block lasts, where it ends.
     durations: HashMap<u32, Duration>,
     /// When the level of an idle block ends; each such block once.
@@ -88,7 +88,7 @@ pub(super) struct Levels {
 impl Levels {
     pub(super) fn new(num_blocks: u32, clock: Arc<dyn Clock>) -> Self {
         Self {
-            levels: vec![Priority::DEFAULT_LEVEL; to_usize(num_blocks)],
+            of_block: vec![Priority::DEFAULT_LEVEL; to_usize(num_blocks)],
             durations: HashMap::new(),
             ends: BTreeSet::new(),
             end: HashMap::new(),
@@ -100,17 +100,17 @@ impl Levels {
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
         assert!(self.durations.is_empty(), "these are not counted");
-        self.levels.capacity()
+        self.of_block.capacity()
     }
 
     /// The level a block has, the default one where it ran out.
     pub(super) fn level(&self, block: u32) -> u8 {
-        self.levels.get(to_usize(block)).copied().unwrap_or(Priority::DEFAULT_LEVEL)
+        self.of_block.get(to_usize(block)).copied().unwrap_or(Priority::DEFAULT_LEVEL)
     }
 
     /// Notes a priority; its time begins with the next [`Self::begin`].
     pub(super) fn set(&mut self, block: u32, priority: Priority) {
-        let Some(slot) = self.levels.get_mut(to_usize(block)) else { return };
+        let Some(slot) = self.of_block.get_mut(to_usize(block)) else { return };
         *slot = priority.level.min(Priority::MAX_LEVEL);
         // To fall from the default level to the default level changes nothing.
         match priority.duration.filter(|_| *slot != Priority::DEFAULT_LEVEL) {

@@ -5,6 +5,8 @@ use hashbrown::{HashMap, HashTable};
 
 use crate::eviction::Priority;
 use crate::ids::BlockId;
+#[cfg(test)]
+use crate::num::host_bytes;
 use crate::num::{to_u32, to_usize};
 use crate::reuse::{BlockContent, BlockKey, NamespaceId};
 
@@ -156,9 +158,9 @@ impl PrefixIndex {
     #[cfg(test)]
     pub(crate) fn host_bytes(&self) -> usize {
         assert!(self.contents.is_empty(), "these are not counted");
-        let tables = self.keys.allocation_size() + self.children.allocation_size();
-        let entries = self.entries.capacity() * size_of::<Entry>();
-        entries + self.tokens.capacity() * size_of::<u32>() + tables
+        let tables = [&self.keys, &self.children].map(HashTable::allocation_size);
+        let arrays = [host_bytes(&self.entries), host_bytes(&self.tokens)];
+        tables.iter().chain(&arrays).sum()
     }
 
     /// Tokens that a block holds at most.
@@ -303,15 +305,19 @@ impl PrefixIndex {
             self.contents.remove(&block.0);
         }
         self.len = self.len.saturating_sub(1);
-        let found = self.keys.find_entry(hash(entry.key), |other| *other == block.0);
-        assert!(found.is_ok(), "block {block} has content and is not under its key");
-        if let Ok(found) = found {
-            found.remove();
-        }
+        self.unkey(block, entry.key);
         if let Some(entry) = self.entries.get_mut(to_usize(block.0)) {
             *entry = EMPTY;
         }
         Some(Removed { namespace: entry.namespace, gone: (!entry.is_partial).then_some(entry.key) })
+    }
+
+    fn unkey(&mut self, block: BlockId, key: BlockKey) {
+        let found = self.keys.find_entry(hash(key), |other| *other == block.0);
+        assert!(found.is_ok(), "block {block} has content and is under its key");
+        if let Ok(found) = found {
+            found.remove();
+        }
     }
 
     /// Notes whether the open step has yet to write a block; no change for one without content.

@@ -216,7 +216,7 @@ impl Model {
         let id = SequenceId(99);
         let reused = cache.start(id, prompt, StartOptions::default())?;
         let ran = cache.begin_step(&[StepInput::tokens(id, &prompt[reused..])]);
-        let ran = ran.map_err(CacheError::from).and_then(|mut step| {
+        let ran = ran.and_then(|mut step| {
             write_all(&mut step)?;
             step.commit()
         });

@@ -7,6 +7,8 @@ use crate::eviction::lists::{BitSet, Lists};
 use crate::eviction::reuse_rate::rates::{
     NUM_BINS, NUM_CLASSES, Rates, bin_begin, bin_of, num_numbers, number,
 };
+#[cfg(test)]
+use crate::num::host_bytes;
 use crate::num::{to_u32, to_usize};
 
 /// Requests after which age says nothing more: where the last bin begins.
@@ -77,10 +79,9 @@ impl Cohorts {
     /// Memory that it has taken from the host.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
-        let [all, four] = [self.all.capacity(), self.of_request.capacity()];
-        let [a, b] = [self.candidates.host_bytes(), self.with_candidates.host_bytes()];
-        let places = self.place.capacity() + self.at_place.capacity();
-        all * size_of::<Cohort>() + (four + places) * 4 + a + b
+        let numbers = [&self.of_request, &self.place, &self.at_place].map(host_bytes);
+        let lists = [&self.candidates, &self.with_candidates].map(Lists::host_bytes);
+        numbers.iter().chain(&lists).chain(&[host_bytes(&self.all)]).sum()
     }
 
     fn get(&self, cohort: u32) -> Option<&Cohort> {
@@ -120,18 +121,14 @@ impl Cohorts {
         }
         let next = self.first(since);
         let new = Cohort { class, bin: bin_of(self.age(since)), since, len: 0, next };
-        let at = self.free;
-        let at = match self.all.get_mut(to_usize(at)) {
-            Some(slot) => {
-                self.free = std::mem::replace(slot, new).next;
-                at
-            }
-            None => {
-                self.all.push(new);
-                self.candidates.add_list();
-                self.with_candidates.add_node()
-            }
-        };
+        let mut at = self.free;
+        if let Some(slot) = self.all.get_mut(to_usize(at)) {
+            self.free = std::mem::replace(slot, new).next;
+        } else {
+            self.all.push(new);
+            self.candidates.add_list();
+            at = self.with_candidates.add_node();
+        }
         if let Some(first) = self.of_request.get_mut(to_usize(since % REQUESTS)) {
             *first = at;
         }

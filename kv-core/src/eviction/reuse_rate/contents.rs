@@ -4,6 +4,8 @@
 //! numbered, blocks first and then those that are gone, and each field is an array as narrow as it
 //! can be.
 use crate::eviction::reuse_rate::rates;
+#[cfg(test)]
+use crate::num::host_bytes;
 use crate::num::{to_u32, to_usize};
 use crate::reuse::BlockKey;
 
@@ -139,9 +141,9 @@ impl Contents {
     /// Memory that it has taken from the host.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
-        let four = [&self.gone_key, &self.gone_since, &self.buckets, &self.next].map(Vec::capacity);
-        let held = self.held.capacity() * size_of::<Held>();
-        held + four.iter().sum::<usize>() * 4 + self.gone.capacity() * size_of::<Packed>()
+        let numbers = [&self.gone_key, &self.gone_since, &self.buckets, &self.next];
+        let others = [host_bytes(&self.held), host_bytes(&self.gone)];
+        numbers.map(host_bytes).iter().chain(&others).sum()
     }
 
     /// Contents that can be remembered.

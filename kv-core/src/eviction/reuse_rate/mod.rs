@@ -84,8 +84,9 @@ impl ReuseRate {
     /// Memory that it has taken from the host.
     #[cfg(test)]
     pub(crate) fn host_bytes(&self) -> usize {
-        let [a, b] = [self.levels.host_bytes(), self.contents.host_bytes()];
-        a + b + self.cohorts.host_bytes() + self.rates.host_bytes()
+        let [levels, contents] = [self.levels.host_bytes(), self.contents.host_bytes()];
+        let [cohorts, rates] = [self.cohorts.host_bytes(), self.rates.host_bytes()];
+        [levels, contents, cohorts, rates].iter().sum()
     }
 
     fn learn(&mut self) {

@@ -1,6 +1,8 @@
 //! How soon content comes back, by class and age, counted as it happens.
 use std::array;
 
+#[cfg(test)]
+use crate::num::host_bytes;
 use crate::num::{to_u32, to_usize};
 
 /// Ages in requests at which the bins begin: two bins an octave.
@@ -132,7 +134,8 @@ impl Rates {
     /// Memory that it has taken from the host.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
-        self.classes.capacity() * size_of::<Seen>() + self.order.capacity() * 8
+        let [classes, order] = [host_bytes(&self.classes), host_bytes(&self.order)];
+        classes.saturating_add(order)
     }
 
     /// `count` blocks have reached a bin.
