@@ -12,6 +12,7 @@
 
 mod attend;
 mod copy;
+mod fork;
 mod life;
 mod plan;
 mod rows;
@@ -22,6 +23,7 @@ fn main() {
     let mut criterion = Criterion::default().configure_from_args();
     plan::benches(&mut criterion);
     life::benches(&mut criterion);
+    fork::benches(&mut criterion);
     attend::benches(&mut criterion);
     rows::benches(&mut criterion);
     copy::benches(&mut criterion);

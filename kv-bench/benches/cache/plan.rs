@@ -1,10 +1,10 @@
 //! What a step costs before any byte of K or V moves.
 use std::hint::black_box;
 
-use criterion::{BenchmarkId, Criterion, Throughput};
+use criterion::{BatchSize, BenchmarkId, Criterion, Throughput};
 use kv::backend::{Backend, NullBackend};
-use kv::{KvCache, QkvFormat, StepInput, TensorView};
-use kv_bench::{Shape, is_smoke, values};
+use kv::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView};
+use kv_bench::{BLOCK_SIZE, Shape, is_smoke, values};
 
 const SEQUENCES: u32 = 1000;
 
@@ -30,6 +30,46 @@ pub(crate) fn benches(criterion: &mut Criterion) {
             bencher.iter(|| plan(&mut cache, &inputs));
         });
     }
+    group.finish();
+    beside_a_long_one(criterion);
+}
+
+/// Steps of many sequences of one token and one that is long: the first, which brings the long one,
+/// and those in which each brings a token.
+fn beside_a_long_one(criterion: &mut Criterion) {
+    let (others, tokens) = if is_smoke() { (30, 1000) } else { (30_000, 999_999) };
+    let mut group = criterion.benchmark_group("plan");
+    let shape = Shape::bookkeeping(others + 1, BLOCK_SIZE);
+    let long = SequenceId(others.into());
+    let empty = || {
+        let blocks = others + tokens / BLOCK_SIZE + 1;
+        let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2);
+        let spec = spec.paged(BLOCK_SIZE, blocks).build().unwrap();
+        let mut cache = KvCache::new(NullBackend::new(), spec).unwrap();
+        for sequence in shape.sequences() {
+            cache.start(sequence, &[], StartOptions::default()).unwrap();
+        }
+        cache
+    };
+    let first: Vec<_> = shape
+        .sequences()
+        .map(|id| StepInput::count(id, if id == long { tokens } else { 1 }))
+        .collect();
+    let commit = |mut cache: KvCache<NullBackend>| {
+        let mut step = cache.begin_step(&first).unwrap();
+        step.mark_written();
+        step.commit().unwrap();
+        cache
+    };
+    group.throughput(Throughput::Elements((others + 1).into()));
+    group.bench_function(BenchmarkId::new("beside_a_long_one/first", others), |bencher| {
+        bencher.iter_batched(empty, commit, BatchSize::PerIteration);
+    });
+    let mut cache = commit(empty());
+    let inputs = decode(&shape);
+    group.bench_function(BenchmarkId::new("beside_a_long_one/roll_back", others), |bencher| {
+        bencher.iter(|| plan(&mut cache, &inputs));
+    });
 }
 
 /// One new token for every sequence.

@@ -162,8 +162,8 @@ impl<B: Backend> KvCache<B> {
     /// one; of a window, the most it lacks at any time. 0 for an unknown group.
     ///
     /// # Errors
-    /// [`PlanError::UnknownSequence`]; [`PlanError::SequenceTooLong`] for more tokens than a sequence
-    /// may have.
+    /// [`PlanError::UnknownSequence`]; [`PlanError::SequenceTooLong`] for more tokens than a
+    /// sequence may have.
     pub fn blocks_to_completion(
         &self,
         group: GroupId,

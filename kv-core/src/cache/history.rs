@@ -4,6 +4,8 @@ use crate::block::Ledger;
 use crate::cache::StartOptions;
 use crate::cache::shared_list::SharedList;
 use crate::eviction::{Priority, Retention};
+#[cfg(test)]
+use crate::num::list_bytes;
 use crate::num::{recycle, to_u32, to_usize};
 use crate::reuse::{BlockContent, BlockKey, Content, ContentSpan, NamespaceId};
 use crate::slot_map::SlotMap;
@@ -114,8 +116,9 @@ impl History {
     /// Bytes of ids, keys and the copies of straddling blocks.
     #[cfg(test)]
     pub(super) fn bytes(&self) -> usize {
-        let keys: usize = self.keys.iter().map(SharedList::bytes).sum();
-        self.tokens.bytes() + keys + crate::num::list_bytes(&self.straddling)
+        let keys = self.keys.iter().map(SharedList::bytes);
+        let lists = keys.chain([self.tokens.bytes(), list_bytes(&self.straddling)]);
+        lists.sum()
     }
 
     /// Namespace and root, `None` where nothing is reused.

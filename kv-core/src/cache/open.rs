@@ -97,7 +97,7 @@ impl OpenStep {
             list_bytes(&self.stored_targets),
         ];
         let plans = self.plans.iter().map(PlanBuffers::host_bytes);
-        let copies = self.copies.iter().map(|copies| list_bytes(copies));
+        let copies = self.copies.iter().map(list_bytes);
         lists.into_iter().chain(plans).chain(copies).fold(0, usize::saturating_add)
     }
 
@@ -225,6 +225,8 @@ impl<B: Backend> KvCache<B> {
     /// Checks inputs and adds them to the batch; changes no table.
     fn read_inputs(&mut self, inputs: &[StepInput<'_>]) -> Result<(), PlanError> {
         let max = self.spec.max_seq_len();
+        self.open.batch.reserve(inputs.len());
+        self.open.entries.reserve(inputs.len());
         let mut only_asks = false;
         for input in inputs {
             let sequence = input.sequence;

@@ -144,9 +144,9 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
     /// Bytes of the list; a chunk that several share counts in equal parts.
     #[cfg(test)]
     pub(super) fn bytes(&self) -> usize {
-        let share = |chunk: &Arc<Vec<T>>| list_bytes(chunk) / Arc::strong_count(chunk);
-        let chunks: usize = self.full.iter().map(share).sum();
-        list_bytes(&self.full) + list_bytes(&self.last) + chunks
+        let share = |chunk: &Arc<Vec<T>>| list_bytes(chunk).checked_div(Arc::strong_count(chunk));
+        let chunks = self.full.iter().filter_map(share);
+        chunks.chain([list_bytes(&self.full), list_bytes(&self.last)]).sum()
     }
 
     /// How many of `items` the list has from `at` on, before the first that differs.
@@ -165,6 +165,7 @@ impl<T: Copy + PartialEq, const CHUNK: usize> SharedList<T, CHUNK> {
 }
 
 #[cfg(test)]
+#[expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
 mod tests {
     use proptest::prelude::*;
 
@@ -235,14 +236,20 @@ mod tests {
                     Operation::Fork(len) => {
                         let copy = plain.get(..len).unwrap_or(plain).to_vec();
                         let fork = (list.fork(len), copy);
-                        if lists.len() < 4 { lists.push(fork) } else { lists[(which + 1) % 4] = fork }
+                        if lists.len() < 4 {
+                            lists.push(fork);
+                        } else {
+                            lists[(which + 1) % 4] = fork;
+                        }
                     }
                     Operation::Clear => {
                         list.clear();
                         plain.clear();
                     }
                 }
-                lists.iter().for_each(|(list, plain)| check(list, plain));
+                for (list, plain) in &lists {
+                    check(list, plain);
+                }
             }
         }
     }

@@ -28,7 +28,9 @@ fn a_long_sequence_costs_short_ones_nothing() {
         };
         let mut inputs: Vec<_> = (0..others.into()).map(short).collect();
         inputs.push(StepInput::count(LONG, MILLION - 1));
-        inputs.iter().for_each(|input| start(&mut cache, input.sequence));
+        for input in &inputs {
+            start(&mut cache, input.sequence);
+        }
         commit(&mut cache, &inputs);
         // Slots and positions of a million tokens are 8 MB.
         assert!(cache.plan_bytes() < 32 << 20, "{} bytes", cache.plan_bytes());
