@@ -10,9 +10,13 @@ impl<B: Backend> KvCache<B> {
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`], [`PlanError::OutOfWindow`]
-    /// when what the next token sees has fallen out of a window; a device failure of the wipe,
+    /// when what the next token sees has fallen out of a window, which keeps as many tokens more as
+    /// [`GroupBuilder::window_slack`] says: the shortest length possible is the error's `kept` and
+    /// the window's `left` together; a device failure of the wipe,
     /// after which the truncation stands and the wipe is tried again before any block is
     /// handed out.
+    ///
+    /// [`GroupBuilder::window_slack`]: crate::GroupBuilder::window_slack
     pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
         self.recover();
         let (row, state) = self.sequences.get(sequence)?;

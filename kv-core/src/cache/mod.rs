@@ -219,9 +219,9 @@ impl<B: Backend> KvCache<B> {
 
     /// Gives a layer its memory; `false` when it had it already.
     ///
-    /// A layer that comes late lacks the rows of all tokens cached before: nothing cached so far can
-    /// be reused from then on, sequences that have tokens offer nothing more, and attention and
-    /// gathers of theirs that would read the missing rows are refused
+    /// A layer that comes late lacks the rows of all tokens cached before. Nothing cached so far
+    /// can be reused from then on, sequences that have tokens offer nothing more, and attention
+    /// and gathers of theirs that would read the missing rows are refused
     /// ([`PlanError::RowsUnwritten`]). Give all layers their memory before the first step, or start
     /// such sequences anew.
     ///

@@ -22,6 +22,9 @@ use crate::tensor::{TensorView, TensorViewMut};
 /// Bytes of decoded rows of one plane that an exchange holds at a time, unless a block has more.
 const DECODED_BYTES: u64 = 1 << 25;
 
+/// Bytes that are read back, or put back, at a time, unless a block has more.
+const SAVED_BYTES: u64 = 1 << 26;
+
 const PLANES: [Plane; 2] = [Plane::Key, Plane::Value];
 
 /// Bytes of device memory as they were.
@@ -413,7 +416,9 @@ fn ranges(layout: &PlaneLayout, blocks: &[BlockId]) -> Vec<(usize, u64, u64)> {
         let ((segment, offset), size) = (layout.locate(block.0), layout.block_bytes());
         match ranges.last_mut() {
             Some((in_segment, begin, bytes))
-                if *in_segment == segment && begin.saturating_add(*bytes) == offset =>
+                if *in_segment == segment
+                    && begin.saturating_add(*bytes) == offset
+                    && bytes.saturating_add(size) <= SAVED_BYTES =>
             {
                 *bytes = bytes.saturating_add(size);
             }

@@ -300,3 +300,24 @@ impl fmt::Display for Expected {
         write!(f, "{} = {}", self.axes, self.dims)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_that_were_not_written_are_counted_in_words() {
+        let layer = LayerId(3);
+        for (others, text, of_front) in [
+            (0, "layer 3 was not written in this step", "layer number 40 was not written"),
+            (1, "layer 3 and 1 more layer were not", "layer number 40 and 1 more layer were not"),
+            (5, "layer 3 and 5 more layers were not", "layer number 40 and 5 more layers were"),
+        ] {
+            let error = PlanError::LayersUnwritten { layer, others }.to_string();
+            assert!(error.starts_with(text), "{error}");
+            let problem = LayerProblem::Unwritten { others };
+            let error = PlanError::LayerNumber { number: 40, problem }.to_string();
+            assert!(error.starts_with(of_front), "{error}");
+        }
+    }
+}

@@ -51,8 +51,8 @@ pub struct Window {
     pub left: u32,
     /// First tokens of the sequence that every query sees as well.
     pub sink_tokens: u32,
-    /// Tokens before the window that are kept although no query sees them, so that a sequence can be
-    /// cut back by as many.
+    /// Tokens before the window that are kept although no query sees them, so that a sequence can
+    /// be cut back by as many.
     pub slack: u32,
 }
 
