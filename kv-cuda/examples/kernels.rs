@@ -3,8 +3,9 @@
 //! Every unit is compiled for every architecture that is shipped, each in a process of its own:
 //! NVRTC compiles one program at a time. What was compiled is kept under its key, so that only
 //! changes cost time. Prints registers, shared memory and spills of every kernel; a spill is a
-//! failure. `--write` makes the archives that the crate embeds; `--check` compiles nothing and says
-//! whether they were made of the sources as they are.
+//! failure. `--write` makes the archives that the crate embeds, and compiles only what the present
+//! ones do not have; `--check` compiles nothing and says whether they were made of the sources as
+//! they are.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
 
 use std::collections::BTreeMap;
@@ -75,7 +76,8 @@ fn run() -> Result<()> {
     if options.check {
         return check(&jobs, version, &options.archives);
     }
-    let (done, failures) = work(&jobs, &options.work)?;
+    let kept = if options.write { kept(&jobs, &options.archives) } else { BTreeMap::new() };
+    let (done, failures) = work(&jobs, &options.work, &kept)?;
     let spilling = table(&done);
     if !failures.is_empty() {
         let failures = failures.iter().map(|(why, archs)| format!("{}: {why}", archs.join(", ")));
@@ -129,10 +131,13 @@ struct Job<'a> {
 }
 
 /// What came of it.
+#[derive(Clone)]
 struct Done<'a> {
     job: &'a Job<'a>,
     image: Vec<u8>,
     log: String,
+    /// Names of the kernels, where an archive had it: there is no log then.
+    kept: Option<Vec<String>>,
 }
 
 impl Done<'_> {
@@ -141,6 +146,9 @@ impl Done<'_> {
     }
 
     fn kernels(&self) -> Vec<String> {
+        if let Some(kept) = &self.kept {
+            return kept.clone();
+        }
         if self.job.arch.is_ptx() {
             return code::entry_points(&String::from_utf8_lossy(&self.image));
         }
@@ -161,8 +169,32 @@ fn compile(name: &str, arch: &str, image: &Path, log: &Path) -> Result<()> {
 /// Architectures by what went wrong for them: a mistake is mostly one for all.
 type Failures = BTreeMap<String, Vec<String>>;
 
+/// What the present archives have of the sources as they are, by the job: no archive is written of
+/// kernels that spill.
+fn kept<'a>(jobs: &'a [Job<'a>], archives: &Path) -> BTreeMap<usize, Done<'a>> {
+    let mut kept = BTreeMap::new();
+    for arch in Arch::SHIPPED {
+        let Ok(bytes) = fs::read(archives.join(format!("{arch}.kva"))) else { continue };
+        // A damaged one is written anew.
+        let Ok(archive) = Archive::parse(&bytes) else { continue };
+        for (index, job) in jobs.iter().enumerate().filter(|(_, job)| job.arch == arch) {
+            let entry = archive.entry(job.unit.name()).filter(|entry| entry.key == job.key);
+            let image = entry.and_then(|entry| Some((entry, entry.image().ok()?)));
+            if let Some((entry, image)) = image {
+                let names = Some(entry.kernels.clone());
+                kept.insert(index, Done { job, image, log: String::new(), kept: names });
+            }
+        }
+    }
+    kept
+}
+
 /// Does all jobs, as many at a time as there are processors.
-fn work<'a>(jobs: &'a [Job<'a>], folder: &Path) -> Result<(Vec<Done<'a>>, Failures)> {
+fn work<'a>(
+    jobs: &'a [Job<'a>],
+    folder: &Path,
+    kept: &BTreeMap<usize, Done<'a>>,
+) -> Result<(Vec<Done<'a>>, Failures)> {
     let next = AtomicUsize::new(0);
     let done = Mutex::new((BTreeMap::new(), Failures::new()));
     let workers = thread::available_parallelism().map_or(1, usize::from);
@@ -172,7 +204,8 @@ fn work<'a>(jobs: &'a [Job<'a>], folder: &Path) -> Result<(Vec<Done<'a>>, Failur
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(job) = jobs.get(index) else { break };
-                    let result = compiled(job, folder);
+                    let kept = kept.get(&index).cloned();
+                    let result = kept.map_or_else(|| compiled(job, folder), Ok);
                     let Ok(mut done) = done.lock() else { break };
                     match result {
                         Ok(result) => _ = done.0.insert(index, result),
@@ -194,7 +227,7 @@ fn compiled<'a>(job: &'a Job<'a>, folder: &Path) -> Result<Done<'a>> {
     let (images, logs) = (Cache::new(folder.join("images")), Cache::new(folder.join("logs")));
     let text = |log: Vec<u8>| String::from_utf8_lossy(&log).into_owned();
     if let (Some(image), Some(log)) = (images.load(job.key), logs.load(job.key)) {
-        return Ok(Done { job, image, log: text(log) });
+        return Ok(Done { job, image, log: text(log), kept: None });
     }
     fs::create_dir_all(folder)?;
     let place = |kind| folder.join(format!("{}.{kind}.new", job.key));
@@ -206,7 +239,8 @@ fn compiled<'a>(job: &'a Job<'a>, folder: &Path) -> Result<Done<'a>> {
         let said = String::from_utf8_lossy(&output.stderr);
         return Err(said.trim().trim_start_matches("error: ").into());
     }
-    let done = Done { job, image: fs::read(&image)?, log: text(fs::read(&log)?) };
+    let (code, said) = (fs::read(&image)?, text(fs::read(&log)?));
+    let done = Done { job, image: code, log: said, kept: None };
     logs.store(job.key, done.log.as_bytes())?;
     images.store(job.key, &done.image)?;
     fs::remove_file(&image)?;
@@ -249,7 +283,8 @@ fn table(done: &[Done<'_>]) -> usize {
         let spills = reports.values().filter(|kernel| kernel.spill_bytes > 0);
         spilling = spilling.saturating_add(spills.count());
     }
-    println!("{text}{} kernels, {} images", rows.len(), done.len());
+    let kept = done.iter().filter(|one| one.kept.is_some()).count();
+    println!("{text}{} kernels, {} images, {kept} of them kept", rows.len(), done.len());
     spilling
 }
 

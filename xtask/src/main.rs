@@ -49,7 +49,7 @@ Usage: cargo xtask COMMAND
       --only UNIT      only this file of kv-cuda/kernels
       --arch ARCH      only for this architecture, such as sm_90a
       --check          instead, whether the compiled kernels in the tree are current
-      --write          and write them
+      --write          and write them; what they have of these sources is not compiled again
   gpu                  the CUDA backend checked and measured on a card: docs/gpu/CARD.md and .json
       --device N       the card of this number; otherwise the first
       --vectors DIR    these vector files too (repeatable)

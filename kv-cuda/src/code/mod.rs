@@ -3,6 +3,10 @@
 //! Knows how a kernel's source becomes an image that a driver can load, and nothing of devices.
 //! Public only for `cargo xtask kernels`, which compiles every kernel ahead of time; no promise of
 //! stability.
+use std::ffi::OsStr;
+use std::path::Path;
+use std::{fs, io};
+
 mod arch;
 mod archive;
 mod cache;
@@ -26,9 +30,34 @@ pub fn sources() -> impl Iterator<Item = Source<'static>> {
 
 /// Every unit of [`sources`], in order of names.
 pub fn units() -> Vec<Unit<'static>> {
-    let all: Vec<_> = sources().collect();
+    units_among(&sources().collect::<Vec<_>>())
+}
+
+fn units_among(all: &[Source<'static>]) -> Vec<Unit<'static>> {
     let units = all.iter().filter(|source| source.is_unit());
-    units.map(|source| Unit::new(*source, &all)).collect()
+    units.map(|source| Unit::new(*source, all)).collect()
+}
+
+/// Every unit of the files in a folder, instead of those of this crate: for kernels that are edited
+/// on the machine that runs them. Embedded code serves those that were not touched. The texts are
+/// kept for good, as embedded ones are.
+///
+/// # Errors
+/// Where the folder or a file in it cannot be read, and for a folder that has no unit.
+pub(crate) fn units_in(folder: &Path) -> io::Result<Vec<Unit<'static>>> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        let extension = path.extension().and_then(OsStr::to_str);
+        let name = path.file_name().and_then(OsStr::to_str);
+        if let (Some("cu" | "h"), Some(name)) = (extension, name) {
+            let text = fs::read_to_string(&path)?.leak();
+            all.push(Source { name: name.to_owned().leak(), text });
+        }
+    }
+    all.sort_by_key(|source| source.name);
+    let units = units_among(&all);
+    if units.is_empty() { Err(io::Error::other("no kernels are there")) } else { Ok(units) }
 }
 
 /// The unit that exports a kernel, as far as the sources show it without a compiler.
@@ -79,6 +108,33 @@ mod tests {
             let has = unit.options(Arch::PTX).iter().any(|option| option == "--fmad=false");
             assert!(has || !needs, "{}: its first line does not say it", unit.name());
         }
+    }
+
+    #[test]
+    fn units_of_a_folder_take_the_place_of_embedded_ones() {
+        let folder = tempfile::tempdir().unwrap();
+        for source in sources() {
+            fs::write(folder.path().join(source.name), source.text).unwrap();
+        }
+        fs::write(folder.path().join("notes.txt"), "no source").unwrap();
+        let keys = |units: Vec<Unit<'static>>| -> Vec<_> {
+            units.iter().map(|unit| (unit.name(), unit.key(Arch::PTX, 13000))).collect()
+        };
+        assert_eq!(keys(units_in(folder.path()).unwrap()), keys(units()));
+        // An edited header changes the units that include it, and no other.
+        let header = folder.path().join("pieces.h");
+        let text = fs::read_to_string(&header).unwrap();
+        let edited = text.replace("KV_DECODE_SHARE_MIN = 6", "KV_DECODE_SHARE_MIN = 3");
+        assert_ne!(text, edited);
+        fs::write(header, edited).unwrap();
+        let (before, after) = (keys(units()), keys(units_in(folder.path()).unwrap()));
+        let changed = before.iter().zip(&after).filter(|(before, after)| before != after);
+        let changed: Vec<_> = changed.map(|((name, _), _)| *name).collect();
+        assert!(changed.contains(&"plan.cu") && changed.contains(&"decode_bf16.cu"), "{changed:?}");
+        assert!(!changed.contains(&"write.cu"), "{changed:?}");
+        let empty = tempfile::tempdir().unwrap();
+        assert!(units_in(empty.path()).is_err());
+        assert!(units_in(&empty.path().join("none")).is_err());
     }
 
     /// What is embedded was compiled, without a spill, from the sources as they are. If this fails:

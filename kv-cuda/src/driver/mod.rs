@@ -59,7 +59,7 @@ impl CudaGpu {
         facts::require_capability(&facts)?;
         let context = Arc::new(Context::open(device, driver)?);
         let memory = Arc::new(DeviceMemory::open(&context, options.reserved_bytes)?);
-        let modules = Modules::new((&context, &memory), &facts, options);
+        let modules = Modules::new((&context, &memory), &facts, options)?;
         modules.probe()?;
         Ok(Self { facts, context, memory, modules: Arc::new(modules) })
     }

@@ -3,7 +3,9 @@
 //! A unit is loaded when the first of its kernels is asked for, from the first of these that fits:
 //! embedded machine code, what a compiler on this machine makes, embedded PTX.
 use std::collections::HashMap;
+use std::env;
 use std::ffi::{CString, c_int};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys::{
@@ -19,6 +21,9 @@ use super::options::CudaOptions;
 use super::pool::DeviceMemory;
 use crate::code::{self, Arch, Archive, CompileError, Unit};
 use crate::gpu::Facts;
+
+/// Names a folder of kernels to use instead of those of this build.
+const SOURCES: &str = "KV_CUDA_SOURCES";
 
 /// A kernel that can be launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,24 +84,36 @@ enum Origin {
 }
 
 impl Modules {
+    /// Loads nothing yet.
+    ///
+    /// # Errors
+    /// `Unsupported` where kernels are to be taken from a folder that has none.
     pub(super) fn new(
         (context, memory): (&Arc<Context>, &Arc<DeviceMemory>),
         facts: &Facts,
         options: &CudaOptions,
-    ) -> Self {
+    ) -> Result<Self, DeviceError> {
         let version = context.driver.version;
+        let folder = options.sources.clone().or_else(|| env::var_os(SOURCES).map(PathBuf::from));
+        let units = match folder {
+            None => code::units(),
+            Some(folder) => code::units_in(&folder).map_err(|error| {
+                let reason = format!("kernels of {}: {error}", folder.display());
+                refuse(DeviceErrorKind::Unsupported, OPEN, reason)
+            })?,
+        };
         // A damaged archive is as good as none: another origin serves, or the refusal says so.
         let archive = |arch| code::embedded(arch).and_then(Result::ok);
-        Self {
+        Ok(Self {
             context: Arc::clone(context),
             memory: Arc::clone(memory),
-            units: code::units(),
+            units,
             machine: Arch::shipped_for(facts.capability).and_then(archive),
             ptx: archive(Arch::PTX),
             compiler: Compiler::new(facts.capability, version, options),
             shared_bytes_max: facts.shared_bytes_max,
             loaded: Mutex::default(),
-        }
+        })
     }
 
     /// Finds out whether kernels will load, by the smallest of them.

@@ -2,7 +2,7 @@
 use std::path::PathBuf;
 
 /// How to open a CUDA device. What is not set here comes from the environment: `KV_NVRTC` (the
-/// compiler's library or its folder) and `XDG_CACHE_HOME`.
+/// compiler's library or its folder), `KV_CUDA_SOURCES` (a folder of kernels) and `XDG_CACHE_HOME`.
 ///
 /// ```
 /// use kv_cuda::CudaOptions;
@@ -13,6 +13,7 @@ use std::path::PathBuf;
 pub struct CudaOptions {
     pub(super) ordinal: u32,
     pub(super) nvrtc: Option<PathBuf>,
+    pub(super) sources: Option<PathBuf>,
     pub(super) cache: CacheChoice,
     pub(super) reserved_bytes: u64,
 }
@@ -36,6 +37,13 @@ impl CudaOptions {
     #[must_use]
     pub fn nvrtc(self, place: impl Into<PathBuf>) -> Self {
         Self { nvrtc: Some(place.into()), ..self }
+    }
+    /// Takes the kernels from this folder, an edited copy of `kv-cuda/kernels`, to try a change on
+    /// the machine that has the card. What differs from this build is compiled when it is first
+    /// used, which takes an NVRTC.
+    #[must_use]
+    pub fn sources(self, folder: impl Into<PathBuf>) -> Self {
+        Self { sources: Some(folder.into()), ..self }
     }
     /// Keeps kernels that were compiled here in this folder, instead of the user's cache.
     #[must_use]
@@ -75,6 +83,8 @@ mod tests {
         assert_eq!(options.device(), 3);
         assert_eq!(options.cache, CacheChoice::Folder("/kept".into()));
         assert_eq!(options.nvrtc, Some("b".into()));
+        let options = options.sources("x").sources("y");
+        assert_eq!(options.sources, Some("y".into()));
         let options = options.reserved_bytes(1 << 40).reserved_bytes(1 << 30);
         assert_eq!(options.reserved_bytes, 1 << 30);
         assert_eq!(options.without_cache().cache, CacheChoice::Nowhere);

@@ -88,8 +88,8 @@ impl CudaStream {
         !self.lane.is_capturing()
     }
 
-    /// Refuses an upload that the owner of the stream captures: a replay would read the staged bytes
-    /// when something else lies there.
+    /// Refuses an upload that the owner of the stream captures: a replay would read the place of
+    /// the staged bytes when something else is there.
     fn require_no_foreign_capture(&self, what: &'static str) -> Result<(), DeviceError> {
         if self.is_ours || !self.lane.is_captured_by_others() {
             return Ok(());

@@ -1,0 +1,109 @@
+// A driver library with one device that runs nothing: device memory is the host's, copies are done at once, kernels do
+// nothing. One of its functions fails, as KV_TEST_FAULT says: `NAME CALL CODE`, from its CALL-th call on. A code of 700
+// or more stays: from then on every function gives it, as a driver does once a context is broken.
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+struct Fault {
+  char name[64] = "";
+  int call = 0, code = 0;
+  std::atomic<int> calls{0};
+  std::atomic<bool> stays{false};
+  Fault() {
+    const char* text = std::getenv("KV_TEST_FAULT");
+    if (text) std::sscanf(text, "%63s %d %d", name, &call, &code);
+  }
+};
+Fault fault;
+
+int outcome(const char* name) {
+  if (fault.stays) return fault.code;
+  if (std::strcmp(name, fault.name) != 0 || ++fault.calls < fault.call) return 0;
+  fault.stays = fault.code >= 700;
+  return fault.code;
+}
+
+thread_local void* current = nullptr;
+int handle;  // what every handle points to
+
+typedef unsigned long long Address;
+typedef void* Handle;
+
+int give(Address* to, size_t bytes) {
+  // Far more than this would hold is there on a real card.
+  void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
+  if (!memory) return 2;
+  std::memset(memory, 0, bytes);
+  *to = Address(reinterpret_cast<uintptr_t>(memory));
+  return 0;
+}
+void* at(Address address) { return reinterpret_cast<void*>(uintptr_t(address)); }
+
+}  // namespace
+
+#define API(name, args, ...)                            \
+  extern "C" int name args {                            \
+    if (const int code = outcome(#name)) return code;   \
+    __VA_ARGS__                                         \
+    return 0;                                           \
+  }
+
+API(cuInit, (unsigned))
+API(cuDriverGetVersion, (int* v), *v = 13000;)
+API(cuDeviceGetCount, (int* n), *n = 1;)
+API(cuDeviceGet, (int* d, int), *d = 0;)
+API(cuDeviceGetName, (char* name, int room, int), std::snprintf(name, size_t(room), "NVIDIA H100 (not really)");)
+API(cuDeviceTotalMem_v2, (size_t* bytes, int), *bytes = size_t(1) << 34;)
+// Compute capability 9.0, 132 multiprocessors, 227 KB of shared memory, no memory pools.
+API(cuDeviceGetAttribute, (int* v, int which, int),
+    *v = which == 75 ? 9 : which == 76 ? 0 : which == 16 ? 132 : which == 97 ? 232448 : 0;)
+API(cuDevicePrimaryCtxRetain, (Handle* c, int), *c = &handle;)
+API(cuDevicePrimaryCtxRelease_v2, (int))
+API(cuCtxGetCurrent, (Handle* c), *c = current;)
+API(cuCtxPushCurrent_v2, (Handle c), current = c;)
+API(cuCtxPopCurrent_v2, (Handle* c), *c = current; current = nullptr;)
+API(cuCtxSynchronize, ())
+API(cuMemAlloc_v2, (Address* to, size_t bytes), return give(to, bytes);)
+API(cuMemFree_v2, (Address a), std::free(at(a));)
+API(cuMemHostAlloc, (Handle* to, size_t bytes, unsigned), Address a; if (give(&a, bytes)) return 2; *to = at(a);)
+API(cuMemFreeHost, (Handle p), std::free(p);)
+API(cuMemsetD8Async, (Address a, unsigned char v, size_t n, Handle), std::memset(at(a), v, n);)
+API(cuMemcpyHtoDAsync_v2, (Address to, const void* from, size_t n, Handle), std::memcpy(at(to), from, n);)
+API(cuMemcpyDtoHAsync_v2, (void* to, Address from, size_t n, Handle), std::memcpy(to, at(from), n);)
+API(cuMemcpyDtoDAsync_v2, (Address to, Address from, size_t n, Handle), std::memmove(at(to), at(from), n);)
+API(cuPointerGetAttribute, (void* v, int, Address), *static_cast<int*>(v) = 0;)
+API(cuMemGetAddressRange_v2, (Address* base, size_t* n, Address a), *base = a; *n = size_t(1) << 20;)
+API(cuStreamCreate, (Handle* s, unsigned), *s = &handle;)
+API(cuStreamDestroy_v2, (Handle))
+API(cuStreamSynchronize, (Handle))
+API(cuStreamWaitEvent, (Handle, Handle, unsigned))
+API(cuStreamGetCtx, (Handle, Handle* c), *c = &handle;)
+API(cuStreamBeginCapture_v2, (Handle, int))
+API(cuStreamEndCapture, (Handle, Handle* g), *g = &handle;)
+API(cuStreamIsCapturing, (Handle, int* status), *status = 0;)
+API(cuThreadExchangeStreamCaptureMode, (int*))
+API(cuGraphInstantiateWithFlags, (Handle* e, Handle, unsigned long long), *e = &handle;)
+API(cuGraphDestroy, (Handle))
+API(cuGraphExecDestroy, (Handle))
+API(cuGraphLaunch, (Handle, Handle))
+API(cuGraphUpload, (Handle, Handle))
+API(cuEventCreate, (Handle* e, unsigned), *e = &handle;)
+API(cuEventDestroy_v2, (Handle))
+API(cuEventRecord, (Handle, Handle))
+API(cuEventQuery, (Handle))
+API(cuEventSynchronize, (Handle))
+API(cuModuleLoadDataEx, (Handle* m, const void*, unsigned, int*, Handle*), *m = &handle;)
+API(cuModuleUnload, (Handle))
+API(cuModuleGetFunction, (Handle* f, Handle, const char*), *f = &handle;)
+API(cuFuncGetAttribute, (int* v, int, Handle), *v = 0;)
+API(cuFuncSetAttribute, (Handle, int, int))
+API(cuLaunchKernel, (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, Handle*, Handle*))
+extern "C" int cuGetErrorString(int, const char** text) {
+  *text = "a fault of the test";
+  return 0;
+}

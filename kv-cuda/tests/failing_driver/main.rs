@@ -1,0 +1,236 @@
+//! A driver that fails: whichever function it is, and when, the caller gets an error, and nothing
+//! panics, hangs, or is left.
+//!
+//! The driver is a library of the test's own (`driver.cpp`), which has a device and runs nothing.
+//! Each fault is a process, as drivers are loaded once.
+#![expect(clippy::unwrap_used, reason = "a test that finds nothing fails")]
+
+use std::error::Error;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use std::{env, thread};
+
+use half::f16;
+use kv_core::backend::{Queue, Readback};
+use kv_core::{
+    AttentionOptions, Backend, CacheSpec, DType, KvCache, KvFormat, QkvFormat, SequenceId,
+    StartOptions, Step, StepInput, TensorView, TensorViewMut,
+};
+use kv_cuda::{CudaBackend, CudaBuffer, CudaOptions, StepLimits};
+
+/// Says that this process has the driver of the test, and works with it.
+const CHILD: &str = "KV_TEST_CHILD";
+/// Tells the driver what fails.
+const FAULT: &str = "KV_TEST_FAULT";
+/// What the driver has a device and its functions for.
+const FUNCTIONS: &[&str] = &[
+    "cuInit",
+    "cuDriverGetVersion",
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetName",
+    "cuDeviceTotalMem_v2",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuMemAlloc_v2",
+    "cuMemHostAlloc",
+    "cuMemsetD8Async",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuStreamCreate",
+    "cuStreamBeginCapture_v2",
+    "cuStreamEndCapture",
+    "cuGraphInstantiateWithFlags",
+    "cuGraphLaunch",
+    "cuGraphUpload",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuModuleLoadDataEx",
+    "cuModuleGetFunction",
+    "cuFuncGetAttribute",
+    "cuFuncSetAttribute",
+    "cuLaunchKernel",
+];
+/// Functions that clean up, or that are asked where another way is left: their failure need not be
+/// an error of a call.
+const QUIET: &[&str] = &[
+    "cuThreadExchangeStreamCaptureMode",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxPopCurrent_v2",
+    "cuCtxSynchronize",
+    "cuMemFree_v2",
+    "cuMemFreeHost",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuStreamIsCapturing",
+    "cuGraphDestroy",
+    "cuGraphExecDestroy",
+    "cuEventDestroy_v2",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuModuleUnload",
+];
+/// Of the driver: a value that it does not take, and a kernel that broke its context.
+const INVALID_VALUE: u32 = 1;
+const LAUNCH_FAILED: u32 = 719;
+
+const KV_HEADS: u32 = 2;
+const DIM: u32 = 64;
+const BATCH: u32 = 2;
+
+/// A cache from its opening to a step that is replayed: every kind of call.
+fn work() -> Result<(), Box<dyn Error>> {
+    let backend = CudaBackend::open(&CudaOptions::default().without_cache())?;
+    let row = u64::from(BATCH * KV_HEADS * DIM) * 2;
+    let [q, k, v, out] = [(); 4].map(|()| backend.alloc(row));
+    let buffers = [q?, k?, v?, out?];
+    let spec = CacheSpec::builder()
+        .layers(1)
+        .kv_heads(KV_HEADS)
+        .head_dim(DIM)
+        .format(KvFormat::Bf16)
+        .max_seq_len(200)
+        .max_sequences(BATCH)
+        .paged(16, 40)
+        .build()?;
+    let mut cache = KvCache::new(backend, spec)?;
+    cache.queue_mut().set_step_limits(StepLimits {
+        sequences: BATCH,
+        tokens_per_sequence: 1,
+        cached_sequences: BATCH,
+        max_seq_len: 200,
+        splits: 64,
+    });
+    let rows = vec![f16::ONE; (BATCH * KV_HEADS * DIM).try_into()?];
+    for buffer in &buffers {
+        cache.queue_mut().upload(buffer, 0, bytemuck::cast_slice(&rows))?;
+    }
+    let ids: Vec<_> = (0..u64::from(BATCH)).map(SequenceId).collect();
+    for id in &ids {
+        cache.start(*id, &[], StartOptions::default())?;
+    }
+    let inputs: Vec<_> = ids.iter().map(|id| StepInput::count(*id, 1)).collect();
+    for captures in [false, true] {
+        let mut step = cache.begin_step(&inputs)?;
+        if captures {
+            step.queue_mut().begin_capture()?;
+            layer(&mut step, &buffers)?;
+            let graph = step.queue_mut().end_capture()?;
+            step.queue_mut().replay(&graph)?;
+            step.mark_written();
+        } else {
+            layer(&mut step, &buffers)?;
+        }
+        step.commit()?;
+    }
+    for id in ids {
+        cache.release(id)?;
+    }
+    let [.., out] = &buffers;
+    let _ = cache.queue_mut().download(out, 0, out.len())?.wait()?;
+    Ok(())
+}
+
+fn layer(
+    step: &mut Step<'_, CudaBackend>,
+    [q, k, v, out]: &[CudaBuffer; 4],
+) -> Result<(), Box<dyn Error>> {
+    let dims = [BATCH, KV_HEADS, DIM];
+    let [q, k, v] = [q, k, v].map(|buffer| TensorView::device(DType::F16, buffer, 0, &dims));
+    step.write(0, k, v, QkvFormat::Thd)?;
+    let out = TensorViewMut::device(DType::F16, out, 0, &dims);
+    Ok(step.attend(0, q, out, &AttentionOptions::causal(0.125))?)
+}
+
+/// In a process of its own: what came of the work, in words, when everything is dropped.
+#[test]
+fn with_the_driver_of_the_test() {
+    if env::var_os(CHILD).is_none() {
+        return;
+    }
+    match work() {
+        Ok(()) => println!("outcome: all was done"),
+        Err(error) => println!("outcome: {error}"),
+    }
+}
+
+/// The driver in a folder of its own, `None` where there is no compiler.
+fn driver(folder: &Path) -> Option<PathBuf> {
+    let library = folder.join("libcuda.so");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/failing_driver/driver.cpp");
+    let mut compiler = Command::new(env::var_os("CXX").unwrap_or_else(|| "g++".into()));
+    compiler.args(["-std=c++17", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]);
+    let Ok(status) = compiler.arg(&library).arg(source).status() else {
+        println!("skipped: no C++ compiler");
+        return None;
+    };
+    assert!(status.success(), "the driver of the test does not compile");
+    Some(folder.to_owned())
+}
+
+/// Waits for a process, which must end by itself.
+fn wait(child: &mut Child, what: &str) -> bool {
+    let begin = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.success();
+        }
+        if begin.elapsed() > Duration::from_mins(2) {
+            child.kill().unwrap();
+            panic!("{what}: it hangs");
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// What came of the work with a fault.
+fn outcome(driver: &Path, fault: &str) -> String {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["with_the_driver_of_the_test", "--exact", "--nocapture"]);
+    command.env(CHILD, "1").env(FAULT, fault).env("LD_LIBRARY_PATH", driver);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let is_right = wait(&mut child, fault);
+    let (mut said, mut complaint) = (String::new(), String::new());
+    child.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+    child.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();
+    assert!(is_right && complaint.is_empty(), "{fault}: {said}\n{complaint}");
+    let outcome = said.lines().find_map(|line| line.split_once("outcome: "));
+    outcome.unwrap_or_else(|| panic!("{fault}: no outcome in {said}")).1.to_owned()
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn every_function_may_fail_at_any_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(driver) = driver(folder.path()) else { return };
+    assert_eq!(outcome(&driver, "nothing 1 0"), "all was done");
+    let mut faults = Vec::new();
+    for (names, is_quiet) in [(FUNCTIONS, false), (QUIET, true)] {
+        for name in names {
+            for (call, code) in [(1, INVALID_VALUE), (1, LAUNCH_FAILED), (3, LAUNCH_FAILED)] {
+                // Only what is called at all need fail; most are called once at least.
+                faults.push((format!("{name} {call} {code}"), is_quiet || call > 1));
+            }
+        }
+    }
+    let faults = Mutex::new(faults);
+    let check = || {
+        while let Some((fault, is_quiet)) = { faults.lock().unwrap().pop() } {
+            let outcome = outcome(&driver, &fault);
+            let is_done = outcome == "all was done";
+            assert!(is_quiet || !is_done, "{fault}: no error");
+        }
+    };
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..2).map(|_| scope.spawn(check)).collect();
+        for worker in workers {
+            worker.join().unwrap();
+        }
+    });
+}
