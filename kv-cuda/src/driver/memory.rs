@@ -164,7 +164,7 @@ mod tests {
 
     /// Memory of these pieces, each a base and a size.
     fn checked(address: u64, bytes: u64, pieces: &[(u64, u64)]) -> Result<(), DeviceErrorKind> {
-        let holds = |at: u64, (base, size): (u64, u64)| at >= base && at - base < size;
+        let holds = |at: u64, (base, size)| at.checked_sub(base).is_some_and(|begin| begin < size);
         require_range(address, bytes, |at| {
             Ok(pieces.iter().copied().find(|piece| holds(at, *piece)))
         })

@@ -360,11 +360,10 @@ fn uploads_into_a_capture_of_the_owner_are_refused() {
     assert_eq!(error.kind(), DeviceErrorKind::Unsupported, "{error}");
     {
         let _current = gpu.context.enter("test").unwrap();
-        // SAFETY: a stream that captures, and a place for a graph, which is destroyed once.
-        unsafe {
-            sys::cuStreamEndCapture(raw, &raw mut graph).result().unwrap();
-            sys::cuGraphDestroy(graph).result().unwrap();
-        }
+        // SAFETY: a stream that captures, and a place for a graph.
+        unsafe { sys::cuStreamEndCapture(raw, &raw mut graph) }.result().unwrap();
+        // SAFETY: a graph that was just made, destroyed once.
+        unsafe { sys::cuGraphDestroy(graph) }.result().unwrap();
     }
     // Afterwards, and in a capture of our own, it is as ever.
     change.submit(&mut *stream).unwrap();

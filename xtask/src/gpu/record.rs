@@ -26,6 +26,8 @@ pub(super) struct Records {
     pub(super) checks: Vec<(String, Option<String>)>,
     /// Names, and why.
     pub(super) skipped: Vec<(String, String)>,
+    /// What others took for measures that have not come yet: names, who, microseconds.
+    waiting: Vec<(String, String, f64)>,
 }
 
 impl Records {
@@ -55,19 +57,27 @@ impl Records {
                 let detail = text("detail").unwrap_or_default();
                 self.checks.push((name, (!is_right).then_some(detail)));
             }
-            "measure" => self.measures.push(Measure {
-                name,
-                micros: number("us")?,
-                bytes: number("bytes"),
-                gb_per_s: number("gb_per_s"),
-                tflop_per_s: number("tflop_per_s"),
-                of_copy: number("of_copy"),
-                peers: Vec::new(),
-            }),
+            "measure" => {
+                let micros = number("us")?;
+                let is_ours = |(measure, ..): &mut (String, String, f64)| *measure == name;
+                let peers = self.waiting.extract_if(.., is_ours);
+                let peers = peers.map(|(_, peer, micros)| (peer, micros)).collect();
+                self.measures.push(Measure {
+                    name,
+                    micros,
+                    bytes: number("bytes"),
+                    gb_per_s: number("gb_per_s"),
+                    tflop_per_s: number("tflop_per_s"),
+                    of_copy: number("of_copy"),
+                    peers,
+                });
+            }
             "peer" => {
                 let (peer, micros) = (text("peer")?, number("us")?);
-                let ours = self.measures.iter_mut().find(|measure| measure.name == name)?;
-                ours.peers.push((peer, micros));
+                match self.measures.iter_mut().find(|measure| measure.name == name) {
+                    Some(ours) => ours.peers.push((peer, micros)),
+                    None => self.waiting.push((name, peer, micros)),
+                }
             }
             _ => {}
         }

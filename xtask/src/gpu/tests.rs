@@ -75,6 +75,20 @@ fn records_are_read_up_to_where_they_break_off() {
 }
 
 #[test]
+fn peers_wait_for_the_measures_they_stand_beside() {
+    let mut records = Records::default();
+    records.read(r#"{"kind":"peer","name":"prefill/x","peer":"SDPA","us":25}"#);
+    records.read(r#"{"kind":"peer","name":"prefill/y","peer":"SDPA","us":26}"#);
+    for name in ["prefill/y", "prefill/x", "prefill/x"] {
+        records.read(&format!(r#"{{"kind":"measure","name":"{name}","us":30}}"#));
+    }
+    records.read(r#"{"kind":"peer","name":"prefill/y","peer":"FlashInfer","us":27}"#);
+    let peers: Vec<_> = records.measures.iter().map(|measure| measure.peers.clone()).collect();
+    let (sdpa, other) = ("SDPA".to_owned(), "FlashInfer".to_owned());
+    assert_eq!(peers, [vec![(sdpa.clone(), 26.0), (other, 27.0)], vec![(sdpa, 25.0)], vec![]]);
+}
+
+#[test]
 fn the_report_says_what_ran_and_what_was_reached() {
     let report = report();
     assert_eq!(report.file_name(), "nvidia-x1-80-gb");
