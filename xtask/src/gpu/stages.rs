@@ -19,7 +19,7 @@ const REPORT: &str = "KV_CONFORMANCE_REPORT";
 const COUNTS: &str = "counts.json";
 /// The suite on a card.
 const SUITE: [&str; 3] = ["bin/conformance", "--backend", "cuda"];
-/// Formats of the cache that are measured, by their names.
+/// Formats of the cache that are measured, by their names: first those that headlines are about.
 const FORMATS: [&str; 6] = ["bf16", "fp8-e4m3", "int8-tensor", "fp8-e4m3-row", "int8", "l4"];
 /// Cases that are profiled, each by the kernel that it is about, and its launches before: those
 /// that fill a cache.
@@ -61,8 +61,9 @@ pub(super) fn all(runner: &mut Runner<'_>) -> Result<()> {
     let card = on_card(runner);
     // Whether each kernel loads, then whether those that are measured are right.
     let kernels = ["bin/driver", "driver::tests::every_kernel_loads", "--exact"];
-    test(runner, "kernels", &card(Call::new(60, &kernels)))?;
-    measure(runner, "oracles", 60, &["oracle"])?;
+    test(runner, "kernels", &card(Call::new(40, &kernels)))?;
+    let (first, rest) = FORMATS.split_at(2);
+    oracles(runner, first)?;
     measure(runner, "headlines", 60, &["headline"])?;
     println!("{}", runner.report.headlines());
     profiles(runner)?;
@@ -70,6 +71,7 @@ pub(super) fn all(runner: &mut Runner<'_>) -> Result<()> {
     test(runner, "graph replay", &replay)?;
     test(runner, "driver", &card(Call::new(60, &["bin/driver", "driver::"])))?;
     families(runner)?;
+    oracles(runner, rest)?;
     peers(runner)?;
     grid(runner)?;
     for format in ["f32", "bf16", "int8"] {
@@ -77,6 +79,14 @@ pub(super) fn all(runner: &mut Runner<'_>) -> Result<()> {
     }
     more_of_the_suite(runner)?;
     sanitizer(runner)
+}
+
+/// Whether formats are right at the shapes that are measured.
+fn oracles(runner: &mut Runner<'_>, formats: &[&str]) -> Result<()> {
+    for format in formats {
+        measure(runner, &format!("oracles, {format}"), 30, &["oracle", "--format", format])?;
+    }
+    Ok(())
 }
 
 /// Gives a program the card as its first.
