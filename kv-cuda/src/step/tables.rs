@@ -209,7 +209,8 @@ impl DeviceTables {
     }
 }
 
-#[cfg(all(test, feature = "emulated"))]
+#[cfg(test)]
+#[cfg(feature = "emulated")]
 #[expect(clippy::arithmetic_side_effects, reason = "small numbers, and overflow checks are on")]
 mod tests {
     use kv_core::BlockId;
