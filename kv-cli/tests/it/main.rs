@@ -10,6 +10,7 @@ mod architectures;
 mod bench;
 mod devices;
 mod eval;
+mod gguf_models;
 mod golden;
 mod models;
 mod plan;
