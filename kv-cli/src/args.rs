@@ -59,7 +59,7 @@ pub(crate) enum Command {
 #[expect(clippy::struct_excessive_bools, reason = "one flag of the command line each")]
 pub(crate) struct GenerateArgs {
     /// Directory with config.json, model.safetensors (or its index and shards) and tokenizer.json,
-    /// or one .gguf file; the bundled stories260K unless given
+    /// or one .gguf file (of a split model the first); the bundled stories260K unless given
     #[arg(long, value_name = "DIR|FILE.gguf")]
     pub(crate) model: Option<PathBuf>,
 
@@ -158,18 +158,25 @@ pub(crate) struct GenerateArgs {
     pub(crate) json: bool,
 }
 
-/// Tell how much memory a model's cache takes and how many sequences fit, from its config.json
-/// alone.
+/// Tell how much memory a model's cache takes and how many sequences fit, from its config.json or
+/// GGUF metadata alone.
+///
+/// Layers, K and V heads, their sizes, windows and MLA ranks are read for any decoder, whether `kv
+/// generate` runs it or not; a type that is unknown is planned from the usual fields and noted.
+/// Layers without attention (state-space, linear, convolutions) are named and not counted. Of MLA,
+/// bytes/token is what the model needs; the other columns count what this cache stores.
 #[derive(Debug, Args)]
 #[command(
     allow_negative_numbers = true,
     after_help = "Examples:
   kv plan --model models/stories260K
+  kv plan --model model-00001-of-00003.gguf --format bf16 --context 131072
   kv plan --model path/to/llama --memory 80GB --context 32768 --format l4 --format int8/l4 --json"
 )]
 pub(crate) struct PlanArgs {
-    /// Directory with a config.json; the bundled stories260K unless given
-    #[arg(long, value_name = "DIR")]
+    /// Directory with a config.json or one GGUF model, or such a file; the bundled stories260K
+    /// unless given
+    #[arg(long, value_name = "DIR|FILE")]
     pub(crate) model: Option<PathBuf>,
 
     /// Stored format of K and V, such as l4, int8/l4 (K/V) or l4,sinks=0; may be repeated; all

@@ -110,9 +110,8 @@ fn hugging_face_name(architecture: Architecture, name: &str) -> Option<String> {
     let (part, kind) = part.rsplit_once('.')?;
     let part = match part {
         "attn_norm" => "input_layernorm",
-        "ffn_norm" => "post_attention_layernorm",
-        // Norms of what attention and the MLP give.
-        "post_attention_norm" => "post_attention_layernorm",
+        // The same name for a norm before the MLP and for one of what attention gives.
+        "ffn_norm" | "post_attention_norm" => "post_attention_layernorm",
         "post_ffw_norm" => "post_feedforward_layernorm",
         "attn_q" => "self_attn.q_proj",
         "attn_k" => "self_attn.k_proj",

@@ -25,6 +25,9 @@ use geometry::{Geometry, LayerKind};
 /// Tokens of a sequence where the file does not say it.
 const CONTEXT: u32 = 2048;
 
+/// The longest sequence of a cache whose layers all have windows.
+const LEN_MAX: u32 = u32::MAX >> 2;
+
 /// Bytes of a description of a model, far more than any has.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
@@ -232,7 +235,7 @@ impl<'a> Plan<'a> {
         let sequence_bytes =
             self.sequence_bytes(context, true).context("a sequence's bytes overflow")?;
         let bytes = args.memory.0.saturating_sub(memory.bytes_constants);
-        let is_too_long = context > self.len_max();
+        let is_too_long = context > LEN_MAX;
         let sequences =
             if is_too_long { 0 } else { bytes.checked_div(sequence_bytes).unwrap_or(0) };
         let needed: Vec<_> = self.groups().map(bytes_per_token).collect();
@@ -264,17 +267,12 @@ impl<'a> Plan<'a> {
         })
     }
 
-    /// The longest sequence whose slots can be numbered.
-    fn len_max(&self) -> u32 {
-        u32::MAX >> 2
-    }
-
     /// Tokens of the longest sequence that fits; of a model whose every layer has a window, which
     /// has no longest one, tokens that are kept at once.
     fn tokens_within(&self, bytes: u64) -> u64 {
         let leaves = self.groups().any(|(_, kind, _)| kind.window.is_none());
         let fits = |tokens| self.sequence_bytes(tokens, leaves).is_some_and(|all| all <= bytes);
-        let (mut fitting, mut beyond) = (0, self.len_max());
+        let (mut fitting, mut beyond) = (0, LEN_MAX);
         while fitting < beyond {
             let tokens = beyond.saturating_sub(beyond.saturating_sub(fitting) / 2);
             if fits(tokens) {
@@ -341,7 +339,8 @@ impl Report {
             ]
         }));
         let kinds: Vec<_> = kinds.iter().map(Kind::show).collect();
-        let notes: String = self.notes.iter().map(|note| format!("note: {note}\n")).collect();
+        let notes = self.notes.iter().flat_map(|note| ["note: ", note.as_str(), "\n"]);
+        let notes: String = notes.collect();
         format!(
             "{model}: {}\n{notes}in {}, sequences of {context} tokens, blocks of {block_size}:\n{}",
             kinds.join("; "),

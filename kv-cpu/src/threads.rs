@@ -67,8 +67,8 @@ impl Threads {
                 _ => Err(unsupported(
                     "open cpu",
                     format!(
-                        "thread count {number:?} in KV_CPU_THREADS, expected a number of at least 1 \
-                         and at most {THREADS_MAX}"
+                        "thread count {number:?} in KV_CPU_THREADS, expected a number of at least \
+                         1 and at most {THREADS_MAX}"
                     ),
                 )),
             },

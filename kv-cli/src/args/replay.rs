@@ -12,13 +12,13 @@ use crate::replay::{Policy, Sizes};
 /// TRACE is of Mooncake (JSON lines of `timestamp`, `input_length`, `output_length` and `hash_ids`,
 /// an id for every 512 tokens), of Qwen's service Bailian (the same with `chat_id` and
 /// `parent_chat_id`, an id for every 16 tokens), of Azure (a CSV of
-/// TIMESTAMP,ContextTokens,GeneratedTokens, with or without NumImages) or of BurstGPT (a CSV of
+/// TIMESTAMP,ContextTokens,GeneratedTokens, with or without `NumImages`) or of `BurstGPT` (a CSV of
 /// Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type, with or without Session ID
 /// and Elapsed time), plain or compressed with zstd. Requests run one at a time, in the file's
 /// order. A request hits the blocks of its input up to the first that is not cached; then all of
 /// them are cached, as far as they fit. It never gives up its own. What is generated is not cached.
 ///
-/// A CSV tells no content: every block is new and nothing is ever hit. It tells evictions, peak
+/// A CSV has lengths alone: every block is new and nothing is ever hit. It shows evictions, peak
 /// blocks and time.
 ///
 /// Policies: those of caches, lru (least recently used first), lfu (least frequently used first),

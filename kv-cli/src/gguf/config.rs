@@ -73,7 +73,7 @@ pub(super) fn config(
     let num_layers = layers("block_count", metadata.required("block_count")?)?;
     let context = metadata.required("context_length")?;
     let original = metadata.count("rope.scaling.original_context_length")?;
-    let is_longrope = metadata.text("rope.scaling.type") == Some("longrope");
+    let has_short = short.is_some();
     ModelConfig {
         architecture,
         layer_kinds: layer_kinds(&metadata, architecture, num_layers)?,
@@ -84,7 +84,7 @@ pub(super) fn config(
         head_dim,
         vocab: non_zero("vocab_size", to_u32(vocab.unwrap_or(0)))?,
         // The factors by pair hold up to the original context.
-        context: original.filter(|original| is_longrope && *original > 0).unwrap_or(context),
+        context: original.filter(|original| has_short && *original > 0).unwrap_or(context),
         norm_eps: metadata.number("attention.layer_norm_rms_epsilon")?.unwrap_or(1e-5),
         tied: tensor("output.weight").is_none(),
         // What others have they have as tensors.

@@ -1,4 +1,4 @@
-//! The files of one model: a single one, or the parts that `split.count` tells of.
+//! The files of one model: a single one, or the parts that `split.count` counts.
 use std::fs::File;
 use std::io::BufReader;
 use std::path::{Path, PathBuf};

@@ -5,7 +5,7 @@ use crate::num::to_usize;
 use crate::rope::{Scaling, Yarn};
 
 /// The scaling, for rows of which `rotary_dim` values turn; `short` are the factors by pair that
-/// the file brings for sequences up to the original context.
+/// the file brings for sequences up to the original context, whatever it calls its type.
 ///
 /// Without a type, a factor is that of linear scaling; a factor of 0 is none. The key of the factor
 /// was `rope.scale_linear` once.
@@ -30,18 +30,27 @@ pub(super) fn scaling(
             .text("rope.scaling.type")
             .ok_or_else(|| metadata.wrong("rope.scaling.type", "is not a text".to_owned()))?,
     };
+    let divided = |factor: f64, short: Option<Vec<f64>>| match short {
+        Some(short) => Scaling::LongRope {
+            short: short.into_iter().map(|by_pair| by_pair * factor).collect(),
+            attention_factor: attention,
+        },
+        None => with_magnitude(factor, attention, pairs),
+    };
+    let tensor = |problem: &str| ConfigError::Field {
+        field: "tensor rope_factors_short.weight".to_owned(),
+        problem: problem.to_owned(),
+    };
     match name {
-        "none" => Ok(with_magnitude(1.0, attention, pairs)),
-        "linear" => Ok(with_magnitude(factor, attention, pairs)),
-        "yarn" => yarn(metadata, factor, attention, context, pairs),
-        "longrope" => {
-            let short = short.ok_or_else(|| ConfigError::Field {
-                field: "tensor rope_factors_short.weight".to_owned(),
-                problem: "is missing, rope.scaling.type longrope needs it".to_owned(),
-            })?;
-            let short = short.into_iter().map(|by_pair| by_pair * factor).collect();
-            Ok(Scaling::LongRope { short, attention_factor: attention })
+        "none" => Ok(divided(1.0, short)),
+        "longrope" if short.is_none() => {
+            Err(tensor("is missing, rope.scaling.type longrope needs it"))
         }
+        "linear" | "longrope" => Ok(divided(factor, short)),
+        "yarn" if short.is_some() => {
+            Err(tensor("is there beside rope.scaling.type yarn, which is not supported"))
+        }
+        "yarn" => yarn(metadata, factor, attention, context, pairs),
         other => {
             let problem =
                 format!("{other:?} is not supported, expected none, linear, yarn or longrope");

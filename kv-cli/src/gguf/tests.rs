@@ -217,6 +217,12 @@ fn longrope_takes_its_short_factors() {
     let read = config(&[&content("phi3", &more)], Some(short.clone())).expect("a model");
     assert_eq!(read.rope.scaling, Scaling::LongRope { short, attention_factor: 1.25 });
     assert_eq!(read.context, 2048, "the short factors hold no further");
+    // Converters write the factors without a type.
+    let without = config(&[&content("phi3", &more[1..])], Some(vec![1.0, 1.5, 2.0, 4.0]));
+    assert_eq!(without.expect("a model").rope, read.rope);
+    let yarn = [("rope.scaling.type", text("yarn"))];
+    let both = config(&[&content("phi3", &yarn)], Some(vec![1.0; 4])).expect_err("both");
+    assert!(both.to_string().contains("beside rope.scaling.type yarn"), "{both}");
     let error = refused("phi3", &more);
     assert!(error.contains("rope_factors_short.weight is missing"), "{error}");
 }

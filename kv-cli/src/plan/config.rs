@@ -202,7 +202,7 @@ pub(super) fn geometry(file: &Map<String, Value>) -> Result<Geometry, GeometryEr
     }
     if architecture.is_empty() {
         notes.push("the file names no model_type: planned from its fields".to_owned());
-    } else if !of(&KNOWN) && !(is_t5 || is_pair) {
+    } else if !(of(&KNOWN) || is_t5 || is_pair) {
         notes.push(format!("model_type {architecture:?} is unknown: planned from its fields"));
     }
     let context = context(&text)?.or(context(&outer)?);
@@ -262,6 +262,13 @@ fn defaults(architecture: &str, is_inner: bool) -> &'static [(&'static str, u32)
             ("hidden_size", 4096),
             ("max_position_embeddings", 2048),
         ],
+        "qwen2" => &[
+            ("num_hidden_layers", 32),
+            ("num_attention_heads", 32),
+            ("num_key_value_heads", 32),
+            ("hidden_size", 4096),
+            ("max_position_embeddings", 32_768),
+        ],
         "mistral" => &[
             ("num_hidden_layers", 32),
             ("num_attention_heads", 32),
@@ -276,7 +283,7 @@ fn defaults(architecture: &str, is_inner: bool) -> &'static [(&'static str, u32)
 
 fn context(keys: &Keys<'_>) -> Result<Option<u32>, GeometryError> {
     let Some((key, value)) = keys.first(&CONTEXT) else {
-        return Ok(keys.count(&["max_position_embeddings"], &mut Vec::new())?);
+        return keys.count(&["max_position_embeddings"], &mut Vec::new());
     };
     bounded(key, whole(key, value)?, u32::MAX >> 2).map(Some)
 }
@@ -334,7 +341,7 @@ fn decoder(
         Use::Attention { window } => Some(rows.layer(index, *window)),
         Use::None => None,
     });
-    let mut kept = kinds.collect::<Result<Vec<_>, _>>()?;
+    let mut kept: Vec<_> = kinds.collect();
     kept.retain(|kind| kind.kv_heads > 0);
     Ok((num_layers, kept))
 }
@@ -357,7 +364,10 @@ impl Rows {
         num_layers: u32,
         notes: &mut Vec<String>,
     ) -> Result<Self, GeometryError> {
-        if let Some(rank) = keys.number("kv_lora_rank")?.filter(|rank| *rank > 0) {
+        // Files of models without it write 0 or null.
+        let is_latent = keys.flag("use_mla")?.unwrap_or(true);
+        let rank = keys.number("kv_lora_rank")?.filter(|rank| *rank > 0 && is_latent);
+        if let Some(rank) = rank {
             let rope = keys.required(&["qk_rope_head_dim"], notes)?;
             let rank = bounded("kv_lora_rank", rank.into(), COUNT_MAX)?;
             let dim_k = rank.saturating_add(rope);
@@ -369,7 +379,10 @@ impl Rows {
             Some(heads) => head_dim(keys, heads, notes)?,
             None => keys.required(&HEAD_DIM, notes)?,
         };
-        let dim_v = keys.count(&["v_head_dim"], notes)?.unwrap_or(dim_k);
+        let dim_v = match keys.number("v_head_dim")?.filter(|dim| *dim > 0) {
+            Some(dim) => bounded("v_head_dim", dim.into(), COUNT_MAX)?,
+            None => dim_k,
+        };
         let global = (
             keys.count(&["num_global_key_value_heads"], notes)?,
             keys.count(&["global_head_dim"], notes)?,
@@ -377,7 +390,7 @@ impl Rows {
         Ok(Self { kv_heads, dim_k, dim_v, is_latent: false, global })
     }
 
-    fn layer(&self, index: usize, window: Option<u32>) -> Result<LayerKind, GeometryError> {
+    fn layer(&self, index: usize, window: Option<u32>) -> LayerKind {
         let of_all = || self.kv_heads.first().copied().unwrap_or(0);
         let (mut heads, mut dims) = match self.kv_heads.as_slice() {
             [_] => (of_all(), (self.dim_k, self.dim_v)),
@@ -389,7 +402,7 @@ impl Rows {
         }
         let (head_dim_k, head_dim_v) = dims;
         let is_latent = self.is_latent;
-        Ok(LayerKind { kv_heads: heads, head_dim_k, head_dim_v, window, is_latent })
+        LayerKind { kv_heads: heads, head_dim_k, head_dim_v, window, is_latent }
     }
 }
 

@@ -26,7 +26,8 @@ const ENCODERS: [&str; 8] = [
     "t5encoder",
 ];
 
-/// Architectures whose layers slide, but for the last of every run of so many; no key says it.
+/// Architectures with a window in all layers but the last of every period of this length, which no
+/// key gives.
 const RUNS: [(&str, u32); 10] = [
     ("gemma2", 2),
     ("gemma3", 6),
@@ -155,12 +156,11 @@ fn rows(metadata: &Metadata<'_>, num_layers: u32) -> anyhow::Result<Rows> {
         let queries = of_layer.copied().filter(|queries| *queries > 0).unwrap_or(kv_heads);
         divide(("head_count", queries), ("head_count_kv", kv_heads))?;
     }
-    let dim_k = match count("attention.key_length")? {
-        Some(dim) => dim,
-        None => {
-            let hidden = metadata.required("embedding_length")?;
-            divide(("embedding_length", hidden), ("attention.head_count", most))?
-        }
+    let dim_k = if let Some(dim) = count("attention.key_length")? {
+        dim
+    } else {
+        let hidden = metadata.required("embedding_length")?;
+        divide(("embedding_length", hidden), ("attention.head_count", most))?
     };
     let dim_v = count("attention.value_length")?.unwrap_or(dim_k);
     Ok(Rows { heads, dim_k, dim_v, is_latent: false })
@@ -207,149 +207,27 @@ fn windows(metadata: &Metadata<'_>, num_layers: u32) -> anyhow::Result<Vec<Optio
     let default = (architecture == "llama4").then_some(LLAMA4_CHUNK);
     let size = given.or(chunk).or(default).map(|size| size.min(u32::MAX >> 2));
     let pattern = "attention.sliding_window_pattern";
-    let slides: Vec<bool> = match metadata.value(pattern) {
-        Some(Value::Array(list)) => {
-            let slides = list.iter().map(|value| match value {
-                Value::Bool(slides) => Ok(*slides),
-                other => crate::gguf::whole(other).map(|n| n != 0).ok_or_else(|| {
-                    metadata.wrong(pattern, "is not a list of true and false".to_owned())
-                }),
-            });
-            let slides = slides.collect::<Result<Vec<_>, _>>()?;
-            if slides.len() != to_usize(num_layers) {
-                let (field, got) = (metadata.key(pattern), slides.len());
-                return Err(GeometryError::Entries { field, got, expected: num_layers }.into());
-            }
-            slides
+    let slides = if let Some(Value::Array(list)) = metadata.value(pattern) {
+        let slides = list.iter().map(|value| match value {
+            Value::Bool(slides) => Ok(*slides),
+            other => crate::gguf::whole(other).map(|n| n != 0).ok_or_else(|| {
+                metadata.wrong(pattern, "is not a list of true and false".to_owned())
+            }),
+        });
+        let slides = slides.collect::<Result<Vec<_>, _>>()?;
+        if slides.len() != to_usize(num_layers) {
+            let (field, got) = (metadata.key(pattern), slides.len());
+            return Err(GeometryError::Entries { field, got, expected: num_layers }.into());
         }
-        _ => {
-            let known = RUNS.iter().find(|(name, _)| *name == architecture);
-            let period = metadata.count(pattern)?.or(known.map(|(_, period)| *period));
-            let slides = |index| period.is_none_or(|period| !is_last(index, period));
-            (0..num_layers).map(slides).collect()
-        }
+        slides
+    } else {
+        let known = RUNS.iter().find(|(name, _)| *name == architecture);
+        let period = metadata.count(pattern)?.or(known.map(|(_, period)| *period));
+        let slides = |index| period.is_none_or(|period| !is_last(index, period));
+        (0..num_layers).map(slides).collect()
     };
     Ok(slides.into_iter().map(|slides| size.filter(|_| slides)).collect())
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::HashMap;
-
-    use candle_core::quantized::gguf_file::{Content, VersionedMagic};
-
-    use super::*;
-
-    /// Metadata of this architecture, its own keys without the name in front.
-    fn content(architecture: &str, keys: &[(&str, Value)]) -> Content {
-        let own = keys.iter().map(|(key, value)| (format!("{architecture}.{key}"), value.clone()));
-        let name = Value::String(architecture.to_owned());
-        let metadata = own.chain([("general.architecture".to_owned(), name)]).collect();
-        let tensor_infos = HashMap::new();
-        Content { magic: VersionedMagic::GgufV3, metadata, tensor_infos, tensor_data_offset: 0 }
-    }
-
-    fn read(architecture: &str, keys: &[(&str, Value)]) -> anyhow::Result<Geometry> {
-        geometry(&Metadata::new(&content(architecture, keys)))
-    }
-
-    fn list(counts: &[u32]) -> Value {
-        Value::Array(counts.iter().copied().map(Value::U32).collect())
-    }
-
-    /// Values that all layers keep of a token.
-    fn values(geometry: &Geometry) -> u64 {
-        let values = |kind: &LayerKind| {
-            let dims =
-                if kind.is_latent { kind.head_dim_k } else { kind.head_dim_k + kind.head_dim_v };
-            u64::from(kind.kv_heads) * u64::from(dims)
-        };
-        geometry.layers.iter().map(values).sum()
-    }
-
-    #[test]
-    fn every_kind_of_file_gives_its_rows() {
-        let n = Value::U32;
-        let llama = [
-            ("block_count", n(32)),
-            ("embedding_length", n(4096)),
-            ("attention.head_count", n(32)),
-            ("attention.head_count_kv", n(8)),
-            ("context_length", n(8192)),
-        ];
-        let geometry = read("llama", &llama).expect("llama");
-        assert_eq!((values(&geometry), geometry.context), (32 * 2 * 8 * 128, Some(8192)));
-        assert!(geometry.notes.is_empty(), "{:?}", geometry.notes);
-        let gemma3 = [
-            ("block_count", n(34)),
-            ("attention.head_count", n(8)),
-            ("attention.head_count_kv", n(4)),
-            ("attention.key_length", n(256)),
-            ("attention.value_length", n(256)),
-            ("attention.sliding_window", n(1024)),
-        ];
-        let geometry = read("gemma3", &gemma3).expect("gemma3");
-        let slides: Vec<_> = geometry.layers.iter().map(|layer| layer.window.is_some()).collect();
-        assert_eq!(slides[..12], [true, true, true, true, true, false].repeat(2)[..]);
-        assert_eq!(values(&geometry), 34 * 2 * 4 * 256);
-        let deepseek = [
-            ("block_count", n(61)),
-            ("attention.head_count", n(128)),
-            ("attention.head_count_kv", n(1)),
-            ("attention.key_length", n(576)),
-            ("attention.value_length", n(512)),
-            ("attention.kv_lora_rank", n(512)),
-            ("rope.dimension_count", n(64)),
-        ];
-        assert_eq!(values(&read("deepseek2", &deepseek).expect("deepseek2")), 61 * 576);
-        // Heads by layer, 0 for one without attention.
-        let jamba = [
-            ("block_count", n(4)),
-            ("embedding_length", n(4096)),
-            ("attention.head_count", n(32)),
-            ("attention.head_count_kv", list(&[0, 8, 0, 4])),
-        ];
-        let geometry = read("jamba", &jamba).expect("jamba");
-        assert_eq!((values(&geometry), geometry.layers.len()), (2 * 128 * 12, 2));
-        assert!(geometry.notes[0].starts_with("2 of 4 layers are state-space"));
-    }
-
-    #[test]
-    fn what_has_no_cache_and_what_cannot_be_is_refused() {
-        let n = Value::U32;
-        for (architecture, keys, words) in [
-            ("mamba", &[][..], "no attention"),
-            ("bert", &[], "an encoder"),
-            ("llama", &[], "llama.block_count is missing"),
-            ("llama", &[("block_count", n(0))], "llama.block_count is 0"),
-            ("llama", &[("block_count", n(1))], "attention.head_count is missing"),
-            (
-                "llama",
-                &[
-                    ("block_count", n(1)),
-                    ("attention.head_count", n(3)),
-                    ("embedding_length", n(8)),
-                ],
-                "embedding_length 8 is not a multiple of attention.head_count 3",
-            ),
-            (
-                "llama",
-                &[("block_count", n(3)), ("attention.head_count", list(&[4, 4]))],
-                "llama.attention.head_count has 2 entries for 3 layers",
-            ),
-            (
-                "x",
-                &[
-                    ("block_count", n(1)),
-                    ("attention.head_count", n(6)),
-                    ("attention.head_count_kv", n(4)),
-                ],
-                "head_count 6 is not a multiple of head_count_kv 4",
-            ),
-            ("", &[], "general.architecture is missing"),
-        ] {
-            let error = format!("{:#}", read(architecture, keys).expect_err(words));
-            assert!(error.contains(words), "{architecture}: {error}");
-        }
-    }
-}
+mod tests;

@@ -231,7 +231,7 @@ struct Windows {
 enum Rule {
     All,
     None,
-    /// All but the last of every run of so many.
+    /// All but the last of every period of this length.
     AllButLastOf(u32),
     From(u32),
     /// Repeated: whether a layer has it.

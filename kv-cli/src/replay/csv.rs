@@ -1,5 +1,5 @@
-//! Traces of lengths alone, as CSV: of Azure's inference services, and BurstGPT. Their content cannot
-//! be told.
+//! Traces of lengths alone, as CSV: of Azure's inference services, and `BurstGPT`. They have no
+//! content.
 use std::num::NonZeroU32;
 
 use super::trace::{Format, TraceError};
@@ -8,7 +8,7 @@ pub(super) const AZURE: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
 pub(super) const BURST_GPT: &str =
     "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type";
 
-/// Tokens of a block unless another size is asked for.
+/// Default number of tokens of a block.
 pub(super) const BLOCK_SIZE: NonZeroU32 = NonZeroU32::MIN.saturating_add(15);
 
 /// What a column holds.
@@ -104,7 +104,7 @@ impl Columns {
     /// Refuses a first line that is no known header.
     pub(super) fn check_header(line: &[u8]) -> Result<Self, TraceError> {
         Self::of_header(line).ok_or_else(|| {
-            // A first line may be anything; the start of it tells enough.
+            // A first line may be anything; its start is enough.
             let start = line.get(..80).unwrap_or(line);
             TraceError::Header { got: String::from_utf8_lossy(start).into_owned() }
         })
@@ -188,7 +188,7 @@ fn is_timestamp(text: &str) -> bool {
         && is_offset
 }
 
-/// Whether `text` is numbers of so many digits, from the least to the most.
+/// Whether `text` is numbers with the given digits, least and greatest values.
 fn numbers(text: &str, separator: char, expected: &[(usize, u32, u32)]) -> bool {
     let parts: Vec<_> = text.split(separator).collect();
     let fits = |(part, (len, least, most)): (&&str, &(usize, u32, u32))| {

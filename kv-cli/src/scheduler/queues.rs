@@ -151,8 +151,8 @@ impl Task {
     }
 }
 
-/// Blocks that are taken sooner or later for the tokens there are now, of the group that takes most:
-/// by all that runs, and by the further beams of the one that comes.
+/// Blocks that the tokens there are now will take of the group that takes most: those of all that
+/// runs, and of the further beams of the one that comes.
 fn promised<B: Backend>(
     cache: &KvCache<B>,
     running: &[Task],

@@ -120,7 +120,7 @@ fn plan(config: &serde_json::Value, extra: &[&str]) -> serde_json::Value {
 }
 
 #[test]
-fn latent_attention_is_told_with_what_is_stored() {
+fn latent_attention_shows_needed_and_stored_bytes() {
     let deepseek = json!({
         "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61,
         "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512,
@@ -170,7 +170,7 @@ fn layers_of_several_kinds_are_added_up() {
 }
 
 #[test]
-fn a_context_that_no_field_gives_is_told() {
+fn a_context_that_no_field_gives_is_noted() {
     let falcon = json!({
         "model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32,
         "num_attention_heads": 71, "multi_query": true, "new_decoder_architecture": false

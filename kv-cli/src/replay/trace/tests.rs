@@ -93,7 +93,7 @@ fn the_tokens_of_an_id_can_be_given() {
 }
 
 #[test]
-fn burst_gpt_tells_lengths_alone() {
+fn a_burst_gpt_trace_has_lengths_alone() {
     let text = format!("{}\n5,ChatGPT,472,18,490,Conversation log\n", csv::BURST_GPT);
     let trace = read(text).expect("a trace");
     assert_eq!((trace.format, trace.block_size.get()), (Format::BurstGpt, 16));

@@ -46,7 +46,7 @@ fn a_window_runs_in_the_blocks_of_its_peak() {
 }
 
 #[test]
-fn a_long_prompt_that_needs_smaller_steps_is_told_so() {
+fn a_refusal_names_the_step_size_that_fits() {
     let run = |max_step_tokens, blocks| {
         let requests = requests(&[prompt(100)], 10);
         run_blind(window_only(15, 0, 4, blocks), requests, limits(1, max_step_tokens))
@@ -74,8 +74,8 @@ impl Random {
 fn random_request(random: &mut Random) -> (Request, Limits, Reading) {
     let (len, new) = (1 + random.below(60), 2 + random.below(60));
     let width = if random.below(3) == 0 { 1 + random.below(4) } else { 1 };
-    let steps = [1, 2, 5, 16, 512][random.below(5) as usize];
-    let draft_tokens = if width == 1 { random.below(4) as usize } else { 0 };
+    let steps = [1, 2, 5, 16, 512][to_usize(random.below(5))];
+    let draft_tokens = if width == 1 { to_usize(random.below(4)) } else { 0 };
     let forget = draft_tokens == 0 && random.below(6) == 0;
     let mut request = requests(&[prompt(len)], new).remove(0);
     let options = BeamOptions { width, length_penalty: 1.0 };

@@ -1,0 +1,166 @@
+//! Geometries from metadata alone, whole and damaged.
+#![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
+use std::collections::HashMap;
+
+use candle_core::quantized::gguf_file::{Content, VersionedMagic};
+
+use super::*;
+
+/// Metadata of this architecture, its own keys without the name in front.
+fn content(architecture: &str, keys: &[(&str, Value)]) -> Content {
+    let own = keys.iter().map(|(key, value)| (format!("{architecture}.{key}"), value.clone()));
+    let name = Value::String(architecture.to_owned());
+    let metadata = own.chain([("general.architecture".to_owned(), name)]).collect();
+    let tensor_infos = HashMap::new();
+    Content { magic: VersionedMagic::GgufV3, metadata, tensor_infos, tensor_data_offset: 0 }
+}
+
+fn read(architecture: &str, keys: &[(&str, Value)]) -> anyhow::Result<Geometry> {
+    geometry(&Metadata::new(&content(architecture, keys)))
+}
+
+fn list(counts: &[u32]) -> Value {
+    Value::Array(counts.iter().copied().map(Value::U32).collect())
+}
+
+/// Values that all layers keep of a token.
+fn values(geometry: &Geometry) -> u64 {
+    let values = |kind: &LayerKind| {
+        let dims = if kind.is_latent { kind.head_dim_k } else { kind.head_dim_k + kind.head_dim_v };
+        u64::from(kind.kv_heads) * u64::from(dims)
+    };
+    geometry.layers.iter().map(values).sum()
+}
+
+#[test]
+fn every_kind_of_file_gives_its_rows() {
+    let n = Value::U32;
+    let llama = [
+        ("block_count", n(32)),
+        ("embedding_length", n(4096)),
+        ("attention.head_count", n(32)),
+        ("attention.head_count_kv", n(8)),
+        ("context_length", n(8192)),
+    ];
+    let geometry = read("llama", &llama).expect("llama");
+    assert_eq!((values(&geometry), geometry.context), (32 * 2 * 8 * 128, Some(8192)));
+    assert!(geometry.notes.is_empty(), "{:?}", geometry.notes);
+    let gemma3 = [
+        ("block_count", n(34)),
+        ("attention.head_count", n(8)),
+        ("attention.head_count_kv", n(4)),
+        ("attention.key_length", n(256)),
+        ("attention.value_length", n(256)),
+        ("attention.sliding_window", n(1024)),
+    ];
+    let geometry = read("gemma3", &gemma3).expect("gemma3");
+    let slides: Vec<_> = geometry.layers.iter().map(|layer| layer.window.is_some()).collect();
+    assert_eq!(slides[..12], [true, true, true, true, true, false].repeat(2)[..]);
+    assert_eq!(values(&geometry), 34 * 2 * 4 * 256);
+    let deepseek = [
+        ("block_count", n(61)),
+        ("attention.head_count", n(128)),
+        ("attention.head_count_kv", n(1)),
+        ("attention.key_length", n(576)),
+        ("attention.value_length", n(512)),
+        ("attention.kv_lora_rank", n(512)),
+        ("rope.dimension_count", n(64)),
+    ];
+    assert_eq!(values(&read("deepseek2", &deepseek).expect("deepseek2")), 61 * 576);
+    // Heads by layer, 0 for one without attention.
+    let jamba = [
+        ("block_count", n(4)),
+        ("embedding_length", n(4096)),
+        ("attention.head_count", n(32)),
+        ("attention.head_count_kv", list(&[0, 8, 0, 4])),
+    ];
+    let geometry = read("jamba", &jamba).expect("jamba");
+    assert_eq!((values(&geometry), geometry.layers.len()), (2 * 128 * 12, 2));
+    assert!(geometry.notes[0].starts_with("2 of 4 layers are state-space"));
+}
+
+/// The head of a file with these counts, as bytes.
+fn head(keys: &[(&str, u32)]) -> Vec<u8> {
+    let string = |text: &str| {
+        let length = u64::try_from(text.len()).expect("short").to_le_bytes();
+        [&length[..], text.as_bytes()].concat()
+    };
+    let mut bytes = [&b"GGUF"[..], &3_u32.to_le_bytes(), &0_u64.to_le_bytes()].concat();
+    bytes.extend(u64::try_from(keys.len() + 1).expect("few").to_le_bytes());
+    bytes.extend(string("general.architecture"));
+    bytes.extend(8_u32.to_le_bytes());
+    bytes.extend(string("llama"));
+    for (key, count) in keys {
+        bytes.extend(string(&format!("llama.{key}")));
+        // An array of one count.
+        bytes.extend([9_u32.to_le_bytes(), 4_u32.to_le_bytes()].as_flattened());
+        bytes.extend(1_u64.to_le_bytes());
+        bytes.extend(count.to_le_bytes());
+    }
+    bytes.resize(bytes.len().next_multiple_of(32), 0);
+    bytes
+}
+
+#[test]
+fn a_damaged_head_is_an_answer_or_a_refusal() {
+    let dir = tempfile::TempDir::new().expect("a directory");
+    let path = dir.path().join("model.gguf");
+    let keys = [
+        ("block_count", 1),
+        ("embedding_length", 64),
+        ("attention.head_count", 8),
+        ("attention.head_count_kv", 4),
+        ("context_length", 512),
+    ];
+    let good = head(&keys);
+    let read_bytes = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).expect("a file");
+        super::read(&path)
+    };
+    assert_eq!(values(&read_bytes(&good).expect("a geometry")), 2 * 4 * 8);
+    let mut refused = 0;
+    for at in 0..good.len() {
+        for change in [0x01, 0x80, 0xFF] {
+            let mut bytes = good.clone();
+            bytes[at] ^= change;
+            refused += u32::from(read_bytes(&bytes).is_err());
+        }
+        refused += u32::from(read_bytes(&good[..at]).is_err());
+    }
+    assert!(refused > 500, "{refused}");
+}
+
+#[test]
+fn what_has_no_cache_and_what_cannot_be_is_refused() {
+    let n = Value::U32;
+    for (architecture, keys, words) in [
+        ("mamba", &[][..], "no attention"),
+        ("bert", &[], "an encoder"),
+        ("llama", &[], "llama.block_count is missing"),
+        ("llama", &[("block_count", n(0))], "llama.block_count is 0"),
+        ("llama", &[("block_count", n(1))], "attention.head_count is missing"),
+        (
+            "llama",
+            &[("block_count", n(1)), ("attention.head_count", n(3)), ("embedding_length", n(8))],
+            "embedding_length 8 is not a multiple of attention.head_count 3",
+        ),
+        (
+            "llama",
+            &[("block_count", n(3)), ("attention.head_count", list(&[4, 4]))],
+            "llama.attention.head_count has 2 entries for 3 layers",
+        ),
+        (
+            "x",
+            &[
+                ("block_count", n(1)),
+                ("attention.head_count", n(6)),
+                ("attention.head_count_kv", n(4)),
+            ],
+            "head_count 6 is not a multiple of head_count_kv 4",
+        ),
+        ("", &[], "general.architecture is missing"),
+    ] {
+        let error = format!("{:#}", read(architecture, keys).expect_err(words));
+        assert!(error.contains(words), "{architecture}: {error}");
+    }
+}
