@@ -34,8 +34,15 @@ KV_DEV void kv_rotate(float* x, u32 dim, u32 lane) {
   }
 }
 
+// At most 2^112 in magnitude, infinities too, so that no sum of a rotation overflows; NaN stays.
+// kv-quant's `STORED_MAX`.
+KV_DEV float kv_saturated(float x) {
+  const float most = kv_as_f((127 + 112) << 23);
+  return x > most ? most : x < -most ? -most : x;
+}
+
 KV_DEV void kv_transform_store(float* x, const float* mean, const float* into, u32 dim, u32 lane) {
-  for (u32 i = lane; i < dim; i += 32) x[i] = (x[i] - mean[i]) * into[i];
+  for (u32 i = lane; i < dim; i += 32) x[i] = kv_saturated((x[i] - mean[i]) * into[i]);
   kv_syncwarp();
   kv_rotate(x, dim, lane);
 }

@@ -13,8 +13,10 @@
 //! lack `q . mean`, which is the same for every key of a query. A plane of V has no mean, so
 //! `output` of a weighted sum of stored rows is the weighted sum of the rows.
 //!
-//! A NaN or an infinity reaches every channel of its block of the rotation, and no other row.
-//! Magnitudes above `f32::MAX / 2^ceil(log2(head_dim))` may overflow to infinity inside a rotation.
+//! A NaN reaches every channel of its block of the rotation, and no other row. What is stored
+//! saturates at [`STORED_MAX`] before it is rotated, infinities too, so that no sum overflows.
+//! Queries and outputs do not: magnitudes above `f32::MAX / 2^ceil(log2(head_dim))` may become
+//! infinite inside a rotation.
 //!
 //! # Panics
 //! All four: when a row and the constants have different lengths.
@@ -68,15 +70,33 @@ pub fn norm(block: usize) -> f32 {
     if log2.rem_euclid(2) == 1 { halved * FRAC_1_SQRT_2 } else { halved }
 }
 
-/// Brings a row of K or V into the form that is encoded.
+/// The largest magnitude that [`store`] rotates: 2^112, far beyond what any scale reaches. Sums of
+/// 2^15 such values are finite.
+pub const STORED_MAX: f32 = f32::from_bits((127 + 112) << 23);
+
+/// Brings a row of K or V into the form that is encoded. Magnitudes above [`STORED_MAX`] become
+/// it, behind mean and balance; NaN stays.
 pub fn store(values: &mut [f32], constants: &HeadConstants<'_>) {
+    shift(values, constants);
+    for x in values.iter_mut() {
+        *x = x.clamp(-STORED_MAX, STORED_MAX);
+    }
+    rotate(values);
+}
+
+/// As [`store`], without a bound: a calibration refuses rows that overflow.
+pub(crate) fn store_unbounded(values: &mut [f32], constants: &HeadConstants<'_>) {
+    shift(values, constants);
+    rotate(values);
+}
+
+fn shift(values: &mut [f32], constants: &HeadConstants<'_>) {
     let HeadConstants { mean, into, .. } = *constants;
     assert_lengths(values, mean);
     assert_lengths(values, into);
     for ((x, mean), into) in values.iter_mut().zip(mean).zip(into) {
         *x = (*x - mean) * into;
     }
-    rotate(values);
 }
 
 /// Brings a decoded row of K or V back.

@@ -30,6 +30,15 @@ fn f16_saturated(x: f32) -> u32 {
     return select(bits, bits - 1u, (bits & 0x7fffu) == 0x7c00u);
 }
 
+// At most 2^112 in magnitude, infinities too, so that no sum of a rotation overflows; NaN stays.
+// kv-quant's STORED_MAX.
+fn saturated(x: f32) -> f32 {
+    let bits = bitcast<u32>(x);
+    let magnitude = bits & 0x7fffffffu;
+    let is_large = magnitude > 0x77800000u && magnitude <= 0x7f800000u;
+    return bitcast<f32>(select(bits, (bits & 0x80000000u) | 0x77800000u, is_large));
+}
+
 fn new_value(read: u32, constant: Head, i: u32) -> f32 {
     if i >= params.plane.head_dim {
         return 0.0;
@@ -38,7 +47,8 @@ fn new_value(read: u32, constant: Head, i: u32) -> f32 {
     if params.plane.transforms == 0u {
         return x;
     }
-    return (x - bitcast<f32>(constants[constant.mean + i])) * bitcast<f32>(constants[constant.into + i]);
+    let stored = (x - bitcast<f32>(constants[constant.mean + i])) * bitcast<f32>(constants[constant.into + i]);
+    return saturated(stored);
 }
 
 // Some strides of eight values that are `step` apart.

@@ -213,7 +213,7 @@ impl Magnitudes {
             {
                 *raw = raw.max(amax_of(row));
                 if let Some(head) = constants.head(index) {
-                    transform::store(row, &head);
+                    transform::store_unbounded(row, &head);
                 }
                 *transformed = transformed.max(amax_of(row));
             }

@@ -105,6 +105,23 @@ fn a_nan_stays_in_its_block_of_the_rotation() {
 }
 
 #[test]
+fn what_is_stored_saturates_before_it_is_rotated() {
+    for dim in [1, 12, 128, 4096] {
+        let given = PlaneCalibration { mean: vec![-3e38; dim], ..Default::default() };
+        let all = constants(Plane::Key, dim, &given);
+        for value in [f32::MAX, f32::INFINITY, f32::NEG_INFINITY, 3e38] {
+            let mut row = vec![value; dim];
+            store(&mut row, &all.head(0).unwrap());
+            assert!(row.iter().all(|x| x.is_finite()), "{dim} values of {value}");
+        }
+        let mut row = vec![1.0; dim];
+        row[0] = f32::NAN;
+        store(&mut row, &all.head(0).unwrap());
+        assert!(row[0].is_nan(), "{dim} values");
+    }
+}
+
+#[test]
 fn zeros_stay_zeros_and_one_value_is_spread_evenly() {
     let mut row = [0.0_f32; 64];
     rotate(&mut row);

@@ -163,12 +163,14 @@ fn extremes<B: Device>(backend: &B) -> CaseResult {
     let normal = rows(6);
     for format in quantised() {
         for transform in TRANSFORMS {
-            for factor in [1e-42, 1e-38, 1e-20, 1e-7, 1e-4, 3e4, 1e6, 1e7, 1e9, 1e20, 1e36] {
+            for factor in [1e-42, 1e-38, 1e-20, 1e-7, 1e-4, 3e4, 1e6, 1e7, 1e9, 1e20, 1e36, 3e38] {
+                // As large as f32 holds, at most.
+                let times = |x: f32| (x * factor).clamp(f32::MIN, f32::MAX);
                 let mut all = normal.clone();
                 for plane in &mut all[0] {
-                    plane[2 * 80..4 * 80].iter_mut().for_each(|x| *x *= factor);
+                    plane[2 * 80..4 * 80].iter_mut().for_each(|x| *x = times(*x));
                     // One large value among ordinary ones.
-                    plane[4 * 80] *= factor;
+                    plane[4 * 80] = times(plane[4 * 80]);
                 }
                 let place = || format!("{format}, {transform:?}, times {factor:e}");
                 let mut lab = write(backend, format, transform, &all).at(place())?;
