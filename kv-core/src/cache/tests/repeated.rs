@@ -356,3 +356,23 @@ fn forks_that_go_on_alike_end_with_one_block() {
     }
     assert_eq!(cached(&cache), 5);
 }
+
+/// Codes that stay in a cut block keep it out of the index, and no other block.
+#[test]
+fn accepted_drafts_are_offered_though_the_block_behind_them_was_cut() {
+    for publish_at in [PublishAt::Begin, PublishAt::Commit] {
+        let mut cache = cache_with(32, |spec| {
+            let spec = spec.head_dim(32).format(crate::KvFormat::Int8(crate::Scaling::Row));
+            spec.tail(true).publish_at(publish_at)
+        });
+        run(&mut cache, SEQ[0], &tokens(0..4));
+        let drafts = tokens(4..12);
+        let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &drafts).drafts(8)]).unwrap();
+        write_all(&mut step).unwrap();
+        step.commit().unwrap();
+        cache.truncate(SEQ[0], 9).unwrap();
+        step_all(&mut cache, &[(SEQ[0], &tokens(9..17))]);
+        assert_eq!(cache.probe(&tokens(0..17), StartOptions::default()), 8, "{publish_at:?}");
+        check_invariants(&cache);
+    }
+}
