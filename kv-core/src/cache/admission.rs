@@ -75,7 +75,7 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`CacheError::Exhausted`] for the first group with too few blocks: `needed` holds the blocks
     /// for the step, the watermark and cached ones that would be held again.
-    /// [`PlanError::TooMany`] for a prompt, a reserve or a lookahead beyond the longest sequence.
+    /// [`PlanError::TooMany`] for a prompt or a reserve beyond the longest sequence.
     pub fn check_admission(
         &self,
         prompt: &[u32],
@@ -86,7 +86,6 @@ impl<B: Backend> KvCache<B> {
         let asked = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
         bounded("tokens of a prompt", asked, max)?;
         bounded("reserved tokens", options.reserve, max)?;
-        bounded("tokens of lookahead", admission.lookahead, max)?;
         let mut lookup = Lookup::default();
         self.look_up_unnamed(&mut lookup, prompt, &options);
         let found = &lookup.found;

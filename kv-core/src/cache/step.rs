@@ -57,8 +57,8 @@ impl<'a> StepInput<'a> {
         Self { drafts, ..self }
     }
     /// Takes the slots of `tokens` tokens behind the new ones too, for the steps to come. No effect
-    /// for groups with a tail. At most the [`max_seq_len`](crate::CacheSpec::max_seq_len) of the
-    /// cache.
+    /// for groups with a tail. The pools are the bound: a lookahead beyond them is
+    /// [exhausted](CacheError::Exhausted).
     #[must_use]
     pub fn lookahead(self, tokens: u32) -> Self {
         Self { lookahead: tokens, ..self }
@@ -94,7 +94,6 @@ impl<'a> StepInput<'a> {
             return Err(PlanError::SequenceTooLong { sequence, len, new, max });
         };
         bounded("drafts", self.drafts, new_tokens)?;
-        bounded("tokens of lookahead", self.lookahead, max)?;
         // All new tokens attend.
         Ok((new_tokens, queries.max(new_tokens)))
     }
@@ -299,8 +298,8 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// - [`PlanError::UnknownSequence`], [`PlanError::DuplicateSequence`],
     ///   [`PlanError::ZeroTokens`], [`PlanError::SequenceTooLong`];
-    /// - [`PlanError::TooMany`] for more drafts than new tokens, a lookahead beyond the longest
-    ///   sequence, or more queries than [`CacheSpec::max_queries`];
+    /// - [`PlanError::TooMany`] for more drafts than new tokens, or more queries than
+    ///   [`CacheSpec::max_queries`];
     /// - [`CacheError::Exhausted`] with what the whole step needs and what is free;
     /// - the device's own, for the copy of shared blocks.
     pub fn begin_step(&mut self, inputs: &[StepInput<'_>]) -> Result<Step<'_, B>, CacheError> {
