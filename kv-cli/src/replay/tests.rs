@@ -121,6 +121,27 @@ fn a_request_larger_than_the_cache_keeps_its_start() {
     }
 }
 
+/// A short request between all others, as a health check sends it.
+#[test]
+fn a_repeated_request_is_stored_once_and_evicts_nothing() {
+    let ping = vec![1_000_000_u64];
+    let mut requests = Vec::new();
+    for _ in 0..3 {
+        for prompt in 0..50_u64 {
+            requests.push((0..10).map(|at| 1 + prompt * 10 + at).collect::<Vec<_>>());
+            requests.extend(std::iter::repeat_n(ping.clone(), 20));
+        }
+    }
+    let trace = trace_of(&requests);
+    for eviction in Eviction::ALL {
+        let Outcome { hit_tokens, evictions, peak_blocks, .. } =
+            outcome(&trace, Policy::Real(eviction), 1000);
+        assert_eq!((evictions, peak_blocks), (0, 501), "{eviction}");
+        let found = 2 * 500 + (3 * 50 * 20 - 1);
+        assert_eq!(hit_tokens, found * 512, "{eviction}");
+    }
+}
+
 #[test]
 fn without_a_limit_everything_seen_is_there() {
     let mut random = Random(7);

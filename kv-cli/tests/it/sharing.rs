@@ -61,6 +61,20 @@ fn reuse_saves_work_and_changes_no_text() {
 }
 
 /// Rows are encoded one by one, so it does not matter who wrote a block.
+/// Text and blocks are the same each time: they may be computed again, and are kept once.
+#[test]
+fn equal_prompts_are_cached_once() {
+    for batch in ["1", "8"] {
+        let cached = |times: usize| {
+            let prompts = vec![OPENING.to_owned(); times];
+            let report = generate(&prompts, &["--max-batch", batch, "--max-new-tokens", "4"]);
+            (all_tokens(&report)[0].clone(), count(&report["stats"], "blocks_cached"))
+        };
+        let (text, once) = cached(1);
+        assert_eq!(cached(24), (text, once), "in batches of {batch}");
+    }
+}
+
 #[test]
 fn quantised_blocks_are_shared_as_they_are() {
     let prompts = prompts();
