@@ -21,7 +21,7 @@ fn is_seen(entry: &BatchEntry, choice: &Choice, key: u32) -> bool {
 fn hide(world: &mut World, backend: &CpuBackend, choice: &Choice) -> (usize, usize) {
     let layouts = world.layouts;
     let map = *layouts[0].slot_map();
-    let used: Vec<_> = world.tables.entries().to_vec();
+    let used: Vec<_> = world.tables.rows().flatten().copied().collect();
     let spare = (0..layouts[0].num_blocks()).map(BlockId);
     let spare = spare.rev().find(|block| !used.contains(block)).unwrap();
     let mut queue = backend.queue().unwrap();
