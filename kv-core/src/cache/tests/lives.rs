@@ -154,16 +154,7 @@ impl Model {
                 assert!(done.is_ok() || cache.encoding_key() == key, "half exchanged: {done:?}");
                 done?;
             }
-            Operation::Leak(inputs, writes) => {
-                let inputs: Vec<_> = inputs.iter().map(|&(s, n)| StepInput::count(s, n)).collect();
-                let before = snapshot(cache);
-                let mut step = cache.begin_step(&inputs)?;
-                let written = if *writes { write_all(&mut step) } else { Ok(()) };
-                std::mem::forget(step);
-                cache.queue_mut();
-                assert_same(cache, &before, "leaked");
-                written?;
-            }
+            Operation::Leak(inputs, writes) => leak(cache, inputs, *writes)?,
             Operation::Query(s, n) => {
                 let before = snapshot(cache);
                 cache.begin_step(&[StepInput::query(*s, *n)])?.commit()?;
@@ -237,6 +228,22 @@ impl Model {
             assert!(cached <= seen, "{cached} blocks are cached, {seen} contents were there");
         }
     }
+}
+
+/// Begins a step and leaks it; the next call takes it back.
+fn leak(
+    cache: &mut KvCache<NullBackend>,
+    inputs: &[(SequenceId, u32)],
+    writes: bool,
+) -> Result<(), CacheError> {
+    let inputs: Vec<_> = inputs.iter().map(|&(s, n)| StepInput::count(s, n)).collect();
+    let before = snapshot(cache);
+    let mut step = cache.begin_step(&inputs)?;
+    let written = if writes { write_all(&mut step) } else { Ok(()) };
+    std::mem::forget(step);
+    cache.queue_mut();
+    assert_same(cache, &before, "leaked");
+    written
 }
 
 /// Fails unless everything is as before, but for blocks that left a window: a step that is refused
