@@ -41,9 +41,3 @@ pub(crate) fn to_u32(n: usize) -> u32 {
     debug_assert!(u32::try_from(n).is_ok(), "a length passed its check and does not fit u32");
     u32::try_from(n).unwrap_or(u32::MAX)
 }
-
-/// Memory of the host that a vector has taken.
-#[cfg(test)]
-pub(crate) fn host_bytes<T>(of: &Vec<T>) -> usize {
-    of.capacity().saturating_mul(size_of::<T>())
-}

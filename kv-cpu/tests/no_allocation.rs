@@ -155,7 +155,8 @@ fn allocations(backend: impl Backend, determinism: Determinism, stored: Stored) 
     let prefill: Vec<_> = ids.iter().map(|id| StepInput::count(*id, prompt)).collect();
     step(&mut cache, &prefill, prompt, &mut tensors).unwrap();
     let decode: Vec<_> = ids.iter().map(|id| StepInput::tokens(*id, &[7])).collect();
-    for _ in 0..3 {
+    // Past the end of a block, where lists of a step are longest.
+    for _ in 0..20 {
         step(&mut cache, &decode, 1, &mut tensors).unwrap();
     }
     COUNTED.set(Some(0));

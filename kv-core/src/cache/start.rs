@@ -48,7 +48,8 @@ pub struct StartOptions<'a> {
 
 impl<'a> StartOptions<'a> {
     /// Takes the blocks of `tokens` tokens at once, so that no step up to there can run out of
-    /// blocks.
+    /// blocks. A sequence that is cut back into a block which it shares, and then writes there,
+    /// needs a block more for the copy.
     #[must_use]
     pub fn reserve(self, tokens: u32) -> Self {
         Self { reserve: tokens, ..self }

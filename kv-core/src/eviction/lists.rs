@@ -25,7 +25,7 @@ impl Lists {
     /// Memory that they have taken from the host.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
-        [&self.nodes, &self.ends].map(crate::num::host_bytes).iter().sum()
+        [&self.nodes, &self.ends].map(crate::num::list_bytes).iter().sum()
     }
 
     /// One node more, in no list.

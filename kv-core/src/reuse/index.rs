@@ -6,7 +6,7 @@ use hashbrown::{HashMap, HashTable};
 use crate::eviction::Priority;
 use crate::ids::BlockId;
 #[cfg(test)]
-use crate::num::host_bytes;
+use crate::num::list_bytes;
 use crate::num::{to_u32, to_usize};
 use crate::reuse::{BlockContent, BlockKey, NamespaceId};
 
@@ -159,7 +159,7 @@ impl PrefixIndex {
     pub(crate) fn host_bytes(&self) -> usize {
         assert!(self.contents.is_empty(), "these are not counted");
         let tables = [&self.keys, &self.children].map(HashTable::allocation_size);
-        let arrays = [host_bytes(&self.entries), host_bytes(&self.tokens)];
+        let arrays = [list_bytes(&self.entries), list_bytes(&self.tokens)];
         tables.iter().chain(&arrays).sum()
     }
 

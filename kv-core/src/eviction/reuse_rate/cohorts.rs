@@ -8,7 +8,7 @@ use crate::eviction::reuse_rate::rates::{
     NUM_BINS, NUM_CLASSES, Rates, bin_begin, bin_of, num_numbers, number,
 };
 #[cfg(test)]
-use crate::num::host_bytes;
+use crate::num::list_bytes;
 use crate::num::{to_u32, to_usize};
 
 /// Requests after which age says nothing more: where the last bin begins.
@@ -79,9 +79,9 @@ impl Cohorts {
     /// Memory that it has taken from the host.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
-        let numbers = [&self.of_request, &self.place, &self.at_place].map(host_bytes);
+        let numbers = [&self.of_request, &self.place, &self.at_place].map(list_bytes);
         let lists = [&self.candidates, &self.with_candidates].map(Lists::host_bytes);
-        numbers.iter().chain(&lists).chain(&[host_bytes(&self.all)]).sum()
+        numbers.iter().chain(&lists).chain(&[list_bytes(&self.all)]).sum()
     }
 
     fn get(&self, cohort: u32) -> Option<&Cohort> {

@@ -5,7 +5,7 @@
 //! can be.
 use crate::eviction::reuse_rate::rates;
 #[cfg(test)]
-use crate::num::host_bytes;
+use crate::num::list_bytes;
 use crate::num::{to_u32, to_usize};
 use crate::reuse::BlockKey;
 
@@ -142,8 +142,8 @@ impl Contents {
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
         let numbers = [&self.gone_key, &self.gone_since, &self.buckets, &self.next];
-        let others = [host_bytes(&self.held), host_bytes(&self.gone)];
-        numbers.map(host_bytes).iter().chain(&others).sum()
+        let others = [list_bytes(&self.held), list_bytes(&self.gone)];
+        numbers.map(list_bytes).iter().chain(&others).sum()
     }
 
     /// Contents that can be remembered.

@@ -2,7 +2,7 @@
 use std::array;
 
 #[cfg(test)]
-use crate::num::host_bytes;
+use crate::num::list_bytes;
 use crate::num::{to_u32, to_usize};
 
 /// Ages in requests at which the bins begin: two bins an octave.
@@ -134,7 +134,7 @@ impl Rates {
     /// Memory that it has taken from the host.
     #[cfg(test)]
     pub(super) fn host_bytes(&self) -> usize {
-        let [classes, order] = [host_bytes(&self.classes), host_bytes(&self.order)];
+        let [classes, order] = [list_bytes(&self.classes), list_bytes(&self.order)];
         classes.saturating_add(order)
     }
 
