@@ -75,17 +75,14 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`CacheError::Exhausted`] for the first group with too few blocks: `needed` holds the blocks
     /// for the step, the watermark and cached ones that would be held again.
-    /// [`PlanError::TooMany`] for a prompt or a reserve beyond the longest sequence.
+    /// [`PlanError::TooMany`] for a reserve beyond the longest sequence.
     pub fn check_admission(
         &self,
         prompt: &[u32],
         options: StartOptions<'_>,
         admission: &Admission,
     ) -> Result<usize, CacheError> {
-        let max = self.spec.max_seq_len();
-        let asked = u32::try_from(prompt.len()).unwrap_or(u32::MAX);
-        bounded("tokens of a prompt", asked, max)?;
-        bounded("reserved tokens", options.reserve, max)?;
+        bounded("reserved tokens", options.reserve, self.spec.max_seq_len())?;
         let mut lookup = Lookup::default();
         self.look_up_unnamed(&mut lookup, prompt, &options);
         let found = &lookup.found;

@@ -9,7 +9,7 @@ use crate::device::Device;
 
 impl<B: Device> Life<B> {
     /// Computes a prompt of before a few times more: from the second time on, nothing more is
-    /// cached than before.
+    /// cached than before, unless the pool had to evict some of it on the way.
     pub(super) fn repeat(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         if self.prompts.is_empty() {
             return Ok(());
@@ -20,10 +20,15 @@ impl<B: Device> Life<B> {
         self.tell(|| format!("repeat {prompt:?}, {options:?}, {times} times"));
         let mut before = None;
         for _ in 0..times {
+            let evictions = self.cache.stats().evictions;
             if !self.compute_once(&prompt, &options)? {
                 return Ok(());
             }
             self.check().at("repeated")?;
+            if self.cache.stats().evictions != evictions {
+                before = None;
+                continue;
+            }
             let cached: Vec<_> = self.groups().map(|(_, pool)| pool.index().len()).collect();
             if let Some(before) = before.replace(cached.clone()) {
                 let is_more = cached.iter().zip(&before).any(|(now, before)| now > before);
