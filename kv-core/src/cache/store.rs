@@ -188,9 +188,17 @@ impl<Buf> Group<Buf> {
         match offered {
             Offered::New => self.drop_beginnings(block, ledger, unwiped),
             Offered::Known(known) if known != block => {
-                let replaced = self.tables.replace(row, to_usize(at), known);
-                assert_eq!(replaced, Ok(Some(block)), "the row holds the block it offered");
-                let is_empty = self.pool.exchange(block, known);
+                // No block becomes empty where others hold `block` too: the row would take an idle
+                // block that the demand of its step did not count.
+                let takes_one = self.pool.is_idle(known) && self.pool.holders(block) > 1;
+                let is_empty = if takes_one {
+                    self.pool.renew(known);
+                    false
+                } else {
+                    let replaced = self.tables.replace(row, to_usize(at), known);
+                    assert_eq!(replaced, Ok(Some(block)), "the row holds the block it offered");
+                    self.pool.exchange(block, known)
+                };
                 if history.has_retention() {
                     let priority = history.priority(slot_map(self).tokens(at));
                     self.pool.set_priority(known, priority, ledger);

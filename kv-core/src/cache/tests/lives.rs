@@ -11,7 +11,7 @@ use crate::num::to_usize;
 #[derive(Debug, Clone)]
 pub(super) enum Operation {
     Start(SequenceId, u32),
-    /// Starts on a prompt of so many tokens of a text.
+    /// Starts on a prompt: the first tokens of a text.
     Prompt(SequenceId, u32, u32),
     /// Computes a prompt and ends it, a few times.
     Ping(u32, u32),

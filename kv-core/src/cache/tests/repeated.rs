@@ -376,3 +376,28 @@ fn accepted_drafts_are_offered_though_the_block_behind_them_was_cut() {
         check_invariants(&cache);
     }
 }
+
+#[test]
+fn a_block_that_forks_hold_is_not_replaced_by_an_idle_one() {
+    let mut cache = of_16(16, |spec| spec);
+    let prompt = tokens(0..17);
+    request(&mut cache, &prompt[..16]);
+    // The fork holds the same block of 16 tokens, of which two are not accepted yet.
+    cache.start(SEQ[1], &[], StartOptions::default()).unwrap();
+    let mut step = cache.begin_step(&[StepInput::tokens(SEQ[1], &prompt[..16]).drafts(2)]).unwrap();
+    write_all(&mut step).unwrap();
+    step.commit().unwrap();
+    cache.fork(SEQ[1], SEQ[2]).unwrap();
+    let (own, free) = (block(&cache, SEQ[1], 0), cache.free_blocks(POOL));
+    step_all(&mut cache, &[(SEQ[1], &prompt[16..])]);
+    assert_eq!(cache.free_blocks(POOL), free - 1, "the step needs one block");
+    assert_eq!((block(&cache, SEQ[1], 0), block(&cache, SEQ[2], 0)), (own, own));
+    check_invariants(&cache);
+    // Alone, its block gives way.
+    cache.release(SEQ[1]).unwrap();
+    step_all(&mut cache, &[(SEQ[2], &prompt[16..])]);
+    assert_ne!(block(&cache, SEQ[2], 0), own);
+    cache.release(SEQ[2]).unwrap();
+    assert_eq!((cached(&cache), cache.free_blocks(POOL)), (2, 16));
+    check_invariants(&cache);
+}
