@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use crew::Crew;
 use kv_core::{DeviceError, DeviceErrorKind};
 
-use crate::encoding::unsupported;
+use crate::layout::unsupported;
 
 /// A source of parallelism.
 #[derive(Debug, Clone)]

@@ -76,8 +76,9 @@ fn step<B: Backend>(
     tensors: &mut Tensors,
 ) -> Result<(), CacheError> {
     let rows = BATCH * tokens;
-    let (kv, q) = ([rows, HEADS, DIM], [rows, HEADS * 4, DIM]);
     let len = |dims: &[u32]| usize::try_from(dims.iter().product::<u32>()).unwrap();
+    let q_heads = u32::try_from(tensors.q.len()).unwrap() / (BATCH * DIM);
+    let (kv, q) = ([rows, HEADS, DIM], [rows, q_heads, DIM]);
     let options = AttentionOptions::causal(0.25);
     let mut step = cache.begin_step(inputs)?;
     for layer in 0..LAYERS {
@@ -106,11 +107,14 @@ struct Stored {
     sinks: u32,
     tail: bool,
     key_mean: KeyMean,
+    /// Query heads a kv head.
+    group: usize,
 }
 
 impl Stored {
     fn plain(format: KvFormat, block_size: u32) -> Self {
-        Self { format, block_size, sinks: 0, tail: false, key_mean: KeyMean::Calibrated }
+        let key_mean = KeyMean::Calibrated;
+        Self { format, block_size, sinks: 0, tail: false, key_mean, group: 4 }
     }
 }
 
@@ -141,7 +145,7 @@ fn allocations(backend: impl Backend, determinism: Determinism, stored: Stored) 
     let mut cache = KvCache::with_calibration(backend, spec, calibration(stored.format)).unwrap();
     let prompt = 1040_u32;
     let len = |rows: u32| usize::try_from(BATCH * rows * HEADS * DIM).unwrap();
-    let queries = 4 * len(1);
+    let queries = stored.group * len(1);
     let mut tensors = Tensors {
         kv: vec![0.5; len(prompt)],
         q: vec![0.5; queries],
@@ -182,6 +186,15 @@ fn decode_steps_allocate_nothing() {
             let stored = Stored::plain(format, block_size);
             assert_eq!(allocations(cpu(), Determinism::Fast, stored), 0, "{format}");
         }
+    }
+}
+
+/// More query heads than a register tile has rows.
+#[test]
+fn large_groups_allocate_nothing() {
+    for format in [KvFormat::Bf16, KvFormat::L4(ScaleGroup::Row)] {
+        let stored = Stored { group: 20, ..Stored::plain(format, 16) };
+        assert_eq!(allocations(cpu(), Determinism::Fast, stored), 0, "{format}");
     }
 }
 

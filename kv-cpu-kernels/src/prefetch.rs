@@ -1,0 +1,347 @@
+//! Software prefetch: into which cache lines go, and a cursor that issues prefetches evenly.
+//!
+//! A core has few line-fill buffers, and a burst of prefetches that exceeds them stalls loads or is
+//! dropped. So a kernel issues a few with each step of the work at hand, for rows that the next call
+//! needs. Prefetches change no result.
+#![expect(
+    clippy::arithmetic_side_effects,
+    clippy::inline_always,
+    reason = "kernel code: addresses and counts of cache lines, inlined into `#[target_feature]` callers"
+)]
+use std::str::FromStr;
+
+use kv_core::UnknownName;
+
+use crate::rows::KeyRows;
+use crate::simd::{LINE, Simd};
+
+/// Where prefetched lines go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PrefetchTarget {
+    /// L1, non-temporal where the CPU has such a hint.
+    L1,
+    /// L2.
+    L2,
+    /// L2, each line twice: some way ahead, and again when it is nearer. A core that has no line-fill
+    /// buffer left drops a prefetch.
+    L2Twice,
+    /// Nowhere: the hardware prefetchers are left alone.
+    None,
+}
+
+impl PrefetchTarget {
+    /// The target measured as best on this CPU; `docs/performance.md` lists the CPUs.
+    pub fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        return Self::of_x86(&x86::vendor(), x86::family());
+        #[cfg(not(target_arch = "x86_64"))]
+        return Self::L1;
+    }
+
+    /// The target for an x86 vendor and family.
+    #[cfg(any(target_arch = "x86_64", test))]
+    fn of_x86(vendor: &[u8; 12], family: u32) -> Self {
+        /// Zen 3 and Zen 4.
+        const AMD_19: u32 = 0x19;
+        match (vendor, family) {
+            (b"AuthenticAMD", AMD_19) => Self::L2Twice,
+            (b"GenuineIntel", _) => Self::L2,
+            _ => Self::L1,
+        }
+    }
+}
+
+impl FromStr for PrefetchTarget {
+    type Err = UnknownName;
+    fn from_str(name: &str) -> Result<Self, UnknownName> {
+        match name {
+            "l1" => Ok(Self::L1),
+            "l2" => Ok(Self::L2),
+            "l2-twice" => Ok(Self::L2Twice),
+            "none" => Ok(Self::None),
+            _ => Err(UnknownName::new("prefetch target", name, "l1, l2, l2-twice, none")),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::__cpuid;
+
+    /// The vendor string of leaf 0.
+    pub(super) fn vendor() -> [u8; 12] {
+        let leaf = __cpuid(0);
+        let mut vendor = [0; 12];
+        for (to, word) in vendor.chunks_exact_mut(4).zip([leaf.ebx, leaf.edx, leaf.ecx]) {
+            to.copy_from_slice(&word.to_le_bytes());
+        }
+        vendor
+    }
+
+    /// The family of leaf 1, with the extended family that later CPUs add.
+    pub(super) fn family() -> u32 {
+        let version = __cpuid(1).eax;
+        let (family, extended) = (version >> 8 & 0xf, version >> 20 & 0xff);
+        if family == 0xf { family.saturating_add(extended) } else { family }
+    }
+}
+
+/// A cursor over the cache lines of rows that a later call reads.
+#[derive(Debug, Clone, Copy)]
+pub struct Prefetch<'a> {
+    target: PrefetchTarget,
+    /// The next line.
+    at: *const u8,
+    /// Lines left of the row at hand; rows that follow each other without a gap count as one.
+    left: usize,
+    /// Rows left behind it, lines of each, and bytes from the end of one to the next.
+    rows: usize,
+    lines: usize,
+    gap: usize,
+    /// Runs of rows behind those.
+    later: &'a [KeyRows<'a>],
+    /// Bytes from a line to the one that is prefetched again with it, or 0.
+    again: usize,
+    /// Lines that the kernel at hand may still issue.
+    budget: usize,
+}
+
+impl<'a> Prefetch<'a> {
+    /// Nothing to prefetch.
+    pub fn none() -> Self {
+        Self {
+            target: PrefetchTarget::None,
+            at: std::ptr::null(),
+            left: 0,
+            rows: 0,
+            lines: 0,
+            gap: 0,
+            later: &[],
+            again: 0,
+            budget: 0,
+        }
+    }
+
+    /// All lines of some rows, for one kernel to issue; `sooner` are those that are read before them.
+    #[inline]
+    pub fn of_rows(target: PrefetchTarget, rows: &KeyRows<'a>, sooner: &KeyRows<'a>) -> Self {
+        let mut cursor = Self { target, ..Self::none() };
+        if target == PrefetchTarget::L2Twice {
+            cursor.again = sooner.at(0).addr().wrapping_sub(rows.at(0).addr());
+        }
+        cursor.enter(rows);
+        cursor.budget = match target {
+            PrefetchTarget::None => 0,
+            _ => cursor.left + cursor.rows * cursor.lines,
+        };
+        cursor
+    }
+
+    /// The lines of several runs of rows, none of which is issued before [`Self::allow`].
+    pub fn of_runs(target: PrefetchTarget, runs: &'a [KeyRows<'a>]) -> Self {
+        let mut cursor = Self { target, later: runs, ..Self::none() };
+        cursor.next_run();
+        cursor
+    }
+
+    /// Lets the next kernel issue so many lines.
+    pub fn allow(&mut self, lines: usize) {
+        self.budget = match self.target {
+            PrefetchTarget::None => 0,
+            _ => lines,
+        };
+    }
+
+    /// Lines that the next kernel may issue.
+    pub(crate) fn budget(&self) -> usize {
+        self.budget
+    }
+    /// Lets a kernel that takes `rows` of `all` rows, from `row` on, issue its share of a budget.
+    pub(crate) fn allow_share(&mut self, budget: usize, (row, rows, all): (usize, usize, usize)) {
+        let all = all.max(1);
+        self.allow(budget * (row + rows) / all - budget * row / all);
+    }
+
+    /// Number of lines of some runs.
+    pub fn lines_of(runs: &[KeyRows<'_>]) -> usize {
+        let mut cursor = Prefetch::none();
+        let lines = runs.iter().map(|rows| {
+            cursor.enter(rows);
+            cursor.left + cursor.rows * cursor.lines
+        });
+        lines.sum()
+    }
+
+    #[inline]
+    fn enter(&mut self, rows: &KeyRows<'_>) {
+        let (bytes, stride, count) = (rows.layout().bytes(), rows.stride(), rows.len());
+        let (count, bytes) =
+            if bytes == stride { (count.min(1), count * bytes) } else { (count, bytes) };
+        let first = rows.at(0);
+        let lines = ((first.addr() & (LINE - 1)) + bytes).div_ceil(LINE);
+        self.at = first;
+        self.lines = if count > 0 { lines } else { 0 };
+        (self.left, self.rows) = (self.lines, count.saturating_sub(1));
+        self.gap = stride.wrapping_sub(lines * LINE);
+    }
+
+    fn next_run(&mut self) {
+        while self.left == 0
+            && let Some((rows, later)) = self.later.split_first()
+        {
+            self.later = later;
+            self.enter(rows);
+        }
+    }
+
+    /// How many lines each of `steps` issues so that all of the budget is used about evenly.
+    #[inline(always)]
+    pub(crate) fn pace(&self, steps: usize) -> usize {
+        self.budget.div_ceil(steps.max(1))
+    }
+
+    /// Issues some lines, as far as the budget goes. Kernels call it on a copy of their own, which
+    /// stays in registers.
+    #[inline(always)]
+    pub(crate) fn step<S: Simd>(&mut self, s: S, lines: usize) {
+        if lines <= self.left.min(self.budget) {
+            self.issue(s, lines);
+            self.budget -= lines;
+            self.left -= lines;
+        } else {
+            self.step_over_rows(s, lines);
+        }
+    }
+
+    /// Issues the next lines of a row.
+    #[inline(always)]
+    fn issue<S: Simd>(&mut self, s: S, lines: usize) {
+        if self.target == PrefetchTarget::L1 {
+            (0..lines).for_each(|line| s.prefetch_l1(self.at.wrapping_add(line * LINE)));
+        } else {
+            (0..lines).for_each(|line| s.prefetch_l2(self.at.wrapping_add(line * LINE)));
+            if self.again != 0 {
+                let at = self.at.wrapping_add(self.again);
+                (0..lines).for_each(|line| s.prefetch_l2(at.wrapping_add(line * LINE)));
+            }
+        }
+        self.at = self.at.wrapping_add(lines * LINE);
+    }
+
+    /// [`Self::step`] where a row, a run or the budget ends.
+    #[inline(always)]
+    fn step_over_rows<S: Simd>(&mut self, s: S, lines: usize) {
+        let mut lines = lines.min(self.budget);
+        self.budget -= lines;
+        while lines > 0 {
+            if self.left == 0 {
+                if self.rows > 0 {
+                    self.at = self.at.wrapping_add(self.gap);
+                    (self.left, self.rows) = (self.lines, self.rows - 1);
+                } else {
+                    self.next_run();
+                }
+                if self.left == 0 {
+                    return;
+                }
+            }
+            let some = lines.min(self.left);
+            self.issue(s, some);
+            self.left -= some;
+            lines -= some;
+        }
+    }
+
+    /// Issues what is left of the budget.
+    #[inline(always)]
+    pub(crate) fn finish<S: Simd>(&mut self, s: S) {
+        self.step(s, self.budget);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::{Element, RowLayout};
+    use crate::scalar::Scalar;
+
+    #[test]
+    fn cpus_are_told_apart_by_vendor_and_family() {
+        assert_eq!(PrefetchTarget::of_x86(b"AuthenticAMD", 0x19), PrefetchTarget::L2Twice);
+        assert_eq!(PrefetchTarget::of_x86(b"AuthenticAMD", 0x1a), PrefetchTarget::L1);
+        assert_eq!(PrefetchTarget::of_x86(b"GenuineIntel", 6), PrefetchTarget::L2);
+        assert_eq!(PrefetchTarget::of_x86(b"HygonGenuine", 0x18), PrefetchTarget::L1);
+        assert_eq!("l2".parse(), Ok(PrefetchTarget::L2));
+        let unknown = "l3".parse::<PrefetchTarget>().unwrap_err();
+        assert!(unknown.to_string().contains("l2-twice"), "{unknown}");
+    }
+
+    /// Lines that a cursor visits with steps of some length.
+    fn visited(mut cursor: Prefetch<'_>, step: usize) -> Vec<usize> {
+        let mut lines = Vec::new();
+        while cursor.budget > 0 {
+            if step <= cursor.left || cursor.left > 0 && step == 1 {
+                let first = cursor.at.addr() / LINE;
+                lines.extend(first..first + step.min(cursor.budget));
+            }
+            cursor.step(Scalar, step);
+        }
+        lines
+    }
+
+    /// Every line of every row is visited, and lines that two rows share at most twice.
+    #[test]
+    fn no_line_is_missed() {
+        let memory = vec![0_u8; 1 << 14];
+        for (begin, dim, gap, count) in
+            [(0, 64, 0, 16), (2, 33, 0, 16), (64, 32, 1024, 7), (30, 25, 156, 3), (0, 8, 0, 1)]
+        {
+            let layout = RowLayout::plain(Element::F32, dim);
+            let stride = layout.bytes() + gap;
+            let rows = KeyRows::new(&memory[begin..], stride, count, &layout);
+            let mut cursor = Prefetch::of_rows(PrefetchTarget::L1, &rows, &rows);
+            let mut lines = Vec::new();
+            while cursor.budget > 0 {
+                if cursor.left == 0 {
+                    lines.push(cursor.at.wrapping_add(cursor.gap).addr() / LINE);
+                } else {
+                    lines.push(cursor.at.addr() / LINE);
+                }
+                cursor.step(Scalar, 1);
+            }
+            for row in 0..count {
+                let first = rows.at(row).addr();
+                for line in first / LINE..=(first + layout.bytes() - 1) / LINE {
+                    let times = lines.iter().filter(|visited| **visited == line).count();
+                    assert!((1..=2).contains(&times), "{dim} {gap} {count}: {times}");
+                }
+            }
+            let all = visited(Prefetch::of_rows(PrefetchTarget::L2, &rows, &rows), usize::MAX);
+            assert!(all.is_empty() || all.len() == lines.len());
+        }
+    }
+
+    #[test]
+    fn a_budget_is_spent_over_steps_and_runs() {
+        let memory = vec![0_u8; 1 << 14];
+        let layout = RowLayout::plain(Element::F32, 64);
+        let run = |begin: usize| KeyRows::new(&memory[begin..], 256, 4, &layout);
+        let runs = [run(0), KeyRows::empty(&layout), run(8192)];
+        let lines = Prefetch::lines_of(&runs);
+        let mut cursor = Prefetch::of_runs(PrefetchTarget::L2, &runs);
+        cursor.allow(lines);
+        for steps in [1, 3, 7] {
+            assert!(cursor.pace(steps) * steps >= lines);
+        }
+        for _ in 0..5 {
+            cursor.step(Scalar, lines / 5 + 1);
+        }
+        assert_eq!((cursor.budget, cursor.left, cursor.later.len()), (0, 0, 0));
+        cursor.allow(10);
+        cursor.finish(Scalar);
+        assert_eq!(cursor.budget, 0, "what is behind the last run is dropped");
+        let mut none = Prefetch::of_rows(PrefetchTarget::None, &runs[0], &runs[0]);
+        none.allow(7);
+        assert_eq!(none.budget, 0);
+    }
+}
