@@ -5,7 +5,7 @@
 // and V. Thread blocks stay: each works through the pieces that plan.cu gave its slot. In a piece, every warp takes
 // subtiles of 32 tokens in turn and has a ring of its own in shared memory, which cp.async fills ahead; no warp waits
 // for another before the piece ends. Pieces of the same rows leave partial results, and the last to end joins them in
-// the order of parts.
+// an order that follows from their number.
 //
 // What a launch may be (the host checks it):
 // - K and V: one format, one head_dim of 64, 80, 96, 128, 192, 256; no means of blocks, sinks or tails in 16 bits;
@@ -20,7 +20,7 @@
 //   queries = head_dim * 32 from head_dim 192 on, else 0; with a scale a row head_dim * 32 more,
 //   unit    = warps * 32 * room: 32 tokens of K or of V for every warp; the room of a row is row_bytes, with a scale a
 //             row 16 more than those of its codes,
-//   merge   = warps * 16 * (head_dim + 4) * 4 + warps * 16 * 8 + 16,
+//   merge   = warps * 16 * (head_dim + 4) * 4 + warps * 16 * 8 + 16 + warps * 16 * 16 * 4,
 //   units   = 2 to 8: as many as let two blocks share a multiprocessor, if that is at least 2, else one.
 // What a query does not see never reaches its rows, be it NaN and seen by another query of the piece.
 #pragma once
@@ -58,18 +58,38 @@ struct KvDecodeWork {
     const u32 nth = piece.tile_begin * 2 + subtile, sinks = reach.sink_tiles * 2;
     return nth < sinks ? nth * 32 : (nth - sinks) * 32 + reach.first * KV_DECODE_TILE;
   }
+  // Asked where masks cut something: it is not worth a register of the loop.
+  KV_DEV bool has_several_queries() const {
+    const u32 group = p.attend.group;
+    return piece.row / group != (piece.row + rows - 1) / group;
+  }
   KV_DEV bool reaches(u32 position) const {
     return position < reach.sinks || (position >= reach.begin && position < reach.end);
   }
 };
+
+KV_DEV KvDecodeWork kv_decode_work(const KvDecodeParams& p, const KvPiece& piece, u32 lane, u32 warp) {
+  const KvAttendParams& a = p.attend;
+  const KvSequence& sequence = ((const KvSequence*)a.plan.sequences)[piece.sequence];
+  const u64 left = (u64)sequence.q_len * a.group - piece.row;
+  return {p, piece, sequence, kv_decode_reach(a, sequence, a.group, piece.row),
+          left < KV_DECODE_ROWS ? (u32)left : KV_DECODE_ROWS, (piece.tile_end - piece.tile_begin) * 2, lane, warp};
+}
 
 // The ring of one warp: K and V of its subtiles in turn, 32 rows each.
 template <class F, int DIM> struct KvDecodeRing {
   static constexpr u32 WARPS = DIM >= 192 ? 2 : 4;
   static constexpr u32 ROW = F::template room<DIM>(), CHUNKS = ROW / 16, UNIT = 32 * ROW;
 
+  // Whether 32 lanes copy whole rows at a time, so that where they go follows from where the first ones go.
+  static constexpr bool WHOLE = !F::SCALED && 32 % CHUNKS == 0;
+
   u8* memory;
-  u32 put = 0, take = 0;
+  u32 address;  // of `memory`, among those of shared memory
+  u32 take = 0;  // the unit that is used next
+  u32 table = 0;  // where the blocks of the sequence begin
+  bool is_whole = false;  // blocks are whole runs of 16 tokens
+  bool is_dense = false;  // and a head's tokens lie one behind another in them
   // Of the row of this lane in the subtile that is fetched next.
   u32 block = 0, inside = 0;
   bool ok = false;
@@ -79,26 +99,52 @@ template <class F, int DIM> struct KvDecodeRing {
   // for every unit of the ring, and for the one that was taken last.
   u32 leads = 0, lead = 0;
 
+  KV_DEV void begin(const KvDecodeWork& w, u8* smem) {
+    const KvPlane &k = w.p.attend.k_plane, &v = w.p.attend.v_plane;
+    memory = smem + w.warp * w.p.units * UNIT;
+    address = kv_smem_addr(memory);
+    table = w.sequence.table;
+    is_whole = k.block_size % 16 == 0;
+    is_dense = is_whole && k.token_stride == ROW && v.token_stride == ROW;
+    look_up(w, 0);
+  }
   // Looks the block of the next subtile up: early, for it takes as long as a read of memory.
   KV_DEV void look_up(const KvDecodeWork& w, u32 nth) {
     const u32 subtile = nth * WARPS + w.warp, position = w.position(subtile) + w.lane;
-    const u32 block_size = w.p.attend.k_plane.block_size;
+    const u32 block_size = w.p.attend.k_plane.block_size, shift = w.p.block_shift;
     ok = subtile < w.subtiles && w.reaches(position);
     block = 0;
-    inside = position % block_size;
-    const u32* table = (const u32*)w.p.attend.plan.tables + w.sequence.table;
+    const u32 index = shift != 0 ? position >> shift : position / block_size;
+    inside = position - index * block_size;
+    const u32* const tables = (const u32*)w.p.attend.plan.tables;
 #ifdef KV_BUG_OOB
     ok = subtile < w.subtiles;
-    if (ok) block = table[position / block_size];
+    if (ok) block = tables[table + index];
 #else
-    if (ok) block = kv_ldg(table + position / block_size);
+    if (ok) block = kv_ldg(tables + table + index);
 #endif
   }
   KV_DEV u64 row_of(const KvPlane& plane, u32 head) const {
     return (u64)kv_block(plane, block) + (u64)inside * plane.token_stride + (u64)head * plane.head_stride;
   }
-  // Starts the copy of K or V of a subtile: unit 2 * nth or 2 * nth + 1. Rows beyond what is seen become zeros.
-  KV_DEV void fetch(const KvDecodeWork& w, u32 unit) {
+  // Copies a subtile of which every row is seen, 16 tokens of a block at a time: from two addresses, and what is known
+  // of the others. `row`: where the row of this lane is; `stride`: from a row to the next.
+  template <bool DENSE> KV_DEV void fetch_whole(u32 to, u64 row, u64 stride, bool is_v, u32 lane) const {
+    constexpr u32 ROWS = WHOLE ? 32 / CHUNKS : 1, HALF = CHUNKS / 2;  // rows that 32 lanes copy; copies of 16 rows
+    const u32 token = lane / CHUNKS, chunk = lane % CHUNKS;
+    const u64 own = DENSE ? lane * 16 : token * stride + chunk * 16, step = DENSE ? ROWS * ROW : ROWS * stride;
+    u64 from[2] = {kv_decode_shfl(row, 0) + own, kv_decode_shfl(row, 16) + own};
+    const u32 at = to + token * ROW + F::template place<DIM>(is_v, token, chunk) * 16;
+#pragma unroll
+    for (u32 i = 0; i < CHUNKS; i++) {
+      // Units begin at multiples of 128 bytes, so the turn of a chunk is one of bits of its address.
+      const u32 turn = F::template turn<DIM>(is_v, i * ROWS) * 16;
+      kv_cp_async16_at((at ^ turn) + i * ROWS * ROW, (const void*)(from[i / HALF] + i % HALF * step));
+    }
+  }
+  // Starts the copy of K or V of a subtile, unit 2 * nth or 2 * nth + 1, to unit `put` of the ring. Rows beyond what is
+  // seen become zeros.
+  KV_DEV void fetch(const KvDecodeWork& w, u32 unit, u32 put) {
     const bool is_v = (unit & 1) != 0;
     u64 row = v_row;
     if (!is_v) {
@@ -107,12 +153,20 @@ template <class F, int DIM> struct KvDecodeRing {
       ok_rows = kv_ballot(ok);
       look_up(w, unit / 2 + 1);
     }
-    u8* to = memory + put * UNIT;
+    const u32 begin = put * UNIT;
     if constexpr (F::SCALED) {
       leads = (leads & ~(15u << put * 4)) | ((u32)row >> 1 & 7) << put * 4;
       row &= ~15ull;
     }
-    put = put + 1 == w.p.units ? 0 : put + 1;
+    if constexpr (WHOLE) {
+      if (is_whole && ok_rows == 0xffffffffu) {
+        const u64 stride = is_v ? w.p.attend.v_plane.token_stride : w.p.attend.k_plane.token_stride;
+        if (is_dense) fetch_whole<true>(address + begin, row, ROW, is_v, w.lane);
+        else fetch_whole<false>(address + begin, row, stride, is_v, w.lane);
+        return;
+      }
+    }
+    u8* const to = memory + begin;
     // Out of a shuffle, so that the compiler does not keep the places of all chunks in registers, which are short.
     const u32 lane = DIM == 192 ? kv_shfl(w.lane, w.lane) : w.lane;
 #pragma unroll
@@ -123,13 +177,32 @@ template <class F, int DIM> struct KvDecodeRing {
                     (ok_rows >> token & 1) != 0);
     }
   }
-  KV_DEV u8* next(u32 units) {
-    u8* from = memory + take * UNIT;
+  // The unit that was used last.
+  KV_DEV u32 used(u32 units) const { return take == 0 ? units - 1 : take - 1; }
+  // Where the next unit begins in `memory`.
+  KV_DEV u32 next(u32 units) {
+    const u32 from = take * UNIT;
     if constexpr (F::SCALED) lead = leads >> take * 4 & 7;
     take = take + 1 == units ? 0 : take + 1;
     return from;
   }
 };
+
+// How deep the host makes the ring on the cards that this is compiled for (src/decode/mod.rs): what is asked for first.
+template <class F, int DIM> constexpr u32 kv_decode_units() {
+  typedef KvDecodeRing<F, DIM> Ring;
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ == 1200)
+  constexpr u32 most = 99 * 1024;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+  constexpr u32 most = 163 * 1024;
+#else
+  constexpr u32 most = 227 * 1024;
+#endif
+  constexpr u32 queries = (DIM >= 192 ? DIM * 32 : 0) + (F::SCALED ? DIM * 32 : 0), unit = Ring::WARPS * Ring::UNIT;
+  constexpr u32 shared = ((most - 1024) / 2 - queries) / unit, alone = (most - queries) / unit;
+  constexpr u32 units = shared >= 2 ? shared : alone;
+  return units < 2 ? 2 : units < KV_DECODE_UNITS_MAX ? units : KV_DECODE_UNITS_MAX;
+}
 
 // Query rows g and g + 8 of a lane: what each sees, and its factor.
 struct KvDecodeRows {
@@ -160,17 +233,24 @@ KV_DEV bool kv_decode_weigh(const KvDecodeWork& w, u32 base, KvDecodeRows& rows,
   for (u32 n = 0; n < 4; n++)
 #pragma unroll
     for (u32 j = 0; j < 4; j++) {
-      float x = s[n][j] * rows.factor[j >> 1];
-      if constexpr (F::SCALED) x += rows.bias[j >> 1];
-      // 1 - 2 / (exp(2 x) + 1) would cancel: the approximate exponential has an error of 2^-22 of what is near 1.
-      if (a.soft_cap > 0.f) x = a.soft_cap * KV_LOG2_E * kv_tanh(x);
-      if (cut) {
-        const u32 position = base + n * 8 + t * 2 + (j & 1);
-        if (!rows.sees(j >> 1, position, a.sink_tokens)) x = kv_decode_none();
-      }
-      s[n][j] = x;
-      max[j >> 1] = kv_max(max[j >> 1], x);
+      s[n][j] *= rows.factor[j >> 1];
+      if constexpr (F::SCALED) s[n][j] += rows.bias[j >> 1];
     }
+  if (cut || a.soft_cap > 0.f) {  // out of the way of all others
+#pragma unroll
+    for (u32 n = 0; n < 4; n++)
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) {
+        // 1 - 2 / (exp(2 x) + 1) would cancel: the approximate exponential has an error of 2^-22 of what is near 1.
+        if (a.soft_cap > 0.f) s[n][j] = a.soft_cap * KV_LOG2_E * kv_tanh(s[n][j]);
+        const u32 position = base + n * 8 + t * 2 + (j & 1);
+        if (cut && !rows.sees(j >> 1, position, a.sink_tokens)) s[n][j] = kv_decode_none();
+      }
+  }
+#pragma unroll
+  for (u32 n = 0; n < 4; n++)
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) max[j >> 1] = kv_max(max[j >> 1], s[n][j]);
 #ifdef KV_BUG_DIVERGE
   if (base + (w.lane >> 2) < w.reach.end)
 #endif
@@ -268,21 +348,16 @@ KV_DEV void kv_decode_sum_apart(const KvDecodeWork& w, u32 base, const KvDecodeR
 #include "decode_merge.h"
 
 // One piece: every warp its subtiles, then the merge.
-template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p, const KvPiece& piece, u8* smem) {
+template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p, const KvPiece& place, u8* smem) {
   typedef KvDecodeRing<F, DIM> Ring;
-  const KvAttendParams& a = p.attend;
-  const KvSequence& sequence = ((const KvSequence*)a.plan.sequences)[piece.sequence];
-  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tiles = piece.tile_end - piece.tile_begin;
-  const u64 left = (u64)sequence.q_len * a.group - piece.row;
-  const KvDecodeWork w = {p, piece, sequence, kv_decode_reach(a, sequence, a.group, piece.row),
-                          left < KV_DECODE_ROWS ? (u32)left : KV_DECODE_ROWS, tiles * 2, lane, warp};
+  const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const KvDecodeWork w = kv_decode_work(p, place, lane, warp);
   u8* const tail = smem + KvDecodeQuery<F, DIM>::SHARED;
   const u32 own = (w.subtiles + Ring::WARPS - 1 - warp) / Ring::WARPS * 2;  // units of this warp
   Ring ring;
-  ring.memory = tail + warp * p.units * Ring::UNIT;
-  ring.look_up(w, 0);
+  ring.begin(w, tail);
   for (u32 unit = 0; unit + 1 < p.units; unit++) {
-    if (unit < own) ring.fetch(w, unit);
+    if (unit < own) ring.fetch(w, unit, unit);
     kv_cp_commit();
   }
   KvDecodeRows rows;
@@ -295,26 +370,27 @@ template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p,
 #pragma unroll
     for (u32 j = 0; j < 4; j++) o[d][j] = 0.f;
   typename F::Weights weights;
-  const bool several = piece.row / a.group != (piece.row + w.rows - 1) / a.group;  // queries
   bool apart = false;
   for (u32 unit = 0; unit < own; unit++) {
 #ifdef KV_BUG_WAIT
     kv_decode_wait_for<KV_DECODE_UNITS_MAX - 1>(p.units - 1);
 #else
-    kv_decode_wait_for<KV_DECODE_UNITS_MAX - 2>(p.units - 2);
+    constexpr u32 expected = kv_decode_units<F, DIM>();
+    if (p.units == expected) kv_cp_wait<expected - 2>();
+    else kv_decode_wait_for<KV_DECODE_UNITS_MAX - 2>(p.units - 2);
 #endif
 #ifndef KV_BUG_NO_SYNCWARP
     kv_syncwarp();  // what every lane copied is there, and every lane is done with what is fetched over below
 #endif
-    u8* const from = ring.next(p.units);
-    if (unit + p.units - 1 < own) ring.fetch(w, unit + p.units - 1);
+    if (unit + p.units - 1 < own) ring.fetch(w, unit + p.units - 1, ring.used(p.units));
     kv_cp_commit();
-    const u32 base = w.position(unit / 2 * Ring::WARPS + warp);
+    const u32 at = ring.next(p.units), base = w.position(unit / 2 * Ring::WARPS + warp);
+    u8* const from = ring.memory + at;
     if ((unit & 1) == 0) {
       float s[4][4];
       if constexpr (F::SCALED) F::template scores<DIM>(query, from, ring.lead, lane, s);
-      else F::template scores<DIM>(query, from, lane, s);
-      apart = kv_decode_weigh<F, DIM>(w, base, rows, s, weights, o) && several;
+      else F::template scores<DIM>(query, ring.address + at, lane, s);
+      apart = kv_decode_weigh<F, DIM>(w, base, rows, s, weights, o) && w.has_several_queries();
     } else if constexpr (F::SCALED) {
       if (apart) kv_decode_sum_scaled_apart<F, DIM>(w, base, rows, weights, from, ring.lead, o);
       u32 packed[2][4];
@@ -322,21 +398,22 @@ template <class F, int DIM> KV_DEV void kv_decode_piece(const KvDecodeParams& p,
       F::template sum<DIM>(packed, from, ring.lead, lane, o);
     } else {
       if (apart) kv_decode_sum_apart<F, DIM>(w, base, rows, weights, from, o);
-      F::template sum<DIM>(weights, from, lane, o);
+      F::template sum<DIM>(weights, ring.address + at, lane, o);
     }
   }
   kv_cp_wait<0>();
 #ifndef KV_BUG_NO_SYNC
   kv_sync();  // every warp is done with its ring: the merge uses the same memory
 #endif
-  kv_decode_merge<F, DIM>(w, rows, o, tail);
+  // Read again what the loop has no registers for. Lane and warp are out of shuffles, so that the compiler does not
+  // keep what follows from them in registers either.
+  kv_decode_merge<F, DIM>(kv_decode_work(p, place, kv_shfl(lane, lane), kv_shfl(warp, lane)), rows, o, tail);
 }
 
 template <class F, int DIM> KV_DEV void kv_decode(const KvDecodeParams& p) {
   KV_DYN_SMEM(smem);
   const u32* starts = (const u32*)p.starts + blockIdx.x;
-  const u32 end = starts[1];
-  for (u32 i = starts[0]; i < end; i++) {
+  for (u32 i = starts[0]; i < starts[1]; i++) {  // read again: it is not worth a register
     kv_decode_piece<F, DIM>(p, ((const KvPiece*)p.pieces)[i], smem);
     kv_sync();  // shared memory is free for the next piece
   }

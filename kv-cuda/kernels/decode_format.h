@@ -7,9 +7,13 @@
 #pragma once
 #include "params.h"
 
-// What the chunks of a row are turned by, so that 8 rows at the same chunk of 16 bytes lie in different banks.
+// What the chunks of a row are turned by, so that 8 rows at the same chunk of 16 bytes lie in different banks: their
+// lower bits, as many as the period has.
+constexpr u32 kv_decode_period(u32 chunks) {
+  return chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : chunks % 2 == 0 ? 2 : 1;
+}
 template <int CHUNKS> KV_DEV u32 kv_decode_turn(u32 row) {
-  constexpr u32 period = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+  constexpr u32 period = kv_decode_period(CHUNKS);
   return row / (8 / period) % period;
 }
 
@@ -21,7 +25,13 @@ template <class T> struct KvDecodePlain {
   template <int DIM> static constexpr u32 room() { return DIM * 2; }  // of a row in shared memory
 
   // Where a chunk of a row lies.
-  template <int DIM> static KV_DEV u32 place(bool, u32 row, u32 chunk) { return chunk ^ kv_decode_turn<DIM / 8>(row); }
+  template <int DIM> static KV_DEV u32 turn(bool, u32 row) { return kv_decode_turn<DIM / 8>(row); }
+  template <int DIM> static KV_DEV u32 place(bool is_v, u32 row, u32 chunk) { return chunk ^ turn<DIM>(is_v, row); }
+  // From the place of chunk 0 or 1 of a row, which begins at `at`, to that of the chunk `even` behind it.
+  template <int DIM> static KV_DEV u32 behind(u32 at, u32 even) {
+    constexpr u32 period = kv_decode_period(DIM / 8);
+    return (at ^ even % period * 16) + even / period * period * 16;
+  }
   // First of the two values of a query row in register `r` of step `k`.
   static KV_DEV u32 query_column(u32 k, u32 r, u32 t) { return k * 16 + t * 2 + (r >> 1) * 8; }
   // Column of value `j` of accumulator `d`.
@@ -36,11 +46,13 @@ template <class T> struct KvDecodePlain {
   static KV_DEV float number(KvBf16, u16 x) { return kv_bf16_f(x); }
 
   template <int DIM, class Query>
-  static KV_DEV void scores(const Query& query, const u8* k_rows, u32 lane, float (&s)[4][4]) {
+  static KV_DEV void scores(const Query& query, u32 k_rows, u32 lane, float (&s)[4][4]) {
 #pragma unroll
     for (u32 n = 0; n < 4; n++)
 #pragma unroll
       for (u32 j = 0; j < 4; j++) s[n][j] = 0.f;
+    const u32 row = (lane >> 4) * 8 + (lane & 7);
+    const u32 at = k_rows + row * DIM * 2 + place<DIM>(false, row, lane >> 3 & 1) * 16;
     // More would fetch queries from shared memory into registers early.
     [[maybe_unused]] constexpr int steps = Query::IS_SHARED ? 4 : DIM / 16;
 #pragma unroll steps
@@ -49,9 +61,8 @@ template <class T> struct KvDecodePlain {
       query.get(k, lane, a);
 #pragma unroll
       for (u32 half = 0; half < 2; half++) {
-        const u32 row = half * 16 + (lane >> 4) * 8 + (lane & 7), chunk = k * 2 + (lane >> 3 & 1);
         u32 b[4];
-        kv_ldsm4(b, k_rows + row * DIM * 2 + place<DIM>(false, row, chunk) * 16);
+        kv_ldsm4_at(b, behind<DIM>(at, k * 2) + half * 16 * DIM * 2);
         kv_mma(T(), s[half * 2], a, b[0], b[1]);
         kv_mma(T(), s[half * 2 + 1], a, b[2], b[3]);
       }
@@ -59,21 +70,22 @@ template <class T> struct KvDecodePlain {
   }
 
   template <int DIM>
-  static KV_DEV void sum(const u32 (&weights)[2][4], const u8* v_rows, u32 lane, float (&o)[DIM / 8][4]) {
+  static KV_DEV void sum(const u32 (&weights)[2][4], u32 v_rows, u32 lane, float (&o)[DIM / 8][4]) {
+    const u32 row = (lane >> 3 & 1) * 8 + (lane & 7);
+    const u32 at = v_rows + row * DIM * 2 + place<DIM>(true, row, lane >> 4) * 16;
 #pragma unroll
     for (u32 half = 0; half < 2; half++)
 #pragma unroll
       for (u32 d = 0; d < DIM / 8; d += 2) {
-        const u32 row = half * 16 + (lane >> 3 & 1) * 8 + (lane & 7), chunk = d + (lane >> 4);
         u32 b[4];
-        kv_ldsm4t(b, v_rows + row * DIM * 2 + place<DIM>(true, row, chunk) * 16);
+        kv_ldsm4t_at(b, behind<DIM>(at, d) + half * 16 * DIM * 2);
         kv_mma(T(), o[d], weights[half], b[0], b[1]);
         kv_mma(T(), o[d + 1], weights[half], b[2], b[3]);
       }
   }
 };
 
-// Codes of a byte; `C::pair` makes two f16 of the lower two.
+// Codes of a byte; `C::pair` makes two f16 of the lower two, `C::pairs` also of the upper two.
 template <class C> struct KvDecodeCodes {
   typedef KvF16 Math;
   typedef u32 Weights[2][4];
@@ -87,6 +99,8 @@ template <class C> struct KvDecodeCodes {
     if (is_v) return (int)chunk < whole ? chunk ^ (row & 6) : chunks == 4 ? chunk ^ (row & 2) : chunk;
     return chunks % 8 == 0 ? chunk ^ (row & 1) * 4 : chunk;
   }
+  // Of rows of 4, 8 or 16 chunks: what `place` turns them by.
+  template <int DIM> static KV_DEV u32 turn(bool is_v, u32 row) { return place<DIM>(is_v, row, 0); }
   // Four lanes share 64 values of K, 16 each, and what is left at the end evenly.
   template <int DIM> static KV_DEV u32 query_base(u32 k) { return k * 16 / 64 * 64; }
   template <int DIM> static KV_DEV u32 query_width(u32 k) { return k * 16 / 64 * 64 + 64 <= DIM ? 16 : DIM % 64 / 4; }
@@ -115,22 +129,26 @@ template <class C> struct KvDecodeCodes {
   }
 
   // `WIDTH` bytes of a row, as words.
-  template <int WIDTH> static KV_DEV void read(u32 (&words)[4], const u8* at) {
-    if (WIDTH == 16) {
-      const uint4 x = *(const uint4*)at;
+  template <int WIDTH> static KV_DEV void read(u32 (&words)[4], u32 at) {
+    if constexpr (WIDTH == 16) {
+      uint4 x;
+      kv_lds_at(at, x);
       words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
-    } else if (WIDTH == 8) {
-      const uint2 x = *(const uint2*)at;
+    } else if constexpr (WIDTH == 8) {
+      uint2 x;
+      kv_lds_at(at, x);
       words[0] = x.x, words[1] = x.y;
-    } else if (WIDTH == 4) {
-      words[0] = *(const u32*)at;
+    } else if constexpr (WIDTH == 4) {
+      kv_lds_at(at, words[0]);
     } else {
-      words[0] = *(const u16*)at;
+      u16 x;
+      kv_lds_at(at, x);
+      words[0] = x;
     }
   }
 
   template <int DIM, int BASE, int WIDTH, class Query>
-  static KV_DEV void score_run(const Query& query, const u8* k_rows, u32 lane, float (&s)[4][4]) {
+  static KV_DEV void score_run(const Query& query, u32 k_rows, u32 lane, float (&s)[4][4]) {
     const u32 g = lane >> 2, t = lane & 3, byte = BASE + t * WIDTH;
 #pragma unroll
     for (u32 n = 0; n < 4; n++) {
@@ -139,14 +157,15 @@ template <class C> struct KvDecodeCodes {
       read<WIDTH>(x, k_rows + row * DIM + place<DIM>(false, row, byte / 16) * 16 + byte % 16);
 #pragma unroll
       for (u32 i = 0; i < WIDTH / 4; i++) {
-        u32 a[4];
+        u32 a[4], low, high;
         query.get(BASE / 16 + i, lane, a);
-        kv_mma(KvF16(), s[n], a, C::pair(x[i]), C::pair(x[i] >> 16));
+        C::pairs(x[i], low, high);
+        kv_mma(KvF16(), s[n], a, low, high);
       }
     }
   }
   template <int DIM, class Query>
-  static KV_DEV void scores(const Query& query, const u8* k_rows, u32 lane, float (&s)[4][4]) {
+  static KV_DEV void scores(const Query& query, u32 k_rows, u32 lane, float (&s)[4][4]) {
 #pragma unroll
     for (u32 n = 0; n < 4; n++)
 #pragma unroll
@@ -160,7 +179,7 @@ template <class C> struct KvDecodeCodes {
   }
 
   template <int DIM, int BASE, int WIDTH>
-  static KV_DEV void sum_run(const u32 (&weights)[2][4], const u8* v_rows, u32 lane, float (&o)[DIM / 8][4]) {
+  static KV_DEV void sum_run(const u32 (&weights)[2][4], u32 v_rows, u32 lane, float (&o)[DIM / 8][4]) {
     const u32 g = lane >> 2, t = lane & 3, byte = BASE + g * WIDTH;
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
@@ -173,19 +192,22 @@ template <class C> struct KvDecodeCodes {
 #pragma unroll
       for (u32 i = 0; i < (WIDTH + 3) / 4; i++) {
         constexpr u32 first = BASE / 8;
-        const u32 a0 = kv_prmt(x[0][i], x[1][i], 0x5140), b0 = kv_prmt(x[2][i], x[3][i], 0x5140);
-        kv_mma(KvF16(), o[first + i * 4], weights[half], C::pair(a0), C::pair(b0));
-        kv_mma(KvF16(), o[first + i * 4 + 1], weights[half], C::pair(a0 >> 16), C::pair(b0 >> 16));
+        u32 a[2], b[2];
+        C::pairs(kv_prmt(x[0][i], x[1][i], 0x5140), a[0], a[1]);
+        C::pairs(kv_prmt(x[2][i], x[3][i], 0x5140), b[0], b[1]);
+#pragma unroll
+        for (u32 j = 0; j < 2; j++) kv_mma(KvF16(), o[first + i * 4 + j], weights[half], a[j], b[j]);
         if constexpr (WIDTH > 2) {
-          const u32 a1 = kv_prmt(x[0][i], x[1][i], 0x7362), b1 = kv_prmt(x[2][i], x[3][i], 0x7362);
-          kv_mma(KvF16(), o[first + i * 4 + 2], weights[half], C::pair(a1), C::pair(b1));
-          kv_mma(KvF16(), o[first + i * 4 + 3], weights[half], C::pair(a1 >> 16), C::pair(b1 >> 16));
+          C::pairs(kv_prmt(x[0][i], x[1][i], 0x7362), a[0], a[1]);
+          C::pairs(kv_prmt(x[2][i], x[3][i], 0x7362), b[0], b[1]);
+#pragma unroll
+          for (u32 j = 0; j < 2; j++) kv_mma(KvF16(), o[first + i * 4 + 2 + j], weights[half], a[j], b[j]);
         }
       }
     }
   }
   template <int DIM>
-  static KV_DEV void sum(const u32 (&weights)[2][4], const u8* v_rows, u32 lane, float (&o)[DIM / 8][4]) {
+  static KV_DEV void sum(const u32 (&weights)[2][4], u32 v_rows, u32 lane, float (&o)[DIM / 8][4]) {
     if constexpr (DIM >= 128) sum_run<DIM, 0, 16>(weights, v_rows, lane, o);
     if constexpr (DIM >= 256) sum_run<DIM, 128, 16>(weights, v_rows, lane, o);
     if constexpr (DIM % 128 >= 64) sum_run<DIM, DIM / 128 * 128, 8>(weights, v_rows, lane, o);
@@ -194,6 +216,15 @@ template <class C> struct KvDecodeCodes {
   }
 };
 
-struct KvCodeE4m3 { static KV_DEV u32 pair(u32 x) { return kv_e4m3x2_f16x2(x); } };
-struct KvCodeE5m2 { static KV_DEV u32 pair(u32 x) { return kv_prmt(x, 0, 0x1404); } };  // the upper bytes of f16
-struct KvCodeInt8 { static KV_DEV u32 pair(u32 x) { return kv_int8x2_f16x2(x); } };
+struct KvCodeE4m3 {
+  static KV_DEV u32 pair(u32 x) { return kv_e4m3x2_f16x2(x); }
+  static KV_DEV void pairs(u32 x, u32& low, u32& high) { low = pair(x), high = pair(x >> 16); }
+};
+struct KvCodeE5m2 {  // the upper bytes of f16
+  static KV_DEV u32 pair(u32 x) { return kv_prmt(x, 0, 0x1404); }
+  static KV_DEV void pairs(u32 x, u32& low, u32& high) { low = kv_prmt(x, 0, 0x1404), high = kv_prmt(x, 0, 0x3424); }
+};
+struct KvCodeInt8 {
+  static KV_DEV u32 pair(u32 x) { return kv_int8x2_f16x2(x); }
+  static KV_DEV void pairs(u32 x, u32& low, u32& high) { kv_int8x4_f16x2(x, low, high); }
+};

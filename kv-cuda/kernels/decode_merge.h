@@ -2,9 +2,52 @@
 #pragma once
 
 constexpr u32 kv_decode_stride(u32 dim) { return dim + 4; }  // from a row of a warp's results to the next
+constexpr u32 KV_DECODE_JOIN_PARTS = 16;                     // whose weights a warp holds at a time
 
 // A row before its last division: the sum of weights relative to 2^max.
 struct KvDecodeTotal { float max, sum; };
+
+KV_DEV void kv_decode_add(float4& to, float weight, float4 x) {
+  to.x += weight * x.x, to.y += weight * x.y, to.z += weight * x.z, to.w += weight * x.w;
+}
+
+// What the warps of a block have of its rows, in shared memory.
+template <class F, int DIM> struct KvDecodeShared {
+  static constexpr u32 WARPS = KvDecodeRing<F, DIM>::WARPS, STRIDE = kv_decode_stride(DIM);
+
+  float* values;       // [WARPS][16][STRIDE]
+  float *maxs, *sums;  // [WARPS][16]
+  u32* flag;
+  float* weights;      // [WARPS][KV_DECODE_JOIN_PARTS][16]: of parts
+
+  KV_DEV explicit KvDecodeShared(u8* memory) {
+    values = (float*)memory;
+    maxs = values + WARPS * KV_DECODE_ROWS * STRIDE;
+    sums = maxs + WARPS * KV_DECODE_ROWS;
+    flag = (u32*)(sums + WARPS * KV_DECODE_ROWS);
+    weights = (float*)(flag + 4);
+  }
+  KV_DEV float* at(u32 warp, u32 row, u32 column) const {
+    return values + (warp * KV_DECODE_ROWS + row) * STRIDE + column;
+  }
+  KV_DEV void put(u32 warp, u32 row, KvDecodeTotal total) const {
+    maxs[warp * KV_DECODE_ROWS + row] = total.max;
+    sums[warp * KV_DECODE_ROWS + row] = total.sum;
+  }
+  // The total of a row, and what the values of each warp are multiplied with.
+  KV_DEV KvDecodeTotal total(u32 row, float (&factors)[WARPS]) const {
+    KvDecodeTotal total = {kv_decode_none(), 0.f};
+#pragma unroll
+    for (u32 warp = 0; warp < WARPS; warp++) total.max = kv_max(total.max, maxs[warp * KV_DECODE_ROWS + row]);
+    const float from = total.max == kv_decode_none() ? 0.f : total.max;
+#pragma unroll
+    for (u32 warp = 0; warp < WARPS; warp++) {
+      factors[warp] = kv_exp2(maxs[warp * KV_DECODE_ROWS + row] - from);
+      total.sum += factors[warp] * sums[warp * KV_DECODE_ROWS + row];
+    }
+    return total;
+  }
+};
 
 // What two neighbouring values of a row are multiplied with, and the logarithm of the row's sum, once the sink logit of
 // its head has joined.
@@ -69,101 +112,85 @@ template <class F, int DIM> KV_DEV void kv_decode_finish(const KvDecodeWork& w, 
   }
 }
 
-// The last of the parts joins them: totals first, then rows, each in the order of parts.
-template <class F, int DIM> KV_DEV void kv_decode_join(const KvDecodeWork& w, float* shared) {
-  const u32 parts = w.piece.parts, threads = KvDecodeRing<F, DIM>::WARPS * 32;
-  const float* stats = (const float*)w.p.attend.part_stats + (u64)w.piece.partial * KV_DECODE_ROWS;
-  const float* values = (const float*)w.p.attend.part_rows + (u64)w.piece.partial * KV_DECODE_ROWS * DIM;
-  for (u32 i = threadIdx.x; i < w.rows * (DIM / 2); i += threads) {
+#include "decode_join.h"
+
+// Writes all rows from what the warps have of them.
+template <class F, int DIM> KV_DEV void kv_decode_end(const KvDecodeWork& w, const KvDecodeShared<F, DIM>& shared) {
+  constexpr u32 WARPS = KvDecodeShared<F, DIM>::WARPS;
+  for (u32 i = w.warp * 32 + w.lane; i < w.rows * (DIM / 2); i += WARPS * 32) {
     const u32 row = i / (DIM / 2), column = i % (DIM / 2) * 2;
-    KvDecodeTotal total = {kv_decode_none(), 0.f};
-#pragma unroll 4
-    for (u32 part = 0; part < parts; part++) {
-      total.max = kv_max(total.max, kv_ldcg(stats + part * KV_DECODE_ROWS + row));
+    float weights[WARPS], x = 0.f, y = 0.f;
+    const KvDecodeTotal total = shared.total(row, weights);
+#pragma unroll
+    for (u32 warp = 0; warp < WARPS; warp++) {
+      const float2 pair = *(const float2*)shared.at(warp, row, column);
+      x += weights[warp] * pair.x;
+      y += weights[warp] * pair.y;
     }
-    const float from = total.max == kv_decode_none() ? 0.f : total.max;
-    float x = 0.f, y = 0.f;
-#pragma unroll 4
-    for (u32 part = 0; part < parts; part++) {
-      const float* at = values + ((u64)part * KV_DECODE_ROWS + row) * DIM + column;
-      const float weight = kv_exp2(kv_ldcg(stats + part * KV_DECODE_ROWS + row) - from);
-      total.sum += weight;
-      x += weight * kv_ldcg(at);
-      y += weight * kv_ldcg(at + 1);
-    }
-    kv_decode_write<F, DIM>(w, row, column, total, x, y, shared);
+    kv_decode_write<F, DIM>(w, row, column, total, x, y, shared.values);  // nobody else reads this place
   }
-  if constexpr (F::SCALED) kv_decode_finish<F, DIM>(w, shared);
+  if constexpr (F::SCALED) kv_decode_finish<F, DIM>(w, shared.values);
 }
 
-// Joins the warps, in their order. A piece that is the whole of its rows writes them; others leave a partial result:
-// rows divided by their sums, and the binary logarithms of the sums.
+// Leaves the result of a part: rows divided by their sums, and the binary logarithms of the sums.
+template <class F, int DIM> KV_DEV void kv_decode_leave(const KvDecodeWork& w, const KvDecodeShared<F, DIM>& shared) {
+  constexpr u32 WARPS = KvDecodeShared<F, DIM>::WARPS;
+  const u64 partial = (u64)(w.piece.partial + w.piece.part) * KV_DECODE_ROWS;
+  for (u32 i = w.warp * 32 + w.lane; i < w.rows * (DIM / 4); i += WARPS * 32) {
+    const u32 row = i / (DIM / 4), column = i % (DIM / 4) * 4;
+    float weights[WARPS];
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    const KvDecodeTotal total = shared.total(row, weights);
+    const float share = total.sum == 0.f ? 0.f : 1.f / total.sum;
+#pragma unroll
+    for (u32 warp = 0; warp < WARPS; warp++) {
+      kv_decode_add(sum, weights[warp], *(const float4*)shared.at(warp, row, column));
+    }
+    float4* const to = (float4*)((float*)w.p.attend.part_rows + (partial + row) * DIM + column);
+    *to = make_float4(sum.x * share, sum.y * share, sum.z * share, sum.w * share);
+    if (column == 0) {
+      const float from = total.max == kv_decode_none() ? 0.f : total.max;
+      ((float*)w.p.attend.part_stats)[partial + row] = total.sum == 0.f ? kv_decode_none() : from + kv_log2(total.sum);
+    }
+  }
+}
+
+// Joins the warps, in their order. A piece that is the whole of its rows writes them; others leave a partial result,
+// and the last to end joins the parts.
 template <class F, int DIM>
 KV_DEV void kv_decode_merge(const KvDecodeWork& w, KvDecodeRows& rows, const float (&o)[DIM / 8][4], u8* memory) {
-  constexpr u32 WARPS = KvDecodeRing<F, DIM>::WARPS, STRIDE = kv_decode_stride(DIM);
+  const KvDecodeShared<F, DIM> shared(memory);
   const u32 g = w.lane >> 2, t = w.lane & 3;
-  float* const values = (float*)memory;  // [WARPS][16][STRIDE]
-  float* const max = values + WARPS * KV_DECODE_ROWS * STRIDE;
-  float* const sum = max + WARPS * KV_DECODE_ROWS;
-  u32* const flag = (u32*)(sum + WARPS * KV_DECODE_ROWS);
 #pragma unroll
   for (u32 h = 0; h < 2; h++) {
     rows.sum[h] += kv_shfl_xorf(rows.sum[h], 1);
     rows.sum[h] += kv_shfl_xorf(rows.sum[h], 2);
-    const u32 row = w.warp * KV_DECODE_ROWS + g + h * 8;
-    if (t == 0) {
-      max[row] = rows.max[h];
-      sum[row] = rows.sum[h];
-    }
+    const u32 row = g + h * 8;
+    if (t == 0) shared.put(w.warp, row, {rows.max[h], rows.sum[h]});
 #pragma unroll
     for (u32 d = 0; d < DIM / 8; d++)
 #pragma unroll
       for (u32 j = 0; j < 2; j++) {
         float x = o[d][h * 2 + j];
         if constexpr (F::SCALED) x *= rows.unit[h] * F::UNIT;
-        values[row * STRIDE + F::template column<DIM>(d, j, t)] = x;
+        *shared.at(w.warp, row, F::template column<DIM>(d, j, t)) = x;
       }
   }
   kv_sync();
-  const u64 partial = (u64)(w.piece.partial + w.piece.part) * KV_DECODE_ROWS;
-  for (u32 i = threadIdx.x; i < w.rows * (DIM / 2); i += WARPS * 32) {
-    const u32 row = i / (DIM / 2), column = i % (DIM / 2) * 2;
-    KvDecodeTotal total = {kv_decode_none(), 0.f};
-#pragma unroll
-    for (u32 warp = 0; warp < WARPS; warp++) total.max = kv_max(total.max, max[warp * KV_DECODE_ROWS + row]);
-    const float from = total.max == kv_decode_none() ? 0.f : total.max;
-    float x = 0.f, y = 0.f;
-#pragma unroll
-    for (u32 warp = 0; warp < WARPS; warp++) {
-      const u32 at = warp * KV_DECODE_ROWS + row;
-      const float weight = kv_exp2(max[at] - from);
-      total.sum += weight * sum[at];
-      x += weight * values[at * STRIDE + column];
-      y += weight * values[at * STRIDE + column + 1];
+  if (w.piece.parts > 1) {
+    kv_decode_leave<F, DIM>(w, shared);
+    kv_fence();
+    kv_sync();
+    if (threadIdx.x == 0) {
+      *shared.flag = kv_atomic_inc((u32*)w.p.attend.counters + w.piece.partial, w.piece.parts - 1);
     }
-    if (w.piece.parts == 1) {
-      kv_decode_write<F, DIM>(w, row, column, total, x, y, values);  // nobody else reads this place
-      continue;
-    }
-    const float share = total.sum == 0.f ? 0.f : 1.f / total.sum;
-    float* to = (float*)w.p.attend.part_rows + (partial + row) * DIM + column;
-    to[0] = x * share;
-    to[1] = y * share;
-    if (column == 0) {
-      ((float*)w.p.attend.part_stats)[partial + row] = total.sum == 0.f ? kv_decode_none() : from + kv_log2(total.sum);
-    }
-  }
-  if (w.piece.parts == 1) {
-    if constexpr (F::SCALED) kv_decode_finish<F, DIM>(w, values);
-    return;
-  }
-  kv_fence();
-  kv_sync();
-  if (threadIdx.x == 0) *flag = kv_atomic_inc((u32*)w.p.attend.counters + w.piece.partial, w.piece.parts - 1);
 #ifndef KV_BUG_FLAG
-  kv_sync();
+    kv_sync();
 #endif
-  if (*flag != w.piece.parts - 1) return;
-  kv_fence();
-  kv_decode_join<F, DIM>(w, values);
+    if (*shared.flag != w.piece.parts - 1) return;
+    kv_fence();
+    kv_decode_join<F, DIM>(w, shared);
+    kv_sync();
+  }
+  kv_decode_end<F, DIM>(w, shared);
 }

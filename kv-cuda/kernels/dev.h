@@ -59,11 +59,19 @@ KV_DEV void kv_cp_async16(void* s, const void* g, bool pred) {
   int n = pred ? 16 : 0;  // src-size 0 => zero fill
   asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16,%2;" ::"r"(kv_smem_addr(s)), "l"(g), "r"(n) : "memory");
 }
+// The same without a condition, by an address of shared memory.
+KV_DEV void kv_cp_async16_at(u32 s, const void* g) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16;" ::"r"(s), "l"(g) : "memory");
+}
 KV_DEV void kv_cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> KV_DEV void kv_cp_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 #else
 KV_DEV void kv_cp_async16(void* s, const void* g, bool pred) {
   uint4 v = make_uint4(0, 0, 0, 0); if (pred) v = *(const uint4*)g; *(uint4*)s = v;
+}
+KV_DEV void kv_cp_async16_at(u32 s, const void* g) {
+  const uint4 v = *(const uint4*)g;
+  asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" ::"r"(s), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 KV_DEV void kv_cp_commit() {}
 template <int N> KV_DEV void kv_cp_wait() {}
@@ -76,6 +84,21 @@ KV_DEV void kv_ldsm4(u32 (&r)[4], const void* p, u32 offset = 0) {
 KV_DEV void kv_ldsm4t(u32 (&r)[4], const void* p, u32 offset = 0) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(kv_smem_addr(p) + offset) : "memory");
 }
+// By addresses of shared memory (kv_smem_addr), which take half the registers of pointers and half the sums.
+KV_DEV void kv_ldsm4_at(u32 (&r)[4], u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+}
+KV_DEV void kv_ldsm4t_at(u32 (&r)[4], u32 a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+}
+KV_DEV void kv_lds_at(u32 a, uint4& v) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a) : "memory");
+}
+KV_DEV void kv_lds_at(u32 a, uint2& v) {
+  asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "r"(a) : "memory");
+}
+KV_DEV void kv_lds_at(u32 a, u32& v) { asm volatile("ld.shared.u32 %0,[%1];" : "=r"(v) : "r"(a) : "memory"); }
+KV_DEV void kv_lds_at(u32 a, u16& v) { asm volatile("ld.shared.u16 %0,[%1];" : "=h"(v) : "r"(a) : "memory"); }
 // An 8 x 8 matrix of 16 bits, as one part of a fragment: transposed.
 KV_DEV u32 kv_movmatrix(u32 v) {
   u32 r; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v)); return r;
@@ -118,6 +141,12 @@ KV_DEV u32 kv_e4m3x2_f16x2(u32 x) {  // exponent re-bias by multiply with 2^8 in
 KV_DEV u32 kv_int8x2_f16x2(u32 x) {
   u32 r, u = kv_prmt(x ^ 0x8080u, 0x64646464u, 0x4140);
   asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(u), "r"(0x64806480u)); return r;
+}
+// four int8 -> f16x2 of the lower two, and of the upper two
+KV_DEV void kv_int8x4_f16x2(u32 x, u32& low, u32& high) {
+  const u32 biased = x ^ 0x80808080u, l = kv_prmt(biased, 0x64646464u, 0x4140), h = kv_prmt(biased, 0x64646464u, 0x4342);
+  asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(low) : "r"(l), "r"(0x64806480u));
+  asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(high) : "r"(h), "r"(0x64806480u));
 }
 KV_DEV float kv_bf16_f(u16 x) { return kv_as_f(u32(x) << 16); }
 KV_DEV float kv_f16_f(u16 x) { float f; asm("cvt.f32.f16 %0,%1;" : "=f"(f) : "h"(x)); return f; }

@@ -125,7 +125,7 @@ struct KvDecodeParams {
   KvAttendParams attend;
   u64 pieces, starts;  // what `plan_decode` or the host wrote for as many slots as there are thread blocks
   u32 units;           // of the ring in shared memory: see decode.h
-  u32 pad;
+  u32 block_shift;     // block_size is 1 << block_shift; 0 where it is no such power of two, or 1
 };
 
 struct KvRange { u32 table, begin, len, coded, start, pad0, pad1, pad2; };

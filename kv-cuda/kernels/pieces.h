@@ -7,7 +7,7 @@ constexpr u32 KV_DECODE_ROWS = 16;       // query rows of a piece: those of one 
 constexpr u32 KV_DECODE_TILE = 64;       // tokens of a tile
 constexpr u32 KV_DECODE_OVERHEAD = 2;    // what a piece costs besides its tiles, in tiles
 constexpr u32 KV_DECODE_END_MIN = 3;     // tiles that are worth a cut
-constexpr u32 KV_DECODE_SHARE_MIN = 6;   // cost that is worth a slot
+constexpr u32 KV_DECODE_SHARE_MIN = 4;   // cost that is worth a slot
 constexpr u32 KV_DECODE_INVARIANT = 16;  // tiles of a piece when the cut may not depend on the batch
 
 // What 16 rows from `row` on see together: keys 0..sinks and begin..end, in tiles at multiples of their length. The

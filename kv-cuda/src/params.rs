@@ -172,7 +172,7 @@ params! {
         pieces: Address,
         starts: Address,
         units: u32,
-        pad: u32,
+        block_shift: u32,
     }
     /// Rows to gather of one sequence.
     struct Range {

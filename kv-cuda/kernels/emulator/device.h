@@ -70,6 +70,11 @@ inline u32 kv_prmt(u32 a, u32 b, u32 selector) {
 inline void kv_cp_async16(void* to, const void* from, bool valid, kvemu::Site site = kvemu::Site::here()) {
   kvemu::copy_async(to, from, 16, valid ? 16 : 0, site);
 }
+// Shared memory by its own addresses, which begin at 0.
+inline u32 kv_smem_addr(const void* p) { return u32((const u8*)p - kvemu::shared_memory()); }
+inline void kv_cp_async16_at(u32 to, const void* from, kvemu::Site site = kvemu::Site::here()) {
+  kvemu::copy_async(kvemu::shared_memory() + to, from, 16, 16, site);
+}
 inline void kv_cp_commit() { kvemu::copy_commit(); }
 template <int N> inline void kv_cp_wait() { kvemu::copy_wait(u32(N)); }
 
@@ -78,6 +83,14 @@ struct KvBf16 {};
 struct KvF16 {};
 void kv_ldsm4(u32 (&r)[4], const void* row, u32 offset = 0, kvemu::Site site = kvemu::Site::here());
 void kv_ldsm4t(u32 (&r)[4], const void* row, u32 offset = 0, kvemu::Site site = kvemu::Site::here());
+inline void kv_ldsm4_at(u32 (&r)[4], u32 a, kvemu::Site site = kvemu::Site::here()) {
+  kv_ldsm4(r, kvemu::shared_memory() + a, 0, site);
+}
+inline void kv_ldsm4t_at(u32 (&r)[4], u32 a, kvemu::Site site = kvemu::Site::here()) {
+  kv_ldsm4t(r, kvemu::shared_memory() + a, 0, site);
+}
+// uint4, uint2, u32 or u16, on its size.
+template <class T> inline void kv_lds_at(u32 a, T& v) { v = *(const T*)(kvemu::shared_memory() + a); }
 u32 kv_movmatrix(u32 v, kvemu::Site site = kvemu::Site::here());
 void kv_mma(KvBf16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, kvemu::Site site = kvemu::Site::here());
 void kv_mma(KvF16, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, kvemu::Site site = kvemu::Site::here());
@@ -93,6 +106,9 @@ inline u32 kv_e4m3x2_f16x2(u32 x) {
   return kv_pack(KvF16(), kvemu::e4m3_to_float(u8(x)), kvemu::e4m3_to_float(u8(x >> 8)));
 }
 inline u32 kv_int8x2_f16x2(u32 x) { return kv_pack(KvF16(), float(i8(x)), float(i8(x >> 8))); }
+inline void kv_int8x4_f16x2(u32 x, u32& low, u32& high) {
+  low = kv_int8x2_f16x2(x), high = kv_int8x2_f16x2(x >> 16);
+}
 inline float kv_bf16_f(u16 x) { return kvemu::bf16_to_float(x); }
 inline float kv_f16_f(u16 x) { return kvemu::half_to_float(x); }
 

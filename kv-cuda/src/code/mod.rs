@@ -124,7 +124,7 @@ mod tests {
         // An edited header changes the units that include it, and no other.
         let header = folder.path().join("pieces.h");
         let text = fs::read_to_string(&header).unwrap();
-        let edited = text.replace("KV_DECODE_SHARE_MIN = 6", "KV_DECODE_SHARE_MIN = 3");
+        let edited = text.replace("KV_DECODE_SHARE_MIN = 4", "KV_DECODE_SHARE_MIN = 3");
         assert_ne!(text, edited);
         fs::write(header, edited).unwrap();
         let (before, after) = (keys(units()), keys(units_in(folder.path()).unwrap()));

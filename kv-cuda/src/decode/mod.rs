@@ -15,6 +15,8 @@ const ROWS: u32 = 16;
 const UNIT_TOKENS: u32 = 32;
 /// Units in a warp's ring, at least and at most.
 const UNITS: (u32, u32) = (2, 8);
+/// Parts whose weights a warp holds at a time when it joins them.
+const JOIN_PARTS: u32 = 16;
 /// Shared memory that every thread block costs a multiprocessor besides its own.
 const SHARED_RESERVED: u32 = 1024;
 
@@ -64,6 +66,8 @@ pub(crate) struct Shape {
     pub(crate) threads: u32,
     /// `DecodeParams::units`.
     pub(crate) units: u32,
+    /// `DecodeParams::block_shift`.
+    pub(crate) block_shift: u32,
     /// Bytes of shared memory.
     pub(crate) shared_bytes: u32,
 }
@@ -100,8 +104,10 @@ impl Shape {
         let copies = u32::from(dim >= 192).saturating_add(is_scaled(plane).into());
         let queries = dim.saturating_mul(ROWS).saturating_mul(2).saturating_mul(copies);
         let unit = warps.saturating_mul(UNIT_TOKENS).saturating_mul(row_room);
-        // Rows of every warp with some room between them, their maxima and sums, and a flag.
+        // Rows of every warp with some room between them, their maxima and sums, and weights of
+        // parts; and a flag.
         let row = dim.saturating_add(4).saturating_mul(4).saturating_add(8);
+        let row = row.saturating_add(JOIN_PARTS.saturating_mul(4));
         let merge = warps.saturating_mul(ROWS).saturating_mul(row).saturating_add(16);
         let shared = |units: u32| queries.saturating_add(units.saturating_mul(unit).max(merge));
         let most = |room: u32| {
@@ -112,7 +118,8 @@ impl Shape {
         let half = shared_bytes_max.saturating_sub(SHARED_RESERVED).checked_div(2)?;
         let units = most(half).or_else(|| most(shared_bytes_max))?;
         let threads = warps.saturating_mul(32);
-        Some(Self { kernel, threads, units, shared_bytes: shared(units) })
+        let block_shift = shift_of(plane.block_size);
+        Some(Self { kernel, threads, units, block_shift, shared_bytes: shared(units) })
     }
 }
 
@@ -145,6 +152,11 @@ fn is_scaled(plane: &Plane) -> bool {
 /// is held to: levels of `l4` are rounded to f16.
 pub(crate) fn scores_exactly(k: &Plane) -> bool {
     k.format != code::L4
+}
+
+/// The logarithm of a power of two; 0 for other sizes, which are divided by.
+fn shift_of(block_size: u32) -> u32 {
+    if block_size.is_power_of_two() { block_size.trailing_zeros() } else { 0 }
 }
 
 /// Bytes of a row in shared memory: all chunks of 16 bytes that have some of it, wherever it
@@ -258,7 +270,7 @@ mod tests {
     fn two_blocks_share_a_multiprocessor_where_they_can() {
         const KIB: u32 = 1024;
         let expected = |kernel, threads, units, shared_bytes| {
-            Some(Shape { kernel, threads, units, shared_bytes })
+            Some(Shape { kernel, threads, units, block_shift: 4, shared_bytes })
         };
         for (kib, units) in [(227, 3), (163, 2), (99, 3)] {
             let found = shape(code::BF16, code::DTYPE_BF16, 128, kib * KIB);
@@ -286,6 +298,12 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn blocks_of_a_power_of_two_are_found_by_a_shift() {
+        let shifts = [1, 2, 3, 16, 48, 64, 256].map(shift_of);
+        assert_eq!(shifts, [0, 1, 0, 4, 0, 6, 8]);
     }
 
     #[test]

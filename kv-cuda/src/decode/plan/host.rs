@@ -15,7 +15,7 @@ pub(super) const OVERHEAD: u64 = 2;
 /// Tiles that are worth a cut: a shorter end of an item goes to its neighbour.
 pub(super) const END_MIN: u64 = 3;
 /// Cost that is worth a slot: shorter pieces cost more when they are joined than they gain.
-pub(super) const SHARE_MIN: u64 = 6;
+pub(super) const SHARE_MIN: u64 = 4;
 /// Tiles of a piece when the cut may not depend on the batch.
 pub(super) const INVARIANT: u32 = 16;
 /// The pieces of a batch.

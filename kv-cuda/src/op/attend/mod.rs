@@ -150,7 +150,7 @@ fn run(
             pieces,
             starts,
             units: shape.units,
-            pad: 0,
+            block_shift: shape.block_shift,
         };
         // SAFETY: every address is that of memory whose extent was compared with what plan and
         // layouts reach, and which its owner, or the queue, keeps until the stream has passed.
