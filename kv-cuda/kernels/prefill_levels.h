@@ -10,7 +10,7 @@
 // Part of prefill.h.
 #pragma once
 #include "format.h"
-#include "visible.h"
+#include "prefill_unit.h"
 
 // Bytes of eight values, and the scale they share with their neighbours.
 struct KvRaw8 { u32 word[4]; float scale; };
@@ -189,9 +189,9 @@ struct KvCodedTile {
   const KvCodedAt* tokens;
   const float* factors;        // [K, V][tokens]
   const float* books;          // [K, V][32]
-  u16* to[2];                  // [tokens][stride]
+  u8* to[2];                   // [tokens] rows: see prefill_unit.h
   u32 formats[2], scales_begin[2];
-  u32 num_tokens, chunks, stride;  // chunks of eight values a row
+  u32 num_tokens, chunks;      // chunks of eight values a row
   bool has_wide;               // rows in 16 bits among codes may be in it
 };
 
@@ -201,7 +201,7 @@ template <u32 FAMILY> KV_DEV void kv_decode_rows(const KvCodedTile& tile, u32 pl
   const float *factors = tile.factors + plane * tile.num_tokens, *book = tile.books + plane * 32;
   const u32 scales_begin = tile.scales_begin[plane], whole = tile.chunks / 4 * KV_GROUP;
   const u32 runs = tile.num_tokens * tile.chunks, inverse = 65536 / tile.chunks + 1;  // right for 4096 runs
-  u16* to = tile.to[plane];
+  u8* to = tile.to[plane];
 #pragma unroll 1
   for (u32 first = threadIdx.x; first < runs; first += AT_ONCE * THREADS) {
     KvRaw8 raw[AT_ONCE];
@@ -225,7 +225,7 @@ template <u32 FAMILY> KV_DEV void kv_decode_rows(const KvCodedTile& tile, u32 pl
       const u32 token = place[j] >> 16, chunk = place[j] & 0x7fffu;
       KvWord4 out = {0, 0, 0, 0};
       if ((place[j] & 0x8000u) == 0) out = kv_levels8<FAMILY>(raw[j], whole, chunk * 8, book, factors[token]);
-      *(KvWord4*)(to + token * tile.stride + chunk * 8) = out;
+      *(KvWord4*)(to + kv_chunk_at(token, chunk, tile.chunks)) = out;
     }
   }
 }

@@ -35,10 +35,11 @@ std::vector<Case> cases() {
     // All of them, the smallest and the largest with every number of queries.
     for (u32 dim : {64u, 80u, 96u, 128u, 192u, 256u}) {
       if (q_len != 40 && dim != 64 && dim != 256) continue;
-      const u32 tokens = dim <= 128 ? 64 : 32, shared_bytes = 2 * (64 + 2 * tokens) * (dim + 8) + 32 * tokens + 16;
-      all.push_back({"prefill_f16_" + std::to_string(dim), KV_F16, dim, 64, shared_bytes, q_len});
-      all.push_back({"prefill_bf16_" + std::to_string(dim), KV_BF16, dim, 64, shared_bytes, q_len});
-      const u32 coded_bytes = 2 * (64 + 2 * tokens) * (dim + 8) + 64 * tokens + 784;
+      const u32 tokens = dim <= 128 ? 64 : 32, rows = dim <= 128 ? 128 : 64;
+      const u32 shared_bytes = 2 * dim * (rows + 4 * tokens) + 32 * tokens + 32;
+      all.push_back({"prefill_f16_" + std::to_string(dim), KV_F16, dim, rows, shared_bytes, q_len});
+      all.push_back({"prefill_bf16_" + std::to_string(dim), KV_BF16, dim, rows, shared_bytes, q_len});
+      const u32 coded_bytes = 2 * dim * (64 + 2 * tokens) + 64 * tokens + 800;
       for (bool codes : {false, true})
         all.push_back({"prefill_coded_" + std::to_string(dim), KV_F16, dim, 64, coded_bytes, q_len, codes});
     }

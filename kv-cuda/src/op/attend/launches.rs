@@ -56,10 +56,43 @@ pub(super) fn decode(shape: &Shape, work: &Work) -> Launch {
     Launch { kernel, grid: [work.slots, 1, 1], threads, shared_bytes }
 }
 
+/// What a kernel for prefill has in shared memory at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Tiles {
+    /// Rows of queries of a thread block: 16 or 32 for each of four warps.
+    rows: u32,
+    /// Tokens of a tile.
+    tokens: u32,
+    /// Tiles of K, and of V.
+    buffers: u32,
+}
+
+impl Tiles {
+    /// The table: by `head_dim`, and by whether rows are copied (`prefill.h`) or decoded
+    /// (`prefill_coded.h`). 32 rows a warp are as many as registers have room for up to 128; what
+    /// is decoded has registers for 16.
+    const fn of(dim: u32, is_copied: bool) -> Self {
+        let (rows, tokens) = if dim <= 128 { (128, 64) } else { (64, 32) };
+        if is_copied {
+            Self { rows, tokens, buffers: 2 }
+        } else {
+            Self { rows: 64, tokens, buffers: 1 }
+        }
+    }
+
+    /// Bytes of rows, of `of_token` more for each token of a tile, and of `more`.
+    const fn bytes(self, dim: u32, of_token: u32, more: u32) -> u32 {
+        let tokens = self.tokens.saturating_mul(self.buffers).saturating_mul(2);
+        let rows = self.rows.saturating_add(tokens).saturating_mul(dim).saturating_mul(2);
+        rows.saturating_add(self.tokens.saturating_mul(of_token)).saturating_add(more)
+    }
+}
+
 /// A kernel for prefill, and the bytes of shared memory that it needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Prefill {
     pub(super) kernel: &'static str,
+    rows: u32,
     shared_bytes: u32,
 }
 
@@ -76,30 +109,24 @@ impl Prefill {
         let is_plain = planes.iter().all(|plane| plane.format == q.dtype && lies_well(plane));
         let is_coded = planes.iter().all(|plane| decodes(plane))
             && (params.lse.data == 0 || is_scored_exactly(k_plane));
-        let (names, shared_bytes) = match q.dtype {
-            F16 if is_plain => (PREFILL_F16, prefill_bytes(dim, 32, 16)),
-            BF16 if is_plain => (PREFILL_BF16, prefill_bytes(dim, 32, 16)),
-            F16 | BF16 if is_coded => (PREFILL_CODED, prefill_bytes(dim, 64, 784)),
+        let (names, of_token, more) = match q.dtype {
+            F16 if is_plain => (PREFILL_F16, 32, 32),
+            BF16 if is_plain => (PREFILL_BF16, 32, 32),
+            F16 | BF16 if is_coded => (PREFILL_CODED, 64, 800),
             _ => return None,
         };
         let kernel = names.get(index).copied()?;
-        (takes && shared_bytes <= shared_bytes_max).then_some(Self { kernel, shared_bytes })
+        let tiles = Tiles::of(dim, is_plain);
+        let (rows, shared_bytes) = (tiles.rows, tiles.bytes(dim, of_token, more));
+        (takes && shared_bytes <= shared_bytes_max).then_some(Self { kernel, rows, shared_bytes })
     }
 }
 
 pub(super) fn prefill(taker: Prefill, params: &AttendParams, extent: &Extent) -> Launch {
     let rows = extent.total_q.saturating_mul(params.group);
-    let units = rows.div_euclid(64).saturating_add(extent.sequences);
+    let units = rows.checked_div(taker.rows).unwrap_or(0).saturating_add(extent.sequences);
     let grid = [units, params.k_plane.num_kv_heads, 1];
     Launch { kernel: taker.kernel, grid, threads: 128, shared_bytes: taker.shared_bytes }
-}
-
-/// Shared memory of a kernel for prefill that needs some bytes for each token of a tile, and some.
-fn prefill_bytes(dim: u32, of_token: u32, more: u32) -> u32 {
-    let tokens: u32 = if dim <= 128 { 64 } else { 32 };
-    let rows = tokens.saturating_mul(2).saturating_add(64);
-    let staged = rows.saturating_mul(dim.saturating_add(8)).saturating_mul(2);
-    staged.saturating_add(tokens.saturating_mul(of_token)).saturating_add(more)
 }
 
 /// Whether all rows are alike and lie on 16 bytes.
@@ -247,10 +274,48 @@ mod tests {
 
     #[test]
     fn shared_memory_is_what_the_sources_say() {
-        // By hand: 2 * 192 * 136 + 64 * 32 + 16, and 2 * 128 * 264 + 32 * 64 + 784.
+        // By hand: 2 * 128 * (128 + 4 * 64) + 64 * 32 + 32, 2 * 256 * (64 + 4 * 32) + 32 * 32 + 32,
+        // and 2 * 256 * (64 + 2 * 32) + 32 * 64 + 800.
         let bytes = |params| Prefill::of(&params, ROOM).map(|taker| taker.shared_bytes);
-        assert_eq!(bytes(params(F16, [F16; 2], 128)), Some(54_288));
-        assert_eq!(bytes(params(F16, [BF16 + 1; 2], 256)), Some(70_416));
+        assert_eq!(bytes(params(F16, [F16; 2], 128)), Some(100_384));
+        assert_eq!(bytes(params(F16, [F16; 2], 256)), Some(99_360));
+        assert_eq!(bytes(params(F16, [BF16 + 1; 2], 256)), Some(68_384));
+    }
+
+    #[test]
+    fn tiles_are_as_large_as_registers_and_shared_memory_allow() {
+        let code = BF16 + 1;
+        for (dim, copied, decoded) in [
+            (64, [128, 64, 2], [64, 64, 1]),
+            (80, [128, 64, 2], [64, 64, 1]),
+            (96, [128, 64, 2], [64, 64, 1]),
+            (128, [128, 64, 2], [64, 64, 1]),
+            (192, [64, 32, 2], [64, 32, 1]),
+            (256, [64, 32, 2], [64, 32, 1]),
+        ] {
+            for (is_copied, expected) in [(true, copied), (false, decoded)] {
+                let Tiles { rows, tokens, buffers } = Tiles::of(dim, is_copied);
+                assert_eq!([rows, tokens, buffers], expected, "{dim}");
+            }
+            // Cards with the least of it, `sm_86` and `sm_89`, have this for a thread block.
+            for format in [F16, code] {
+                let params = params(F16, [format; 2], dim);
+                assert!(Prefill::of(&params, 101_376).is_some(), "{dim}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_grid_has_a_block_for_every_unit_of_rows() {
+        let extent = Extent { total_q: 100, sequences: 3, ..Extent::default() };
+        let grid = |format, dim| {
+            let mut params = params(F16, [format; 2], dim);
+            (params.group, params.k_plane.num_kv_heads) = (4, 2);
+            prefill(Prefill::of(&params, ROOM).unwrap(), &params, &extent).grid
+        };
+        assert_eq!(grid(F16, 128), [6, 2, 1]);
+        assert_eq!(grid(F16, 256), [9, 2, 1]);
+        assert_eq!(grid(BF16 + 1, 128), [9, 2, 1]);
     }
 
     #[test]
