@@ -180,8 +180,7 @@ const PREFILL_CODED: [&str; 6] = [
 mod tests {
     use super::*;
 
-    /// `KvFormat::all` has so many.
-    const FORMATS: u32 = 21;
+    const FORMATS: u32 = 21; // as many as `KvFormat::all` has
     const FORMAT_F32: u32 = 0;
     const ROOM: u32 = 99 << 10;
 
