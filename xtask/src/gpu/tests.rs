@@ -179,9 +179,9 @@ fn measures_stand_beside_what_was_expected_on_their_card() {
         predict::prediction("H200", &measure).map(|prediction| prediction.is_missed())
     };
     assert_eq!(of("decode/l4/block16/gqa8/b1/c8192", Some(0.10), None), Some(true));
-    assert_eq!(of("decode/l4/block16/gqa8/b1/c8192", Some(0.085), None), Some(false));
-    assert_eq!(of("prefill/bf16/gqa4/t4096", None, Some(150.0)), Some(true));
-    assert_eq!(of("prefill/bf16/gqa4/t4096", None, Some(190.0)), Some(false));
+    assert_eq!(of("decode/l4/block16/gqa8/b1/c8192", Some(0.065), None), Some(false));
+    assert_eq!(of("prefill/bf16/gqa4/t4096", None, Some(190.0)), Some(true));
+    assert_eq!(of("prefill/bf16/gqa4/t4096", None, Some(270.0)), Some(false));
     assert_eq!(of("decode/l4/block16/gqa4/b1/c8192", Some(0.1), None), None);
 }
 
