@@ -3,7 +3,6 @@ use kv_core::KvFormat;
 
 use crate::decode::{GROUP, HALF};
 use crate::features::Isa;
-use crate::fused::Fused;
 use crate::layout::{Element, Encoding, RowLayout};
 use crate::prefetch::PrefetchTarget;
 use crate::pv::Pv;
@@ -53,7 +52,7 @@ impl Kernels {
     #[cfg(any(test, feature = "testing"))]
     pub fn emulated() -> Self {
         let isa = Isa::EMULATED;
-        Self { isa, table: &crate::testing::wide::TABLE, prefetch: PrefetchTarget::L1 }
+        Self { isa, table: &crate::testing::wide::TABLE, prefetch: PrefetchTarget::L2 }
     }
 
     /// The same with AMX in plain Rust.
@@ -103,9 +102,6 @@ impl Kernels {
     #[inline]
     pub fn qk(self, x: &mut Qk<'_, '_>) {
         x.check();
-        if x.k.is_empty() {
-            return;
-        }
         let encoding = x.k.layout().encoding();
         let kernels = match x.words {
             Some(_) => self.qk_words(encoding),
@@ -153,8 +149,7 @@ impl Kernels {
         x.check();
         let encoding = x.v.layout().encoding();
         let kernels = self.pv_floats(encoding);
-        let most = most_pv_rows(encoding);
-        if let Some(kernel) = of_rows(kernels, x.rows, self.table.rows_max.min(most)) {
+        if let Some(kernel) = of_rows(kernels, x.rows, self.table.rows_max) {
             // SAFETY: the CPU has the instruction set, by `Self::new`; the arguments were checked.
             unsafe { kernel(x) };
             return;
@@ -162,7 +157,7 @@ impl Kernels {
         let mut row = 0_usize;
         let budget = x.prefetch.budget();
         while row < x.rows {
-            let rows = part(x.rows.saturating_sub(row)).min(most);
+            let rows = part(x.rows.saturating_sub(row));
             x.prefetch.allow_share(budget, (row, rows, x.rows));
             let weights = row.saturating_mul(x.weight_stride);
             let out = row.saturating_mul(x.out_stride);
@@ -259,24 +254,6 @@ impl Kernels {
             return 1.0;
         }
         of_encoding(&self.table.factor, encoding)
-    }
-
-    /// Whether one query row over rows of these layouts may be [`Self::fused`].
-    pub fn is_fused(self, [k, v]: [&RowLayout; 2]) -> bool {
-        k.encoding() == v.encoding() && of_encoding(&self.table.fused, k.encoding()).is_some()
-    }
-    /// Scores, weighs and adds tokens for one query row, where [`Self::is_fused`] has said so.
-    ///
-    /// # Panics
-    /// When it has not, or rows lie outside of their slices.
-    pub fn fused(self, x: &mut Fused<'_, '_>) {
-        x.check();
-        let kernel = of_encoding(&self.table.fused, x.k.layout().encoding());
-        assert!(kernel.is_some(), "an encoding that needs no decoding");
-        if let Some(kernel) = kernel {
-            // SAFETY: the CPU has the instruction set, by `Self::new`; the arguments were checked.
-            unsafe { kernel(x) }
-        }
     }
 
     /// Turns scores into weights.
@@ -433,15 +410,6 @@ const fn part(left: usize) -> usize {
         0 | 1 => left,
         2 | 3 => 2,
         _ => 4,
-    }
-}
-
-/// Most output rows of a register tile of PV: with two, rows of V that hardly need decoding are read
-/// from end to end, in memory order.
-const fn most_pv_rows(encoding: Encoding) -> usize {
-    match encoding {
-        Encoding::F32 | Encoding::F16 | Encoding::Bf16 | Encoding::Bf16Pairs => 8,
-        _ => 8,
     }
 }
 

@@ -9,7 +9,6 @@
 //! | `qk` | dot products of query rows with rows of K |
 //! | `softmax` | the online softmax |
 //! | `pv` | weighted sums of rows of V |
-//! | `fused` | all three for one query row, a few tokens at a time |
 //! | `decode` | stored formats, one file a family |
 //! | `convert` | element types, and rows of `f32` |
 //! | `prefetch` | the cursor that issues software prefetches |
@@ -19,19 +18,22 @@
 //! asserts its bounds once.
 //!
 //! ```
-//! use kv_cpu_kernels::{Element, Isa, KeyRows, Kernels, Prefetch, PrefetchTarget, Qk, RowLayout};
+//! use kv_cpu_kernels::{
+//!     Element, Isa, KeyRows, Kernels, Prefetch, PrefetchTarget, Qk, RowLayout, TileRows,
+//! };
 //!
 //! let kernels = Kernels::new(Isa::detect(), PrefetchTarget::None).ok_or("this CPU has it")?;
 //! // Two rows of K of eight bf16 ones, and a query row of halves.
 //! let (layout, k) = (RowLayout::plain(Element::Bf16, 8), [0x80, 0x3f].repeat(16));
 //! let (mut q, mut scores) = ([0.0; 64], [0.0; 16]);
 //! q[..8].fill(0.5);
+//! let k = KeyRows::new(&k, 16, 2, &layout);
 //! kernels.qk(&mut Qk {
 //!     rows: 1,
 //!     q: &q,
 //!     words: None,
 //!     q_stride: 64,
-//!     k: KeyRows::new(&k, 16, 2, &layout),
+//!     k: TileRows::of_run(&k),
 //!     scores: &mut scores,
 //!     score_stride: 16,
 //!     prefetch: &mut Prefetch::none(),
@@ -44,7 +46,6 @@ pub mod amx;
 mod convert;
 mod decode;
 mod features;
-mod fused;
 mod kernels;
 mod layout;
 mod load;
@@ -71,11 +72,10 @@ mod neon;
 mod scalar;
 
 pub use features::Isa;
-pub use fused::Fused;
 pub use kernels::{Kernels, PastCaches};
 pub use layout::{Element, Encoding, RowLayout};
 pub use prefetch::{Prefetch, PrefetchTarget};
 pub use pv::{OUTPUT_PAD, Pv};
 pub use qk::{QUERY_PAD, Qk, SCORE_PAD};
-pub use rows::{HeadRows, KeyRows};
+pub use rows::{KeyRows, TileRows};
 pub use softmax::{Logits, OnlineSoftmax, Partial, Softmax};

@@ -20,8 +20,6 @@ pub(crate) type V<L> = <<L as Load>::S as Simd>::F;
 /// `p / n * GROUP + p % n * LANES` and [`HALF`] values further on, where `n` pairs make a group.
 pub(crate) trait Load: Copy {
     type S: Simd;
-    /// As [`Decode::FACTOR`].
-    const FACTOR: f32 = 1.0;
 
     fn simd(self) -> Self::S;
     /// `P` pairs from pair `first` on.
@@ -65,7 +63,6 @@ impl<S: Copy, E> Clone for Decoded<S, E> {
 
 impl<S: Simd, E: Decode> Load for Decoded<S, E> {
     type S = S;
-    const FACTOR: f32 = E::FACTOR;
 
     #[inline(always)]
     fn simd(self) -> S {

@@ -18,11 +18,9 @@ use crate::simd::{LINE, Simd};
 /// Where prefetched lines go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PrefetchTarget {
-    /// L1, non-temporal where the CPU has such a hint.
-    L1,
     /// L2.
     L2,
-    /// L2, each line twice: some way ahead, and again when it is nearer. A core that has no line-fill
+    /// L2, each line twice: a tile ahead, and again half a tile ahead. A core that has no line-fill
     /// buffer left drops a prefetch.
     L2Twice,
     /// Nowhere: the hardware prefetchers are left alone.
@@ -35,7 +33,7 @@ impl PrefetchTarget {
         #[cfg(target_arch = "x86_64")]
         return Self::of_x86(&x86::vendor(), x86::family());
         #[cfg(not(target_arch = "x86_64"))]
-        return Self::L1;
+        return Self::L2;
     }
 
     /// The target for an x86 vendor and family.
@@ -45,8 +43,7 @@ impl PrefetchTarget {
         const AMD_19: u32 = 0x19;
         match (vendor, family) {
             (b"AuthenticAMD", AMD_19) => Self::L2Twice,
-            (b"GenuineIntel", _) => Self::L2,
-            _ => Self::L1,
+            _ => Self::L2,
         }
     }
 }
@@ -55,11 +52,10 @@ impl FromStr for PrefetchTarget {
     type Err = UnknownName;
     fn from_str(name: &str) -> Result<Self, UnknownName> {
         match name {
-            "l1" => Ok(Self::L1),
             "l2" => Ok(Self::L2),
             "l2-twice" => Ok(Self::L2Twice),
             "none" => Ok(Self::None),
-            _ => Err(UnknownName::new("prefetch target", name, "l1, l2, l2-twice, none")),
+            _ => Err(UnknownName::new("prefetch target", name, "l2, l2-twice, none")),
         }
     }
 }
@@ -89,7 +85,6 @@ mod x86 {
 /// A cursor over the cache lines of rows that a later call reads.
 #[derive(Debug, Clone, Copy)]
 pub struct Prefetch<'a> {
-    target: PrefetchTarget,
     /// The next line.
     at: *const u8,
     /// Lines left of the row at hand; rows that follow each other without a gap count as one.
@@ -100,8 +95,10 @@ pub struct Prefetch<'a> {
     gap: usize,
     /// Runs of rows behind those.
     later: &'a [KeyRows<'a>],
-    /// Bytes from a line to the one that is prefetched again with it, or 0.
-    again: usize,
+    /// Runs that are issued again, each with the run of `later` at its place.
+    again: &'a [KeyRows<'a>],
+    /// Bytes from a line to the one that is issued again with it, or 0.
+    offset: usize,
     /// Lines that the kernel at hand may still issue.
     budget: usize,
 }
@@ -110,46 +107,36 @@ impl<'a> Prefetch<'a> {
     /// Nothing to prefetch.
     pub fn none() -> Self {
         Self {
-            target: PrefetchTarget::None,
             at: std::ptr::null(),
             left: 0,
             rows: 0,
             lines: 0,
             gap: 0,
             later: &[],
-            again: 0,
+            again: &[],
+            offset: 0,
             budget: 0,
         }
     }
 
-    /// All lines of some rows, for one kernel to issue; `sooner` are those that are read before them.
-    #[inline]
-    pub fn of_rows(target: PrefetchTarget, rows: &KeyRows<'a>, sooner: &KeyRows<'a>) -> Self {
-        let mut cursor = Self { target, ..Self::none() };
-        if target == PrefetchTarget::L2Twice {
-            cursor.again = sooner.at(0).addr().wrapping_sub(rows.at(0).addr());
-        }
-        cursor.enter(rows);
-        cursor.budget = match target {
-            PrefetchTarget::None => 0,
-            _ => cursor.left + cursor.rows * cursor.lines,
+    /// All lines of some runs of rows, for one kernel to issue, and again those of runs that are
+    /// read before them.
+    pub fn new(target: PrefetchTarget, far: &'a [KeyRows<'a>], near: &'a [KeyRows<'a>]) -> Self {
+        let (later, again): (_, &[_]) = match target {
+            PrefetchTarget::None => return Self::none(),
+            PrefetchTarget::L2 => (far, &[]),
+            // Behind the last tile there is only what is near.
+            PrefetchTarget::L2Twice if far.is_empty() => (near, &[]),
+            PrefetchTarget::L2Twice => (far, near),
         };
-        cursor
-    }
-
-    /// The lines of several runs of rows, none of which is issued before [`Self::allow`].
-    pub fn of_runs(target: PrefetchTarget, runs: &'a [KeyRows<'a>]) -> Self {
-        let mut cursor = Self { target, later: runs, ..Self::none() };
+        let mut cursor = Self { later, again, budget: Self::lines_of(later), ..Self::none() };
         cursor.next_run();
         cursor
     }
 
     /// Lets the next kernel issue so many lines.
-    pub fn allow(&mut self, lines: usize) {
-        self.budget = match self.target {
-            PrefetchTarget::None => 0,
-            _ => lines,
-        };
+    pub(crate) fn allow(&mut self, lines: usize) {
+        self.budget = lines;
     }
 
     /// Lines that the next kernel may issue.
@@ -163,7 +150,7 @@ impl<'a> Prefetch<'a> {
     }
 
     /// Number of lines of some runs.
-    pub fn lines_of(runs: &[KeyRows<'_>]) -> usize {
+    fn lines_of(runs: &[KeyRows<'_>]) -> usize {
         let mut cursor = Prefetch::none();
         let lines = runs.iter().map(|rows| {
             cursor.enter(rows);
@@ -191,6 +178,11 @@ impl<'a> Prefetch<'a> {
         {
             self.later = later;
             self.enter(rows);
+            self.offset = 0;
+            if let Some((again, rest)) = self.again.split_first() {
+                self.again = rest;
+                self.offset = again.at(0).addr().wrapping_sub(rows.at(0).addr());
+            }
         }
     }
 
@@ -216,14 +208,10 @@ impl<'a> Prefetch<'a> {
     /// Issues the next lines of a row.
     #[inline(always)]
     fn issue<S: Simd>(&mut self, s: S, lines: usize) {
-        if self.target == PrefetchTarget::L1 {
-            (0..lines).for_each(|line| s.prefetch_l1(self.at.wrapping_add(line * LINE)));
-        } else {
-            (0..lines).for_each(|line| s.prefetch_l2(self.at.wrapping_add(line * LINE)));
-            if self.again != 0 {
-                let at = self.at.wrapping_add(self.again);
-                (0..lines).for_each(|line| s.prefetch_l2(at.wrapping_add(line * LINE)));
-            }
+        (0..lines).for_each(|line| s.prefetch_l2(self.at.wrapping_add(line * LINE)));
+        if self.offset != 0 {
+            let at = self.at.wrapping_add(self.offset);
+            (0..lines).for_each(|line| s.prefetch_l2(at.wrapping_add(line * LINE)));
         }
         self.at = self.at.wrapping_add(lines * LINE);
     }
@@ -233,23 +221,27 @@ impl<'a> Prefetch<'a> {
     fn step_over_rows<S: Simd>(&mut self, s: S, lines: usize) {
         let mut lines = lines.min(self.budget);
         self.budget -= lines;
-        while lines > 0 {
-            if self.left == 0 {
-                if self.rows > 0 {
-                    self.at = self.at.wrapping_add(self.gap);
-                    (self.left, self.rows) = (self.lines, self.rows - 1);
-                } else {
-                    self.next_run();
-                }
-                if self.left == 0 {
-                    return;
-                }
-            }
+        while lines > 0 && self.find_line() {
             let some = lines.min(self.left);
             self.issue(s, some);
             self.left -= some;
             lines -= some;
         }
+    }
+
+    /// Goes on to the next row or run where the one at hand has no line left. Returns whether there
+    /// is a line.
+    #[inline(always)]
+    fn find_line(&mut self) -> bool {
+        if self.left == 0 {
+            if self.rows > 0 {
+                self.at = self.at.wrapping_add(self.gap);
+                (self.left, self.rows) = (self.lines, self.rows - 1);
+            } else {
+                self.next_run();
+            }
+        }
+        self.left > 0
     }
 
     /// Issues what is left of the budget.
@@ -268,28 +260,25 @@ mod tests {
     #[test]
     fn cpus_are_told_apart_by_vendor_and_family() {
         assert_eq!(PrefetchTarget::of_x86(b"AuthenticAMD", 0x19), PrefetchTarget::L2Twice);
-        assert_eq!(PrefetchTarget::of_x86(b"AuthenticAMD", 0x1a), PrefetchTarget::L1);
+        assert_eq!(PrefetchTarget::of_x86(b"AuthenticAMD", 0x1a), PrefetchTarget::L2);
         assert_eq!(PrefetchTarget::of_x86(b"GenuineIntel", 6), PrefetchTarget::L2);
-        assert_eq!(PrefetchTarget::of_x86(b"HygonGenuine", 0x18), PrefetchTarget::L1);
+        assert_eq!(PrefetchTarget::of_x86(b"HygonGenuine", 0x18), PrefetchTarget::L2);
         assert_eq!("l2".parse(), Ok(PrefetchTarget::L2));
         let unknown = "l3".parse::<PrefetchTarget>().unwrap_err();
         assert!(unknown.to_string().contains("l2-twice"), "{unknown}");
     }
 
-    /// Lines that a cursor visits with steps of some length.
-    fn visited(mut cursor: Prefetch<'_>, step: usize) -> Vec<usize> {
+    /// Lines that a cursor issues, one at a time.
+    fn issued(mut cursor: Prefetch<'_>) -> Vec<usize> {
         let mut lines = Vec::new();
-        while cursor.budget > 0 {
-            if step <= cursor.left || cursor.left > 0 && step == 1 {
-                let first = cursor.at.addr() / LINE;
-                lines.extend(first..first + step.min(cursor.budget));
-            }
-            cursor.step(Scalar, step);
+        while cursor.budget > 0 && cursor.find_line() {
+            lines.push(cursor.at.addr() / LINE);
+            cursor.step(Scalar, 1);
         }
         lines
     }
 
-    /// Every line of every row is visited, and lines that two rows share at most twice.
+    /// Every line of every row is issued, and lines that two rows share at most twice.
     #[test]
     fn no_line_is_missed() {
         let memory = vec![0_u8; 1 << 14];
@@ -299,25 +288,19 @@ mod tests {
             let layout = RowLayout::plain(Element::F32, dim);
             let stride = layout.bytes() + gap;
             let rows = KeyRows::new(&memory[begin..], stride, count, &layout);
-            let mut cursor = Prefetch::of_rows(PrefetchTarget::L1, &rows, &rows);
-            let mut lines = Vec::new();
-            while cursor.budget > 0 {
-                if cursor.left == 0 {
-                    lines.push(cursor.at.wrapping_add(cursor.gap).addr() / LINE);
-                } else {
-                    lines.push(cursor.at.addr() / LINE);
-                }
-                cursor.step(Scalar, 1);
+            let runs = [rows.slice(0..count / 2), KeyRows::empty(&layout), rows.slice(count / 2..count)];
+            let next = issued(Prefetch::new(PrefetchTarget::L2, &runs, &[]));
+            for [far, near] in [[&runs[..], &runs[..2]], [&[], &runs[..]]] {
+                let twice = Prefetch::new(PrefetchTarget::L2Twice, far, near);
+                assert_eq!(issued(twice), next, "{dim} {gap} {count}");
             }
             for row in 0..count {
                 let first = rows.at(row).addr();
                 for line in first / LINE..=(first + layout.bytes() - 1) / LINE {
-                    let times = lines.iter().filter(|visited| **visited == line).count();
+                    let times = next.iter().filter(|issued| **issued == line).count();
                     assert!((1..=2).contains(&times), "{dim} {gap} {count}: {times}");
                 }
             }
-            let all = visited(Prefetch::of_rows(PrefetchTarget::L2, &rows, &rows), usize::MAX);
-            assert!(all.is_empty() || all.len() == lines.len());
         }
     }
 
@@ -327,8 +310,8 @@ mod tests {
         let layout = RowLayout::plain(Element::F32, 64);
         let run = |begin: usize| KeyRows::new(&memory[begin..], 256, 4, &layout);
         let runs = [run(0), KeyRows::empty(&layout), run(8192)];
+        let mut cursor = Prefetch::new(PrefetchTarget::L2, &runs, &[]);
         let lines = Prefetch::lines_of(&runs);
-        let mut cursor = Prefetch::of_runs(PrefetchTarget::L2, &runs);
         cursor.allow(lines);
         for steps in [1, 3, 7] {
             assert!(cursor.pace(steps) * steps >= lines);
@@ -340,8 +323,6 @@ mod tests {
         cursor.allow(10);
         cursor.finish(Scalar);
         assert_eq!(cursor.budget, 0, "what is behind the last run is dropped");
-        let mut none = Prefetch::of_rows(PrefetchTarget::None, &runs[0], &runs[0]);
-        none.allow(7);
-        assert_eq!(none.budget, 0);
+        assert_eq!(Prefetch::new(PrefetchTarget::None, &runs, &runs).budget, 0);
     }
 }

@@ -13,7 +13,7 @@
 use crate::decode::{GROUP, HALF, Rest, rest_begin};
 use crate::load::{Load, place};
 use crate::prefetch::Prefetch;
-use crate::rows::KeyRows;
+use crate::rows::TileRows;
 use crate::simd::Simd;
 
 /// Values to which output rows are padded.
@@ -30,7 +30,7 @@ pub struct Pv<'a, 'p> {
     /// Floats from a row of weights to the next.
     pub weight_stride: usize,
     /// Rows of V.
-    pub v: KeyRows<'a>,
+    pub v: TileRows<'a>,
     /// The rows, `out_stride` floats apart.
     pub out: &'a mut [f32],
     /// Floats from an output row to the next, a multiple of [`OUTPUT_PAD`].
@@ -108,20 +108,24 @@ fn add_pairs<L: Load, const R: usize, const P: usize>(
             }
         }
     }
-    for token in 0..x.v.len() {
-        prefetch.step(s, pace);
-        // SAFETY: a row of V, and pairs of its whole groups.
-        let values = unsafe { l.pairs::<P>(x.v.at(token), layout, first) };
-        for r in 0..R {
-            let weight = x.weights.as_ptr().wrapping_add(r * x.weight_stride + token);
-            // SAFETY: the weight of a token, which were checked.
-            let weight = s.splat(unsafe { weight.read() });
-            for p in 0..P {
-                for half in 0..2 {
-                    sums[r][p][half] = s.fma(weight, values[p][half], sums[r][p][half]);
+    let mut weights = x.weights.as_ptr();
+    for run in x.v.runs() {
+        for token in 0..run.len() {
+            prefetch.step(s, pace);
+            // SAFETY: a row of V, and pairs of its whole groups.
+            let values = unsafe { l.pairs::<P>(run.at(token), layout, first) };
+            for r in 0..R {
+                let weight = weights.wrapping_add(r * x.weight_stride + token);
+                // SAFETY: the weight of a token, which were checked.
+                let weight = s.splat(unsafe { weight.read() });
+                for p in 0..P {
+                    for half in 0..2 {
+                        sums[r][p][half] = s.fma(weight, values[p][half], sums[r][p][half]);
+                    }
                 }
             }
         }
+        weights = weights.wrapping_add(run.len());
     }
     for r in 0..R {
         for p in 0..P {
@@ -139,29 +143,33 @@ const RESTS: usize = 16;
 /// The values behind the last whole group.
 #[inline(always)]
 fn add_rest<L: Load, const R: usize>(l: L, x: &mut Pv<'_, '_>, begin: usize) {
-    let (s, layout, tokens) = (l.simd(), x.v.layout(), x.v.len());
+    let (s, layout) = (l.simd(), x.v.layout());
     let n = layout.dim() - begin;
     let mut rests: [Rest; RESTS] = [[0.0; GROUP]; RESTS];
-    for token in (0..tokens).step_by(RESTS) {
-        let count = (tokens - token).min(RESTS);
-        for i in 0..count {
-            // SAFETY: a row of V, which has a rest.
-            rests[i] = unsafe { l.rest(x.v.at(token + i), layout) };
-        }
-        for value in (0..n).step_by(L::S::LANES) {
-            for r in 0..R {
-                let at = r * x.out_stride + begin + value;
-                // SAFETY: output rows are padded to a multiple of `OUTPUT_PAD`.
-                let mut sum = unsafe { s.load(x.out.as_ptr(), at) };
-                for i in 0..count {
-                    let weight = x.weights[r * x.weight_stride + token + i];
-                    // SAFETY: `value + LANES` is at most `GROUP`.
-                    let values = unsafe { s.load(rests[i].as_ptr(), value) };
-                    sum = s.fma(s.splat(weight), values, sum);
+    let mut first = 0;
+    for run in x.v.runs() {
+        for token in (0..run.len()).step_by(RESTS) {
+            let count = (run.len() - token).min(RESTS);
+            for i in 0..count {
+                // SAFETY: a row of V, which has a rest.
+                rests[i] = unsafe { l.rest(run.at(token + i), layout) };
+            }
+            for value in (0..n).step_by(L::S::LANES) {
+                for r in 0..R {
+                    let at = r * x.out_stride + begin + value;
+                    // SAFETY: output rows are padded to a multiple of `OUTPUT_PAD`.
+                    let mut sum = unsafe { s.load(x.out.as_ptr(), at) };
+                    for i in 0..count {
+                        let weight = x.weights[r * x.weight_stride + first + token + i];
+                        // SAFETY: `value + LANES` is at most `GROUP`.
+                        let values = unsafe { s.load(rests[i].as_ptr(), value) };
+                        sum = s.fma(s.splat(weight), values, sum);
+                    }
+                    // SAFETY: as for the load.
+                    unsafe { s.store(x.out.as_mut_ptr(), at, sum) };
                 }
-                // SAFETY: as for the load.
-                unsafe { s.store(x.out.as_mut_ptr(), at, sum) };
             }
         }
+        first += run.len();
     }
 }

@@ -11,11 +11,13 @@
     reason = "kernel code: bounds are asserted at the entry, and loops must inline into the \
               `#[target_feature]` caller"
 )]
+use std::sync::atomic::{Ordering, compiler_fence};
+
 use crate::decode::{Fp8, GROUP, HALF, LookUp, LookedUp, rest_begin};
 use crate::layout::RowLayout;
 use crate::load::{Load, V, place};
 use crate::prefetch::Prefetch;
-use crate::rows::KeyRows;
+use crate::rows::{KeyRows, TileRows};
 use crate::simd::Simd;
 
 /// Values to which query rows are padded with zeros: the widest step of a [`Product`].
@@ -37,10 +39,10 @@ pub struct Qk<'a, 'p> {
     /// Floats from a query row to the next, a multiple of [`QUERY_PAD`].
     pub q_stride: usize,
     /// Rows of K.
-    pub k: KeyRows<'a>,
+    pub k: TileRows<'a>,
     /// Scores short of the scale of K's rows and of [`Kernels::factor`](crate::Kernels::factor),
-    /// `score_stride` a query row. Those behind the last token up to a multiple of [`SCORE_PAD`]
-    /// are overwritten.
+    /// `score_stride` a query row. Those behind the last token of a run, up to a multiple of
+    /// [`SCORE_PAD`] from its first, are overwritten.
     pub scores: &'a mut [f32],
     /// Floats from a row of scores to the next, a multiple of [`SCORE_PAD`].
     pub score_stride: usize,
@@ -60,9 +62,13 @@ impl Qk<'_, '_> {
                 && self.words.is_none_or(|words| words.len() >= rows * self.q_stride / 2),
             "query rows lie inside their slice"
         );
+        let (mut begin, mut fits) = (0, true);
+        for run in self.k.runs() {
+            fits &= begin + run.len().next_multiple_of(SCORE_PAD) <= self.score_stride;
+            begin += run.len();
+        }
         assert!(
-            self.score_stride.is_multiple_of(SCORE_PAD)
-                && self.k.len() <= self.score_stride
+            fits && self.score_stride.is_multiple_of(SCORE_PAD)
                 && self.scores.len() >= rows * self.score_stride,
             "score rows lie inside their slice"
         );
@@ -114,88 +120,6 @@ pub(crate) struct QueryRow {
     words: *const u32,
 }
 
-/// Scores all tokens by `R` query rows, of which `C` keys' worth of values stay in registers while
-/// rows of K pass by one after another: where values need hardly any decoding, memory is the limit
-/// and delivers more in its own order. `T` tokens are reduced together. The arguments were checked,
-/// and have `R` rows.
-#[inline(always)]
-pub(crate) fn qk_in_order<P: Product, const R: usize, const T: usize, const C: usize>(
-    p: P,
-    x: &mut Qk<'_, '_>,
-) {
-    const { assert!(R * T <= 8, "sums are reduced at once") };
-    let (s, layout, tokens) = (p.simd(), x.k.layout(), x.k.len());
-    let dim = layout.dim();
-    let chunk = C * P::VALUES;
-    let whole = dim / P::WHOLE * P::WHOLE;
-    let chunks = whole / chunk * chunk;
-    if chunks == 0 || chunks < dim {
-        // The values behind the chunks, all of them where there is no chunk.
-        scores_behind::<P, R>(p, x, chunks);
-    }
-    let mut prefetch = *x.prefetch;
-    let pace = prefetch.pace(tokens.div_ceil(T) * (chunks / chunk));
-    let queries = query_rows::<R>(x);
-    let mut first = 0;
-    while first < chunks {
-        // SAFETY: the query rows were checked.
-        let mut some = [[unsafe { p.query(queries[0], first) }; C]; R];
-        for r in 0..R {
-            for c in 0..C {
-                // SAFETY: as above.
-                some[r][c] = unsafe { p.query(queries[r], first + c * P::VALUES) };
-            }
-        }
-        let mut token = 0;
-        while token < tokens {
-            prefetch.step(s, pace);
-            let mut sums = [[s.splat(0.0); T]; R];
-            for t in 0..T {
-                let row = x.k.at((token + t).min(tokens - 1));
-                for c in 0..C {
-                    // SAFETY: a row of K, and the key lies before its last multiple of `WHOLE`.
-                    let key = unsafe { p.key(row, layout, first + c * P::VALUES) };
-                    for r in 0..R {
-                        sums[r][t] = p.add(sums[r][t], some[r][c], key);
-                    }
-                }
-            }
-            store::<P, R, T>(p, x, token, sums, first > 0 || chunks < dim);
-            token += T;
-        }
-        first += chunk;
-    }
-    prefetch.finish(s);
-    *x.prefetch = prefetch;
-}
-
-/// Scores of the values from `begin` on, which are few.
-#[inline(always)]
-fn scores_behind<P: Product, const R: usize>(p: P, x: &mut Qk<'_, '_>, begin: usize) {
-    let (s, layout, tokens) = (p.simd(), x.k.layout(), x.k.len());
-    let (dim, queries) = (layout.dim(), query_rows::<R>(x));
-    let whole = dim / P::WHOLE * P::WHOLE;
-    for token in 0..tokens {
-        let row = x.k.at(token);
-        let mut sums = [[s.splat(0.0); 1]; R];
-        let mut value = begin;
-        while value < whole {
-            // SAFETY: a row of K, and `value` is below its last multiple of `WHOLE`.
-            let key = unsafe { p.key(row, layout, value) };
-            for r in 0..R {
-                // SAFETY: the query rows were checked.
-                let query = unsafe { p.query(queries[r], value) };
-                sums[r][0] = p.add(sums[r][0], query, key);
-            }
-            value += P::VALUES;
-        }
-        if whole < dim {
-            add_rest::<P, R>(p, (row, layout, whole), &queries, &mut sums);
-        }
-        store::<P, R, 1>(p, x, token, sums, false);
-    }
-}
-
 /// Where query rows begin.
 #[inline(always)]
 fn query_rows<const R: usize>(x: &Qk<'_, '_>) -> [QueryRow; R] {
@@ -208,28 +132,6 @@ fn query_rows<const R: usize>(x: &Qk<'_, '_>) -> [QueryRow; R] {
     queries
 }
 
-/// Adds the products of the values of a row of K behind its last multiple of `WHOLE`.
-#[inline(always)]
-fn add_rest<P: Product, const R: usize>(
-    p: P,
-    (row, layout, whole): (*const u8, &RowLayout, usize),
-    queries: &[QueryRow; R],
-    sums: &mut [[F<P>; 1]; R],
-) {
-    // SAFETY: a row of K, which has a rest.
-    let rest = unsafe { p.rest(row, layout) };
-    let mut value = 0;
-    while value < rest_keys(layout.dim() - whole) {
-        let key = p.key_of_rest(&rest, value);
-        for r in 0..R {
-            // SAFETY: query rows are padded to a multiple of `QUERY_PAD`.
-            let query = unsafe { p.query(queries[r], whole + value) };
-            sums[r][0] = p.add(sums[r][0], query, key);
-        }
-        value += P::VALUES;
-    }
-}
-
 /// Values of the keys that hold the last `values` of a row: a pair of vectors has values of both
 /// halves of a group, so narrow keys take all of it.
 #[inline(always)]
@@ -237,38 +139,48 @@ const fn rest_keys(values: usize) -> usize {
     values.next_multiple_of(GROUP)
 }
 
-/// Reduces sums of `T` tokens from one on to scores; adds them to what is there if `more`.
+/// Reduces sums of `T` tokens from one on to scores.
 #[inline(always)]
 fn store<P: Product, const R: usize, const T: usize>(
     p: P,
     x: &mut Qk<'_, '_>,
     token: usize,
     sums: [[F<P>; T]; R],
-    more: bool,
 ) {
     let s = p.simd();
     let mut scores = [0.0; 16];
-    for (i, eight) in scores.as_chunks_mut::<8>().0[..(R * T).div_ceil(8)].iter_mut().enumerate() {
-        let mut some = [s.splat(0.0); 8];
-        for j in 0..8.min(R * T) {
-            some[j] = sums[(i * 8 + j) / T][(i * 8 + j) % T];
+    if R * T == 16 {
+        let all = [eight_of(s, &sums, 0), eight_of(s, &sums, 8)];
+        scores = s.reduce_add16(all);
+    } else if R * T == 8 {
+        scores[..8].copy_from_slice(&s.reduce_add8(eight_of(s, &sums, 0)));
+    } else {
+        for i in 0..R * T {
+            scores[i] = s.reduce_add(sums[i / T][i % T]);
         }
-        *eight = s.reduce_add8(some);
     }
     for r in 0..R {
         let mut some = [0.0; T];
         some.copy_from_slice(&scores[r * T..][..T]);
         let to = x.scores.as_mut_ptr().wrapping_add(r * x.score_stride + token).cast::<[f32; T]>();
-        if more {
-            // SAFETY: `T` places of a row of scores, which is padded to a multiple of `SCORE_PAD`.
-            let before = unsafe { to.read() };
-            for t in 0..T {
-                some[t] += before[t];
-            }
-        }
-        // SAFETY: as above.
+        // SAFETY: `T` places of a row of scores, which has room for each run up to a multiple of
+        // `SCORE_PAD`, by `Qk::check`.
         unsafe { to.write(some) };
     }
+}
+
+/// Eight sums from one on, row by row.
+#[inline(always)]
+fn eight_of<S: Simd, const R: usize, const T: usize>(
+    s: S,
+    sums: &[[S::F; T]; R],
+    first: usize,
+) -> [S::F; 8] {
+    let mut some = [s.splat(0.0); 8];
+    for i in 0..8 {
+        some[i] = sums[(first + i) / T][(first + i) % T];
+    }
+    some
 }
 
 /// Scores all tokens by `R` query rows, `T` tokens at a time. The arguments were checked, and have
@@ -276,47 +188,69 @@ fn store<P: Product, const R: usize, const T: usize>(
 #[inline(always)]
 pub(crate) fn qk<P: Product, const R: usize, const T: usize>(p: P, x: &mut Qk<'_, '_>) {
     const { assert!(SCORE_PAD.is_multiple_of(T) && R * T <= 16, "scores fit their padding") };
-    let (s, layout, tokens) = (p.simd(), x.k.layout(), x.k.len());
-    let dim = layout.dim();
-    let whole = dim / P::WHOLE * P::WHOLE;
-    let queries = query_rows::<R>(x);
+    let (s, layout, k) = (p.simd(), x.k.layout(), x.k);
+    let whole = layout.dim() / P::WHOLE * P::WHOLE;
     let mut prefetch = *x.prefetch;
-    let pace = prefetch.pace(tokens.div_ceil(T) * whole.div_ceil(P::VALUES));
-    let mut token = 0;
-    while token < tokens {
-        // Where a register tile has more tokens than there are, the last one is scored again.
-        let mut rows = [x.k.at(token); T];
-        for t in 1..T {
-            rows[t] = x.k.at((token + t).min(tokens - 1));
-        }
-        let mut sums = [[s.splat(0.0); T]; R];
-        let mut value = 0;
-        while value < whole {
-            prefetch.step(s, pace);
-            add_tile::<P, R, T>(p, layout, (&queries, &rows), value, &mut sums);
-            value += P::VALUES;
-        }
-        if whole < dim {
-            for t in 0..T {
-                // SAFETY: a row of K, which has a rest.
-                let rest = unsafe { p.rest(rows[t], layout) };
-                let mut value = 0;
-                while value < rest_keys(dim - whole) {
-                    let key = p.key_of_rest(&rest, value);
-                    for r in 0..R {
-                        // SAFETY: query rows are padded to a multiple of `QUERY_PAD`.
-                        let query = unsafe { p.query(queries[r], whole + value) };
-                        sums[r][t] = p.add(sums[r][t], query, key);
-                    }
-                    value += P::VALUES;
-                }
+    let pace = prefetch.pace((k.len() / T + k.runs().len()) * whole.div_ceil(P::VALUES));
+    let mut begin = 0;
+    for run in k.runs() {
+        let mut token = 0;
+        while token < run.len() {
+            let (at, lines) = ((run, token), (&mut prefetch, pace));
+            if run.len() - token == 1 {
+                let sums = tile::<P, R, 1>(p, x, at, whole, lines);
+                store::<P, R, 1>(p, x, begin + token, sums);
+            } else {
+                let sums = tile::<P, R, T>(p, x, at, whole, lines);
+                store::<P, R, T>(p, x, begin + token, sums);
             }
+            token += T;
         }
-        store::<P, R, T>(p, x, token, sums, false);
-        token += T;
+        begin += run.len();
     }
     prefetch.finish(s);
     *x.prefetch = prefetch;
+}
+
+/// The sums of a register tile: `R` query rows by `T` tokens of a run from one on. Where there are
+/// fewer, the last one is scored again.
+#[inline(always)]
+fn tile<P: Product, const R: usize, const T: usize>(
+    p: P,
+    x: &Qk<'_, '_>,
+    (run, token): (&KeyRows<'_>, usize),
+    whole: usize,
+    (prefetch, pace): (&mut Prefetch<'_>, usize),
+) -> [[F<P>; T]; R] {
+    let (s, layout, queries) = (p.simd(), x.k.layout(), query_rows::<R>(x));
+    let mut rows = [run.at(token); T];
+    for t in 1..T {
+        rows[t] = run.at((token + t).min(run.len() - 1));
+    }
+    let mut sums = [[s.splat(0.0); T]; R];
+    let mut value = 0;
+    while value < whole {
+        prefetch.step(s, pace);
+        add_tile::<P, R, T>(p, layout, (&queries, &rows), value, &mut sums);
+        value += P::VALUES;
+    }
+    if whole < layout.dim() {
+        for t in 0..T {
+            // SAFETY: a row of K, which has a rest.
+            let rest = unsafe { p.rest(rows[t], layout) };
+            let mut value = 0;
+            while value < rest_keys(layout.dim() - whole) {
+                let key = p.key_of_rest(&rest, value);
+                for r in 0..R {
+                    // SAFETY: query rows are padded to a multiple of `QUERY_PAD`.
+                    let query = unsafe { p.query(queries[r], whole + value) };
+                    sums[r][t] = p.add(sums[r][t], query, key);
+                }
+                value += P::VALUES;
+            }
+        }
+    }
+    sums
 }
 
 /// Adds the products of a key's values with all rows of a register tile.
@@ -328,8 +262,22 @@ fn add_tile<P: Product, const R: usize, const T: usize>(
     value: usize,
     sums: &mut [[F<P>; T]; R],
 ) {
-    // What is the shorter of both stays in registers. Loops and not `map`: a closure does not carry
-    // the target features.
+    // What is the shorter of both stays in registers, if it is short enough. Loops and not `map`: a
+    // closure does not carry the target features.
+    if R <= T && R * size_of::<P::Query>() > 8 * size_of::<F<P>>() {
+        for t in 0..T {
+            // SAFETY: a row of K, and `value` is below the last multiple of `WHOLE`.
+            let key = unsafe { p.key(rows[t], layout, value) };
+            for r in 0..R {
+                // SAFETY: the query rows were checked.
+                let query = unsafe { p.query(queries[r], value) };
+                sums[r][t] = p.add(sums[r][t], query, key);
+            }
+            // Keeps the compiler from holding the queries for the next token, and spilling sums.
+            compiler_fence(Ordering::SeqCst);
+        }
+        return;
+    }
     if R <= T {
         // SAFETY: the query rows were checked.
         let mut some = [unsafe { p.query(queries[0], value) }; R];

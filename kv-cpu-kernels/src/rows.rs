@@ -86,65 +86,55 @@ impl<'a> KeyRows<'a> {
     }
 }
 
-/// Rows of several heads at one stride: row `i` of head `h` begins `h * per_head + i * stride` bytes
-/// behind the first.
+/// Rows of K or V of a tile: runs of one layout, one after another; never empty.
 #[derive(Debug, Clone, Copy)]
-pub struct HeadRows<'a> {
-    rows: KeyRows<'a>,
-    per_head: usize,
-    heads: usize,
+pub struct TileRows<'a> {
+    runs: &'a [KeyRows<'a>],
+    layout: &'a RowLayout,
+    len: usize,
 }
 
-impl<'a> HeadRows<'a> {
-    /// The first `count` rows of each of `heads` in `bytes`; strides are those from a row and from a
-    /// head to the next.
+impl<'a> TileRows<'a> {
+    /// The rows of some runs.
     ///
     /// # Panics
-    /// When the last row ends behind `bytes`.
-    pub fn new(
-        bytes: &'a [u8],
-        (stride, per_head): (usize, usize),
-        (count, heads): (usize, usize),
-        layout: &'a RowLayout,
-    ) -> Self {
-        let rows = KeyRows::new(bytes, stride, count, layout);
-        let fits = heads.checked_sub(1).is_none_or(|last| {
-            let begin = last.checked_mul(per_head);
-            begin.and_then(|begin| bytes.get(begin..)).is_some_and(|bytes| {
-                let _checked = KeyRows::new(bytes, stride, count, layout);
-                true
-            })
-        });
-        assert!(fits, "rows of {heads} heads lie inside their memory");
-        Self { rows, per_head, heads }
+    /// When they are none, or of several layouts.
+    #[inline]
+    pub fn new(runs: &'a [KeyRows<'a>]) -> Self {
+        let layout = runs.first().map(KeyRows::layout);
+        assert!(layout.is_some(), "a tile has rows");
+        #[expect(clippy::unwrap_used, reason = "asserted")]
+        let layout = layout.unwrap();
+        let is_alike = |other: &RowLayout| std::ptr::eq(other, layout) || other == layout;
+        let mut len = 0;
+        for run in runs {
+            assert!(is_alike(run.layout), "rows of one layout");
+            len += run.count;
+        }
+        assert!(len > 0, "a tile has rows");
+        Self { runs, layout, len }
+    }
+    /// The rows of one run.
+    ///
+    /// # Panics
+    /// When it is empty.
+    #[inline]
+    pub fn of_run(run: &'a KeyRows<'a>) -> Self {
+        Self::new(std::slice::from_ref(run))
     }
 
-    /// Number of heads.
-    pub fn heads(&self) -> usize {
-        self.heads
-    }
-    /// Number of rows of each.
+    /// Number of rows, at least one.
+    #[expect(clippy::len_without_is_empty, reason = "a tile is never empty")]
     pub fn len(&self) -> usize {
-        self.rows.count
-    }
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.rows.is_empty()
+        self.len
     }
     /// Layout of each row.
     pub fn layout(&self) -> &'a RowLayout {
-        self.rows.layout
+        self.layout
     }
-
-    /// Some rows of a head.
-    ///
-    /// # Panics
-    /// When there is no such head, or the range ends behind its last row.
-    #[inline]
-    pub fn rows(&self, head: usize, range: Range<usize>) -> KeyRows<'a> {
-        assert!(head < self.heads, "head {head} of {}", self.heads);
-        let rows = self.rows.slice(range);
-        KeyRows { first: rows.first.wrapping_add(head * self.per_head), ..rows }
+    /// The runs.
+    pub fn runs(&self) -> &'a [KeyRows<'a>] {
+        self.runs
     }
 }
 
@@ -165,19 +155,28 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_heads_lie_at_both_strides() {
-        let bytes: Vec<u8> = (0..40).collect();
+    fn a_tile_counts_the_rows_of_its_runs() {
+        let bytes = [0; 40];
         let layout = RowLayout::plain(Element::F16, 2);
-        let heads = HeadRows::new(&bytes, (4, 16), (3, 2), &layout);
-        assert_eq!((heads.heads(), heads.len(), heads.is_empty()), (2, 3, false));
-        assert_eq!(heads.rows(1, 1..3).row(1), &bytes[24..28]);
+        let runs = [3, 0, 2].map(|count| KeyRows::new(&bytes, 8, count, &layout));
+        let tile = TileRows::new(&runs);
+        assert_eq!((tile.len(), tile.runs().len(), tile.layout()), (5, 3, &layout));
+        assert_eq!(TileRows::of_run(&runs[2]).len(), 2);
     }
 
     #[test]
-    #[should_panic(expected = "lie inside their memory")]
-    fn a_head_behind_the_memory_is_refused() {
+    #[should_panic(expected = "a tile has rows")]
+    fn an_empty_tile_is_refused() {
         let layout = RowLayout::plain(Element::F16, 2);
-        let _rows = HeadRows::new(&[0; 27], (4, 16), (3, 2), &layout);
+        let _tile = TileRows::new(&[KeyRows::empty(&layout); 2]);
+    }
+
+    #[test]
+    #[should_panic(expected = "rows of one layout")]
+    fn rows_of_two_layouts_are_refused() {
+        let layouts = [2, 4].map(|dim| RowLayout::plain(Element::F16, dim));
+        let runs = [0, 1].map(|i| KeyRows::new(&[0; 8], 8, 1, &layouts[i]));
+        let _tile = TileRows::new(&runs);
     }
 
     #[test]

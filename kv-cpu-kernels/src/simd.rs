@@ -77,6 +77,15 @@ pub(crate) trait Simd: Copy {
         }
         sums
     }
+    /// Sixteen sums at once, each with the bits of [`Self::reduce_add`].
+    #[inline(always)]
+    fn reduce_add16(self, [a, b]: [[Self::F; 8]; 2]) -> [f32; 16] {
+        let mut sums = [0.0; 16];
+        let (low, high) = sums.split_at_mut(8);
+        low.copy_from_slice(&self.reduce_add8(a));
+        high.copy_from_slice(&self.reduce_add8(b));
+        sums
+    }
 
     /// Whether a lane of `a` is greater than that of `b`; a NaN is not.
     #[inline(always)]

@@ -303,27 +303,6 @@ pub(crate) fn exp<S: Simd>(s: S, x: S::F, exact: bool) -> S::F {
     if exact { s.exp(x) } else { s.exp_short(x) }
 }
 
-/// Fused steps: the state of one query row while its sums are in registers.
-impl OnlineSoftmax {
-    /// Turns logits into weights and adds them to the sum. Returns the weights and the factor for
-    /// what is relative to the old maximum, if it was raised.
-    #[inline(always)]
-    pub(crate) fn step<S: Simd>(
-        &mut self,
-        s: S,
-        logits: S::F,
-        exact: bool,
-    ) -> (S::F, Option<S::F>) {
-        let factor = raise(s, self, logits, exact);
-        let weights = exp(s, s.add(logits, s.splat(-self.max)), exact);
-        // SAFETY: an array of `LANES_MAX`.
-        let sums = s.add(unsafe { s.load(self.sums.as_ptr(), 0) }, weights);
-        // SAFETY: as above.
-        unsafe { s.store(self.sums.as_mut_ptr(), 0, sums) };
-        (weights, factor)
-    }
-}
-
 #[cfg(test)]
 #[expect(clippy::float_cmp, reason = "tests: what is compared is exact")]
 mod tests {

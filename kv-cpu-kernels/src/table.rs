@@ -1,7 +1,6 @@
 //! The kernels of one instruction set as a table of functions.
 use kv_core::KvFormat;
 
-use crate::fused::Fused;
 use crate::layout::{Encoding, RowLayout};
 use crate::pv::Pv;
 use crate::qk::Qk;
@@ -46,8 +45,6 @@ pub(crate) struct Table {
     pub(crate) pv: [[PvFn; 4]; Encoding::COUNT],
     /// What decoded values lack, by encoding.
     pub(crate) factor: [f32; Encoding::COUNT],
-    /// By encoding, where values need no decoding.
-    pub(crate) fused: [Option<unsafe fn(&mut Fused<'_, '_>)>; Encoding::COUNT],
     /// Without a soft cap, and with one.
     pub(crate) softmax: [unsafe fn(&mut Softmax<'_>); 2],
     pub(crate) decode: [Decode; Encoding::COUNT],
@@ -79,7 +76,6 @@ macro_rules! table {
                 self as rows, Bf16, Bf16Pairs, Decode, E4m3, E5m2, F16, F32, Int8, L3, L4, L6, Lloyd,
                 Nvfp4, Plain, Q4Block, Q8Block,
             };
-            use $crate::fused::{self, Fused};
             use $crate::layout::RowLayout;
             use $crate::load::Decoded;
             use $crate::pv::{self, Pv};
@@ -118,22 +114,7 @@ macro_rules! table {
             fn qk_rows<E: Decode, const R: usize, const T: usize>(x: &mut Qk<'_, '_>) {
                 qk::qk::<_, R, T>(Floats::<_, 1>(Decoded::<$simd, E>::new($witness)), x);
             }
-            $(#[$attribute])*
-            fn in_order<E: Decode, const R: usize, const T: usize, const C: usize>(
-                x: &mut Qk<'_, '_>,
-            ) {
-                let keys = Floats::<_, 1>(Decoded::<$simd, E>::new($witness));
-                qk::qk_in_order::<_, R, T, C>(keys, x);
-            }
             const fn qk_of<E: Decode>() -> [QkFn; 4] {
-                if E::IS_PLAIN && SUMS >= 16 && std::option_env!("INORDER").is_some() {
-                    return [
-                        in_order::<E, 1, 8, 4>,
-                        in_order::<E, 2, 4, 4>,
-                        in_order::<E, 4, 2, 2>,
-                        in_order::<E, 8, 1, 1>,
-                    ];
-                }
                 [
                     qk_rows::<E, 1, { tile_tokens(SUMS, 1) }>,
                     qk_rows::<E, 2, { tile_tokens(SUMS, 2) }>,
@@ -163,10 +144,6 @@ macro_rules! table {
             }
             const fn factor_of<E: Decode>() -> f32 {
                 E::FACTOR
-            }
-            $(#[$attribute])*
-            fn fused_rows<E: Decode>(x: &mut Fused<'_, '_>) {
-                fused::fused(Decoded::<$simd, E>::new($witness), x);
             }
             $(#[$attribute])*
             fn softmax<const CAP: bool>(x: &mut Softmax<'_>) {
@@ -235,16 +212,11 @@ macro_rules! table {
                     ]
                 };
             }
-            let mut fused: [Option<unsafe fn(&mut Fused<'_, '_>)>; 16] = [None; 16];
-            fused[0] = Some(fused_rows::<F32>);
-            fused[1] = Some(fused_rows::<F16>);
-            fused[15] = Some(fused_rows::<Bf16Pairs>);
             Table {
                 rows_max: if SUMS < 16 { 4 } else { 8 },
                 qk: each!(qk_of),
                 pv: each!(pv_of),
                 factor: each!(factor_of),
-                fused,
                 softmax: [softmax::<false>, softmax::<true>],
                 decode: each!(decode_of),
                 row_scales,

@@ -6,7 +6,6 @@ use kv_quant::block::BlockMean;
 use crate::access::Entry;
 use crate::aligned::AlignedFloats;
 use crate::attend::WorkPlan;
-use crate::layout::RowScale;
 
 /// Buffers of one queue.
 #[derive(Debug, Default)]
@@ -35,8 +34,6 @@ pub(crate) struct Scratch {
     /// Sums of V of each query row, and their maxima and sums of weights.
     pub(crate) out: AlignedFloats,
     pub(crate) states: Vec<OnlineSoftmax>,
-    /// What rows of K and of V are multiplied with, by kv head.
-    pub(crate) scales: Vec<[RowScale; 2]>,
     /// Scores of a tile.
     pub(crate) scores: AlignedFloats,
     /// A tile of K and of V, decoded or packed for AMX.

@@ -40,7 +40,6 @@ mod x86_words;
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-pub use self::runs::TileRuns;
 use self::table::{Kernel, Table, TileConfig};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use self::x86::{TABLE, is_available};
@@ -48,6 +47,7 @@ use crate::decode::GROUP;
 use crate::kernels::Kernels;
 use crate::layout::Encoding;
 use crate::prefetch::Prefetch;
+use crate::rows::TileRows;
 
 /// Rows of a block, and words of each.
 pub const BLOCK: usize = 16;
@@ -227,8 +227,10 @@ impl Session {
         unsafe { (self.table.is_finite)(values) }
     }
 
-    /// The kernels of an encoding.
-    fn kernel(&self, encoding: Encoding) -> Kernel {
+    /// The kernels for the encoding of a tile.
+    fn kernel(&self, tile: &TileRows<'_>) -> Kernel {
+        assert!(tile.len() <= TILE_TOKENS, "{} rows of a tile", tile.len());
+        let encoding = tile.layout().encoding();
         let kernel = (self.table.kernel)(encoding);
         assert!(kernel.is_some(), "rows of {encoding:?} have no AMX kernels");
         #[expect(clippy::unwrap_used, reason = "asserted")]
@@ -296,14 +298,14 @@ impl Gemm {
     /// Packs K of a tile; issues prefetches meanwhile.
     ///
     /// # Panics
-    /// When the encoding has no kernels, or `memory` is for rows of another length.
+    /// When the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or `memory` is for rows of another length.
     pub fn pack_keys(
         &self,
-        k: &TileRuns<'_>,
+        k: &TileRows<'_>,
         memory: &mut Memory<'_>,
         prefetch: &mut Prefetch<'_>,
     ) {
-        let kernel = self.session.kernel(k.layout().encoding());
+        let kernel = self.session.kernel(k);
         // SAFETY: between `enter` and `leave`, as there is a `Session`.
         unsafe { (kernel.pack_keys)(k, memory, prefetch) }
     }
@@ -314,11 +316,11 @@ impl Gemm {
     /// As [`Self::pack_keys`].
     pub fn pack_values(
         &self,
-        v: &TileRuns<'_>,
+        v: &TileRows<'_>,
         memory: &mut Memory<'_>,
         prefetch: &mut Prefetch<'_>,
     ) {
-        let kernel = self.session.kernel(v.layout().encoding());
+        let kernel = self.session.kernel(v);
         // SAFETY: between `enter` and `leave`, as there is a `Session`.
         unsafe { (kernel.pack_values)(v, memory, prefetch) }
     }
@@ -414,15 +416,15 @@ impl Narrow {
     /// rows; a multiple of [`BLOCK`] is written.
     ///
     /// # Panics
-    /// When the encoding has no kernels, or rows lie outside of their slices.
+    /// When the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or rows lie outside of their slices.
     pub fn scores(
         &self,
         words: &[u32],
-        (k, memory): (&TileRuns<'_>, &mut Memory<'_>),
+        (k, memory): (&TileRows<'_>, &mut Memory<'_>),
         to: &mut [f32],
         prefetch: &mut Prefetch<'_>,
     ) {
-        let kernel = self.session.kernel(k.layout().encoding());
+        let kernel = self.session.kernel(k);
         // SAFETY: between `enter` and `leave`, as there is a `Session`, and configured for as many
         // rows.
         unsafe { (kernel.narrow_scores)((words, self.shape), (k, memory), to, prefetch) }
@@ -436,12 +438,12 @@ impl Narrow {
     /// As [`Self::scores`].
     pub fn sums(
         &self,
-        (v, memory): (&TileRuns<'_>, &mut Memory<'_>),
+        (v, memory): (&TileRows<'_>, &mut Memory<'_>),
         weights: &[f32],
         out: (&mut [f32], usize),
         prefetch: &mut Prefetch<'_>,
     ) {
-        let [two, three] = self.session.kernel(v.layout().encoding()).narrow_sums;
+        let [two, three] = self.session.kernel(v).narrow_sums;
         let kernel = if self.exact { three } else { two };
         let weights = (weights, self.shape.rows);
         // SAFETY: as for `scores`.

@@ -11,7 +11,8 @@
               `#[target_feature]` caller"
 )]
 use super::pack::{PAIRS, Terms, remainder};
-use super::runs::{BlockRows, TileRuns};
+use super::runs::BlockRows;
+use crate::rows::TileRows;
 use super::table::PackedQueries;
 use super::unit::{Operand, Unit, Words};
 use super::{BLOCK, BLOCK_WORDS, Memory, TILE_TOKENS};
@@ -25,7 +26,7 @@ use crate::simd::LINE;
 pub(crate) fn scores<W: Words, U: Unit, E: Terms>(
     (w, unit): (W, U),
     (words, shape): PackedQueries<'_>,
-    (tile, memory): (&TileRuns<'_>, &mut Memory<'_>),
+    (tile, memory): (&TileRows<'_>, &mut Memory<'_>),
     to: &mut [f32],
     prefetch: &mut Prefetch<'_>,
 ) {
@@ -161,7 +162,7 @@ unsafe fn key_operands<W: Words, U: Unit, E: Terms>(
 #[inline(always)]
 pub(crate) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
     (w, unit): (W, U),
-    (tile, memory): (&TileRuns<'_>, &mut Memory<'_>),
+    (tile, memory): (&TileRows<'_>, &mut Memory<'_>),
     (weights, rows): (&[f32], usize),
     (out, stride): (&mut [f32], usize),
     prefetch: &mut Prefetch<'_>,

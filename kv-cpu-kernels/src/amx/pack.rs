@@ -7,7 +7,8 @@
               `#[target_feature]` caller"
 )]
 use super::codes::{self, Codes};
-use super::runs::{BlockRows, TileRuns};
+use super::runs::BlockRows;
+use crate::rows::TileRows;
 use super::unit::{Unit, Words};
 use super::{
     BLOCK, BLOCK_WORDS, Blocks, GEMM_TOKENS, Memory, QueryShape, TILE_BLOCKS, TILE_TOKENS, UPPER,
@@ -305,7 +306,7 @@ fn line_values<W: Words>(w: W, line: &[f32; LINE], row: usize) -> [W::F; 2] {
 #[inline(always)]
 pub(crate) fn keys<W: Words, U: Unit, E: Terms>(
     (w, unit): (W, U),
-    tile: &TileRuns<'_>,
+    tile: &TileRows<'_>,
     memory: &mut Memory<'_>,
     prefetch: &mut Prefetch<'_>,
 ) {
@@ -341,7 +342,7 @@ pub(crate) fn keys<W: Words, U: Unit, E: Terms>(
 #[inline(always)]
 pub(crate) fn values<W: Words, U: Unit, E: Terms>(
     (w, unit): (W, U),
-    tile: &TileRuns<'_>,
+    tile: &TileRows<'_>,
     memory: &mut Memory<'_>,
     prefetch: &mut Prefetch<'_>,
 ) {
@@ -371,14 +372,14 @@ pub(crate) fn values<W: Words, U: Unit, E: Terms>(
 
 /// Blocks of tokens that are packed for a tile.
 #[inline(always)]
-fn gemm_blocks(tile: &TileRuns<'_>) -> usize {
+fn gemm_blocks(tile: &TileRows<'_>) -> usize {
     tile.len().div_ceil(GEMM_TOKENS) * (GEMM_TOKENS / BLOCK)
 }
 
 /// Checks the room for the blocks of a tile, `apart` words a term, and finds its rows.
 #[inline(always)]
 fn begin<E: Terms>(
-    tile: &TileRuns<'_>,
+    tile: &TileRows<'_>,
     (to, apart): (&mut Blocks<'_>, usize),
     copies: &mut [u8],
 ) -> [BlockRows; TILE_BLOCKS] {

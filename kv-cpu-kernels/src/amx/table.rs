@@ -1,5 +1,6 @@
 //! AMX kernels as a table of functions, one for each implementation of the unit.
-use super::{Memory, QueryShape, TileRuns};
+use super::{Memory, QueryShape};
+use crate::rows::TileRows;
 use crate::layout::Encoding;
 use crate::prefetch::Prefetch;
 
@@ -40,13 +41,13 @@ pub(crate) struct Kernel {
 /// Words of the query rows of one kv head.
 pub(crate) type PackedQueries<'a> = (&'a [u32], QueryShape);
 type PackQueries = unsafe fn(&[f32], QueryShape, &mut [u32]);
-type Pack = unsafe fn(&TileRuns<'_>, &mut Memory<'_>, &mut Prefetch<'_>);
+type Pack = unsafe fn(&TileRows<'_>, &mut Memory<'_>, &mut Prefetch<'_>);
 type GemmSums = unsafe fn(&mut Memory<'_>, &[f32], (&mut [f32], usize));
 type NarrowScores =
-    unsafe fn(PackedQueries<'_>, (&TileRuns<'_>, &mut Memory<'_>), &mut [f32], &mut Prefetch<'_>);
+    unsafe fn(PackedQueries<'_>, (&TileRows<'_>, &mut Memory<'_>), &mut [f32], &mut Prefetch<'_>);
 /// Weights come with the number of their rows.
 type NarrowSums = unsafe fn(
-    (&TileRuns<'_>, &mut Memory<'_>),
+    (&TileRows<'_>, &mut Memory<'_>),
     (&[f32], usize),
     (&mut [f32], usize),
     &mut Prefetch<'_>,
@@ -59,7 +60,8 @@ macro_rules! table {
         pub(crate) static TABLE: $crate::amx::table::Table = {
             use $crate::amx::pack::{self, Terms};
             use $crate::amx::table::{Kernel, PackedQueries, Table};
-            use $crate::amx::{Memory, QueryShape, TileRuns, gemm, narrow as narrow_kernels};
+            use $crate::amx::{Memory, QueryShape, gemm, narrow as narrow_kernels};
+            use $crate::rows::TileRows;
             use $crate::decode::{Bf16, Bf16Pairs, E4m3, E5m2, F16, Int8};
             use $crate::layout::Encoding;
             use $crate::prefetch::Prefetch;
@@ -86,7 +88,7 @@ macro_rules! table {
             }
             $(#[$attribute])*
             fn pack_keys<E: Terms>(
-                k: &TileRuns<'_>,
+                k: &TileRows<'_>,
                 memory: &mut Memory<'_>,
                 prefetch: &mut Prefetch<'_>,
             ) {
@@ -94,7 +96,7 @@ macro_rules! table {
             }
             $(#[$attribute])*
             fn pack_values<E: Terms>(
-                v: &TileRuns<'_>,
+                v: &TileRows<'_>,
                 memory: &mut Memory<'_>,
                 prefetch: &mut Prefetch<'_>,
             ) {
@@ -120,7 +122,7 @@ macro_rules! table {
             $(#[$attribute])*
             fn narrow_scores<E: Terms>(
                 queries: PackedQueries<'_>,
-                tile: (&TileRuns<'_>, &mut Memory<'_>),
+                tile: (&TileRows<'_>, &mut Memory<'_>),
                 to: &mut [f32],
                 prefetch: &mut Prefetch<'_>,
             ) {
@@ -128,7 +130,7 @@ macro_rules! table {
             }
             $(#[$attribute])*
             fn narrow_sums<E: Terms, const TERMS: usize>(
-                tile: (&TileRuns<'_>, &mut Memory<'_>),
+                tile: (&TileRows<'_>, &mut Memory<'_>),
                 weights: (&[f32], usize),
                 out: (&mut [f32], usize),
                 prefetch: &mut Prefetch<'_>,

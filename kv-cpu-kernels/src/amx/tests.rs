@@ -2,7 +2,8 @@
 #![expect(clippy::arithmetic_side_effects, reason = "tests: offsets inside of rows")]
 use kv_core::{KvFormat, Scaling};
 
-use super::{BLOCK, ColumnOrder, Gemm, Memory, Narrow, QueryRows, TILE_TOKENS, TileRuns, codes};
+use super::{BLOCK, ColumnOrder, Gemm, Memory, Narrow, QueryRows, TILE_TOKENS, codes};
+use crate::rows::TileRows;
 use crate::features::Isa;
 use crate::kernels::Kernels;
 use crate::layout::RowLayout;
@@ -197,7 +198,7 @@ fn blocks_of_query_rows_are_multiplied() {
             assert!(gemm.shape.terms <= terms, "{name}: {terms}");
             let mut words = vec![u32::MAX; gemm.query_words()];
             gemm.pack_queries(&q, &mut words);
-            let all = TileRuns::new(&runs);
+            let all = TileRows::new(&runs);
             gemm.pack_keys(&all, &mut memory, &mut Prefetch::none());
             gemm.pack_values(&all, &mut memory, &mut Prefetch::none());
             let mut scores = vec![f32::NAN; 2 * BLOCK * TILE_TOKENS];
@@ -226,7 +227,7 @@ fn few_query_rows_are_columns() {
             let narrow = Narrow::new(kernels, &queries).unwrap();
             let mut words = vec![u32::MAX; narrow.query_words()];
             narrow.pack_queries(&q, ColumnOrder::of(tile.layout.encoding()), &mut words);
-            let all = TileRuns::new(&runs);
+            let all = TileRows::new(&runs);
             let mut scores = vec![f32::NAN; BLOCK * TILE_TOKENS];
             let none = &mut Prefetch::none();
             narrow.scores(&words, (&all, &mut memory), &mut scores, none);
@@ -280,7 +281,7 @@ fn every_code_is_multiplied_as_its_value() {
             let mut bytes = [0_u8; DIM];
             bytes[query] = row[query];
             let runs = [KeyRows::new(&bytes, DIM, 1, &layout)];
-            let (tile, value) = (TileRuns::new(&runs), value[query]);
+            let (tile, value) = (TileRows::new(&runs), value[query]);
             let mut floats = vec![0.0; Memory::floats(DIM, DIM)];
             let mut memory = Memory::new(&mut floats, DIM, DIM);
             let q = [1.0; DIM];

@@ -238,6 +238,9 @@ primitives! {
     fn reduce_add8(v: [__m512; 8]) -> [f32; 8] {
         fold::reduce_add8(v)
     }
+    fn reduce_add16(v: [[__m512; 8]; 2]) -> [f32; 16] {
+        fold::reduce_add16(v)
+    }
     fn any_greater(a: __m512, b: __m512) -> bool {
         _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0
     }

@@ -44,8 +44,6 @@ pub(crate) type Rest = [f32; GROUP];
 pub(crate) trait Decode {
     /// What loaded values lack: callers multiply scores or weights with it instead.
     const FACTOR: f32 = 1.0;
-    /// Whether values are elements of a tensor, which hardly need decoding.
-    const IS_PLAIN: bool = false;
 
     /// Decodes the vectors at values `group + offset` and `group + offset + HALF`. `group` is a
     /// multiple of [`GROUP`], `offset` is below [`HALF`] and a multiple of `LANES`.

@@ -33,7 +33,6 @@ pub(crate) trait Plain: Valuewise {
 
 impl<E: Valuewise> Decode for E {
     const FACTOR: f32 = E::FACTOR;
-    const IS_PLAIN: bool = E::SIZE > 1;
 
     #[inline(always)]
     unsafe fn load_pair<S: Simd>(
@@ -158,7 +157,6 @@ plain! {
 pub(crate) struct Bf16Pairs;
 
 impl Decode for Bf16Pairs {
-    const IS_PLAIN: bool = true;
 
     #[inline(always)]
     unsafe fn load_pair<S: Simd>(

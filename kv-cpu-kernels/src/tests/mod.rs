@@ -10,7 +10,6 @@
 )]
 mod exponentials;
 mod formats;
-mod fused;
 mod pv;
 mod qk;
 mod softmax;
@@ -18,7 +17,7 @@ mod tensors;
 
 use kv_core::KvFormat;
 
-use crate::{Isa, Kernels, KeyRows, PrefetchTarget, RowLayout};
+use crate::{Isa, Kernels, KeyRows, PrefetchTarget, RowLayout, TileRows};
 
 /// The kernels of every instruction set of this CPU, and the emulated ones.
 fn all_kernels() -> impl Iterator<Item = Kernels> {
@@ -120,6 +119,12 @@ impl Stored {
         let factor = kernels.factor(self.layout.encoding());
         scales.iter().map(|scale| scale * factor).collect()
     }
+}
+
+/// The rows as a tile of several runs: one row, none, five, and the others.
+fn runs_of(rows: KeyRows<'_>) -> [KeyRows<'_>; 4] {
+    let (one, six) = (rows.len().min(1), rows.len().min(6));
+    [0..one, one..one, one..six, six..rows.len()].map(|run| rows.slice(run))
 }
 
 /// Even values of whole groups of 32 before odd ones.

@@ -40,17 +40,17 @@ impl<'k> Queries<'k> {
 
     /// Scores the last tokens by some rows.
     fn check(&self, kernels: Kernels, rows: usize, tokens: usize) {
-        let k = self.k.last(tokens);
+        let runs = runs_of(self.k.last(tokens));
         let mut scores = vec![f32::NAN; rows * SCORE_STRIDE];
         kernels.qk(&mut Qk {
             rows,
             q: &self.values[..rows * self.stride],
             words: self.words.as_ref().map(|words| &words[..rows * self.stride / 2]),
             q_stride: self.stride,
-            k,
+            k: TileRows::new(&runs),
             scores: &mut scores,
             score_stride: SCORE_STRIDE,
-            prefetch: &mut Prefetch::of_rows(kernels.prefetch(), &k, &k),
+            prefetch: &mut Prefetch::new(kernels.prefetch(), &runs, &runs),
         });
         let (scales, dim) = (self.k.scales(kernels, tokens), self.k.layout.dim());
         for (row, (scores, expected)) in scores.chunks(SCORE_STRIDE).zip(&self.expected).enumerate()
@@ -66,7 +66,7 @@ impl<'k> Queries<'k> {
                     self.words.is_some(),
                 );
             }
-            let behind = &scores[tokens.next_multiple_of(SCORE_PAD)..];
+            let behind = &scores[tokens + SCORE_PAD - 1..];
             assert!(behind.iter().all(|score| score.is_nan()), "scores behind the padding");
         }
     }
@@ -123,7 +123,7 @@ fn a_nan_reaches_its_token_alone() {
                 q: &q,
                 words: None,
                 q_stride: 2 * QUERY_PAD,
-                k: k.last(TOKENS_MAX),
+                k: TileRows::of_run(&k.last(TOKENS_MAX)),
                 scores: &mut scores,
                 score_stride: SCORE_STRIDE,
                 prefetch: &mut Prefetch::none(),
@@ -146,8 +146,25 @@ fn query_rows_behind_their_slice_are_refused() {
         q: &[0.0; 2 * QUERY_PAD - 1],
         words: None,
         q_stride: QUERY_PAD,
-        k: k.last(1),
+        k: TileRows::of_run(&k.last(1)),
         scores: &mut [0.0; 32],
+        score_stride: 16,
+        prefetch: &mut Prefetch::none(),
+    });
+}
+
+#[test]
+#[should_panic(expected = "score rows lie inside their slice")]
+fn a_run_whose_padding_is_behind_its_row_of_scores_is_refused() {
+    let k = Stored::new(&mut Random::new(2), (KvFormat::F32, false), 8, 7);
+    let k = k.last(7);
+    Kernels::emulated().qk(&mut Qk {
+        rows: 1,
+        q: &[0.0; QUERY_PAD],
+        words: None,
+        q_stride: QUERY_PAD,
+        k: TileRows::new(&runs_of(k)),
+        scores: &mut [0.0; 16],
         score_stride: 16,
         prefetch: &mut Prefetch::none(),
     });

@@ -11,19 +11,18 @@
 use kv_core::plan::PlannedSequence;
 use kv_cpu_kernels::amx::{
     BLOCK, ColumnOrder, GEMM_TOKENS, Gemm, Memory, NARROW_TOKENS, Narrow, QueryRows, TILE_TOKENS,
-    TileRuns,
 };
 use kv_cpu_kernels::num::to_u32;
-use kv_cpu_kernels::{Kernels, KeyRows, OnlineSoftmax, Prefetch, SCORE_PAD, Softmax};
+use kv_cpu_kernels::{OnlineSoftmax, Prefetch, Softmax};
 
 use super::call::AttendCall;
 use super::direct::add_mean;
 use super::key_runs::{KeyTile, for_tiles};
 use super::plan::WorkItem;
 use super::strategy::AMX_BLOCK;
+use super::scales::TileScales;
 use super::tiled::SeenKeys;
 use crate::aligned::AlignedFloats;
-use crate::layout::RowScale;
 use crate::scratch::Scratch;
 
 /// Bytes of a tile of K that stay in L1 beside others; where K is packed for many rows, it leaves L1
@@ -58,6 +57,7 @@ pub(super) fn run(
     let out = scratch.out.get(all * heads.stride_v);
     let scores = scratch.scores.get(padded.next_multiple_of(BLOCK) * TILE_TOKENS);
     let states = &mut scratch.states;
+    let mut scales = [TileScales::new(), TileScales::new()];
     for_tiles(call, item, sequence, tile_tokens(call, rows), |tile, next| {
         let q = &q[tile.head * padded * heads.stride_k..][..padded * heads.stride_k];
         tile_bias.copy_from_slice(&bias[tile.head * padded..][..padded]);
@@ -68,6 +68,7 @@ pub(super) fn run(
             rows,
             bias: tile_bias,
             scores,
+            scales: &mut scales,
             states: &mut states[tile.head * padded..][..padded],
             out: &mut out[tile.head * padded * heads.stride_v..][..padded * heads.stride_v],
         };
@@ -92,6 +93,8 @@ struct HeadRows<'s> {
     bias: &'s [f32],
     /// Scores, then weights, [`TILE_TOKENS`] a row.
     scores: &'s mut [f32],
+    /// Of K and of V.
+    scales: &'s mut [TileScales; 2],
     states: &'s mut [OnlineSoftmax],
     out: &'s mut [f32],
 }
@@ -163,7 +166,6 @@ impl<'s> Products<'s> {
         prefetch: &mut Prefetch<'_>,
     ) {
         let [k, _] = tile.planes();
-        let k = TileRuns::new(k);
         match self {
             Self::Gemm(gemm, words) => {
                 let words = &words[tile.head * gemm.query_words()..][..gemm.query_words()];
@@ -192,7 +194,7 @@ impl<'s> Products<'s> {
         prefetch: &mut Prefetch<'_>,
     ) {
         let [_, v] = tile.planes();
-        let (v, (out, stride)) = (TileRuns::new(v), out);
+        let (out, stride) = out;
         match self {
             Self::Gemm(gemm, _) => {
                 gemm.pack_values(&v, memory, prefetch);
@@ -217,15 +219,12 @@ fn attend(
     rows: &mut HeadRows<'_>,
 ) {
     let call = seen.call;
-    let lines = Prefetch::lines_of(&next.runs);
-    let mut prefetch = Prefetch::of_runs(call.cpu.kernels.prefetch(), &next.runs);
+    let [mut with_k, mut with_v] = tile.prefetch(next, call.cpu.kernels.prefetch());
     let seeing = seeing_rows(rows.rows, seen, tile);
-    prefetch.allow(lines / 2);
-    products.score(tile, seeing, memory, rows.scores, &mut prefetch);
+    products.score(tile, seeing, memory, rows.scores, &mut with_k);
     softmax(call, (tile, seen), seeing, products.tokens(), rows);
-    prefetch.allow(lines - lines / 2);
     let out = (&mut *rows.out, call.heads.stride_v);
-    products.add(tile, seeing, memory, (rows.scores, out), &mut prefetch);
+    products.add(tile, seeing, memory, (rows.scores, out), &mut with_v);
 }
 
 /// The rows that see some of a tile, from a multiple of [`BLOCK`] to another or to the last row.
@@ -254,9 +253,10 @@ fn softmax(
     let kv_head = seen.item.kv_heads.0 + to_u32(tile.head);
     let padded = tile.len().next_multiple_of(multiple);
     let [k, v] = tile.planes();
-    let (mut k_scales, mut v_scales) = (TileScales::new(), TileScales::new());
-    let k_scales = k_scales.of(kernels, k, call.k.scale(kv_head, tile.is_wide));
-    let v_scales = v_scales.of(kernels, v, call.v.scale(kv_head, tile.is_wide));
+    let [k_scales, v_scales] = &mut *rows.scales;
+    // AMX kernels decode exact values: their factor is 1.
+    let k_scales = k_scales.of(kernels, &k, call.k.scale(kv_head, tile.is_wide), 1.0);
+    let v_scales = v_scales.of(kernels, &v, call.v.scale(kv_head, tile.is_wide), 1.0);
     let mut row = first;
     while row < end {
         // Rows of one query, and of queries that see the same.
@@ -283,34 +283,5 @@ fn softmax(
             weights[high..padded].fill(0.0);
         }
         row += alike;
-    }
-}
-
-/// What the rows of a tile are multiplied with, by token, and finite numbers behind the last up to a
-/// multiple of [`SCORE_PAD`].
-#[repr(align(64))]
-struct TileScales([f32; TILE_TOKENS + SCORE_PAD]);
-
-impl TileScales {
-    const fn new() -> Self {
-        Self([1.0; _])
-    }
-
-    /// The scales of some rows, `None` where all are 1. AMX kernels decode exact values, so their
-    /// factor is 1.
-    fn of(&mut self, kernels: Kernels, runs: &[KeyRows<'_>], scale: RowScale) -> Option<&[f32]> {
-        match scale {
-            RowScale::Given(scale) if scale.to_bits() == 1.0_f32.to_bits() => return None,
-            RowScale::Given(scale) => self.0.fill(scale),
-            RowScale::Stored => {
-                let mut token = 0;
-                for run in runs {
-                    kernels.row_scales(run, &mut self.0[token..]);
-                    token += run.len();
-                }
-                self.0[token..].fill(1.0);
-            }
-        }
-        Some(&self.0)
     }
 }

@@ -7,12 +7,11 @@
     clippy::indexing_slicing,
     reason = "indices come from the plan's guarantees and the work item's own bounds"
 )]
-use std::ops::Deref;
-
+use arrayvec::ArrayVec;
 use kv_core::plan::PlannedSequence;
 use kv_core::{PlaneLayout, SlotMap};
 use kv_cpu_kernels::num::{offset, to_u32, to_usize};
-use kv_cpu_kernels::{HeadRows, KeyRows, RowLayout};
+use kv_cpu_kernels::{KeyRows, Prefetch, PrefetchTarget, RowLayout, TileRows};
 
 use super::call::AttendCall;
 use super::plan::WorkItem;
@@ -106,8 +105,7 @@ impl<'a> StorageRegions<'a> {
 /// Runs of rows of a tile in one plane, for all kv heads.
 struct BlockRuns<'a> {
     /// Memory of a block from the first head's first row on, and how many tokens follow there.
-    runs: [(&'a [u8], usize); TILE_MAX],
-    len: usize,
+    runs: ArrayVec<(&'a [u8], usize), TILE_MAX>,
     /// Bytes from a token of a run to the next, and from a head to the next.
     stride: usize,
     per_head: usize,
@@ -115,7 +113,7 @@ struct BlockRuns<'a> {
 
 impl<'a> BlockRuns<'a> {
     const fn new() -> Self {
-        Self { runs: [(&[], 0); TILE_MAX], len: 0, stride: 0, per_head: 0 }
+        Self { runs: ArrayVec::new_const(), stride: 0, per_head: 0 }
     }
 
     /// Looks up tokens `begin..end` of a sequence, which lie in one storage region.
@@ -128,7 +126,7 @@ impl<'a> BlockRuns<'a> {
     ) {
         let table = call.plan.tables().row(sequence.row);
         let layout = plane.layout();
-        self.len = 0;
+        self.runs.clear();
         let mut position = begin;
         while position < end {
             let place = layout.slot_map().place_in(position, sequence.coded);
@@ -145,25 +143,9 @@ impl<'a> BlockRuns<'a> {
             };
             let rest = offset(layout.block_bytes()) - offset(at);
             let block = plane.get(table[to_usize(place.index)].0, at, rest);
-            self.runs[self.len] = (block, to_usize(tokens));
-            self.len += 1;
+            self.runs.push((block, to_usize(tokens)));
             position += tokens;
         }
-    }
-
-    /// Rows of a run, of so many heads from one on.
-    fn of_heads<'l>(
-        &self,
-        run: usize,
-        (first, heads): (u32, usize),
-        layout: &'l RowLayout,
-    ) -> HeadRows<'l>
-    where
-        'a: 'l,
-    {
-        let (block, tokens) = self.runs[run];
-        let block = &block[to_usize(first) * self.per_head..];
-        HeadRows::new(block, (self.stride, self.per_head), (tokens, heads), layout)
     }
 
     /// Rows of a run and a head.
@@ -176,82 +158,6 @@ impl<'a> BlockRuns<'a> {
     }
 }
 
-/// Some tokens that follow each other in memory, for all kv heads of a work item.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct KeyRun<'a> {
-    pub(super) k: HeadRows<'a>,
-    pub(super) v: HeadRows<'a>,
-    /// Whether rows are those kept in 16 bits.
-    pub(super) is_wide: bool,
-    /// Position of the first token.
-    position: u32,
-}
-
-/// The keys of a work item in memory order: block by block, head by head inside of a block.
-pub(super) struct KeyRuns<'c, 'a> {
-    call: &'c AttendCall<'a>,
-    sequence: &'c PlannedSequence,
-    visible: Visible,
-    regions: StorageRegions<'c>,
-    first_head: u32,
-    heads: usize,
-    planes: [BlockRuns<'a>; 2],
-    bounds: (u32, u32),
-    /// The next run of the tile.
-    run: usize,
-}
-
-impl<'c, 'a> KeyRuns<'c, 'a> {
-    pub(super) fn new(
-        call: &'c AttendCall<'a>,
-        item: &WorkItem,
-        sequence: &'c PlannedSequence,
-    ) -> Self {
-        Self {
-            call,
-            sequence,
-            visible: Visible::of(&call.options, sequence, item.queries)
-                .within(item.keys.0, item.keys.1),
-            regions: StorageRegions::new(call, sequence, TILE_MAX),
-            first_head: item.kv_heads.0,
-            heads: item.num_heads(),
-            planes: [const { BlockRuns::new() }; 2],
-            bounds: (item.keys.0, item.keys.0),
-            run: 0,
-        }
-    }
-
-    /// The next run, `None` behind the last.
-    pub(super) fn next(&mut self) -> Option<KeyRun<'c>> {
-        if self.run == self.planes[0].len {
-            self.bounds = self.regions.tile(self.visible, self.bounds.1);
-            if self.bounds.0 >= self.bounds.1 {
-                return None;
-            }
-            let [k, v] = &mut self.planes;
-            k.find(self.call, &self.call.k, self.sequence, self.bounds);
-            v.find(self.call, &self.call.v, self.sequence, self.bounds);
-            self.run = 0;
-        }
-        let is_wide = self.regions.is_wide(self.bounds.0);
-        let heads = (self.first_head, self.heads);
-        let [k, v] = &self.planes;
-        let found = KeyRun {
-            k: k.of_heads(self.run, heads, self.call.k.rows(is_wide)),
-            v: v.of_heads(self.run, heads, self.call.v.rows(is_wide)),
-            is_wide,
-            position: self.bounds.0,
-        };
-        self.run += 1;
-        Some(found)
-    }
-
-    /// The mean that is subtracted from the rows of K of a run, in f16.
-    pub(super) fn k_mean(&self, run: &KeyRun<'_>, head: usize) -> Option<&'a [u8]> {
-        self.regions.mean(self.call, run.position, self.first_head + to_u32(head))
-    }
-}
-
 /// A tile of one kv head: some positions that follow each other, in one storage region.
 #[derive(Debug)]
 pub(super) struct KeyTile<'a> {
@@ -259,93 +165,102 @@ pub(super) struct KeyTile<'a> {
     pub(super) head: usize,
     /// Positions of its tokens; empty behind the last tile.
     pub(super) bounds: (u32, u32),
-    pub(super) runs: TileRuns<'a>,
+    /// Runs of K, then as many of V.
+    runs: ArrayVec<KeyRows<'a>, { 2 * TILE_MAX }>,
     pub(super) is_wide: bool,
     /// The mean that is subtracted from the rows of K, in f16.
     pub(super) k_mean: Option<&'a [u8]>,
 }
 
-/// Runs of K, then as many of V.
-#[derive(Debug)]
-pub(super) struct TileRuns<'a> {
-    runs: [KeyRows<'a>; 2 * TILE_MAX],
-    len: usize,
-}
-
-impl<'a> TileRuns<'a> {
-    fn push(&mut self, run: KeyRows<'a>) {
-        self.runs[self.len] = run;
-        self.len += 1;
-    }
-}
-
-impl<'a> Deref for TileRuns<'a> {
-    type Target = [KeyRows<'a>];
-    fn deref(&self) -> &Self::Target {
-        &self.runs[..self.len]
-    }
-}
-
 impl<'a> KeyTile<'a> {
-    fn new(layout: &'a RowLayout) -> Self {
-        let runs = TileRuns { runs: [KeyRows::empty(layout); _], len: 0 };
+    const fn new() -> Self {
+        let runs = ArrayVec::new_const();
         Self { head: 0, bounds: (0, 0), runs, is_wide: false, k_mean: None }
     }
     /// Number of tokens.
     pub(super) fn len(&self) -> usize {
         to_usize(self.bounds.1 - self.bounds.0)
     }
-    /// Runs of K, and of V.
-    pub(super) fn planes(&self) -> [&[KeyRows<'a>]; 2] {
-        let (k, v) = self.runs.split_at(self.runs.len() / 2);
-        [k, v]
+    /// Rows of K, and of V, of a tile that is not empty.
+    pub(super) fn planes(&self) -> [TileRows<'_>; 2] {
+        let (k, v) = self.runs();
+        [TileRows::new(k), TileRows::new(v)]
+    }
+    /// Runs of K, and of V; none in an empty tile.
+    fn runs(&self) -> (&[KeyRows<'a>], &[KeyRows<'a>]) {
+        self.runs.split_at(self.runs.len() / 2)
+    }
+    /// What is prefetched while this tile is scored, and while it is added.
+    pub(super) fn prefetch<'p>(&'p self, next: &'p Self, target: PrefetchTarget) -> [Prefetch<'p>; 2] {
+        let ((_, v), (next_k, next_v)) = (self.runs(), next.runs());
+        [Prefetch::new(target, next_k, v), Prefetch::new(target, next_v, next_k)]
+    }
+}
+
+/// The tiles of a work item that its queries see some of, head by head.
+struct Tiles<'c, 'a> {
+    call: &'c AttendCall<'a>,
+    item: &'c WorkItem,
+    sequence: &'c PlannedSequence,
+    visible: Visible,
+    regions: StorageRegions<'c>,
+    /// Bounds of the last tile, its head, and its runs for all heads.
+    bounds: (u32, u32),
+    head: usize,
+    planes: [BlockRuns<'a>; 2],
+}
+
+impl<'c> Tiles<'c, '_> {
+    /// Brings the next tile, which is empty behind the last.
+    fn next(&mut self, tile: &mut KeyTile<'c>) {
+        let [k, v] = &mut self.planes;
+        self.head += 1;
+        if self.head == self.item.num_heads() {
+            self.head = 0;
+            self.bounds = self.regions.tile(self.visible, self.bounds.1);
+            k.find(self.call, &self.call.k, self.sequence, self.bounds);
+            v.find(self.call, &self.call.v, self.sequence, self.bounds);
+        }
+        tile.runs.clear();
+        (tile.head, tile.bounds, tile.k_mean) = (self.head, self.bounds, None);
+        if tile.len() == 0 {
+            return;
+        }
+        let kv_head = self.item.kv_heads.0 + to_u32(self.head);
+        tile.is_wide = self.regions.is_wide(self.bounds.0);
+        tile.k_mean = self.regions.mean(self.call, self.bounds.0, kv_head);
+        for (plane, runs) in [(&self.call.k, k), (&self.call.v, v)] {
+            let rows = plane.rows(tile.is_wide);
+            tile.runs.extend((0..runs.runs.len()).map(|run| runs.of_head(run, kv_head, rows)));
+        }
     }
 }
 
 /// Calls `attend` with every tile of `tokens` at most that a query of the work item sees, head by
 /// head, and with the one behind it for prefetching, which is empty at last.
-pub(super) fn for_tiles<'c, 'a>(
-    call: &'c AttendCall<'a>,
-    item: &WorkItem,
+pub(super) fn for_tiles<'c>(
+    call: &'c AttendCall<'_>,
+    item: &'c WorkItem,
     sequence: &'c PlannedSequence,
     tokens: usize,
     mut attend: impl FnMut(&KeyTile<'c>, &KeyTile<'c>),
 ) {
-    let visible =
-        Visible::of(&call.options, sequence, item.queries).within(item.keys.0, item.keys.1);
-    let regions = StorageRegions::new(call, sequence, tokens);
-    let mut planes: [BlockRuns<'a>; 2] = [const { BlockRuns::new() }; 2];
-    let mut fill = |tile: &mut KeyTile<'c>, bounds: (u32, u32), head: usize| {
-        let [k, v] = &mut planes;
-        if bounds != tile.bounds || head == 0 {
-            k.find(call, &call.k, sequence, bounds);
-            v.find(call, &call.v, sequence, bounds);
-        }
-        tile.runs.len = 0;
-        (tile.head, tile.bounds) = (head, bounds);
-        if bounds.0 < bounds.1 {
-            let kv_head = item.kv_heads.0 + to_u32(head);
-            tile.is_wide = regions.is_wide(bounds.0);
-            tile.k_mean = regions.mean(call, bounds.0, kv_head);
-            let (k_rows, v_rows) = (call.k.rows(tile.is_wide), call.v.rows(tile.is_wide));
-            for run in 0..k.len {
-                tile.runs.push(k.of_head(run, kv_head, k_rows));
-            }
-            for run in 0..v.len {
-                tile.runs.push(v.of_head(run, kv_head, v_rows));
-            }
-        }
+    let mut tiles = Tiles {
+        call,
+        item,
+        sequence,
+        visible: Visible::of(&call.options, sequence, item.queries)
+            .within(item.keys.0, item.keys.1),
+        regions: StorageRegions::new(call, sequence, tokens),
+        bounds: (item.keys.0, item.keys.0),
+        head: item.num_heads() - 1,
+        planes: [const { BlockRuns::new() }; 2],
     };
-    let mut tiles = [(); 2].map(|()| KeyTile::new(call.k.rows(false)));
-    let [now, next] = &mut tiles;
-    let (mut now, mut next) = (now, next);
-    fill(now, regions.tile(visible, item.keys.0), 0);
+    let (mut first, mut second) = (KeyTile::new(), KeyTile::new());
+    let (mut now, mut next) = (&mut first, &mut second);
+    tiles.next(now);
     while now.len() > 0 {
-        if now.head + 1 < item.num_heads() {
-            fill(next, now.bounds, now.head + 1);
-        } else {
-            fill(next, regions.tile(visible, now.bounds.1), 0);
-        }
+        tiles.next(next);
         attend(now, next);
         std::mem::swap(&mut now, &mut next);
     }

@@ -8,7 +8,7 @@
 //! | `visible` | which keys queries see |
 //! | `key_runs` | where visible keys lie in memory |
 //! | `amx` | AMX matrix products, query rows as rows or as columns |
-//! | `direct` | one query, K and V in memory order |
+//! | `direct` | one query, K and V where they lie |
 //! | `tiled` | many query rows, a tile decoded once |
 //! | `merge`, `partials` | the merge of context splits |
 //!
@@ -21,6 +21,7 @@ mod key_runs;
 mod merge;
 mod partials;
 mod plan;
+mod scales;
 mod strategy;
 mod tiled;
 mod visible;

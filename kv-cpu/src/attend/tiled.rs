@@ -8,7 +8,7 @@
 use kv_core::plan::PlannedSequence;
 use kv_cpu_kernels::num::{to_u32, to_usize};
 use kv_cpu_kernels::{
-    Element, Kernels, KeyRows, OUTPUT_PAD, OnlineSoftmax, Prefetch, Pv, Qk, RowLayout, Softmax,
+    Element, Kernels, KeyRows, OUTPUT_PAD, OnlineSoftmax, Prefetch, Pv, Qk, RowLayout, Softmax, TileRows,
 };
 
 use super::call::AttendCall;
@@ -54,9 +54,9 @@ pub(super) fn run(
     let layouts = [k_dim, v_dim].map(|dim| RowLayout::plain(Element::F32, dim));
     for_tiles(call, item, sequence, TOKENS, |tile, next| {
         let kv_head = item.kv_heads.0 + to_u32(tile.head);
-        let [k_runs, v_runs] = tile.planes();
-        decode(kernels, k_runs, call.k.scale(kv_head, tile.is_wide), (k_memory, k_dim));
-        decode(kernels, v_runs, call.v.scale(kv_head, tile.is_wide), (v_memory, v_dim));
+        let [k, v] = tile.planes();
+        decode(kernels, &k, call.k.scale(kv_head, tile.is_wide), (k_memory, k_dim));
+        decode(kernels, &v, call.v.scale(kv_head, tile.is_wide), (v_memory, v_dim));
         let [k, v] =
             [(&*k_memory, &layouts[0]), (&*v_memory, &layouts[1])].map(|(rows, layout)| {
                 KeyRows::new(bytemuck::cast_slice(rows), layout.bytes(), tile.len(), layout)
@@ -74,7 +74,7 @@ pub(super) fn run(
             out: &mut out[tile.head * rows * stride_v..][..rows * stride_v],
         };
         let seen = SeenKeys { call, item, sequence, bounds: tile.bounds };
-        attend(call, (k, v), &seen, next, &mut head_rows);
+        attend(call, (k, v), &seen, (tile, next), &mut head_rows);
     });
 }
 
@@ -104,14 +104,14 @@ impl SeenKeys<'_> {
 }
 
 /// Decodes runs of rows into a tile, with their scales, and zeros behind each row's last value.
-fn decode(kernels: Kernels, runs: &[KeyRows<'_>], scale: RowScale, (to, dim): (&mut [f32], usize)) {
+fn decode(kernels: Kernels, rows: &TileRows<'_>, scale: RowScale, (to, dim): (&mut [f32], usize)) {
     let given = match scale {
         RowScale::Given(scale) => scale,
         RowScale::Stored => 1.0,
     };
-    let mut rows = to.chunks_exact_mut(dim);
-    for run in runs {
-        for (index, to) in (0..run.len()).zip(&mut rows) {
+    let mut decoded = to.chunks_exact_mut(dim);
+    for run in rows.runs() {
+        for (index, to) in (0..run.len()).zip(&mut decoded) {
             let (values, padding) = to.split_at_mut(run.layout().dim());
             kernels.decode_scaled(run.layout(), given, run.row(index), values);
             padding.fill(0.0);
@@ -125,13 +125,12 @@ fn attend(
     call: &AttendCall<'_>,
     (k, v): (KeyRows<'_>, KeyRows<'_>),
     seen: &SeenKeys<'_>,
-    next: &KeyTile<'_>,
+    (tile, next): (&KeyTile<'_>, &KeyTile<'_>),
     rows: &mut HeadRows<'_>,
 ) {
     let kernels = call.cpu.kernels;
     let count = rows.states.len();
-    let lines = Prefetch::lines_of(&next.runs);
-    let mut prefetch = Prefetch::of_runs(kernels.prefetch(), &next.runs);
+    let [mut with_k, mut with_v] = tile.prefetch(next, kernels.prefetch());
     // Rows that see none of the tile are the first or the last ones.
     let first = (0..count).find(|row| seen.by(*row).1 > 0).unwrap_or(count);
     let last =
@@ -141,18 +140,17 @@ fn attend(
     if first >= last || begin >= end {
         return;
     }
-    prefetch.allow(lines / 2);
+    let seen_k = k.slice(0..end);
     kernels.qk(&mut Qk {
         rows: last - first,
         q: &rows.q[first * call.heads.stride_k..],
         words: None,
         q_stride: call.heads.stride_k,
-        k: k.slice(0..end),
+        k: TileRows::of_run(&seen_k),
         scores: &mut rows.scores[first * TOKENS..],
         score_stride: TOKENS,
-        prefetch: &mut prefetch,
+        prefetch: &mut with_k,
     });
-    prefetch.allow(lines - lines / 2);
     // Rows of one query, and of queries that see the same, are weighed together.
     let mut row = first;
     while row < last {
@@ -162,12 +160,12 @@ fn attend(
         row += alike;
     }
     if seen.by(first) == seen.by(last - 1) {
-        add(call, rows, &v, (first, last - first), (seen.by(first), &mut prefetch));
+        add(call, rows, &v, (first, last - first), (seen.by(first), &mut with_v));
         return;
     }
     for row in (first..last).step_by(ROWS) {
         let count = (last - row).min(ROWS);
-        add_apart(call, rows, &v, (row, count), (seen, &mut prefetch));
+        add_apart(call, rows, &v, (row, count), (seen, &mut with_v));
     }
 }
 
@@ -204,12 +202,12 @@ fn add(
     if begin >= end {
         return;
     }
-    let stride = call.heads.stride_v;
+    let (stride, v) = (call.heads.stride_v, v.slice(begin..end));
     call.cpu.kernels.pv(&mut Pv {
         rows: count,
         weights: &rows.scores[first * TOKENS + begin..],
         weight_stride: TOKENS,
-        v: v.slice(begin..end),
+        v: TileRows::of_run(&v),
         out: &mut rows.out[first * stride..][..count * stride],
         out_stride: stride,
         prefetch,
