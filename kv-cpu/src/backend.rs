@@ -1,6 +1,9 @@
 //! Opening the CPU as a device.
 //!
 //! Reads the settings once; what was found holds for every queue.
+use std::fmt;
+use std::sync::Arc;
+
 use kv_core::backend::{Backend, Capabilities};
 use kv_core::{DeviceError, KvFormat};
 use kv_cpu_kernels::{Isa, Kernels, PrefetchTarget};
@@ -10,25 +13,56 @@ use crate::buffer::CpuBuffer;
 use crate::context::Cpu;
 use crate::layout::unsupported;
 use crate::queue::CpuQueue;
-use crate::threads::Threads;
+use crate::threads::{Threads, Workers};
 
-/// How to open the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
+/// Says how to open the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
 /// `KV_CPU_THREADS`), and else from the machine.
 ///
 /// `KV_CPU_ISA` pins an instruction set with its optional parts, such as `avx512+bf16` ([`Isa`]).
 /// `KV_CPU_PREFETCH` overrides the software-prefetch target, for experiments: `l1`, `l2` or `none`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Clone, Default)]
 pub struct CpuOptions {
     threads: Option<usize>,
+    workers: Option<Arc<dyn Workers>>,
+    helper_affinity: bool,
     isa: Option<Isa>,
 }
 
+impl fmt::Debug for CpuOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { threads, workers, helper_affinity, isa } = self;
+        f.debug_struct("CpuOptions")
+            .field("threads", threads)
+            .field("workers", &workers.as_ref().map(|workers| workers.count()))
+            .field("helper_affinity", helper_affinity)
+            .field("isa", isa)
+            .finish()
+    }
+}
+
 impl CpuOptions {
-    /// Uses so many threads: the calling one, and others of its own. Without it there is one for
-    /// each core, and all backends of a process share those beside the calling one.
+    /// Uses `threads` threads: the calling one, and a pool of the backend's own. Without it there
+    /// is one thread a core, and all backends of a process share the pool.
     #[must_use]
     pub fn threads(self, threads: usize) -> Self {
         Self { threads: Some(threads), ..self }
+    }
+    /// Uses threads of the embedding program instead of a pool of the backend's own, such as those
+    /// of a rayon pool: [`Workers`] says how. Setting [`threads`](Self::threads) too is refused;
+    /// `KV_CPU_THREADS` is not read.
+    ///
+    /// # Panics
+    /// Operations panic when the workers break their contract.
+    #[must_use]
+    pub fn workers(self, workers: Arc<dyn Workers>) -> Self {
+        Self { workers: Some(workers), ..self }
+    }
+    /// Keeps threads of the backend's own pool off the CPU of the thread that wakes them, by their
+    /// affinity (Linux). Off by default; helps where the scheduler puts a woken thread on its
+    /// caller's CPU though others are idle, as was seen in a virtual machine.
+    #[must_use]
+    pub fn helper_affinity(self, helper_affinity: bool) -> Self {
+        Self { helper_affinity, ..self }
     }
     /// Uses this instruction set instead of the best there is.
     #[must_use]
@@ -84,8 +118,9 @@ impl CpuBackend {
     /// Opens the CPU.
     ///
     /// # Errors
-    /// `Unsupported` for an instruction set that is unknown or that this CPU lacks, for 0 threads,
-    /// and for settings that are no such thing; `Driver` when the threads cannot be started.
+    /// `Unsupported` for an instruction set that is unknown or that this CPU lacks, for a number of
+    /// threads or workers that is 0 or above 4096, for threads and workers at once, and for
+    /// settings that cannot be read; `Driver` when the threads cannot be started.
     pub fn open(options: CpuOptions) -> Result<Self, DeviceError> {
         let setting =
             |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
@@ -93,16 +128,23 @@ impl CpuBackend {
             Some(isa) => isa,
             None => isa_of_setting(setting("KV_CPU_ISA").as_deref())?,
         };
-        let count = match options.threads {
-            Some(count) => Some(count),
-            None => Threads::parse_count(setting("KV_CPU_THREADS").as_deref())?,
-        };
         let prefetch = prefetch_of_setting(setting("KV_CPU_PREFETCH").as_deref())?;
         let kernels = Kernels::new(isa, prefetch).ok_or_else(|| {
             let possible = possible();
             unsupported("open cpu", format!("this CPU has no {isa}, possible are {possible}"))
         })?;
-        let threads = Threads::new(count)?;
+        let threads = match (options.workers, options.threads) {
+            (Some(_), Some(count)) => {
+                let both = format!("workers and {count} threads given, only one of both may be");
+                return Err(unsupported("open cpu", both));
+            }
+            (Some(workers), None) => Threads::given(workers)?,
+            (None, Some(count)) => Threads::new(Some(count), options.helper_affinity)?,
+            (None, None) => {
+                let count = Threads::parse_count(setting("KV_CPU_THREADS").as_deref())?;
+                Threads::new(count, options.helper_affinity)?
+            }
+        };
         let capabilities = Capabilities::minimal()
             .with_buffer_bytes_max(u64::MAX)
             .with_binding_bytes_max(u64::MAX)
@@ -136,7 +178,8 @@ fn isa_of_setting(setting: Option<&str>) -> Result<Isa, DeviceError> {
     }
 }
 
-/// Reads a setting such as that of `KV_CPU_PREFETCH`; absent or empty means what is best on this CPU.
+/// Reads a setting such as that of `KV_CPU_PREFETCH`; absent or empty means what is best on this
+/// CPU.
 fn prefetch_of_setting(setting: Option<&str>) -> Result<PrefetchTarget, DeviceError> {
     match setting.map(str::trim) {
         None | Some("") => Ok(PrefetchTarget::detect()),

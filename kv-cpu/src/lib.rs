@@ -83,3 +83,6 @@ pub use backend::{AttendShape, CpuBackend, CpuOptions};
 pub use buffer::CpuBuffer;
 pub use kv_cpu_kernels::Isa;
 pub use queue::{CpuFence, CpuQueue, CpuReadback};
+#[cfg(feature = "rayon")]
+pub use threads::RayonWorkers;
+pub use threads::{SpawnWorkers, Workers};

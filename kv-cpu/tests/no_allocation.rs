@@ -8,6 +8,8 @@
 )]
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::{
@@ -15,7 +17,7 @@ use kv_core::{
     KvFormat, QkvFormat, ScaleGroup, Scaling, SequenceId, StartOptions, StepInput, TensorView,
     TensorViewMut, Transform,
 };
-use kv_cpu::{CpuBackend, CpuOptions};
+use kv_cpu::{CpuBackend, CpuOptions, Workers};
 
 thread_local! {
     static COUNTED: Cell<Option<u64>> = const { Cell::new(None) };
@@ -230,4 +232,28 @@ fn erasure_allocates_nothing() {
         let stored = Stored::plain(format, 16);
         assert_eq!(allocations(erased, Determinism::BatchInvariant, stored), 0, "{format}");
     }
+}
+
+/// Makes all calls on the calling thread, and counts the runs.
+#[derive(Default)]
+struct InTurn(AtomicUsize);
+
+impl Workers for InTurn {
+    fn count(&self) -> usize {
+        3
+    }
+    fn run(&self, workers: usize, task: &(dyn Fn(usize) + Sync)) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        (0..workers).for_each(task);
+    }
+}
+
+#[test]
+fn threads_of_the_program_are_called_without_an_allocation() {
+    let workers = Arc::new(InTurn::default());
+    let given: Arc<dyn Workers> = Arc::<InTurn>::clone(&workers);
+    let backend = CpuBackend::open(CpuOptions::default().workers(given)).unwrap();
+    let stored = Stored::plain(KvFormat::Bf16, 16);
+    assert_eq!(allocations(backend, Determinism::Fast, stored), 0);
+    assert!(workers.0.load(Ordering::Relaxed) > 100, "steps were run in parallel");
 }

@@ -13,6 +13,7 @@ mod decode;
 mod errors;
 mod moves;
 mod stored;
+mod threads;
 mod unseen;
 mod world;
 
