@@ -29,42 +29,40 @@ pub(crate) fn encode<S: Simd, E: Plain>(s: S, from: &[f32], to: &mut [u8]) {
     }
 }
 
-/// `a = a * x + b * y`, value by value.
+/// `row = row * by + other * other_by`, value by value.
 #[inline(always)]
-pub(crate) fn combine<S: Simd>(s: S, a: &mut [f32], x: f32, b: &[f32], y: f32) {
-    assert_eq!(a.len(), b.len(), "rows of one length");
-    let (n, mut i) = (a.len(), 0);
-    let (xs, ys) = (s.splat(x), s.splat(y));
-    while i + S::LANES <= n {
-        // SAFETY: `i + LANES <= n`.
-        let left = unsafe { s.load(a.as_ptr(), i) };
+pub(crate) fn combine<S: Simd>(s: S, row: &mut [f32], by: f32, other: &[f32], other_by: f32) {
+    assert_eq!(row.len(), other.len(), "rows of one length");
+    let (len, mut i) = (row.len(), 0);
+    let factors = [s.splat(by), s.splat(other_by)];
+    while i + S::LANES <= len {
+        // SAFETY: `i + LANES <= len`.
+        let left = unsafe { s.load(row.as_ptr(), i) };
         // SAFETY: as above, the rows have one length.
-        let right = unsafe { s.load(b.as_ptr(), i) };
-        let sum = s.fma(right, ys, s.mul(left, xs));
+        let right = unsafe { s.load(other.as_ptr(), i) };
+        let sum = s.fma(right, factors[1], s.mul(left, factors[0]));
         // SAFETY: as above.
-        unsafe { s.store(a.as_mut_ptr(), i, sum) };
+        unsafe { s.store(row.as_mut_ptr(), i, sum) };
         i += S::LANES;
     }
-    for (a, b) in a[i..].iter_mut().zip(&b[i..]) {
-        *a = *a * x + *b * y;
+    for (value, other) in row[i..].iter_mut().zip(&other[i..]) {
+        *value = *value * by + *other * other_by;
     }
 }
 
-/// `a = a * x`, value by value.
+/// `row = row * by`, value by value.
 #[inline(always)]
-pub(crate) fn scale<S: Simd>(s: S, a: &mut [f32], x: f32) {
-    let (n, mut i) = (a.len(), 0);
-    let xs = s.splat(x);
-    while i + S::LANES <= n {
-        // SAFETY: `i + LANES <= n`.
-        let scaled = s.mul(unsafe { s.load(a.as_ptr(), i) }, xs);
+pub(crate) fn scale<S: Simd>(s: S, row: &mut [f32], by: f32) {
+    let (len, mut i) = (row.len(), 0);
+    let factor = s.splat(by);
+    while i + S::LANES <= len {
+        // SAFETY: `i + LANES <= len`.
+        let scaled = s.mul(unsafe { s.load(row.as_ptr(), i) }, factor);
         // SAFETY: as above.
-        unsafe { s.store(a.as_mut_ptr(), i, scaled) };
+        unsafe { s.store(row.as_mut_ptr(), i, scaled) };
         i += S::LANES;
     }
-    for a in &mut a[i..] {
-        *a *= x;
-    }
+    row[i..].iter_mut().for_each(|value| *value *= by);
 }
 
 /// Brings values of one type to another, as many as there is room for.

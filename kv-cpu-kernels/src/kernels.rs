@@ -198,8 +198,7 @@ impl Kernels {
         if self.isa.has_vbmi() {
             return crate::avx512::lookups(encoding);
         }
-        let _no_lookups = encoding;
-        None
+        no_part(encoding)
     }
     /// QK as products of bf16.
     fn qk_words(self, encoding: Encoding) -> Option<[QkFn; 4]> {
@@ -211,18 +210,17 @@ impl Kernels {
         if self.isa.has_bf16() {
             return crate::avx512::qk_words(encoding, self.isa.has_vbmi());
         }
-        let _no_products = encoding;
-        None
+        no_part(encoding)
     }
 
-    /// Whether scores by rows of K in this encoding are products of bf16, where queries are given as
-    /// words.
+    /// Whether scores by rows of K in this encoding are products of bf16, where queries are given
+    /// as words.
     pub fn takes_words(self, encoding: Encoding) -> bool {
         self.qk_words(encoding).is_some()
     }
 
-    /// Writes a query row as words of two bf16 for [`Qk::words`], half as many as values. The values
-    /// are bf16, and in the order of [`RowLayout::in_pairs`] if `in_pairs`.
+    /// Writes a query row as words of two bf16 for [`Qk::words`], half as many as values. The
+    /// values are bf16, and in the order of [`RowLayout::in_pairs`] if `in_pairs`.
     ///
     /// # Panics
     /// When `to` is shorter, or the row is no multiple of [`QUERY_PAD`](crate::QUERY_PAD).
@@ -327,18 +325,18 @@ impl Kernels {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
         unsafe { (self.table.encode_row)(format, inv_scale, values, row) }
     }
-    /// `a = a * x + b * y`, value by value.
+    /// `row = row * by + other * other_by`, value by value.
     ///
     /// # Panics
     /// When the rows differ in length.
-    pub fn combine(self, a: &mut [f32], x: f32, b: &[f32], y: f32) {
+    pub fn combine(self, row: &mut [f32], by: f32, other: &[f32], other_by: f32) {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
-        unsafe { (self.table.combine)(a, x, b, y) }
+        unsafe { (self.table.combine)(row, by, other, other_by) }
     }
-    /// `a = a * x`, value by value.
-    pub fn scale(self, a: &mut [f32], x: f32) {
+    /// `row = row * by`, value by value.
+    pub fn scale(self, row: &mut [f32], by: f32) {
         // SAFETY: the CPU has the instruction set, by `Self::new`.
-        unsafe { (self.table.scale)(a, x) }
+        unsafe { (self.table.scale)(row, by) }
     }
     /// Brings a row into the order of [`RowLayout::in_pairs`].
     pub fn split_pairs(self, row: &mut [f32]) {
@@ -404,13 +402,19 @@ impl Drop for PastCaches {
     }
 }
 
-/// Rows of the next register tile where so many are left: tiles of four load least for each product.
+/// Rows of the next register tile where so many are left: tiles of four load least for each
+/// product.
 const fn part(left: usize) -> usize {
     match left {
         0 | 1 => left,
         2 | 3 => 2,
         _ => 4,
     }
+}
+
+/// What an optional part of an instruction set has for an encoding where there is none.
+const fn no_part<T: Copy>(_: Encoding) -> Option<T> {
+    None
 }
 
 /// The kernel for exactly so many rows.

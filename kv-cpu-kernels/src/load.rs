@@ -123,6 +123,6 @@ impl<B: LookUp, E: Fp8> Load for LookedUp<B, E> {
     #[inline(always)]
     unsafe fn rest(self, row: *const u8, layout: &RowLayout) -> Rest {
         // SAFETY: condition 1.
-        unsafe { LookedUp::rest(self, row, layout) }
+        unsafe { Self::rest(self, row, layout) }
     }
 }

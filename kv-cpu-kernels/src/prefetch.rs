@@ -1,12 +1,13 @@
 //! Software prefetch: into which cache lines go, and a cursor that issues prefetches evenly.
 //!
 //! A core has few line-fill buffers, and a burst of prefetches that exceeds them stalls loads or is
-//! dropped. So a kernel issues a few with each step of the work at hand, for rows that the next call
-//! needs. Prefetches change no result.
+//! dropped. So a kernel issues a few with each step of the work at hand, for rows that the next
+//! call needs. Prefetches change no result.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::inline_always,
-    reason = "kernel code: addresses and counts of cache lines, inlined into `#[target_feature]` callers"
+    reason = "kernel code: addresses and counts of cache lines, which must inline into the \
+              `#[target_feature]` caller"
 )]
 use std::str::FromStr;
 
@@ -17,6 +18,7 @@ use crate::simd::{LINE, Simd};
 
 /// Where prefetched lines go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum PrefetchTarget {
     /// L2.
     L2,
@@ -288,7 +290,8 @@ mod tests {
             let layout = RowLayout::plain(Element::F32, dim);
             let stride = layout.bytes() + gap;
             let rows = KeyRows::new(&memory[begin..], stride, count, &layout);
-            let runs = [rows.slice(0..count / 2), KeyRows::empty(&layout), rows.slice(count / 2..count)];
+            let runs =
+                [rows.slice(0..count / 2), KeyRows::empty(&layout), rows.slice(count / 2..count)];
             let next = issued(Prefetch::new(PrefetchTarget::L2, &runs, &[]));
             for [far, near] in [[&runs[..], &runs[..2]], [&[], &runs[..]]] {
                 let twice = Prefetch::new(PrefetchTarget::L2Twice, far, near);

@@ -55,8 +55,8 @@ impl Pv<'_, '_> {
     }
 }
 
-/// Adds all tokens to `R` output rows, `P` pairs at a time. The arguments were checked, and have `R`
-/// rows.
+/// Adds all tokens to `R` output rows, `P` pairs at a time. The arguments were checked, and have
+/// `R` rows.
 #[inline(always)]
 pub(crate) fn pv<L: Load, const R: usize, const P: usize>(l: L, x: &mut Pv<'_, '_>) {
     let (s, layout, tokens) = (l.simd(), x.v.layout(), x.v.len());

@@ -132,8 +132,9 @@ pub(crate) trait Simd: Copy {
         self.zero_below(x, exp::LEAST, self.mul(p, self.pow2(n)))
     }
 
-    /// Hyperbolic tangent to about 2 ulp: `-e / (e + 2)` for `e = exp(-2 |x|) - 1`, with the sign of
-    /// `x`. The subtraction is exact for small `x`, as the series of [`Self::exp`] has no 1 in it.
+    /// Hyperbolic tangent to about 2 ulp: `-e / (e + 2)` for `e = exp(-2 |x|) - 1`, with the sign
+    /// of `x`. The subtraction is exact for small `x`, as the series of [`Self::exp`] has no 1 in
+    /// it.
     #[inline(always)]
     fn tanh(self, x: Self::F) -> Self::F {
         let minus = self.mul(x, self.splat(-1.0));

@@ -1,4 +1,5 @@
 //! The kernels of one instruction set as a table of functions.
+#![expect(clippy::arithmetic_side_effects, reason = "numbers of rows, which are not 0")]
 use kv_core::KvFormat;
 
 use crate::layout::{Encoding, RowLayout};
@@ -73,8 +74,8 @@ macro_rules! table {
 
             use $crate::convert as tensors;
             use $crate::decode::{
-                self as rows, Bf16, Bf16Pairs, Decode, E4m3, E5m2, F16, F32, Int8, L3, L4, L6, Lloyd,
-                Nvfp4, Plain, Q4Block, Q8Block,
+                self as rows, Bf16, Bf16Pairs, Decode, E4m3, E5m2, F16, F32, Int8, L3, L4, L6,
+                Lloyd, Nvfp4, Plain, Q4Block, Q8Block,
             };
             use $crate::layout::RowLayout;
             use $crate::load::Decoded;

@@ -83,7 +83,7 @@ fn explain(args: &BenchArgs) -> anyhow::Result<()> {
             let AttendShape { group, head_dims: [dim, _], .. } = shape;
             let formats = case.stored.formats();
             let line = format!(
-                "{}: {formats}, {group} query heads a kv head, head_dim {dim}, {queries} queries: {why}",
+                "{}: {formats}, group {group}, head_dim {dim}, {queries} queries: {why}",
                 cpu.isa()
             );
             if !lines.contains(&line) {

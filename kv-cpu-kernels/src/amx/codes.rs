@@ -1,9 +1,10 @@
 //! Tables that turn codes of one byte into bf16: FP8 and signed bytes.
 //!
-//! The bits of a float are those of its code in other places, for nearly all codes: each byte of the
-//! bf16 is a linear function of the code's bits over GF(2), which GF2P8AFFINEQB computes for 64 codes.
-//! Codes with the least exponent (zero and subnormals) and with the greatest (NaN and infinity) are
-//! looked up: at most 32, which come first in an order of the codes that is linear too.
+//! The bits of a float are those of its code in other places, for nearly all codes: each byte of
+//! the bf16 is a linear function of the code's bits over GF(2), which GF2P8AFFINEQB computes for 64
+//! codes. Codes with the least exponent (zero and subnormals) and with the greatest (NaN and
+//! infinity) are looked up: at most 32, which come first in an order of the codes that is linear
+//! too.
 //!
 //! Integers have no such form: all magnitudes are looked up.
 #![expect(

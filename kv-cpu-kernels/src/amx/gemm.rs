@@ -1,5 +1,5 @@
-//! Products with query rows as rows of blocks: scores of a packed tile of K, and sums of a packed tile
-//! of V.
+//! Products with query rows as rows of blocks: scores of a packed tile of K, and sums of a packed
+//! tile of V.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,

@@ -1,13 +1,13 @@
 //! Tiles of scores and sums as matrix products on AMX.
 //!
-//! AMX multiplies blocks of bf16 and adds in `f32`. A value of 16 or 8 bits is one bf16 or the sum of
-//! two, a query or a weight the sum of up to three; so terms of K are multiplied with terms of
+//! AMX multiplies blocks of bf16 and adds in `f32`. A value of 16 or 8 bits is one bf16 or the sum
+//! of two, a query or a weight the sum of up to three; so terms of K are multiplied with terms of
 //! queries, and terms of V with those of weights. Left out are products too small for the last bit
 //! of an `f32`, and the third term of weights where outputs have 16 bits.
 //!
-//! A word of 32 bits holds two values, 16 apart in a group of 32: values of a row for scores, tokens
-//! of a tile for sums. That is how `Decode::load_pair` loads them. In [`ColumnOrder::Codes`] they are
-//! two apart where a line of codes is whole (`Unit::code_line`).
+//! A word of 32 bits holds two values, 16 apart in a group of 32: values of a row for scores,
+//! tokens of a tile for sums. That is how `Decode::load_pair` loads them. In [`ColumnOrder::Codes`]
+//! they are two apart where a line of codes is whole (`Unit::code_line`).
 //!
 //! | file | what |
 //! |---|---|
@@ -20,7 +20,8 @@
 //!
 //! Only finite numbers are sums of terms. Any other gives sums that are not finite, in all rows of
 //! its tile whether they see it or not: the caller checks [`Gemm::is_finite`] or
-//! [`Narrow::is_finite`], and drops such results. Numbers below the least normal `f32` count as zero.
+//! [`Narrow::is_finite`], and drops such results. Numbers below the least normal `f32` count as
+//! zero.
 pub(crate) mod codes;
 pub(crate) mod gemm;
 pub(crate) mod narrow;
@@ -246,16 +247,16 @@ impl Drop for Session {
     }
 }
 
-/// The table of `kernels`, and the terms that hold every query exactly; where one is not finite, any
-/// number of them.
+/// The table of `kernels`, and the terms that hold every query exactly; where one is not finite,
+/// any number of them.
 fn terms(kernels: Kernels, queries: &QueryRows<'_>) -> Option<(&'static Table, usize)> {
     let table = kernels.amx()?;
     // SAFETY: the CPU has the instruction set, by `Kernels::new`.
     Some((table, unsafe { (table.terms)(queries.values) }))
 }
 
-/// AMX products with query rows as rows of blocks: K and V of a tile are packed once, for any number
-/// of rows.
+/// AMX products with query rows as rows of blocks: K and V of a tile are packed once, for any
+/// number of rows.
 ///
 /// A thread has one [`Gemm`] or [`Narrow`] at a time.
 pub struct Gemm {
@@ -298,7 +299,8 @@ impl Gemm {
     /// Packs K of a tile; issues prefetches meanwhile.
     ///
     /// # Panics
-    /// When the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or `memory` is for rows of another length.
+    /// When the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or `memory` is
+    /// for rows of another length.
     pub fn pack_keys(
         &self,
         k: &TileRows<'_>,
@@ -325,8 +327,8 @@ impl Gemm {
         unsafe { (kernel.pack_values)(v, memory, prefetch) }
     }
 
-    /// Scores the packed tile by [`BLOCK`] query rows from `first`, a multiple of [`BLOCK`]. `words`
-    /// are those of the head, `to` has [`TILE_TOKENS`] scores a row, of which a multiple of
+    /// Scores the packed tile by [`BLOCK`] query rows from `first`, a multiple of [`BLOCK`].
+    /// `words` are those of the head, `to` has [`TILE_TOKENS`] scores a row, of which a multiple of
     /// [`GEMM_TOKENS`] is written.
     ///
     /// # Panics
@@ -412,11 +414,12 @@ impl Narrow {
     }
 
     /// Scores K of a tile by the query rows of a head, whose `words` are in the [`ColumnOrder`] of
-    /// K; issues prefetches meanwhile. `to` has [`TILE_TOKENS`] scores a row and room for a block of
-    /// rows; a multiple of [`BLOCK`] is written.
+    /// K; issues prefetches meanwhile. `to` has [`TILE_TOKENS`] scores a row and room for a block
+    /// of rows; a multiple of [`BLOCK`] is written.
     ///
     /// # Panics
-    /// When the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or rows lie outside of their slices.
+    /// When the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or rows lie
+    /// outside of their slices.
     pub fn scores(
         &self,
         words: &[u32],

@@ -12,13 +12,13 @@
 )]
 use super::pack::{PAIRS, Terms, remainder};
 use super::runs::BlockRows;
-use crate::rows::TileRows;
 use super::table::PackedQueries;
 use super::unit::{Operand, Unit, Words};
 use super::{BLOCK, BLOCK_WORDS, Memory, TILE_TOKENS};
 use crate::decode::GROUP;
 use crate::layout::RowLayout;
 use crate::prefetch::Prefetch;
+use crate::rows::TileRows;
 use crate::simd::LINE;
 
 /// Scores the tokens of a tile by query rows that are columns.
@@ -156,9 +156,9 @@ unsafe fn key_operands<W: Words, U: Unit, E: Terms>(
     })
 }
 
-/// Adds a tile of V to as many output rows as there are rows of weights, which have `TERMS` terms, 2
-/// or 3. All tokens of a group of values are added before the next group, so that its blocks stay in
-/// L1.
+/// Adds a tile of V to as many output rows as there are rows of weights, which have `TERMS` terms,
+/// 2 or 3. All tokens of a group of values are added before the next group, so that its blocks stay
+/// in L1.
 #[inline(always)]
 pub(crate) fn sums<W: Words, U: Unit, E: Terms, const TERMS: usize>(
     (w, unit): (W, U),

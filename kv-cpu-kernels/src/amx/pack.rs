@@ -8,7 +8,6 @@
 )]
 use super::codes::{self, Codes};
 use super::runs::BlockRows;
-use crate::rows::TileRows;
 use super::unit::{Unit, Words};
 use super::{
     BLOCK, BLOCK_WORDS, Blocks, GEMM_TOKENS, Memory, QueryShape, TILE_BLOCKS, TILE_TOKENS, UPPER,
@@ -16,6 +15,7 @@ use super::{
 use crate::decode::{Bf16, Bf16Pairs, Decode, E4m3, E5m2, F16, GROUP, Int8};
 use crate::layout::RowLayout;
 use crate::prefetch::Prefetch;
+use crate::rows::TileRows;
 use crate::simd::{LINE, Simd};
 
 /// Pairs of tokens that are packed together.
@@ -30,8 +30,8 @@ pub(crate) trait Terms: Decode + Sized {
     /// The bf16 of each code, if a value is a code of one byte.
     const CODES: Option<&'static Codes> = None;
 
-    /// Packs a group of values of 16 rows into a block, a row of words each; terms lie `apart` words
-    /// from each other.
+    /// Packs a group of values of 16 rows into a block, a row of words each; terms lie `apart`
+    /// words from each other.
     ///
     /// # Safety
     /// 1. The bytes of the rows are readable, and the blocks are writable.
@@ -66,8 +66,8 @@ pub(crate) trait Terms: Decode + Sized {
         }
     }
 
-    /// Packs a group of values of [`PAIRS`] pairs of tokens, a row of words a pair, for each half of
-    /// the group, which are [`BLOCK_WORDS`] apart, and for each term, which are `apart`.
+    /// Packs a group of values of [`PAIRS`] pairs of tokens, a row of words a pair, for each half
+    /// of the group, which are [`BLOCK_WORDS`] apart, and for each term, which are `apart`.
     ///
     /// # Safety
     /// 1. The bytes of the rows are readable, and the rows of words are writable.
@@ -337,8 +337,8 @@ pub(crate) fn keys<W: Words, U: Unit, E: Terms>(
     *prefetch = lines;
 }
 
-/// Packs V of a tile into blocks of 16 values, a row of words for two tokens of a [`GROUP`] of them,
-/// zeros for tokens that do not exist.
+/// Packs V of a tile into blocks of 16 values, a row of words for two tokens of a [`GROUP`] of
+/// them, zeros for tokens that do not exist.
 #[inline(always)]
 pub(crate) fn values<W: Words, U: Unit, E: Terms>(
     (w, unit): (W, U),

@@ -3,7 +3,7 @@
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
     clippy::inline_always,
-    reason = "kernel code: tiles are at most `TILE_TOKENS` long, which the entry asserts, and loops must inline into the \
+    reason = "kernel code: the entry asserts the length of tiles, and loops must inline into the \
               `#[target_feature]` caller"
 )]
 use super::{BLOCK, TILE_BLOCKS, TILE_TOKENS};

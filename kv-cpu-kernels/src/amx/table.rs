@@ -1,15 +1,15 @@
 //! AMX kernels as a table of functions, one for each implementation of the unit.
 use super::{Memory, QueryShape};
-use crate::rows::TileRows;
 use crate::layout::Encoding;
 use crate::prefetch::Prefetch;
+use crate::rows::TileRows;
 
 /// A configuration of the tile registers, in the form of LDTILECFG.
 #[repr(C, align(64))]
 pub(crate) struct TileConfig(pub(crate) [u8; 64]);
 
-/// The kernels of one unit. Calling an entry is sound only on a CPU that has the unit; all but `enter`,
-/// `terms` and `is_finite` only between `enter` and `leave` on the same thread.
+/// The kernels of one unit. Calling an entry is sound only on a CPU that has the unit; all but
+/// `enter`, `terms` and `is_finite` only between `enter` and `leave` on the same thread.
 pub(crate) struct Table {
     /// Configures tile registers as blocks, and returns the configuration before.
     pub(crate) enter: unsafe fn() -> TileConfig,
@@ -53,7 +53,8 @@ type NarrowSums = unsafe fn(
     &mut Prefetch<'_>,
 );
 
-/// Instantiates the kernels for one unit and the vectors that serve it, behind the attributes given.
+/// Instantiates the kernels for one unit and the vectors that serve it, behind the attributes
+/// given.
 macro_rules! table {
     ([$(#[$attribute:meta])*] $simd:expr, $unit:expr, $enter:path, $leave:path, $narrow:path) => {
         /// The kernels of this unit.

@@ -3,12 +3,12 @@
 use kv_core::{KvFormat, Scaling};
 
 use super::{BLOCK, ColumnOrder, Gemm, Memory, Narrow, QueryRows, TILE_TOKENS, codes};
-use crate::rows::TileRows;
 use crate::features::Isa;
 use crate::kernels::Kernels;
 use crate::layout::RowLayout;
 use crate::prefetch::{Prefetch, PrefetchTarget};
 use crate::rows::KeyRows;
+use crate::rows::TileRows;
 
 /// A relative error that sums of `f32` stay below.
 const EXACT: f64 = 2e-6;
@@ -337,7 +337,8 @@ fn only_sets_with_amx_have_sessions() {
     assert!(amx.isa().has_amx() && amx.isa().is_available());
 }
 
-/// The vector instructions that serve the unit, which CPUs without AMX have too, against plain Rust.
+/// The vector instructions that serve the unit, which CPUs without AMX have too, against plain
+/// Rust.
 #[cfg(target_arch = "x86_64")]
 mod vectors {
     use super::Random;

@@ -15,10 +15,10 @@ pub(crate) struct Operand {
 
 /// A unit that multiplies blocks. A token of it exists only between `enter` and `leave`.
 pub(crate) trait Unit: Copy {
-    /// Writes 16 rows of scores of [`super::GEMM_TOKENS`] tokens, `stride` floats apart: the products
-    /// of queries and K over `steps` blocks, added to what is there if `more`. Blocks of queries
-    /// have a row for each query, those of K a column for each token; they follow each other by
-    /// step, those of K by 16 tokens before that.
+    /// Writes 16 rows of scores of [`super::GEMM_TOKENS`] tokens, `stride` floats apart: the
+    /// products of queries and K over `steps` blocks, added to what is there if `more`. Blocks of
+    /// queries have a row for each query, those of K a column for each token; they follow each
+    /// other by step, those of K by 16 tokens before that.
     ///
     /// # Safety
     /// 1. The blocks are readable, and the rows of scores are writable, and readable if `more`.
@@ -52,10 +52,10 @@ pub(crate) trait Unit: Copy {
     /// half a microsecond without work, and takes a quarter of one to wake up.
     fn stay_awake(self);
 
-    /// Writes a block of sums over `steps` blocks of both sides, added to what is there if `more`. A
-    /// word of a row of the left operand, two bf16, is multiplied with the row of the right operand
-    /// that has its index. Of `SCORES`, all blocks but the left ones have as many columns as
-    /// [`super::table::Table::narrow`] was told; of sums, all but the right ones as many rows.
+    /// Writes a block of sums over `steps` blocks of both sides, added to what is there if `more`.
+    /// A word of a row of the left operand, two bf16, is multiplied with the row of the right
+    /// operand that has its index. Of `SCORES`, all blocks but the left ones have as many columns
+    /// as [`super::table::Table::narrow`] was told; of sums, all but the right ones as many rows.
     ///
     /// # Safety
     /// 1. The blocks are readable, and that of sums is writable, and readable if `more`.

@@ -1,7 +1,7 @@
 //! AMX in assembly: the compiler has no tile registers. One holds a block, 16 rows of 64 bytes.
 //!
-//! No tile register carries a value from one piece of assembly to the next. Only their shapes persist,
-//! which nothing else sets between `enter` and `leave`.
+//! No tile register carries a value from one piece of assembly to the next. Only their shapes
+//! persist, which nothing else sets between `enter` and `leave`.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -23,8 +23,8 @@ use crate::simd::LINE;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Amx(());
 
-/// Whether the CPU has AMX for bf16 and the vector instructions that look codes up, and the operating
-/// system lets this process use tile registers. Asks once.
+/// Whether the CPU has AMX for bf16 and the vector instructions that look codes up, and the
+/// operating system lets this process use tile registers. Asks once.
 pub(crate) fn is_available() -> bool {
     static ALLOWED: OnceLock<bool> = OnceLock::new();
     *ALLOWED.get_or_init(|| {
@@ -51,8 +51,8 @@ fn is_allowed() -> bool {
     const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
     const XTILEDATA: i64 = 18;
     let result: i64;
-    // SAFETY: the system call reads only its arguments and changes only what the process may use; it
-    // overwrites rcx and r11.
+    // SAFETY: the system call reads only its arguments and changes only what the process may use;
+    // it overwrites rcx and r11.
     unsafe {
         asm!("syscall", inlateout("rax") ARCH_PRCTL => result, in("rdi") ARCH_REQ_XCOMP_PERM,
              in("rsi") XTILEDATA, out("rcx") _, out("r11") _, options(nostack));
@@ -78,8 +78,8 @@ unsafe fn enter() -> TileConfig {
     before
 }
 
-/// Configures tile registers 0 to 5 for [`Unit::multiply`]: scores of `columns` columns, a multiple of
-/// four, and sums of `rows` rows, both in `1..=BLOCK`.
+/// Configures tile registers 0 to 5 for [`Unit::multiply`]: scores of `columns` columns, a multiple
+/// of four, and sums of `rows` rows, both in `1..=BLOCK`.
 ///
 /// # Safety
 /// 1. Between `enter` and `leave`.
@@ -93,7 +93,8 @@ unsafe fn narrow(columns: usize, rows: usize) {
     unsafe { configure(&TileConfig(bytes)) };
 }
 
-/// Palette 1; from byte 16 on the bytes of a row, two a tile; from byte 48 on the rows of each tile.
+/// Palette 1; from byte 16 on the bytes of a row, two a tile; from byte 48 on the rows of each
+/// tile.
 static BLOCKS: TileConfig = {
     let (mut bytes, mut tile) = ([0; 64], 0);
     bytes[0] = 1;
@@ -198,7 +199,8 @@ impl Unit for Amx {
                 ".endif",
                 "2:",
                 "tileloadd tmm0, [{to} + {stride}]",
-                // The values' second terms, if any, then their first, for both halves of the tokens.
+                // The values' second terms, if any, then their first, for both halves of the
+                // tokens.
                 "lea {half}, [{v} + {apart}]",
                 ".if {right} == 2",
                 "tileloadd tmm1, [{half} + {line}]",

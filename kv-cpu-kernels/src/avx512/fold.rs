@@ -1,7 +1,13 @@
 //! Sums of eight or sixteen vectors at once.
+#![expect(
+    clippy::large_types_passed_by_value,
+    clippy::many_single_char_names,
+    reason = "vectors in registers: functions are inlined"
+)]
 use std::arch::x86_64::{
-    __m512, _mm256_storeu_ps, _mm512_add_ps, _mm512_castps512_ps256, _mm512_permute_ps, _mm512_mask_blend_ps, _mm512_permutex2var_ps, _mm512_permutexvar_ps,
-    _mm512_setr_epi32, _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_storeu_ps,
+    __m512, _mm256_storeu_ps, _mm512_add_ps, _mm512_castps512_ps256, _mm512_mask_blend_ps,
+    _mm512_permute_ps, _mm512_permutex2var_ps, _mm512_permutexvar_ps, _mm512_setr_epi32,
+    _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_storeu_ps,
 };
 
 /// The sum of the lanes of each vector. Adds halves, quarters, pairs, then neighbours, which is the
@@ -13,9 +19,10 @@ pub(super) fn reduce_add16([a, b]: [[__m512; 8]; 2]) -> [f32; 16] {
     let all = neighbours(eight(a), eight(b));
     // Which lane has the sum of which vector.
     let order = _mm512_setr_epi32(0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
+    let sums = _mm512_permutexvar_ps(order, all);
     let mut to = [0.0; 16];
     // SAFETY: the array has room for sixteen floats.
-    unsafe { _mm512_storeu_ps(to.as_mut_ptr(), _mm512_permutexvar_ps(order, all)) };
+    unsafe { _mm512_storeu_ps(to.as_mut_ptr(), sums) };
     to
 }
 

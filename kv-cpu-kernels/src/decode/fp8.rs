@@ -60,7 +60,7 @@ pub(crate) trait LookUp: Copy {
     unsafe fn half(self, table: &'static Fp8Table, from: *const u8) -> [<Self::S as Simd>::F; 2];
 }
 
-/// Fp8Table of 8 bits as bf16, without signs, the lower and the upper byte of each; halves of both are
+/// Codes of 8 bits as bf16, without signs, the lower and the upper byte of each; halves of both are
 /// vectors.
 #[derive(Debug)]
 #[repr(align(64))]

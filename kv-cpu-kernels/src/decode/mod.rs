@@ -124,7 +124,8 @@ pub(in crate::decode) unsafe fn nibbles<S: Simd>(s: S, plane: *const u8, offset:
     if offset < 16 { bytes } else { s.shr(bytes, 4) }
 }
 
-/// Reads the f16 scale behind the codes of each row; up to a multiple of [`LANES_MAX`] others are 1.
+/// Reads the f16 scale behind the codes of each row; up to a multiple of [`LANES_MAX`] others are
+/// 1.
 #[inline(always)]
 pub(crate) fn row_scales<S: Simd>(s: S, rows: &KeyRows<'_>, to: &mut [f32]) {
     const ONE: u16 = 0x3c00;

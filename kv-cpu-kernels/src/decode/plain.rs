@@ -1,7 +1,6 @@
 //! Rows that are elements of a tensor: binary32, binary16 and bfloat16.
 #![expect(
     clippy::arithmetic_side_effects,
-    clippy::indexing_slicing,
     clippy::inline_always,
     reason = "kernel code: offsets inside of a row, and helpers must inline into the \
               `#[target_feature]` caller"
@@ -69,8 +68,8 @@ impl<E: Valuewise> Decode for E {
     }
 }
 
-/// Decodes the first `n < LANES` values from value `at` on; the other lanes are those of zero bytes,
-/// and the bytes behind the values are not read.
+/// Decodes the first `n < LANES` values from value `at` on; the other lanes are those of zero
+/// bytes, and the bytes behind the values are not read.
 ///
 /// # Safety
 /// 1. Values `at..at + n` after `from` are readable.
@@ -157,7 +156,6 @@ plain! {
 pub(crate) struct Bf16Pairs;
 
 impl Decode for Bf16Pairs {
-
     #[inline(always)]
     unsafe fn load_pair<S: Simd>(
         s: S,

@@ -65,7 +65,8 @@ fn kinds() -> impl Iterator<Item = Kind> {
     KvFormat::all().map(|format| (format, false)).chain([(KvFormat::Bf16, true)])
 }
 
-/// Rows of K or V with bytes between them, which are NaN in most formats. Memory ends with the last.
+/// Rows of K or V with bytes between them, which are NaN in most formats. Memory ends with the
+/// last.
 struct Stored {
     layout: RowLayout,
     bytes: Box<[u8]>,

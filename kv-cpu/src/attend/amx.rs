@@ -1,8 +1,8 @@
 //! AMX matrix products: a tile of K and V at a time against all query rows of a kv head.
 //!
-//! Every row scores every token of a tile, and the weight of a token that it does not see is zero. Zero
-//! by an infinite value is NaN, so sums that are not finite say nothing: [`run`] tells, and the work
-//! item runs again on vectors.
+//! Every row scores every token of a tile, and the weight of a token that it does not see is zero.
+//! Zero by an infinite value is NaN, so sums that are not finite say nothing: [`run`] tells, and
+//! the work item runs again on vectors.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -19,14 +19,14 @@ use super::call::AttendCall;
 use super::direct::add_mean;
 use super::key_runs::{KeyTile, for_tiles};
 use super::plan::WorkItem;
-use super::strategy::AMX_BLOCK;
 use super::scales::TileScales;
+use super::strategy::AMX_BLOCK;
 use super::tiled::SeenKeys;
 use crate::aligned::AlignedFloats;
 use crate::scratch::Scratch;
 
-/// Bytes of a tile of K that stay in L1 beside others; where K is packed for many rows, it leaves L1
-/// anyway.
+/// Bytes of a tile of K that stay in L1 beside others; where K is packed for many rows, it leaves
+/// L1 anyway.
 const NARROW_BYTES: usize = 20 << 10;
 
 const _: () = assert!(AMX_BLOCK == BLOCK, "AMX GEMM runs from a block of query rows on");

@@ -17,8 +17,8 @@ use super::plan::WorkItem;
 use super::scales::TileScales;
 use crate::scratch::Scratch;
 
-/// Tokens of a tile: enough that what a call costs is little beside it, and few enough that the next
-/// tile stays in L2 until it is read.
+/// Tokens of a tile: enough that what a call costs is little beside it, and few enough that the
+/// next tile stays in L2 until it is read.
 const TOKENS: usize = 64;
 /// Floats from a row of scores to the next: the last tokens of a tile may be a run of their own,
 /// which is padded.

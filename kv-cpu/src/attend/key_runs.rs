@@ -129,20 +129,20 @@ impl<'a> BlockRuns<'a> {
         self.runs.clear();
         let mut position = begin;
         while position < end {
-            let place = layout.slot_map().place_in(position, sequence.coded);
-            let at = layout.row_begin(place, 0);
-            self.per_head = offset(layout.row_begin(place, 1)) - offset(at);
+            let slot = layout.slot_map().place_in(position, sequence.coded);
+            let at = layout.row_begin(slot, 0);
+            self.per_head = offset(layout.row_begin(slot, 1)) - offset(at);
             // Rows in 16 bits are few and leave gaps; the others follow each other to the end of a
             // block.
-            let tokens = if place.is_wide {
+            let tokens = if slot.is_wide {
                 self.stride = plane.rows(true).bytes();
                 1
             } else {
                 self.stride = offset(layout.token_stride());
-                (layout.block_size() - place.inside).min(end - position)
+                (layout.block_size() - slot.inside).min(end - position)
             };
             let rest = offset(layout.block_bytes()) - offset(at);
-            let block = plane.get(table[to_usize(place.index)].0, at, rest);
+            let block = plane.get(table[to_usize(slot.index)].0, at, rest);
             self.runs.push((block, to_usize(tokens)));
             position += tokens;
         }
@@ -191,7 +191,11 @@ impl<'a> KeyTile<'a> {
         self.runs.split_at(self.runs.len() / 2)
     }
     /// What is prefetched while this tile is scored, and while it is added.
-    pub(super) fn prefetch<'p>(&'p self, next: &'p Self, target: PrefetchTarget) -> [Prefetch<'p>; 2] {
+    pub(super) fn prefetch<'p>(
+        &'p self,
+        next: &'p Self,
+        target: PrefetchTarget,
+    ) -> [Prefetch<'p>; 2] {
         let ((_, v), (next_k, next_v)) = (self.runs(), next.runs());
         [Prefetch::new(target, next_k, v), Prefetch::new(target, next_v, next_k)]
     }

@@ -181,8 +181,8 @@ fn padded_rows(strategy: Strategy, call: &AttendCall<'_>, rows: usize) -> usize 
     }
 }
 
-/// Writes the rows of a work item, or their partial results where the context is split. Each kv head
-/// has `padded` rows.
+/// Writes the rows of a work item, or their partial results where the context is split. Each kv
+/// head has `padded` rows.
 #[expect(clippy::arithmetic_side_effects, clippy::indexing_slicing, reason = "counts of its rows")]
 fn finish_rows(
     call: &AttendCall<'_>,

@@ -9,7 +9,7 @@ use super::call::Heads;
 #[derive(Debug)]
 pub(super) struct Partials<'a> {
     rows: (*mut f32, usize),
-    partials: (*mut Partial, usize),
+    sums: (*mut Partial, usize),
     held: PhantomData<&'a mut [f32]>,
 }
 
@@ -21,7 +21,7 @@ impl<'a> Partials<'a> {
     pub(super) fn new(rows: &'a mut [f32], partials: &'a mut [Partial]) -> Self {
         Self {
             rows: (rows.as_mut_ptr(), rows.len()),
-            partials: (partials.as_mut_ptr(), partials.len()),
+            sums: (partials.as_mut_ptr(), partials.len()),
             held: PhantomData,
         }
     }
@@ -30,7 +30,7 @@ impl<'a> Partials<'a> {
     fn begin(&self, index: usize, heads: Heads) -> usize {
         let begin = index.saturating_mul(heads.stride_v);
         assert!(
-            index < self.partials.1 && begin.saturating_add(heads.dim_v) <= self.rows.1,
+            index < self.sums.1 && begin.saturating_add(heads.dim_v) <= self.rows.1,
             "a partial result lies inside its memory"
         );
         begin
@@ -42,7 +42,7 @@ impl<'a> Partials<'a> {
     /// 1. Nobody else uses the result meanwhile.
     pub(super) unsafe fn put(&self, index: usize, heads: Heads, partial: Partial, row: &[f32]) {
         let begin = self.begin(index, heads);
-        let to = self.partials.0.wrapping_add(index);
+        let to = self.sums.0.wrapping_add(index);
         // SAFETY: inside the slice `new` got, by the assertion in `begin`; unshared by condition 1.
         unsafe { to.write(partial) };
         let to = self.rows.0.wrapping_add(begin);
@@ -57,7 +57,7 @@ impl<'a> Partials<'a> {
     /// 1. Nobody writes the result meanwhile.
     pub(super) unsafe fn get(&self, index: usize, heads: Heads) -> (Partial, &[f32]) {
         let begin = self.begin(index, heads);
-        let from = self.partials.0.cast_const().wrapping_add(index);
+        let from = self.sums.0.cast_const().wrapping_add(index);
         // SAFETY: inside the slice `new` got, by the assertion in `begin`; not written by condition
         // 1.
         let partial = unsafe { from.read() };

@@ -190,6 +190,7 @@ impl fmt::Display for Explanation {
 
 /// Writes a choice to standard error, once for the same facts, where the environment variable
 /// `KV_LOG` names `attend`.
+#[expect(clippy::print_stderr, reason = "`KV_LOG` asks for it")]
 pub(crate) fn log(facts: &Facts) {
     static IS_ON: LazyLock<bool> = LazyLock::new(|| {
         let named = std::env::var("KV_LOG").unwrap_or_default();

@@ -1,5 +1,5 @@
-//! Many query rows over tiles: K and V of a tile are decoded to `f32` once, then scored, weighed and
-//! added by register tiles of a few rows. Each row meets exactly the keys that its query sees.
+//! Many query rows over tiles: K and V of a tile are decoded to `f32` once, then scored, weighed
+//! and added by register tiles of a few rows. Each row meets exactly the keys that its query sees.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -8,7 +8,8 @@
 use kv_core::plan::PlannedSequence;
 use kv_cpu_kernels::num::{to_u32, to_usize};
 use kv_cpu_kernels::{
-    Element, Kernels, KeyRows, OUTPUT_PAD, OnlineSoftmax, Prefetch, Pv, Qk, RowLayout, Softmax, TileRows,
+    Element, Kernels, KeyRows, OUTPUT_PAD, OnlineSoftmax, Prefetch, Pv, Qk, RowLayout, Softmax,
+    TileRows,
 };
 
 use super::call::AttendCall;
@@ -215,8 +216,8 @@ fn add(
 }
 
 /// The same for a few rows that see different tokens: those that all of them see together, the
-/// others row by row, in the order of positions. A weight of zero would not do: by an infinite value
-/// it is NaN.
+/// others row by row, in the order of positions. A weight of zero would not do: by an infinite
+/// value it is NaN.
 fn add_apart(
     call: &AttendCall<'_>,
     rows: &mut HeadRows<'_>,

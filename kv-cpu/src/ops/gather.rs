@@ -92,7 +92,7 @@ fn gather_token(
             let (values, mean) = scratch.rows(rows.dim());
             let given = match plane.scale(head, found.is_wide) {
                 RowScale::Given(scale) => scale,
-                _ => 1.0,
+                RowScale::Stored => 1.0,
             };
             cpu.kernels.decode_scaled(rows, given, from, values);
             if layout.has_block_means() && !found.is_wide {

@@ -218,8 +218,8 @@ fn bits_do_not_depend_on_prefetches() {
 }
 
 /// A query's row has the same bits among few and among many, where the context is not cut; and
-/// where matrices are multiplied, which few rows are not, among more or fewer of many. A query that is
-/// alone in its work item is summed a few tokens at a time, and has bits of its own.
+/// where matrices are multiplied, which few rows are not, among more or fewer of many. A query that
+/// is alone in its work item is summed a few tokens at a time, and has bits of its own.
 #[test]
 fn bits_do_not_depend_on_the_other_queries() {
     for (name, backend) in backends() {

@@ -1,4 +1,5 @@
-//! Decode steps: one query of each sequence over every stored format, with all that a step may have.
+//! Decode steps: one query of each sequence over every stored format, with all that a step may
+//! have.
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::{
     AttentionOptions, CacheSpec, KeyMean, KvCache, KvFormat, Plane, QkvFormat, Scaling, SequenceId,
