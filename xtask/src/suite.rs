@@ -185,6 +185,8 @@ fn conform_kernels(_: &Workspace) -> Result<Outcome> {
     let below_best: &[&str] = if !is_x86_feature_detected!("avx512f") {
         &[]
     } else if has_amx() {
+        &["avx2", "avx512", "avx512+bf16+vbmi"]
+    } else if is_x86_feature_detected!("avx512bf16") || is_x86_feature_detected!("avx512vbmi") {
         &["avx2", "avx512"]
     } else {
         &["avx2"]
