@@ -235,19 +235,38 @@ fn tile<P: Product, const R: usize, const T: usize>(
         value += P::VALUES;
     }
     if whole < layout.dim() {
-        for t in 0..T {
-            // SAFETY: a row of K, which has a rest.
-            let rest = unsafe { p.rest(rows[t], layout) };
-            let mut value = 0;
-            while value < rest_keys(layout.dim() - whole) {
-                let key = p.key_of_rest(&rest, value);
-                for r in 0..R {
-                    // SAFETY: query rows are padded to a multiple of `QUERY_PAD`.
-                    let query = unsafe { p.query(queries[r], whole + value) };
-                    sums[r][t] = p.add(sums[r][t], query, key);
-                }
-                value += P::VALUES;
+        // Sums of their own: a loop that is not unrolled would keep the others in memory.
+        let rests = tile_rests::<P, R, T>(p, layout, (&queries, &rows), whole);
+        for r in 0..R {
+            for t in 0..T {
+                sums[r][t] = s.add(sums[r][t], rests[r][t]);
             }
+        }
+    }
+    sums
+}
+
+/// The sums of a register tile over the values behind the last multiple of `WHOLE`.
+#[inline(always)]
+fn tile_rests<P: Product, const R: usize, const T: usize>(
+    p: P,
+    layout: &RowLayout,
+    (queries, rows): (&[QueryRow; R], &[*const u8; T]),
+    whole: usize,
+) -> [[F<P>; T]; R] {
+    let mut sums = [[p.simd().splat(0.0); T]; R];
+    for t in 0..T {
+        // SAFETY: a row of K, which has a rest.
+        let rest = unsafe { p.rest(rows[t], layout) };
+        let mut value = 0;
+        while value < rest_keys(layout.dim() - whole) {
+            let key = p.key_of_rest(&rest, value);
+            for r in 0..R {
+                // SAFETY: query rows are padded to a multiple of `QUERY_PAD`.
+                let query = unsafe { p.query(queries[r], whole + value) };
+                sums[r][t] = p.add(sums[r][t], query, key);
+            }
+            value += P::VALUES;
         }
     }
     sums
