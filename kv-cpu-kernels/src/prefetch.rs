@@ -210,12 +210,19 @@ impl<'a> Prefetch<'a> {
     /// Issues the next lines of a row.
     #[inline(always)]
     fn issue<S: Simd>(&mut self, s: S, lines: usize) {
-        (0..lines).for_each(|line| s.prefetch_l2(self.at.wrapping_add(line * LINE)));
-        if self.offset != 0 {
-            let at = self.at.wrapping_add(self.offset);
-            (0..lines).for_each(|line| s.prefetch_l2(at.wrapping_add(line * LINE)));
+        let end = self.at.wrapping_add(lines * LINE);
+        if self.offset == 0 {
+            while self.at != end {
+                s.prefetch_l2(self.at);
+                self.at = self.at.wrapping_add(LINE);
+            }
+        } else {
+            while self.at != end {
+                s.prefetch_l2(self.at);
+                s.prefetch_l2(self.at.wrapping_add(self.offset));
+                self.at = self.at.wrapping_add(LINE);
+            }
         }
-        self.at = self.at.wrapping_add(lines * LINE);
     }
 
     /// [`Self::step`] where a row, a run or the budget ends.
