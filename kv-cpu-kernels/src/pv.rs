@@ -110,10 +110,12 @@ fn add_pairs<L: Load, const R: usize, const P: usize>(
     }
     let mut weights = x.weights.as_ptr();
     for run in x.v.runs() {
+        let mut row = run.at(0);
         for token in 0..run.len() {
             prefetch.step(s, pace);
             // SAFETY: a row of V, and pairs of its whole groups.
-            let values = unsafe { l.pairs::<P>(run.at(token), layout, first) };
+            let values = unsafe { l.pairs::<P>(row, layout, first) };
+            row = row.wrapping_add(run.stride());
             for r in 0..R {
                 let weight = weights.wrapping_add(r * x.weight_stride + token);
                 // SAFETY: the weight of a token, which were checked.

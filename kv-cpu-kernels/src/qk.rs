@@ -225,7 +225,8 @@ fn tile<P: Product, const R: usize, const T: usize>(
     let (s, layout, queries) = (p.simd(), x.k.layout(), query_rows::<R>(x));
     let mut rows = [run.at(token); T];
     for t in 1..T {
-        rows[t] = run.at((token + t).min(run.len() - 1));
+        let step = if token + t < run.len() { run.stride() } else { 0 };
+        rows[t] = rows[t - 1].wrapping_add(step);
     }
     let mut sums = [[s.splat(0.0); T]; R];
     let mut value = 0;
