@@ -7,8 +7,8 @@ use std::sync::Arc;
 use kv_core::{DeviceError, PlaneView, TensorData, TensorDataMut, TokenTensor, TokenTensorMut};
 
 use crate::buffer::{CpuBuffer, Memory};
-use crate::encoding::unsupported;
-use crate::num;
+use crate::layout::unsupported;
+use kv_cpu_kernels::num;
 
 /// A range of bytes that an operation has entered in its [`Access`], or has from a host slice.
 #[derive(Debug, Clone, Copy)]

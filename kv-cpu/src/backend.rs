@@ -1,36 +1,68 @@
 //! Opening the CPU as a device.
 //!
-//! Reads the settings once; what was found holds for every queue. Knows nothing of the operations.
-use kv_core::DeviceError;
+//! Reads the settings once; what was found holds for every queue.
+use std::fmt;
+use std::sync::Arc;
+
 use kv_core::backend::{Backend, Capabilities};
+use kv_core::{DeviceError, KvFormat};
+use kv_cpu_kernels::{Isa, Kernels, PrefetchTarget};
 
+use crate::attend;
 use crate::buffer::CpuBuffer;
-use crate::encoding::unsupported;
-use crate::isa::Isa;
-use crate::kernel::Kernels;
+use crate::context::Cpu;
+use crate::layout::unsupported;
 use crate::queue::CpuQueue;
-use crate::read_ahead::ReadAhead;
-use crate::threads::Threads;
+use crate::threads::{Threads, Workers};
 
-/// How to open the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
+/// Says how to open the CPU. What is not set here comes from the environment (`KV_CPU_ISA`,
 /// `KV_CPU_THREADS`), and else from the machine.
 ///
-/// `KV_CPU_READ_AHEAD` is for trying what suits a CPU that was not measured: into which cache lines
-/// are brought that are wanted soon, `first`, `second`, `near` (into the second, shortly before),
-/// `twice` (into the second, asked for again when nearer) or `none`; or one of these for one query
-/// head a kv head over rows of f32, f16 or bf16 and one for all else, as in `near/twice`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// `KV_CPU_ISA` pins an instruction set with its optional parts, such as `avx512+bf16` ([`Isa`]).
+/// `KV_CPU_PREFETCH` overrides the software-prefetch target, for experiments: `l1`, `l2` or `none`.
+#[derive(Clone, Default)]
 pub struct CpuOptions {
     threads: Option<usize>,
+    workers: Option<Arc<dyn Workers>>,
+    helper_affinity: bool,
     isa: Option<Isa>,
 }
 
+impl fmt::Debug for CpuOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { threads, workers, helper_affinity, isa } = self;
+        f.debug_struct("CpuOptions")
+            .field("threads", threads)
+            .field("workers", &workers.as_ref().map(|workers| workers.count()))
+            .field("helper_affinity", helper_affinity)
+            .field("isa", isa)
+            .finish()
+    }
+}
+
 impl CpuOptions {
-    /// Uses so many threads: the calling one, and others of its own. Without it there is one for
-    /// each core, and all backends of a process share those beside the calling one.
+    /// Uses `threads` threads: the calling one, and a pool of the backend's own. Without it there
+    /// is one thread a core, and all backends of a process share the pool.
     #[must_use]
     pub fn threads(self, threads: usize) -> Self {
         Self { threads: Some(threads), ..self }
+    }
+    /// Uses threads of the embedding program instead of a pool of the backend's own, such as those
+    /// of a rayon pool: [`Workers`] says how. Setting [`threads`](Self::threads) too is refused;
+    /// `KV_CPU_THREADS` is not read.
+    ///
+    /// # Panics
+    /// Operations panic when the workers break their contract.
+    #[must_use]
+    pub fn workers(self, workers: Arc<dyn Workers>) -> Self {
+        Self { workers: Some(workers), ..self }
+    }
+    /// Keeps threads of the backend's own pool off the CPU of the thread that wakes them, by their
+    /// affinity (Linux). Off by default; helps where the scheduler puts a woken thread on its
+    /// caller's CPU though others are idle, as was seen in a virtual machine.
+    #[must_use]
+    pub fn helper_affinity(self, helper_affinity: bool) -> Self {
+        Self { helper_affinity, ..self }
     }
     /// Uses this instruction set instead of the best there is.
     #[must_use]
@@ -47,34 +79,72 @@ pub struct CpuBackend {
     cpu: Cpu,
 }
 
-/// What every operation needs: who computes, and with which kernels.
-#[derive(Debug, Clone)]
-pub(crate) struct Cpu {
-    pub(crate) threads: Threads,
-    pub(crate) kernels: Kernels,
+/// A shape of attention, for [`CpuBackend::explain`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttendShape {
+    /// Stored formats of K and of V.
+    pub formats: [KvFormat; 2],
+    /// Values of a row of K and of V.
+    pub head_dims: [u32; 2],
+    /// Query heads a kv head.
+    pub group: u32,
+    /// Queries of a sequence that come in one step.
+    pub queries: u32,
 }
 
 impl CpuBackend {
+    /// Says which attention strategy runs a shape, and for each faster one why it does not; `None`
+    /// for a format without kernels.
+    ///
+    /// ```
+    /// use kv_core::KvFormat;
+    /// use kv_cpu::{AttendShape, CpuBackend, CpuOptions, Isa};
+    ///
+    /// let backend = CpuBackend::open(CpuOptions::default().isa(Isa::SCALAR))?;
+    /// let drafts = AttendShape {
+    ///     formats: [KvFormat::Bf16; 2],
+    ///     head_dims: [128; 2],
+    ///     group: 1,
+    ///     queries: 3,
+    /// };
+    /// let why = backend.explain(&drafts).ok_or("bf16 has kernels")?;
+    /// assert!(why.starts_with("tiled; ") && why.ends_with("3 queries see different keys"));
+    /// # Ok::<_, Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn explain(&self, shape: &AttendShape) -> Option<String> {
+        attend::explain(self.cpu.kernels, shape)
+    }
+
     /// Opens the CPU.
     ///
     /// # Errors
-    /// `Unsupported` for an instruction set that is unknown or that this CPU lacks, for 0 threads,
-    /// and for settings that are no such thing; `Driver` when the threads cannot be started.
+    /// `Unsupported` for an instruction set that is unknown or that this CPU lacks, for a number of
+    /// threads or workers that is 0 or above 4096, for threads and workers at once, and for
+    /// settings that cannot be read; `Driver` when the threads cannot be started.
     pub fn open(options: CpuOptions) -> Result<Self, DeviceError> {
         let setting =
             |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
         let isa = match options.isa {
-            Some(isa) => isa.require()?,
-            None => Isa::from_setting(setting("KV_CPU_ISA").as_deref())?,
+            Some(isa) => isa,
+            None => isa_of_setting(setting("KV_CPU_ISA").as_deref())?,
         };
-        let count = match options.threads {
-            Some(count) => Some(count),
-            None => Threads::parse_count(setting("KV_CPU_THREADS").as_deref())?,
+        let prefetch = prefetch_of_setting(setting("KV_CPU_PREFETCH").as_deref())?;
+        let kernels = Kernels::new(isa, prefetch).ok_or_else(|| {
+            let possible = possible();
+            unsupported("open cpu", format!("this CPU has no {isa}, possible are {possible}"))
+        })?;
+        let threads = match (options.workers, options.threads) {
+            (Some(_), Some(count)) => {
+                let both = format!("workers and {count} threads given, only one of both may be");
+                return Err(unsupported("open cpu", both));
+            }
+            (Some(workers), None) => Threads::given(workers)?,
+            (None, Some(count)) => Threads::new(Some(count), options.helper_affinity)?,
+            (None, None) => {
+                let count = Threads::parse_count(setting("KV_CPU_THREADS").as_deref())?;
+                Threads::new(count, options.helper_affinity)?
+            }
         };
-        let read_ahead = ReadAhead::from_setting(setting("KV_CPU_READ_AHEAD").as_deref())?;
-        let kernels = Kernels::of(isa, read_ahead)
-            .ok_or_else(|| unsupported("open cpu", format!("no kernels for {isa}")))?;
-        let threads = Threads::new(count)?;
         let capabilities = Capabilities::minimal()
             .with_buffer_bytes_max(u64::MAX)
             .with_binding_bytes_max(u64::MAX)
@@ -90,12 +160,38 @@ impl CpuBackend {
         self.isa
     }
 
-    /// A device with another table of kernels, for kernels that no CPU here runs by itself.
+    /// The same with these kernels, such as those that a CPU lacks.
     #[cfg(test)]
     pub(crate) fn with_kernels(mut self, kernels: Kernels) -> Self {
-        self.cpu.kernels = kernels;
+        (self.isa, self.cpu.kernels) = (kernels.isa(), kernels);
         self
     }
+}
+
+/// Reads a setting such as that of `KV_CPU_ISA`; absent or empty means the best there is.
+fn isa_of_setting(setting: Option<&str>) -> Result<Isa, DeviceError> {
+    match setting.map(str::trim) {
+        None | Some("") => Ok(Isa::detect()),
+        Some(name) => name.parse().map_err(|unknown| {
+            unsupported("open cpu", format!("{unknown}; possible on this CPU are {}", possible()))
+        }),
+    }
+}
+
+/// Reads a setting such as that of `KV_CPU_PREFETCH`; absent or empty means what is best on this
+/// CPU.
+fn prefetch_of_setting(setting: Option<&str>) -> Result<PrefetchTarget, DeviceError> {
+    match setting.map(str::trim) {
+        None | Some("") => Ok(PrefetchTarget::detect()),
+        Some(name) => name.parse().map_err(|unknown: kv_core::UnknownName| {
+            unsupported("open cpu", format!("{unknown} in KV_CPU_PREFETCH"))
+        }),
+    }
+}
+
+fn possible() -> String {
+    let names: Vec<_> = Isa::available().map(|isa| isa.to_string()).collect();
+    names.join(", ")
 }
 
 impl Backend for CpuBackend {
@@ -113,5 +209,36 @@ impl Backend for CpuBackend {
     }
     fn queue(&self) -> Result<CpuQueue, DeviceError> {
         Ok(CpuQueue::new(self.cpu.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kv_core::DeviceErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn an_instruction_set_is_obeyed_or_refused_in_words() {
+        assert_eq!(isa_of_setting(None).unwrap(), Isa::detect());
+        assert_eq!(isa_of_setting(Some("")).unwrap(), Isa::detect());
+        assert_eq!(isa_of_setting(Some(" scalar ")).unwrap(), Isa::SCALAR);
+        let refused = isa_of_setting(Some("sse9")).unwrap_err();
+        assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
+        let text = refused.to_string();
+        assert!(text.contains("sse9") && text.contains("scalar"), "{text}");
+        for isa in Isa::ALL.iter().filter(|isa| !isa.is_available()) {
+            let refused = CpuBackend::open(CpuOptions::default().isa(*isa)).unwrap_err();
+            assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
+            assert!(refused.to_string().contains(&isa.to_string()), "{refused}");
+        }
+    }
+
+    #[test]
+    fn a_prefetch_target_is_obeyed_or_refused_in_words() {
+        assert_eq!(prefetch_of_setting(Some(" none ")).unwrap(), PrefetchTarget::None);
+        assert_eq!(prefetch_of_setting(Some("")).unwrap(), PrefetchTarget::detect());
+        let refused = prefetch_of_setting(Some("l3")).unwrap_err().to_string();
+        assert!(refused.contains("l3") && refused.contains("KV_CPU_PREFETCH"), "{refused}");
     }
 }

@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use kv_core::{DeviceError, DeviceErrorKind};
 use memmap2::MmapMut;
 
-use crate::num;
+use kv_cpu_kernels::num;
 
 /// Alignment of memory allocated here: a cache line, and the widest vector.
 const ALIGN: usize = 64;

@@ -65,26 +65,24 @@
 //! # }
 //! ```
 mod access;
+mod aligned;
 mod attend;
 mod backend;
 mod buffer;
-mod convert;
-mod copy;
-mod encoding;
-mod gather;
-mod isa;
-mod kernel;
-mod num;
+mod context;
+mod layout;
+mod ops;
 mod queue;
-mod read_ahead;
-mod rows;
+mod scratch;
+mod threads;
+
 #[cfg(test)]
 mod tests;
-mod threads;
-mod workspace;
-mod write;
 
-pub use backend::{CpuBackend, CpuOptions};
+pub use backend::{AttendShape, CpuBackend, CpuOptions};
 pub use buffer::CpuBuffer;
-pub use isa::Isa;
+pub use kv_cpu_kernels::Isa;
 pub use queue::{CpuFence, CpuQueue, CpuReadback};
+#[cfg(feature = "rayon")]
+pub use threads::RayonWorkers;
+pub use threads::{SpawnWorkers, Workers};

@@ -1,4 +1,4 @@
-//! The lane of work: every operation runs to its end inside its call.
+//! The command queue: every operation runs to its end inside its call.
 //!
 //! Fences and readbacks are therefore ready when they are made. Hands each operation to the file
 //! that knows it.
@@ -10,16 +10,17 @@ use kv_core::plan::{
     GatherPlan, WriteArgs, WritePlan,
 };
 use kv_core::{DeviceError, DeviceErrorKind};
+use kv_cpu_kernels::num;
 
 use crate::access::Access;
-use crate::backend::Cpu;
+use crate::attend;
 use crate::buffer::CpuBuffer;
-use crate::num;
-use crate::workspace::Workspace;
-use crate::{attend, convert, copy, gather, write};
+use crate::context::Cpu;
+use crate::ops::{convert, copy, gather, write};
+use crate::scratch::Workspace;
 
-/// A lane that runs on the calling thread and its helpers. Keeps its buffers from call to call:
-/// with one thread, a call allocates nothing once they have met their size.
+/// A command queue that runs on the calling thread and its workers. Keeps its buffers from call to
+/// call: with one thread, a call allocates nothing once they have met their size.
 #[derive(Debug)]
 pub struct CpuQueue {
     cpu: Cpu,

@@ -8,6 +8,8 @@
 )]
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kv_core::calibration::{Calibration, LayerCalibration, PlaneCalibration};
 use kv_core::{
@@ -15,7 +17,7 @@ use kv_core::{
     KvFormat, QkvFormat, ScaleGroup, Scaling, SequenceId, StartOptions, StepInput, TensorView,
     TensorViewMut, Transform,
 };
-use kv_cpu::{CpuBackend, CpuOptions};
+use kv_cpu::{CpuBackend, CpuOptions, Workers};
 
 thread_local! {
     static COUNTED: Cell<Option<u64>> = const { Cell::new(None) };
@@ -76,8 +78,9 @@ fn step<B: Backend>(
     tensors: &mut Tensors,
 ) -> Result<(), CacheError> {
     let rows = BATCH * tokens;
-    let (kv, q) = ([rows, HEADS, DIM], [rows, HEADS * 4, DIM]);
     let len = |dims: &[u32]| usize::try_from(dims.iter().product::<u32>()).unwrap();
+    let q_heads = u32::try_from(tensors.q.len()).unwrap() / (BATCH * DIM);
+    let (kv, q) = ([rows, HEADS, DIM], [rows, q_heads, DIM]);
     let options = AttentionOptions::causal(0.25);
     let mut step = cache.begin_step(inputs)?;
     for layer in 0..LAYERS {
@@ -106,11 +109,14 @@ struct Stored {
     sinks: u32,
     tail: bool,
     key_mean: KeyMean,
+    /// Query heads a kv head.
+    group: usize,
 }
 
 impl Stored {
     fn plain(format: KvFormat, block_size: u32) -> Self {
-        Self { format, block_size, sinks: 0, tail: false, key_mean: KeyMean::Calibrated }
+        let key_mean = KeyMean::Calibrated;
+        Self { format, block_size, sinks: 0, tail: false, key_mean, group: 4 }
     }
 }
 
@@ -141,7 +147,7 @@ fn allocations(backend: impl Backend, determinism: Determinism, stored: Stored) 
     let mut cache = KvCache::with_calibration(backend, spec, calibration(stored.format)).unwrap();
     let prompt = 1040_u32;
     let len = |rows: u32| usize::try_from(BATCH * rows * HEADS * DIM).unwrap();
-    let queries = 4 * len(1);
+    let queries = stored.group * len(1);
     let mut tensors = Tensors {
         kv: vec![0.5; len(prompt)],
         q: vec![0.5; queries],
@@ -185,6 +191,15 @@ fn decode_steps_allocate_nothing() {
     }
 }
 
+/// More query heads than a register tile has rows.
+#[test]
+fn large_groups_allocate_nothing() {
+    for format in [KvFormat::Bf16, KvFormat::L4(ScaleGroup::Row)] {
+        let stored = Stored { group: 20, ..Stored::plain(format, 16) };
+        assert_eq!(allocations(cpu(), Determinism::Fast, stored), 0, "{format}");
+    }
+}
+
 #[test]
 fn transformed_codes_and_sinks_allocate_nothing() {
     for format in KvFormat::all().filter(|format| format.is_quantised()) {
@@ -217,4 +232,28 @@ fn erasure_allocates_nothing() {
         let stored = Stored::plain(format, 16);
         assert_eq!(allocations(erased, Determinism::BatchInvariant, stored), 0, "{format}");
     }
+}
+
+/// Makes all calls on the calling thread, and counts the runs.
+#[derive(Default)]
+struct InTurn(AtomicUsize);
+
+impl Workers for InTurn {
+    fn count(&self) -> usize {
+        3
+    }
+    fn run(&self, workers: usize, task: &(dyn Fn(usize) + Sync)) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        (0..workers).for_each(task);
+    }
+}
+
+#[test]
+fn threads_of_the_program_are_called_without_an_allocation() {
+    let workers = Arc::new(InTurn::default());
+    let given: Arc<dyn Workers> = Arc::<InTurn>::clone(&workers);
+    let backend = CpuBackend::open(CpuOptions::default().workers(given)).unwrap();
+    let stored = Stored::plain(KvFormat::Bf16, 16);
+    assert_eq!(allocations(backend, Determinism::Fast, stored), 0);
+    assert!(workers.0.load(Ordering::Relaxed) > 100, "steps were run in parallel");
 }

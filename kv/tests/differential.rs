@@ -34,7 +34,7 @@ fn live(other: &impl Device, lives: u64) {
 
 #[test]
 fn cpu_scalar() {
-    live(&cpu(Isa::Scalar), 200);
+    live(&cpu(Isa::SCALAR), 200);
 }
 
 /// The adapter that `KV_WGPU_ADAPTER` names, or the first; without one, the test says so.

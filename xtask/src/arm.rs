@@ -19,9 +19,11 @@ pub(crate) const TOOLS: &str = "Arm emulator";
 /// Whether this is such a CPU, which needs no emulator.
 pub(crate) const IS_HERE: bool = cfg!(target_arch = "aarch64");
 
-/// Tests and targets: kernels against plain code, then the suite on the backend's own type.
-const PARTS: [(&[&str], &str); 2] =
-    [(&["--lib"], "kernel::"), (&["--test", "conformance"], "cpu::")];
+/// Targets and tests: kernels against plain code, then the suite on the backend's own type.
+const PARTS: [(&[&str], &str); 2] = [
+    (&["--package", "kv-cpu-kernels", "--lib"], ""),
+    (&["--package", "kv-cpu", "--test", "conformance"], "cpu::"),
+];
 
 /// Why they cannot run here; `None` where they can.
 pub(crate) fn lacks() -> Option<String> {
@@ -40,9 +42,9 @@ pub(crate) fn run(names: &[OsString]) -> Result<()> {
         bail!("{why}");
     }
     for (targets, usual) in PARTS {
-        let mut command = shell::cargo(["test", "--package", "kv-cpu", "--target", TARGET]);
+        let mut command = shell::cargo(["test", "--target", TARGET]);
         command.args(targets).arg("--");
-        if names.is_empty() {
+        if names.is_empty() && !usual.is_empty() {
             command.arg(usual);
         }
         command.args(names);

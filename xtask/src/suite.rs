@@ -15,8 +15,8 @@ use crate::{arm, conformance, emulator, kernels, readme, setup, shell, tidy, web
 pub(crate) const HEAVY: &str = "kv-cli";
 
 /// Switched on in every build of the light crates, for the same reason: the CUDA backend runs on
-/// the emulator too, and `kv` opens every backend there is.
-pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated,kv/wgpu,kv/cuda"];
+/// the emulator too, `kv` opens every backend there is, and the CPU computes on rayon too.
+pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated,kv/wgpu,kv/cuda,kv/rayon"];
 
 /// The emulator's own tests, with each sanitizer.
 const SELF_TEST: emulator::Options =
@@ -185,6 +185,8 @@ fn conform_kernels(_: &Workspace) -> Result<Outcome> {
     let below_best: &[&str] = if !is_x86_feature_detected!("avx512f") {
         &[]
     } else if has_amx() {
+        &["avx2", "avx512", "avx512+bf16+vbmi"]
+    } else if is_x86_feature_detected!("avx512bf16") || is_x86_feature_detected!("avx512vbmi") {
         &["avx2", "avx512"]
     } else {
         &["avx2"]

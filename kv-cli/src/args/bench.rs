@@ -96,10 +96,15 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N,..", value_delimiter = ',')]
     pub(crate) threads: Vec<NonZeroUsize>,
 
-    /// Instruction sets of the CPU (scalar, avx2, avx512, amx, neon), in a suite a list; the best
-    /// there is unless given
+    /// Instruction sets of the CPU (scalar, neon, avx2, avx512, or with optional parts such as
+    /// avx512+bf16+vbmi), in a suite a list; the best there is unless given
     #[arg(long, value_name = "NAME,..", value_delimiter = ',')]
     pub(crate) isa: Vec<Isa>,
+
+    /// Say which attention strategy runs each case on the CPU, and why no faster one, instead of
+    /// measuring
+    #[arg(long, requires = "suite", conflicts_with_all = ["plot", "json"])]
+    pub(crate) explain: bool,
 
     /// Measure every combination of the lists, not one list at a time
     #[arg(long, requires = "suite")]
@@ -251,7 +256,11 @@ impl BenchArgs {
             }
         }
         if self.backend != Device::Cpu {
-            let given = [("--threads", !self.threads.is_empty()), ("--isa", !self.isa.is_empty())];
+            let given = [
+                ("--threads", !self.threads.is_empty()),
+                ("--isa", !self.isa.is_empty()),
+                ("--explain", self.explain),
+            ];
             if let Some((name, _)) = given.into_iter().find(|(_, is_given)| *is_given) {
                 return Err(BenchArgsError::OnlyOnCpu { name });
             }
@@ -312,7 +321,7 @@ mod tests {
         assert_eq!((args.batch, args.context), (vec![1, 2], vec![8]));
         assert_eq!(args.block_size, [BlockSize::Tokens(16), BlockSize::Contiguous]);
         assert_eq!(args.threads.iter().map(|n| n.get()).collect::<Vec<_>>(), [1, 2]);
-        assert_eq!(args.isa, [Isa::Scalar]);
+        assert_eq!(args.isa, [Isa::SCALAR]);
         assert_eq!((args.full, args.memory), (true, None));
     }
 

@@ -55,9 +55,14 @@ pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
 }
 
 fn open_cpu(isa: Option<Isa>, threads: Option<NonZeroUsize>) -> Result<CpuBackend, DeviceError> {
-    let options = CpuOptions::default();
-    let options = isa.map_or(options, |isa| options.isa(isa));
-    CpuBackend::open(threads.map_or(options, |threads| options.threads(threads.get())))
+    let mut options = CpuOptions::default();
+    if let Some(isa) = isa {
+        options = options.isa(isa);
+    }
+    if let Some(threads) = threads {
+        options = options.threads(threads.get());
+    }
+    CpuBackend::open(options)
 }
 
 fn open_wgpu(adapter: &Adapter) -> Result<WgpuBackend, DeviceError> {

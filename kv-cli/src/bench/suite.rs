@@ -4,6 +4,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use indicatif::ProgressBar;
 use kv::backend::Backend;
+use kv::cpu::AttendShape;
 use kv::cuda::{CudaBackend, CudaOptions};
 use kv::{CacheError, Device, DeviceError, DeviceErrorKind};
 
@@ -30,6 +31,9 @@ const READ: (u64, u64) = (1 << 28, 1 << 32);
 const READ_PART: u64 = 8;
 
 pub(super) fn run(args: &BenchArgs) -> anyhow::Result<()> {
+    if args.explain {
+        return explain(args);
+    }
     if let Some(path) = &args.plot {
         output::check_writable(path)?;
     }
@@ -53,6 +57,42 @@ pub(super) fn run(args: &BenchArgs) -> anyhow::Result<()> {
         return output::json(&report.lines());
     }
     output::text(&report.show())
+}
+
+/// Prints which attention strategy runs each shape, for every instruction set that was asked for.
+fn explain(args: &BenchArgs) -> anyhow::Result<()> {
+    let suite = Suite::new(args, RunsOn::Cpu)?;
+    let isas =
+        if args.isa.is_empty() { vec![None] } else { args.isa.iter().copied().map(Some).collect() };
+    let mut lines: Vec<String> = Vec::new();
+    for isa in isas {
+        let cpu = open_cpu(isa, None)?;
+        for case in &suite.cases {
+            let queries = match case.operation {
+                Operation::Decode => 1,
+                Operation::Prefill => case.shape.context,
+                _ => continue,
+            };
+            let shape = AttendShape {
+                formats: [case.stored.k, case.stored.v],
+                head_dims: [case.shape.head_dim; 2],
+                group: case.shape.q_heads.div_euclid(case.shape.kv_heads.max(1)),
+                queries,
+            };
+            let why = cpu.explain(&shape).unwrap_or_else(|| "no kernels".into());
+            let AttendShape { group, head_dims: [dim, _], .. } = shape;
+            let formats = case.stored.formats();
+            let line = format!(
+                "{}: {formats}, group {group}, head_dim {dim}, {queries} queries: {why}",
+                cpu.isa()
+            );
+            if !lines.contains(&line) {
+                lines.push(line);
+            }
+        }
+    }
+    anyhow::ensure!(!lines.is_empty(), "--explain needs the suite decode or prefill");
+    output::text(&lines.join("\n"))
 }
 
 /// With every instruction set and every number of threads that were asked for.

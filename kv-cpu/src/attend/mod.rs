@@ -1,76 +1,52 @@
-//! Attention over cached rows: checks a call, cuts it into units and runs them.
+//! Attention over cached rows: checks a call, cuts it into work items, runs them and merges.
 //!
-//! A unit is some kv heads of one part of one context, with as many queries as share tiles well.
-//! Its content depends on the plan alone, so neither the number of threads nor their order changes
-//! a bit. Contexts cut into several parts leave partial results, which [`merge`] joins. What
-//! no query sees costs nothing: neither a unit nor a read.
-mod matrix;
+//! | file | what |
+//! |---|---|
+//! | `call` | what all work items of a call share, and how a query row ends |
+//! | `plan` | batch to work items and merges |
+//! | `strategy` | which algorithm runs a work item, and why not a faster one |
+//! | `visible` | which keys queries see |
+//! | `key_runs` | where visible keys lie in memory |
+//! | `amx` | AMX matrix products, query rows as rows or as columns |
+//! | `direct` | one query, K and V where they lie |
+//! | `tiled` | many query rows, a tile decoded once |
+//! | `merge`, `partials` | the merge of context splits |
+//!
+//! What no query sees costs nothing: neither a work item nor a read.
+#[cfg(any(target_arch = "x86_64", test))]
+mod amx;
+mod call;
+mod direct;
+mod key_runs;
 mod merge;
-mod parts;
-mod pieces;
-mod reach;
-mod stage;
-mod stream;
-mod tile;
-mod unit;
-mod walk;
+mod partials;
+mod plan;
+mod scales;
+mod strategy;
+mod tiled;
+mod visible;
 
-use kv_core::plan::{AttendArgs, AttentionOptions, AttentionPlan, PlannedSequence};
-use kv_core::{DeviceError, PlaneLayout};
+use kv_core::DeviceError;
+use kv_core::plan::{AttendArgs, AttentionPlan, PlannedSequence};
+use kv_cpu_kernels::num::to_usize;
+use kv_cpu_kernels::{Kernels, OnlineSoftmax, Partial, RowLayout};
 use kv_quant::transform;
 
-pub(crate) use merge::Merge;
-use reach::Reach;
-pub(crate) use unit::{Scratch, Unit};
-
+use self::call::{AttendCall, Heads};
+use self::partials::Partials;
+use self::plan::WorkItem;
+pub(crate) use self::plan::WorkPlan;
+use self::strategy::{Explanation, Facts, Strategy, choose, choose_vectors};
 use crate::access::Access;
-use crate::backend::Cpu;
+use crate::backend::AttendShape;
 use crate::buffer::CpuBuffer;
-use crate::encoding::{Element, unsupported};
-use crate::kernel::{LANES_MAX, Running};
-use crate::num::{to_u64, to_usize};
-use crate::rows::{PlaneRows, Room, RowAt, RowsIn, RowsOut};
-use crate::workspace::Workspace;
+use crate::context::Cpu;
+use crate::layout::{PlaneRows, Room, RowAt, RowsIn, RowsOut};
+use crate::scratch::{Scratch, Workspace};
 
 const OPERATION: &str = "attend";
-/// Query rows of one unit, where a group of heads has no more: what stays in the second cache.
-const ROWS_PER_UNIT: usize = 128;
-/// The same where matrices are multiplied, which has more to do at once.
-const ROWS_BY_MATRIX: usize = 512;
 /// Multiplications below which one thread is faster than several.
 const WORK_SIDE_BY_SIDE: u64 = 1 << 17;
-
-/// Queries of a sequence that has no keys at all.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Blank {
-    entry: usize,
-}
-
-/// Everything the units of one call share.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Job<'a> {
-    cpu: &'a Cpu,
-    plan: AttentionPlan<'a>,
-    options: AttentionOptions<'a>,
-    q: RowsIn<'a>,
-    out: RowsOut<'a>,
-    lse: Option<RowsOut<'a>>,
-    k: PlaneRows<'a>,
-    v: PlaneRows<'a>,
-    heads: Heads,
-    /// Whether rows of K and V are such as can be multiplied as matrices here.
-    by_matrix: bool,
-}
-
-/// Head counts, and row lengths with their padding in scratch memory.
-#[derive(Debug, Clone, Copy)]
-struct Heads {
-    group: u32,
-    dim_k: usize,
-    dim_v: usize,
-    stride_k: usize,
-    stride_v: usize,
-}
 
 pub(crate) fn attend(
     cpu: &Cpu,
@@ -78,8 +54,7 @@ pub(crate) fn attend(
     plan: &AttentionPlan<'_>,
     mut args: AttendArgs<'_, CpuBuffer>,
 ) -> Result<(), DeviceError> {
-    let Workspace { entries, units, merges, blanks, partial_rows, partial_running, scratch } =
-        workspace;
+    let Workspace { entries, work, partial_rows, partials, scratch } = workspace;
     let mut access = Access::new(entries, OPERATION);
     let constants = [access.plane(args.k_plane(), false)?, access.plane(args.v_plane(), false)?];
     let q_span = access.input(args.q())?;
@@ -107,145 +82,192 @@ pub(crate) fn attend(
     let v = unsafe { PlaneRows::new(&locked, v_view, v_constants, blocks, planned, OPERATION) }?;
     let heads = Heads::new(q.rows().heads(), k.layout(), v.layout())?;
     let (k, v) = (k.in_pairs(), v.in_pairs());
-    let layouts = [k.rows(false), k.rows(true), v.rows(false), v.rows(true)];
-    let by_matrix = layouts.iter().all(|rows| cpu.kernels.has_matrix(rows.encoding()));
-    let job = Job {
-        cpu,
-        plan: *plan,
-        options: *args.options(),
-        q,
-        out,
-        lse: lse.transpose()?,
-        k,
-        v,
-        heads,
-        by_matrix,
-    };
-    let partials = unit::plan(&job, units, merges, blanks);
-    partial_running.resize(partial_running.len().max(partials), Running::EMPTY);
-    let partial_rows = partial_rows.get(partials.saturating_mul(heads.stride_v));
-    let partials = unit::Partials::new(partial_rows, partial_running);
-    let side_by_side = job.work() >= WORK_SIDE_BY_SIDE;
-    cpu.threads.run(units.len(), side_by_side, scratch, |scratch, index| {
-        if let Some(unit) = units.get(index) {
-            unit::run(&job, unit, scratch, &partials);
+    let options = *args.options();
+    let call = AttendCall { cpu, plan: *plan, options, q, out, lse: lse.transpose()?, k, v, heads };
+    work.plan(&call);
+    partials.resize(partials.len().max(work.partials), Partial::EMPTY);
+    let partial_rows = partial_rows.get(work.partials.saturating_mul(heads.stride_v));
+    let partials = Partials::new(partial_rows, partials);
+    let side_by_side = call.work() >= WORK_SIDE_BY_SIDE;
+    cpu.threads.run(work.items.len(), side_by_side, scratch, |scratch, index| {
+        if let Some(item) = work.items.get(index) {
+            run(&call, item, scratch, &partials);
         }
     });
-    cpu.threads.run(merges.len(), side_by_side, scratch, |scratch, index| {
-        if let Some(merge) = merges.get(index) {
-            merge::run(&job, merge, scratch, &partials);
+    cpu.threads.run(work.merges.len(), side_by_side, scratch, |scratch, index| {
+        if let Some(merge) = work.merges.get(index) {
+            merge::run(&call, merge, scratch, &partials);
         }
     });
-    job.fill_blanks(blanks);
-    job.fill_padding(room);
+    call.fill_empty(&work.empty);
+    call.fill_padding(room);
     Ok(())
 }
 
-impl Heads {
-    fn new(q_heads: u32, k: &PlaneLayout, v: &PlaneLayout) -> Result<Self, DeviceError> {
-        let kv_heads = k.num_kv_heads();
-        let group = q_heads.checked_div(kv_heads).unwrap_or(0);
-        let alike = v.num_kv_heads() == kv_heads && q_heads.checked_rem(kv_heads) == Some(0);
-        if !alike || group == 0 {
-            return Err(unsupported(
-                OPERATION,
-                format!("{q_heads} query, {kv_heads} key and {} value heads", v.num_kv_heads()),
-            ));
+/// Says which strategy runs a shape, and why no faster one.
+pub(crate) fn explain(kernels: Kernels, shape: &AttendShape) -> Option<String> {
+    let [k, v] = [0, 1].map(|plane| {
+        let (format, dim) = (shape.formats.get(plane)?, shape.head_dims.get(plane)?);
+        Some(RowLayout::of(*format, *dim)?.in_pairs().encoding())
+    });
+    let rows = to_usize(shape.queries).saturating_mul(to_usize(shape.group));
+    let facts = Facts {
+        isa: kernels.isa(),
+        queries: shape.queries,
+        rows,
+        k: [k?; 2],
+        v: [v?; 2],
+        tile_rows: kernels.tile_rows_max(),
+    };
+    Some(Explanation(facts).to_string())
+}
+
+/// Runs one work item: its query rows are attended by the fastest strategy, then finished.
+fn run(call: &AttendCall<'_>, item: &WorkItem, scratch: &mut Scratch, partials: &Partials<'_>) {
+    let facts = call.facts(item.num_queries());
+    strategy::log(&facts);
+    let mut strategy = choose(&facts);
+    if !attend_by(strategy, call, item, scratch) {
+        if item.num_heads() > 1 {
+            // What runs a head must not depend on the heads that share its work item.
+            for head in item.kv_heads.0..item.kv_heads.1 {
+                run(call, &item.of_head(head), scratch, partials);
+            }
+            return;
         }
-        let pad = |dim: usize| dim.next_multiple_of(LANES_MAX);
-        let (dim_k, dim_v) = (to_usize(k.head_dim()), to_usize(v.head_dim()));
-        Ok(Self { group, dim_k, dim_v, stride_k: pad(dim_k), stride_v: pad(dim_v) })
+        strategy = choose_vectors(&facts);
+        attend_by(strategy, call, item, scratch);
+    }
+    finish_rows(call, item, padded_rows(strategy, call, facts.rows), scratch, partials);
+}
+
+/// Loads the query rows of a work item and attends with them. Returns `false` where AMX gave sums
+/// that are not finite.
+fn attend_by(
+    strategy: Strategy,
+    call: &AttendCall<'_>,
+    item: &WorkItem,
+    scratch: &mut Scratch,
+) -> bool {
+    let facts = call.facts(item.num_queries());
+    let (rows, padded) = (facts.rows, padded_rows(strategy, call, facts.rows));
+    let of_item = (item, call.sequence(item.entry));
+    load_queries(call, of_item, (rows, padded), scratch);
+    match strategy {
+        #[cfg(any(target_arch = "x86_64", test))]
+        Strategy::AmxGemm | Strategy::AmxNarrow => {
+            return amx::run(call, of_item, rows, scratch);
+        }
+        Strategy::Direct => {
+            let [encoding, _] = facts.k;
+            let has_words = call.has_bf16_queries() && call.cpu.kernels.takes_words(encoding);
+            if has_words {
+                load_words(call, item.num_heads().saturating_mul(padded), scratch);
+            }
+            direct::run(call, of_item, padded, has_words, scratch);
+        }
+        _ => tiled::run(call, of_item, rows, scratch),
+    }
+    true
+}
+
+/// Query rows a kv head that a strategy takes for `rows` of them; those behind are zero.
+fn padded_rows(strategy: Strategy, call: &AttendCall<'_>, rows: usize) -> usize {
+    match strategy {
+        #[cfg(any(target_arch = "x86_64", test))]
+        Strategy::AmxGemm | Strategy::AmxNarrow => amx::padded_rows(rows),
+        Strategy::Direct => call.cpu.kernels.tile_rows(rows).unwrap_or(rows),
+        _ => rows,
     }
 }
 
-impl Job<'_> {
-    /// The entry of a batch, and its index.
-    fn sequence(&self, entry: usize) -> Option<&PlannedSequence> {
-        self.plan.sequences().get(entry)
-    }
-
-    /// Whether outputs have use for all bits of a weight.
-    fn is_exact(&self) -> bool {
-        self.out.element() == Element::F32
-    }
-
-    /// Whether a result has use for all bits of the sum of a row's weights: log-sum-exps are `f32`
-    /// where outputs are not.
-    fn has_exact_sums(&self) -> bool {
-        self.is_exact() || self.lse.is_some()
-    }
-
-    /// Multiplications of the whole call, about.
-    fn work(&self) -> u64 {
-        let pairs = self.plan.sequences().iter().map(|sequence| {
-            let seen = Reach::of(&self.options, sequence, (0, sequence.q_len));
-            u64::from(seen.num_keys()).saturating_mul(u64::from(sequence.q_len))
-        });
-        pairs
-            .fold(0_u64, u64::saturating_add)
-            .saturating_mul(u64::from(self.q.rows().heads()))
-            .saturating_mul(to_u64(self.heads.dim_k))
-    }
-
-    /// Ends one query row: joins the sink logit, divides by the sum, turns the mean of stored rows
-    /// of V into that of the rows themselves, writes it and the log-sum-exp.
-    ///
-    /// # Safety
-    /// 1. No other thread finishes the same token and head.
-    unsafe fn finish(&self, at: RowAt, head: u32, running: Running, row: &mut [f32]) {
-        let mut total = running;
-        if let Some(sink) = self.options.sink_logits() {
-            let sink = sink.get(to_usize(head)).copied();
-            total = running.with_sink(sink.unwrap_or(f32::NEG_INFINITY));
-        }
-        // SAFETY: condition 1.
-        let out = unsafe { self.out.get_mut(at, head, 1) };
-        if total.sum == 0.0 || running.sum == 0.0 {
-            out.fill(0);
+/// Writes the rows of a work item, or their partial results where the context is split. Each kv
+/// head has `padded` rows.
+#[expect(clippy::arithmetic_side_effects, clippy::indexing_slicing, reason = "counts of its rows")]
+fn finish_rows(
+    call: &AttendCall<'_>,
+    item: &WorkItem,
+    padded: usize,
+    scratch: &mut Scratch,
+    partials: &Partials<'_>,
+) {
+    let (heads, rows) = (item.num_heads(), call.facts(item.num_queries()).rows);
+    let (sequence, stride) = (call.sequence(item.entry), call.heads.stride_v);
+    let out = scratch.out.get(heads * padded * stride);
+    for (head, row) in (0..heads).flat_map(|head| (0..rows).map(move |row| (head, row))) {
+        let index = head * padded + row;
+        let values = &mut out[index * stride..][..call.heads.dim_v];
+        let partial = scratch.states[index].finish();
+        let (head, query) = item.place(head, row, call.heads.group);
+        if let Some(index) = item.partial(call, head, query) {
+            // SAFETY: each query and head of a split belongs to one work item.
+            unsafe { partials.put(index, call.heads, partial, values) };
         } else {
-            self.cpu.kernels.scale(row, running.weight_in(total));
-            if self.v.is_in_pairs() {
-                self.cpu.kernels.join_pairs(row);
-            }
-            let kv_head = head.checked_div(self.heads.group).unwrap_or(0);
-            if let Some(constants) = self.v.transform(kv_head) {
-                transform::output(row, &constants);
-            }
-            self.cpu.kernels.encode(self.out.element(), row, out);
-        }
-        if let Some(lse) = &self.lse {
-            // SAFETY: condition 1.
-            let lse = unsafe { lse.get_mut(at, head, 1) };
-            lse.copy_from_slice(&total.log_sum_exp().to_ne_bytes());
+            let at = RowAt { entry: item.entry, start: sequence.q_start, token: query };
+            // SAFETY: a context that is not split has one work item for each query and head.
+            unsafe { call.finish(at, head, partial, values) };
         }
     }
+}
 
-    /// Writes the rows of queries whose sequence has no keys.
-    fn fill_blanks(&self, blanks: &[Blank]) {
-        for blank in blanks {
-            let Some(sequence) = self.sequence(blank.entry) else {
-                continue;
-            };
-            for token in 0..sequence.q_len {
-                let at = RowAt { entry: blank.entry, start: sequence.q_start, token };
-                for head in 0..self.q.rows().heads() {
-                    // SAFETY: the units are done, and none of them had this sequence.
-                    unsafe { self.finish(at, head, Running::EMPTY, &mut []) };
-                }
-            }
+/// Decodes the query rows of a work item, `rows` a kv head padded with rows of zeros, and clears
+/// what they come to. Where rows of K are transformed, queries are too, and the mean that their
+/// keys lack becomes a bias of their scores.
+#[expect(clippy::arithmetic_side_effects, clippy::indexing_slicing, reason = "counts of its rows")]
+fn load_queries(
+    call: &AttendCall<'_>,
+    (item, sequence): (&WorkItem, &PlannedSequence),
+    (rows, padded): (usize, usize),
+    scratch: &mut Scratch,
+) {
+    let heads = call.heads;
+    let all = item.num_heads() * padded;
+    let (q, bias) = (scratch.q.get(all * heads.stride_k), scratch.bias.get(all));
+    scratch.out.get(all * heads.stride_v).fill(0.0);
+    scratch.states.clear();
+    scratch.states.resize(all, OnlineSoftmax::EMPTY);
+    let source = RowLayout::plain(call.q.element(), heads.dim_k);
+    for (index, (row, bias)) in q.chunks_exact_mut(heads.stride_k).zip(bias).enumerate() {
+        *bias = 0.0;
+        if index % padded >= rows {
+            row.fill(0.0);
+            continue;
+        }
+        let (head, token) = item.place(index / padded, index % padded, heads.group);
+        let at = RowAt { entry: item.entry, start: sequence.q_start, token };
+        let (values, padding) = row.split_at_mut(heads.dim_k);
+        padding.fill(0.0);
+        call.cpu.kernels.decode(&source, call.q.get(at, head, 1), values);
+        if let Some(constants) = call.k.transform(call.kv_head(head)) {
+            *bias = dot(values, constants.mean);
+            transform::query(values, &constants);
+        }
+        if call.k.is_in_pairs() {
+            call.cpu.kernels.split_pairs(&mut values[..heads.dim_k]);
         }
     }
+}
 
-    /// Writes the rows that no query owns.
-    fn fill_padding(&self, room: Room) {
-        let len = |entry: usize| self.sequence(entry).map_or(0, |s| s.q_len);
-        self.out.for_padding(room, len, |row| row.fill(0));
-        if let Some(lse) = &self.lse {
-            lse.for_padding(room, len, |row| {
-                for value in row.chunks_exact_mut(4) {
-                    value.copy_from_slice(&f32::NEG_INFINITY.to_ne_bytes());
-                }
-            });
+/// Writes the query rows that are loaded as words of two bf16.
+#[expect(clippy::arithmetic_side_effects, reason = "counts of rows that are loaded")]
+fn load_words(call: &AttendCall<'_>, rows: usize, scratch: &mut Scratch) {
+    let heads = call.heads;
+    let q = scratch.q.get(rows * heads.stride_k);
+    let words: &mut [u32] = bytemuck::cast_slice_mut(scratch.words.get(rows * heads.stride_k / 2));
+    let in_pairs = call.k.is_in_pairs();
+    let rows = q.chunks_exact(heads.stride_k).zip(words.chunks_exact_mut(heads.stride_k / 2));
+    for (row, words) in rows {
+        call.cpu.kernels.query_words(row, (heads.dim_k, in_pairs), words);
+    }
+}
+
+/// The product of two rows, with a sum of its own for each lane of a vector.
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0; 16];
+    for (a, b) in a.chunks(16).zip(b.chunks(16)) {
+        for (sum, (a, b)) in sums.iter_mut().zip(a.iter().zip(b)) {
+            *sum += a * b;
         }
     }
+    sums.iter().sum()
 }

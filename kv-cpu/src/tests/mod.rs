@@ -9,17 +9,18 @@
     reason = "tests: numbers are small, and zeros are exact"
 )]
 mod attend;
+mod decode;
 mod errors;
 mod moves;
 mod stored;
+mod threads;
 mod unseen;
 mod world;
 
 use kv_core::{DType, KvFormat};
+use kv_cpu_kernels::Kernels;
 
-use crate::isa::Isa;
-use crate::kernel::Kernels;
-use crate::{CpuBackend, CpuOptions};
+use crate::{CpuBackend, CpuOptions, Isa};
 
 /// A seeded generator (splitmix64).
 pub(crate) struct Random(u64);
@@ -65,10 +66,10 @@ fn backends() -> Vec<(String, CpuBackend)> {
     for isa in Isa::available() {
         list.push((isa.to_string(), open(isa, 1).unwrap()));
     }
-    let wide = open(Isa::Scalar, 1).unwrap().with_kernels(Kernels::emulated());
-    list.push(("emulated".to_owned(), wide));
-    let matrix = open(Isa::Scalar, 1).unwrap().with_kernels(Kernels::emulated_matrix());
-    list.push(("emulated matrices".to_owned(), matrix));
+    for kernels in [Kernels::emulated(), Kernels::emulated_amx()] {
+        let emulated = open(Isa::SCALAR, 1).unwrap().with_kernels(kernels);
+        list.push((kernels.isa().to_string(), emulated));
+    }
     let threads = open(Isa::detect(), 3).unwrap();
     list.push((format!("{} on 3 threads", Isa::detect()), threads));
     list

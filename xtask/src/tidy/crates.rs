@@ -7,7 +7,8 @@ use crate::workspace::{Package, Workspace};
 const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("kv-core", &[]),
     ("kv-quant", &["kv-core"]),
-    ("kv-cpu", &["kv-core", "kv-quant"]),
+    ("kv-cpu-kernels", &["kv-core", "kv-quant"]),
+    ("kv-cpu", &["kv-core", "kv-quant", "kv-cpu-kernels"]),
     ("kv-wgpu", &["kv-core", "kv-quant"]),
     ("kv-cuda", &["kv-core", "kv-quant"]),
     ("kv-tier", &["kv-core"]),
@@ -25,7 +26,7 @@ const TESTS_MAY_USE: &str = "kv-testkit";
 const KV_CORE_EXTERNAL: &[&str] = &["bytemuck", "half", "hashbrown", "thiserror", "xxhash-rust"];
 
 /// Crates that talk to instruction sets and devices; all others forbid `unsafe`.
-const MAY_USE_UNSAFE: &[&str] = &["kv-cpu", "kv-wgpu", "kv-cuda"];
+const MAY_USE_UNSAFE: &[&str] = &["kv-cpu", "kv-cpu-kernels", "kv-wgpu", "kv-cuda"];
 
 /// Checks the dependencies between crates.
 pub(super) fn check(workspace: &Workspace) -> Vec<Problem> {

@@ -1,0 +1,460 @@
+//! Tiles of scores and sums as matrix products on AMX.
+//!
+//! AMX multiplies blocks of bf16 and adds in `f32`. A value of 16 or 8 bits is one bf16 or the sum
+//! of two, a query or a weight the sum of up to three; so terms of K are multiplied with terms of
+//! queries, and terms of V with those of weights. Left out are products too small for the last bit
+//! of an `f32`, and the third term of weights where outputs have 16 bits.
+//!
+//! A word of 32 bits holds two values, 16 apart in a group of 32: values of a row for scores,
+//! tokens of a tile for sums. That is how `Decode::load_pair` loads them. In [`ColumnOrder::Codes`]
+//! they are two apart where a line of codes is whole (`Unit::code_line`).
+//!
+//! | file | what |
+//! |---|---|
+//! | `runs` | rows of a tile, in blocks of 16 at one stride |
+//! | `pack` | K, V, queries and weights to blocks |
+//! | `gemm` | [`Gemm`]: query rows fill blocks as rows, K is transposed |
+//! | `narrow` | [`Narrow`]: fewer query rows are columns, K stays as it is |
+//! | `codes` | codes of one byte to bf16 |
+//! | `unit`, `x86`, `x86_codes`, `x86_words` | primitives |
+//!
+//! Only finite numbers are sums of terms. Any other gives sums that are not finite, in all rows of
+//! its tile whether they see it or not: the caller checks [`Gemm::is_finite`] or
+//! [`Narrow::is_finite`], and drops such results. Numbers below the least normal `f32` count as
+//! zero.
+pub(crate) mod codes;
+pub(crate) mod gemm;
+pub(crate) mod narrow;
+pub(crate) mod pack;
+mod runs;
+pub(crate) mod table;
+#[cfg(test)]
+mod tests;
+pub(crate) mod unit;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+#[cfg(target_arch = "x86_64")]
+mod x86_codes;
+#[cfg(target_arch = "x86_64")]
+mod x86_words;
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+
+use self::table::{Kernel, Table, TileConfig};
+#[cfg(target_arch = "x86_64")]
+pub(crate) use self::x86::{TABLE, is_available};
+use crate::decode::GROUP;
+use crate::kernels::Kernels;
+use crate::layout::Encoding;
+use crate::prefetch::Prefetch;
+use crate::rows::TileRows;
+
+/// Rows of a block, and words of each.
+pub const BLOCK: usize = 16;
+/// Most tokens of a tile, and floats from a row of scores or weights to the next.
+pub const TILE_TOKENS: usize = 128;
+/// Tokens that [`Gemm`] multiplies at a time; weights up to a multiple of it are read.
+pub const GEMM_TOKENS: usize = 4 * BLOCK;
+/// Tokens that [`Narrow`] multiplies at a time; weights up to a multiple of it are read.
+pub const NARROW_TOKENS: usize = GROUP;
+
+/// Words of a block.
+pub(crate) const BLOCK_WORDS: usize = BLOCK * BLOCK;
+/// Most terms of a value.
+const TERMS: usize = 3;
+/// Blocks of a tile's tokens.
+pub(crate) const TILE_BLOCKS: usize = TILE_TOKENS / BLOCK;
+/// The upper half of a word.
+pub(crate) const UPPER: u32 = 0xffff_0000;
+
+/// Query rows of some kv heads.
+#[derive(Debug, Clone, Copy)]
+pub struct QueryRows<'a> {
+    /// The rows of all heads, `stride` floats apart, zero behind their values.
+    pub values: &'a [f32],
+    /// Floats from a row to the next, at least `dim` rounded up to 32.
+    pub stride: usize,
+    /// Rows of each head.
+    pub rows: usize,
+    /// Values of a row.
+    pub dim: usize,
+    /// Whether all bits of a sum count. Otherwise weights have two terms of bf16.
+    pub exact: bool,
+}
+
+/// Number and size of the query rows of one kv head, and terms of each value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct QueryShape {
+    pub(crate) rows: usize,
+    pub(crate) dim: usize,
+    pub(crate) stride: usize,
+    pub(crate) terms: usize,
+    /// Columns of a block of [`Narrow`], a multiple of four.
+    pub(crate) columns: usize,
+}
+
+impl QueryShape {
+    fn of(queries: &QueryRows<'_>, terms: usize) -> Self {
+        let QueryRows { stride, rows, dim, .. } = *queries;
+        assert!(
+            rows > 0 && dim > 0 && dim.next_multiple_of(GROUP) <= stride,
+            "{rows} query rows of {dim} values, padded"
+        );
+        Self { rows, dim, stride, terms, columns: BLOCK }
+    }
+
+    /// Words of the rows as rows of blocks.
+    pub(crate) fn row_words(self) -> usize {
+        let blocks = self.rows.div_ceil(BLOCK).saturating_mul(self.dim.div_ceil(GROUP));
+        blocks.saturating_mul(self.terms).saturating_mul(BLOCK_WORDS)
+    }
+
+    /// Words of the rows as columns of blocks.
+    pub(crate) fn column_words(self) -> usize {
+        let per_block = BLOCK.checked_div(self.terms).unwrap_or(BLOCK);
+        let blocks = self.rows.div_ceil(per_block).saturating_mul(self.dim.div_ceil(GROUP));
+        blocks.saturating_mul(BLOCK).saturating_mul(self.columns)
+    }
+}
+
+/// Order of values in query rows that are columns: rows of K have their values so in words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ColumnOrder {
+    /// For rows of 16-bit values.
+    Values,
+    /// For rows of one-byte codes.
+    Codes,
+}
+
+impl ColumnOrder {
+    /// The order for rows of K in an encoding.
+    pub fn of(k: Encoding) -> Self {
+        match k {
+            Encoding::E4m3 | Encoding::E5m2 | Encoding::Int8 => Self::Codes,
+            _ => Self::Values,
+        }
+    }
+}
+
+/// Rows of a tile in blocks, term by term.
+#[derive(Debug)]
+pub(crate) struct Blocks<'a> {
+    pub(crate) words: &'a mut [u32],
+    /// Number of terms, and of tokens.
+    pub(crate) terms: usize,
+    pub(crate) tokens: usize,
+    /// Values of a row.
+    pub(crate) dim: usize,
+}
+
+impl<'a> Blocks<'a> {
+    /// Words of two terms: a word is two values, and the last group of a row is padded.
+    fn words(dim: usize) -> usize {
+        dim.div_ceil(GROUP).saturating_mul(2 * TILE_BLOCKS * BLOCK_WORDS)
+    }
+
+    fn new(words: &'a mut [u32], dim: usize) -> Self {
+        Self { words, terms: 0, tokens: 0, dim }
+    }
+}
+
+/// Scratch memory for one tile.
+#[derive(Debug)]
+pub struct Memory<'a> {
+    pub(crate) k: Blocks<'a>,
+    pub(crate) v: Blocks<'a>,
+    pub(crate) weights: &'a mut [u32],
+    /// Blocks of products of [`Narrow`].
+    pub(crate) products: &'a mut [f32],
+    /// Copies of rows that are not at one stride.
+    pub(crate) copies: &'a mut [u8],
+}
+
+impl<'a> Memory<'a> {
+    const WEIGHTS: usize = TILE_BLOCKS / 2 * TERMS * BLOCK_WORDS;
+    /// Blocks of two groups of columns and all terms of weights.
+    const PRODUCTS: usize = 4 * TERMS * BLOCK_WORDS;
+
+    /// Floats for rows of K and V of so many values.
+    pub fn floats(dim_k: usize, dim_v: usize) -> usize {
+        let blocks = Blocks::words(dim_k).saturating_add(Blocks::words(dim_v));
+        // Rows of 16 bits a value, or of codes and a scale behind them.
+        let row = dim_k.max(dim_v).saturating_add(1).saturating_mul(2);
+        let copies = row.saturating_mul(TILE_TOKENS).div_ceil(4);
+        blocks.saturating_add(Self::WEIGHTS + Self::PRODUCTS).saturating_add(copies)
+    }
+
+    /// Divides [`Self::floats`] floats, best those from the beginning of a cache line on.
+    ///
+    /// # Panics
+    /// When they are fewer.
+    pub fn new(floats: &'a mut [f32], dim_k: usize, dim_v: usize) -> Self {
+        let (products, words) = floats.split_at_mut(Self::PRODUCTS);
+        let words: &mut [u32] = bytemuck::cast_slice_mut(words);
+        let (k, words) = words.split_at_mut(Blocks::words(dim_k));
+        let (v, words) = words.split_at_mut(Blocks::words(dim_v));
+        let (weights, copies) = words.split_at_mut(Self::WEIGHTS);
+        let copies = bytemuck::cast_slice_mut(copies);
+        Self { k: Blocks::new(k, dim_k), v: Blocks::new(v, dim_v), weights, products, copies }
+    }
+}
+
+thread_local! {
+    /// Whether this thread has a [`Session`].
+    static IS_OPEN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The tile registers of this thread, configured until it is dropped.
+struct Session {
+    table: &'static Table,
+    /// Configuration before, perhaps that of another library.
+    before: TileConfig,
+    /// Tile registers belong to a thread.
+    of_thread: PhantomData<*const ()>,
+}
+
+impl Session {
+    fn new(table: &'static Table) -> Self {
+        assert!(!IS_OPEN.replace(true), "a thread has one AMX session at a time");
+        // SAFETY: the CPU has the instruction set, by `Kernels::new`.
+        let before = unsafe { (table.enter)() };
+        Self { table, before, of_thread: PhantomData }
+    }
+
+    fn is_finite(&self, values: &[f32]) -> bool {
+        // SAFETY: between `enter` and `leave`, as there is a `Session`.
+        unsafe { (self.table.is_finite)(values) }
+    }
+
+    /// The kernels for the encoding of a tile.
+    fn kernel(&self, tile: &TileRows<'_>) -> Kernel {
+        assert!(tile.len() <= TILE_TOKENS, "{} rows of a tile", tile.len());
+        let encoding = tile.layout().encoding();
+        let kernel = (self.table.kernel)(encoding);
+        assert!(kernel.is_some(), "rows of {encoding:?} have no AMX kernels");
+        #[expect(clippy::unwrap_used, reason = "asserted")]
+        kernel.unwrap()
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // SAFETY: between `enter` and `leave`, as there is a `Session`.
+        unsafe { (self.table.leave)(&self.before) };
+        IS_OPEN.set(false);
+    }
+}
+
+/// The table of `kernels`, and the terms that hold every query exactly; where one is not finite,
+/// any number of them.
+fn terms(kernels: Kernels, queries: &QueryRows<'_>) -> Option<(&'static Table, usize)> {
+    let table = kernels.amx()?;
+    // SAFETY: the CPU has the instruction set, by `Kernels::new`.
+    Some((table, unsafe { (table.terms)(queries.values) }))
+}
+
+/// AMX products with query rows as rows of blocks: K and V of a tile are packed once, for any
+/// number of rows.
+///
+/// A thread has one [`Gemm`] or [`Narrow`] at a time.
+pub struct Gemm {
+    session: Session,
+    shape: QueryShape,
+    exact: bool,
+}
+
+impl std::fmt::Debug for Gemm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gemm").field("shape", &self.shape).finish_non_exhaustive()
+    }
+}
+
+impl Gemm {
+    /// Configures this thread's tile registers. `None` without AMX.
+    ///
+    /// # Panics
+    /// When query rows are not padded, or the thread has another session.
+    pub fn new(kernels: Kernels, queries: &QueryRows<'_>) -> Option<Self> {
+        let (table, terms) = terms(kernels, queries)?;
+        let shape = QueryShape::of(queries, terms);
+        Some(Self { session: Session::new(table), shape, exact: queries.exact })
+    }
+
+    /// Words of the query rows of one head.
+    pub fn query_words(&self) -> usize {
+        self.shape.row_words()
+    }
+
+    /// Packs the query rows of one head.
+    ///
+    /// # Panics
+    /// When rows or words are too few.
+    pub fn pack_queries(&self, rows: &[f32], to: &mut [u32]) {
+        // SAFETY: between `enter` and `leave`, as there is a `Session`.
+        unsafe { (self.session.table.pack_rows)(rows, self.shape, to) }
+    }
+
+    /// Packs K of a tile; issues prefetches meanwhile.
+    ///
+    /// # Panics
+    /// When the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or `memory` is
+    /// for rows of another length.
+    pub fn pack_keys(
+        &self,
+        k: &TileRows<'_>,
+        memory: &mut Memory<'_>,
+        prefetch: &mut Prefetch<'_>,
+    ) {
+        let kernel = self.session.kernel(k);
+        // SAFETY: between `enter` and `leave`, as there is a `Session`.
+        unsafe { (kernel.pack_keys)(k, memory, prefetch) }
+    }
+
+    /// Packs V of a tile; issues prefetches meanwhile.
+    ///
+    /// # Panics
+    /// As [`Self::pack_keys`].
+    pub fn pack_values(
+        &self,
+        v: &TileRows<'_>,
+        memory: &mut Memory<'_>,
+        prefetch: &mut Prefetch<'_>,
+    ) {
+        let kernel = self.session.kernel(v);
+        // SAFETY: between `enter` and `leave`, as there is a `Session`.
+        unsafe { (kernel.pack_values)(v, memory, prefetch) }
+    }
+
+    /// Scores the packed tile by [`BLOCK`] query rows from `first`, a multiple of [`BLOCK`].
+    /// `words` are those of the head, `to` has [`TILE_TOKENS`] scores a row, of which a multiple of
+    /// [`GEMM_TOKENS`] is written.
+    ///
+    /// # Panics
+    /// When rows lie outside of their slices.
+    pub fn scores(&self, words: &[u32], first: usize, memory: &Memory<'_>, to: &mut [f32]) {
+        // SAFETY: between `enter` and `leave`, as there is a `Session`.
+        unsafe { (self.session.table.gemm_scores)((words, self.shape), first, memory, to) }
+    }
+
+    /// Adds the packed tile by [`TILE_TOKENS`] weights a row to [`BLOCK`] output rows, given with
+    /// the floats from a row to the next. Weights are finite up to a multiple of [`GEMM_TOKENS`].
+    ///
+    /// # Panics
+    /// When rows lie outside of their slices.
+    pub fn sums(&self, memory: &mut Memory<'_>, weights: &[f32], out: (&mut [f32], usize)) {
+        let [two, three] = self.session.table.gemm_sums;
+        let kernel = if self.exact { three } else { two };
+        // SAFETY: between `enter` and `leave`, as there is a `Session`.
+        unsafe { kernel(memory, weights, out) }
+    }
+
+    /// Whether all of these are finite.
+    pub fn is_finite(&self, values: &[f32]) -> bool {
+        self.session.is_finite(values)
+    }
+}
+
+/// AMX products with query rows, fewer than [`BLOCK`], as columns of blocks: rows of K are not
+/// transposed, and bf16 is multiplied where it lies.
+///
+/// A thread has one [`Gemm`] or [`Narrow`] at a time.
+pub struct Narrow {
+    session: Session,
+    shape: QueryShape,
+    exact: bool,
+}
+
+impl std::fmt::Debug for Narrow {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Narrow").field("shape", &self.shape).finish_non_exhaustive()
+    }
+}
+
+impl Narrow {
+    /// Configures this thread's tile registers for so many rows. `None` without AMX.
+    ///
+    /// # Panics
+    /// When query rows are not padded or fill a block, or the thread has another session.
+    pub fn new(kernels: Kernels, queries: &QueryRows<'_>) -> Option<Self> {
+        let (table, terms) = terms(kernels, queries)?;
+        let QueryRows { rows, exact, .. } = *queries;
+        assert!(rows < BLOCK, "{rows} query rows are fewer than a block");
+        // All terms of a row lie in one block.
+        let filled = |terms: usize| {
+            let most = BLOCK.checked_div(terms).unwrap_or(0);
+            rows.min(most).saturating_mul(terms)
+        };
+        let columns = filled(terms).next_multiple_of(4);
+        let shape = QueryShape { columns, ..QueryShape::of(queries, terms) };
+        let session = Session::new(table);
+        // SAFETY: between `enter` and `leave`, as there is a `Session`; one row at least.
+        unsafe { (table.narrow)(columns, filled(if exact { TERMS } else { TERMS - 1 })) };
+        Some(Self { session, shape, exact })
+    }
+
+    /// Words of the query rows of one head.
+    pub fn query_words(&self) -> usize {
+        self.shape.column_words()
+    }
+
+    /// Packs the query rows of one head for rows of K of some encodings.
+    ///
+    /// # Panics
+    /// When rows or words are too few.
+    pub fn pack_queries(&self, rows: &[f32], order: ColumnOrder, to: &mut [u32]) {
+        let [values, codes] = self.session.table.pack_columns;
+        let kernel = match order {
+            ColumnOrder::Values => values,
+            ColumnOrder::Codes => codes,
+        };
+        // SAFETY: between `enter` and `leave`, as there is a `Session`.
+        unsafe { kernel(rows, self.shape, to) }
+    }
+
+    /// Scores K of a tile by the query rows of a head, whose `words` are in the [`ColumnOrder`] of
+    /// K; issues prefetches meanwhile. `to` has [`TILE_TOKENS`] scores a row and room for a block
+    /// of rows; a multiple of [`BLOCK`] is written.
+    ///
+    /// # Panics
+    /// When the encoding has no kernels, the tile more than [`TILE_TOKENS`] rows, or rows lie
+    /// outside of their slices.
+    pub fn scores(
+        &self,
+        words: &[u32],
+        (k, memory): (&TileRows<'_>, &mut Memory<'_>),
+        to: &mut [f32],
+        prefetch: &mut Prefetch<'_>,
+    ) {
+        let kernel = self.session.kernel(k);
+        // SAFETY: between `enter` and `leave`, as there is a `Session`, and configured for as many
+        // rows.
+        unsafe { (kernel.narrow_scores)((words, self.shape), (k, memory), to, prefetch) }
+    }
+
+    /// Adds V of a tile by [`TILE_TOKENS`] weights a row to as many output rows, given with the
+    /// floats from a row to the next; issues prefetches meanwhile. Weights are finite up to a
+    /// multiple of [`NARROW_TOKENS`].
+    ///
+    /// # Panics
+    /// As [`Self::scores`].
+    pub fn sums(
+        &self,
+        (v, memory): (&TileRows<'_>, &mut Memory<'_>),
+        weights: &[f32],
+        out: (&mut [f32], usize),
+        prefetch: &mut Prefetch<'_>,
+    ) {
+        let [two, three] = self.session.kernel(v).narrow_sums;
+        let kernel = if self.exact { three } else { two };
+        let weights = (weights, self.shape.rows);
+        // SAFETY: as for `scores`.
+        unsafe { kernel((v, memory), weights, out, prefetch) }
+    }
+
+    /// Whether all of these are finite.
+    pub fn is_finite(&self, values: &[f32]) -> bool {
+        self.session.is_finite(values)
+    }
+}

@@ -1,0 +1,439 @@
+//! The safe way in: which table runs, and the checks that make a call sound.
+use kv_core::KvFormat;
+
+use crate::decode::{GROUP, HALF};
+use crate::features::Isa;
+use crate::layout::{Element, Encoding, RowLayout};
+use crate::prefetch::PrefetchTarget;
+use crate::pv::Pv;
+use crate::qk::Qk;
+use crate::rows::KeyRows;
+use crate::scalar;
+use crate::softmax::Softmax;
+use crate::table::{PvFn, QkFn, TILE_ROWS, Table};
+
+/// The kernels of an instruction set that this CPU has.
+#[derive(Clone, Copy)]
+pub struct Kernels {
+    isa: Isa,
+    table: &'static Table,
+    prefetch: PrefetchTarget,
+}
+
+impl std::fmt::Debug for Kernels {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Kernels")
+            .field("isa", &self.isa)
+            .field("prefetch", &self.prefetch)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Kernels {
+    /// The kernels of `isa`, `None` when this CPU lacks it.
+    pub fn new(isa: Isa, prefetch: PrefetchTarget) -> Option<Self> {
+        if !isa.is_available() {
+            return None;
+        }
+        let table = match isa {
+            isa if isa.is_scalar() => &scalar::TABLE,
+            #[cfg(target_arch = "x86_64")]
+            isa if isa.is_avx2() => &crate::avx2::TABLE,
+            #[cfg(target_arch = "x86_64")]
+            isa if isa.is_avx512() => &crate::avx512::TABLE,
+            #[cfg(target_arch = "aarch64")]
+            isa if isa.is_neon() => &crate::neon::TABLE,
+            _ => return None,
+        };
+        Some(Self { isa, table, prefetch })
+    }
+
+    /// Sixteen lanes in plain Rust with all optional parts, which run on any CPU.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn emulated() -> Self {
+        let isa = Isa::EMULATED;
+        Self { isa, table: &crate::testing::wide::TABLE, prefetch: PrefetchTarget::L2 }
+    }
+
+    /// The same with AMX in plain Rust.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn emulated_amx() -> Self {
+        Self { isa: Isa::EMULATED_AMX, ..Self::emulated() }
+    }
+
+    /// The table of AMX kernels, where the instruction set has AMX.
+    #[cfg(any(target_arch = "x86_64", test, feature = "testing"))]
+    pub(crate) fn amx(self) -> Option<&'static crate::amx::table::Table> {
+        #[cfg(any(test, feature = "testing"))]
+        if self.isa.is_emulated() {
+            return self.isa.has_amx().then_some(&crate::testing::amx::TABLE);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if self.isa.has_amx() {
+            return Some(&crate::amx::TABLE);
+        }
+        None
+    }
+
+    /// The instruction set.
+    pub fn isa(self) -> Isa {
+        self.isa
+    }
+    /// Where prefetched lines go.
+    pub fn prefetch(self) -> PrefetchTarget {
+        self.prefetch
+    }
+
+    /// Most query rows of a register tile.
+    pub fn tile_rows_max(self) -> usize {
+        self.table.rows_max
+    }
+    /// Query rows of the register tile that takes `rows` of them: as many, or more that are zero.
+    /// `None` where they need several.
+    pub fn tile_rows(self, rows: usize) -> Option<usize> {
+        let padded = rows.next_power_of_two();
+        (rows > 0 && padded <= self.table.rows_max).then_some(padded)
+    }
+
+    /// Scores tokens by query rows.
+    ///
+    /// # Panics
+    /// When rows lie outside of their slices.
+    #[inline]
+    pub fn qk(self, x: &mut Qk<'_, '_>) {
+        x.check();
+        let encoding = x.k.layout().encoding();
+        let kernels = match x.words {
+            Some(_) => self.qk_words(encoding),
+            None => None,
+        };
+        let kernels = kernels.unwrap_or_else(|| self.qk_floats(encoding));
+        if let Some(kernel) = of_rows(kernels, x.rows, self.table.rows_max) {
+            // SAFETY: the CPU has the instruction set, by `Self::new`; the arguments were checked.
+            unsafe { kernel(x) };
+            return;
+        }
+        let mut row = 0_usize;
+        let budget = x.prefetch.budget();
+        while row < x.rows {
+            let rows = part(x.rows.saturating_sub(row));
+            x.prefetch.allow_share(budget, (row, rows, x.rows));
+            let (q, words) = (row.saturating_mul(x.q_stride), row.saturating_mul(x.q_stride / 2));
+            let scores = row.saturating_mul(x.score_stride);
+            let mut part = Qk {
+                rows,
+                q: x.q.get(q..).unwrap_or_default(),
+                words: x.words.and_then(|all| all.get(words..)),
+                q_stride: x.q_stride,
+                k: x.k,
+                scores: x.scores.get_mut(scores..).unwrap_or_default(),
+                score_stride: x.score_stride,
+                prefetch: x.prefetch,
+            };
+            let kernel = of_rows(kernels, rows, self.table.rows_max);
+            assert!(kernel.is_some(), "a register tile of {rows} rows");
+            if let Some(kernel) = kernel {
+                // SAFETY: as above; a part of what was checked.
+                unsafe { kernel(&mut part) };
+            }
+            row = row.saturating_add(rows);
+        }
+    }
+
+    /// Adds tokens to output rows by their weights.
+    ///
+    /// # Panics
+    /// When rows lie outside of their slices.
+    #[inline]
+    pub fn pv(self, x: &mut Pv<'_, '_>) {
+        x.check();
+        let encoding = x.v.layout().encoding();
+        let kernels = self.pv_floats(encoding);
+        if let Some(kernel) = of_rows(kernels, x.rows, self.table.rows_max) {
+            // SAFETY: the CPU has the instruction set, by `Self::new`; the arguments were checked.
+            unsafe { kernel(x) };
+            return;
+        }
+        let mut row = 0_usize;
+        let budget = x.prefetch.budget();
+        while row < x.rows {
+            let rows = part(x.rows.saturating_sub(row));
+            x.prefetch.allow_share(budget, (row, rows, x.rows));
+            let weights = row.saturating_mul(x.weight_stride);
+            let out = row.saturating_mul(x.out_stride);
+            let mut part = Pv {
+                rows,
+                weights: x.weights.get(weights..).unwrap_or_default(),
+                weight_stride: x.weight_stride,
+                v: x.v,
+                out: x.out.get_mut(out..).unwrap_or_default(),
+                out_stride: x.out_stride,
+                prefetch: x.prefetch,
+            };
+            let kernel = of_rows(kernels, rows, self.table.rows_max);
+            assert!(kernel.is_some(), "a register tile of {rows} rows");
+            if let Some(kernel) = kernel {
+                // SAFETY: as above; a part of what was checked.
+                unsafe { kernel(&mut part) };
+            }
+            row = row.saturating_add(rows);
+        }
+    }
+
+    fn qk_floats(self, encoding: Encoding) -> [QkFn; 4] {
+        let table = of_encoding(&self.table.qk, encoding);
+        self.lookups(encoding).map_or(table, |(qk, _)| qk)
+    }
+    fn pv_floats(self, encoding: Encoding) -> [PvFn; 4] {
+        let table = of_encoding(&self.table.pv, encoding);
+        self.lookups(encoding).map_or(table, |(_, pv)| pv)
+    }
+    /// QK and PV by lookups of bytes.
+    fn lookups(self, encoding: Encoding) -> Option<([QkFn; 4], [PvFn; 4])> {
+        #[cfg(any(test, feature = "testing"))]
+        if self.isa.is_emulated() {
+            return crate::testing::wide::lookups(encoding);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if self.isa.has_vbmi() {
+            return crate::avx512::lookups(encoding);
+        }
+        no_part(encoding)
+    }
+    /// QK as products of bf16.
+    fn qk_words(self, encoding: Encoding) -> Option<[QkFn; 4]> {
+        #[cfg(any(test, feature = "testing"))]
+        if self.isa.is_emulated() {
+            return crate::testing::wide::qk_words(encoding);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if self.isa.has_bf16() {
+            return crate::avx512::qk_words(encoding, self.isa.has_vbmi());
+        }
+        no_part(encoding)
+    }
+
+    /// Whether scores by rows of K in this encoding are products of bf16, where queries are given
+    /// as words.
+    pub fn takes_words(self, encoding: Encoding) -> bool {
+        self.qk_words(encoding).is_some()
+    }
+
+    /// Writes a query row as words of two bf16 for [`Qk::words`], half as many as values. The
+    /// values are bf16, and in the order of [`RowLayout::in_pairs`] if `in_pairs`.
+    ///
+    /// # Panics
+    /// When `to` is shorter, or the row is no multiple of [`QUERY_PAD`](crate::QUERY_PAD).
+    pub fn query_words(self, row: &[f32], (dim, in_pairs): (usize, bool), to: &mut [u32]) {
+        assert!(
+            row.len().is_multiple_of(crate::QUERY_PAD) && to.len() >= row.len() / 2,
+            "a padded row, and room for its words"
+        );
+        let (groups, words) = (row.as_chunks::<GROUP>().0, to.as_chunks_mut::<HALF>().0);
+        let mut first_behind = GROUP;
+        for (group, words) in groups.iter().zip(words) {
+            // What is no whole group is in its own order.
+            let split = in_pairs && first_behind <= dim;
+            first_behind = first_behind.saturating_add(GROUP);
+            let (even, odd) = group.split_at(HALF);
+            let pairs = group.as_chunks::<2>().0;
+            for ((word, pair), (even, odd)) in words.iter_mut().zip(pairs).zip(even.iter().zip(odd))
+            {
+                let [first, second] = if split { [*even, *odd] } else { *pair };
+                *word = first.to_bits() >> 16 | second.to_bits() & 0xffff_0000;
+            }
+        }
+    }
+
+    /// What decoded values lack: scores and weights are multiplied with it besides the scales of
+    /// rows.
+    pub fn factor(self, encoding: Encoding) -> f32 {
+        if self.lookups(encoding).is_some() {
+            return 1.0;
+        }
+        of_encoding(&self.table.factor, encoding)
+    }
+
+    /// Turns scores into weights.
+    ///
+    /// # Panics
+    /// When rows lie outside of their slices.
+    #[inline]
+    pub fn softmax(self, x: &mut Softmax<'_>) {
+        x.check();
+        let [plain, capped] = self.table.softmax;
+        let kernel = if x.logits.cap.is_some() { capped } else { plain };
+        // SAFETY: the CPU has the instruction set, by `Self::new`; the arguments were checked.
+        unsafe { kernel(x) }
+    }
+
+    /// Decodes a row, short of its own scale: `kv_quant::row::decode_row` with a scale of 1, to the
+    /// bit.
+    ///
+    /// # Panics
+    /// When `from` is shorter than the row, or `to` has another length.
+    pub fn decode(self, layout: &RowLayout, from: &[u8], to: &mut [f32]) {
+        let kernel = of_encoding(&self.table.decode, layout.encoding());
+        // SAFETY: the CPU has the instruction set, by `Self::new`.
+        unsafe { kernel(layout, from, to) }
+    }
+    /// Decodes a row with its own scale, or the given one: `kv_quant::row::decode_row` to the bit.
+    ///
+    /// # Panics
+    /// As [`Self::decode`].
+    pub fn decode_scaled(self, layout: &RowLayout, given: f32, from: &[u8], to: &mut [f32]) {
+        if layout.encoding() == Encoding::Nvfp4 {
+            // Its definition rounds the product of both scales first.
+            kv_quant::row::decode_row(KvFormat::Nvfp4, given, from, to);
+            return;
+        }
+        self.decode(layout, from, to);
+        let scale = if layout.has_scale() {
+            let mut scales = [1.0; 16];
+            self.row_scales(&KeyRows::new(from, layout.bytes(), 1, layout), &mut scales);
+            let [scale, ..] = scales;
+            scale
+        } else {
+            given
+        };
+        if scale.to_bits() != 1.0_f32.to_bits() {
+            self.scale(to, scale);
+        }
+    }
+    /// Reads the scale of each row; up to a multiple of 16 others are 1.
+    ///
+    /// # Panics
+    /// When the layout has none, or `to` is shorter than that multiple.
+    pub fn row_scales(self, rows: &KeyRows<'_>, to: &mut [f32]) {
+        // SAFETY: the CPU has the instruction set, by `Self::new`.
+        unsafe { (self.table.row_scales)(rows, to) }
+    }
+    /// Encodes all of `from` as elements, rounded to nearest even.
+    ///
+    /// # Panics
+    /// When `to` is shorter.
+    pub fn encode(self, element: Element, from: &[f32], to: &mut [u8]) {
+        let kernel = of_element(self.table.encode, element);
+        // SAFETY: the CPU has the instruction set, by `Self::new`.
+        unsafe { kernel(from, to) }
+    }
+    /// [`kv_quant::row::encode_row`].
+    ///
+    /// # Panics
+    /// As it does.
+    pub fn encode_row(self, format: KvFormat, inv_scale: f32, values: &[f32], row: &mut [u8]) {
+        // SAFETY: the CPU has the instruction set, by `Self::new`.
+        unsafe { (self.table.encode_row)(format, inv_scale, values, row) }
+    }
+    /// `row = row * by + other * other_by`, value by value.
+    ///
+    /// # Panics
+    /// When the rows differ in length.
+    pub fn combine(self, row: &mut [f32], by: f32, other: &[f32], other_by: f32) {
+        // SAFETY: the CPU has the instruction set, by `Self::new`.
+        unsafe { (self.table.combine)(row, by, other, other_by) }
+    }
+    /// `row = row * by`, value by value.
+    pub fn scale(self, row: &mut [f32], by: f32) {
+        // SAFETY: the CPU has the instruction set, by `Self::new`.
+        unsafe { (self.table.scale)(row, by) }
+    }
+    /// Brings a row into the order of [`RowLayout::in_pairs`].
+    pub fn split_pairs(self, row: &mut [f32]) {
+        // SAFETY: the CPU has the instruction set, by `Self::new`.
+        unsafe { (self.table.split_pairs)(row) }
+    }
+    /// Brings a row back into its own order.
+    pub fn join_pairs(self, row: &mut [f32]) {
+        // SAFETY: the CPU has the instruction set, by `Self::new`.
+        unsafe { (self.table.join_pairs)(row) }
+    }
+
+    /// Copies a run of values from one element type to another, through `f32` where they differ.
+    ///
+    /// # Panics
+    /// When the runs have different numbers of values.
+    pub fn convert(self, from: (Element, &[u8]), (element, to): (Element, &mut [u8])) {
+        if from.0 == element {
+            to.copy_from_slice(from.1);
+            return;
+        }
+        let kernel = of_element(of_element(self.table.convert, from.0), element);
+        // SAFETY: the CPU has the instruction set, by `Self::new`.
+        unsafe { kernel(from.1, to) }
+    }
+    /// To write past the caches.
+    pub fn past_caches(self) -> PastCaches {
+        PastCaches(self)
+    }
+}
+
+/// Writes past the caches, where the CPU can. Other threads see what was written once this is
+/// dropped.
+#[derive(Debug)]
+pub struct PastCaches(Kernels);
+
+impl PastCaches {
+    /// As [`Kernels::convert`]. Prefetches `ahead` meanwhile.
+    ///
+    /// # Panics
+    /// As [`Kernels::convert`].
+    pub fn convert(
+        &self,
+        from: (Element, &[u8]),
+        (element, to): (Element, &mut [u8]),
+        ahead: &[u8],
+    ) {
+        let table = self.0.table;
+        let kernel = if from.0 == element {
+            table.copy_past
+        } else {
+            of_element(of_element(table.convert_past, from.0), element)
+        };
+        // SAFETY: the CPU has the instruction set, by `Kernels::new`.
+        unsafe { kernel(from.1, to, ahead) }
+    }
+}
+
+impl Drop for PastCaches {
+    fn drop(&mut self) {
+        // SAFETY: the CPU has the instruction set, by `Kernels::new`.
+        unsafe { (self.0.table.fence)() }
+    }
+}
+
+/// Rows of the next register tile where so many are left: tiles of four load least for each
+/// product.
+const fn part(left: usize) -> usize {
+    match left {
+        0 | 1 => left,
+        2 | 3 => 2,
+        _ => 4,
+    }
+}
+
+/// What an optional part of an instruction set has for an encoding where there is none.
+const fn no_part<T: Copy>(_: Encoding) -> Option<T> {
+    None
+}
+
+/// The kernel for exactly so many rows.
+fn of_rows<K: Copy>(kernels: [K; 4], rows: usize, rows_max: usize) -> Option<K> {
+    let index = TILE_ROWS.iter().position(|tile| *tile == rows && rows <= rows_max)?;
+    kernels.get(index).copied()
+}
+
+/// The entry of an element type.
+fn of_element<K>([f32, f16, bf16]: [K; 3], element: Element) -> K {
+    match element {
+        Element::F32 => f32,
+        Element::F16 => f16,
+        Element::Bf16 => bf16,
+    }
+}
+
+/// The entry of an encoding.
+fn of_encoding<K: Copy>(entries: &[K; Encoding::COUNT], encoding: Encoding) -> K {
+    #[expect(clippy::indexing_slicing, reason = "an entry for every encoding")]
+    entries[encoding.index()]
+}

@@ -1,0 +1,238 @@
+//! The kernels of one instruction set as a table of functions.
+#![expect(clippy::arithmetic_side_effects, reason = "numbers of rows, which are not 0")]
+use kv_core::KvFormat;
+
+use crate::layout::{Encoding, RowLayout};
+use crate::pv::Pv;
+use crate::qk::Qk;
+use crate::rows::KeyRows;
+use crate::softmax::Softmax;
+
+pub(crate) type QkFn = unsafe fn(&mut Qk<'_, '_>);
+pub(crate) type PvFn = unsafe fn(&mut Pv<'_, '_>);
+type Decode = unsafe fn(&RowLayout, &[u8], &mut [f32]);
+type Encode = unsafe fn(&[f32], &mut [u8]);
+type Convert = unsafe fn(&[u8], &mut [u8]);
+/// The last is prefetched meanwhile.
+type CopyPast = unsafe fn(&[u8], &mut [u8], &[u8]);
+
+/// Query rows that register tiles exist for.
+pub(crate) const TILE_ROWS: [usize; 4] = [1, 2, 4, 8];
+
+/// Tokens of a register tile of QK with so many rows.
+pub(crate) const fn tile_tokens(sums: usize, rows: usize) -> usize {
+    match sums / rows {
+        0 => 1,
+        tokens if tokens > 8 => 8,
+        tokens => tokens,
+    }
+}
+
+/// Pairs of vectors of a register tile of PV with so many rows.
+pub(crate) const fn tile_pairs(sums: usize, rows: usize) -> usize {
+    match sums / (2 * rows) {
+        0 => 1,
+        pairs if pairs > 4 => 4,
+        pairs => pairs,
+    }
+}
+
+/// Calling an entry is sound only on a CPU that has the instruction set.
+pub(crate) struct Table {
+    /// Most rows of a register tile.
+    pub(crate) rows_max: usize,
+    /// By encoding, then by [`TILE_ROWS`]; what has more rows than `rows_max` is not called.
+    pub(crate) qk: [[QkFn; 4]; Encoding::COUNT],
+    pub(crate) pv: [[PvFn; 4]; Encoding::COUNT],
+    /// What decoded values lack, by encoding.
+    pub(crate) factor: [f32; Encoding::COUNT],
+    /// Without a soft cap, and with one.
+    pub(crate) softmax: [unsafe fn(&mut Softmax<'_>); 2],
+    pub(crate) decode: [Decode; Encoding::COUNT],
+    pub(crate) row_scales: unsafe fn(&KeyRows<'_>, &mut [f32]),
+    /// By element type.
+    pub(crate) encode: [Encode; 3],
+    pub(crate) encode_row: unsafe fn(KvFormat, f32, &[f32], &mut [u8]),
+    pub(crate) combine: unsafe fn(&mut [f32], f32, &[f32], f32),
+    pub(crate) scale: unsafe fn(&mut [f32], f32),
+    pub(crate) split_pairs: unsafe fn(&mut [f32]),
+    pub(crate) join_pairs: unsafe fn(&mut [f32]),
+    /// From an element type to another.
+    pub(crate) convert: [[Convert; 3]; 3],
+    /// The same past the caches.
+    pub(crate) convert_past: [[CopyPast; 3]; 3],
+    pub(crate) copy_past: CopyPast,
+    pub(crate) fence: unsafe fn(),
+}
+
+/// Instantiates the loops for one vector type, behind the attributes given.
+macro_rules! table {
+    ([$(#[$attribute:meta])*] $simd:ty, $witness:expr) => {
+        /// The kernels of this instruction set.
+        pub(crate) static TABLE: $crate::table::Table = {
+            use kv_core::KvFormat;
+
+            use $crate::convert as tensors;
+            use $crate::decode::{
+                self as rows, Bf16, Bf16Pairs, Decode, E4m3, E5m2, F16, F32, Int8, L3, L4, L6,
+                Lloyd, Nvfp4, Plain, Q4Block, Q8Block,
+            };
+            use $crate::layout::RowLayout;
+            use $crate::load::Decoded;
+            use $crate::pv::{self, Pv};
+            use $crate::qk::{self, Floats, Qk};
+            use $crate::rows::KeyRows;
+            use $crate::simd::Simd;
+            use $crate::softmax::{self, Softmax};
+            use $crate::table::{PvFn, QkFn, Table, tile_pairs, tile_tokens};
+
+            const SUMS: usize = <$simd as Simd>::SUMS;
+
+            /// A kernel for every encoding, in the order of `Encoding`.
+            macro_rules! each {
+                ($kernel:ident) => {
+                    [
+                        $kernel::<F32>(),
+                        $kernel::<F16>(),
+                        $kernel::<Bf16>(),
+                        $kernel::<E4m3>(),
+                        $kernel::<E5m2>(),
+                        $kernel::<Int8>(),
+                        $kernel::<Lloyd<L6, false>>(),
+                        $kernel::<Lloyd<L4, false>>(),
+                        $kernel::<Lloyd<L3, false>>(),
+                        $kernel::<Lloyd<L6, true>>(),
+                        $kernel::<Lloyd<L4, true>>(),
+                        $kernel::<Lloyd<L3, true>>(),
+                        $kernel::<Q8Block>(),
+                        $kernel::<Q4Block>(),
+                        $kernel::<Nvfp4>(),
+                        $kernel::<Bf16Pairs>(),
+                    ]
+                };
+            }
+            $(#[$attribute])*
+            fn qk_rows<E: Decode, const R: usize, const T: usize>(x: &mut Qk<'_, '_>) {
+                qk::qk::<_, R, T>(Floats::<_, 1>(Decoded::<$simd, E>::new($witness)), x);
+            }
+            const fn qk_of<E: Decode>() -> [QkFn; 4] {
+                [
+                    qk_rows::<E, 1, { tile_tokens(SUMS, 1) }>,
+                    qk_rows::<E, 2, { tile_tokens(SUMS, 2) }>,
+                    qk_rows::<E, 4, { tile_tokens(SUMS, 4) }>,
+                    if SUMS < 16 {
+                        qk_rows::<E, 4, { tile_tokens(SUMS, 4) }>
+                    } else {
+                        qk_rows::<E, 8, 2>
+                    },
+                ]
+            }
+            $(#[$attribute])*
+            fn pv_rows<E: Decode, const R: usize, const P: usize>(x: &mut Pv<'_, '_>) {
+                pv::pv::<_, R, P>(Decoded::<$simd, E>::new($witness), x);
+            }
+            const fn pv_of<E: Decode>() -> [PvFn; 4] {
+                [
+                    pv_rows::<E, 1, { tile_pairs(SUMS, 1) }>,
+                    pv_rows::<E, 2, { tile_pairs(SUMS, 2) }>,
+                    pv_rows::<E, 4, { tile_pairs(SUMS, 4) }>,
+                    if SUMS < 16 {
+                        pv_rows::<E, 4, { tile_pairs(SUMS, 4) }>
+                    } else {
+                        pv_rows::<E, 8, 1>
+                    },
+                ]
+            }
+            const fn factor_of<E: Decode>() -> f32 {
+                E::FACTOR
+            }
+            $(#[$attribute])*
+            fn softmax<const CAP: bool>(x: &mut Softmax<'_>) {
+                softmax::softmax::<_, CAP>($witness, x);
+            }
+            $(#[$attribute])*
+            fn decode<E: Decode>(layout: &RowLayout, from: &[u8], to: &mut [f32]) {
+                rows::decode::<_, E>($witness, layout, from, to);
+            }
+            const fn decode_of<E: Decode>() -> unsafe fn(&RowLayout, &[u8], &mut [f32]) {
+                decode::<E>
+            }
+            $(#[$attribute])*
+            fn row_scales(from: &KeyRows<'_>, to: &mut [f32]) {
+                rows::row_scales($witness, from, to);
+            }
+            $(#[$attribute])*
+            fn encode<E: Plain>(from: &[f32], to: &mut [u8]) {
+                tensors::encode::<_, E>($witness, from, to);
+            }
+            // What `kv-quant` does to encode a row is inlined here, which makes it up to twice as
+            // fast.
+            $(#[$attribute])*
+            fn encode_row(format: KvFormat, inv_scale: f32, values: &[f32], row: &mut [u8]) {
+                kv_quant::row::encode_row(format, inv_scale, values, row);
+            }
+            $(#[$attribute])*
+            fn combine(a: &mut [f32], x: f32, b: &[f32], y: f32) {
+                tensors::combine($witness, a, x, b, y);
+            }
+            $(#[$attribute])*
+            fn scale(a: &mut [f32], x: f32) {
+                tensors::scale($witness, a, x);
+            }
+            $(#[$attribute])*
+            fn split_pairs(row: &mut [f32]) {
+                tensors::split_pairs($witness, row);
+            }
+            $(#[$attribute])*
+            fn join_pairs(row: &mut [f32]) {
+                tensors::join_pairs($witness, row);
+            }
+            $(#[$attribute])*
+            fn convert<A: Plain, B: Plain>(from: &[u8], to: &mut [u8]) {
+                tensors::convert::<_, A, B>($witness, from, to);
+            }
+            $(#[$attribute])*
+            fn convert_past<A: Plain, B: Plain>(from: &[u8], to: &mut [u8], ahead: &[u8]) {
+                tensors::convert_past::<_, A, B>($witness, from, to, ahead);
+            }
+            $(#[$attribute])*
+            fn copy_past(from: &[u8], to: &mut [u8], ahead: &[u8]) {
+                tensors::copy_past($witness, from, to, ahead);
+            }
+            $(#[$attribute])*
+            fn fence() {
+                Simd::fence($witness);
+            }
+            /// By the element type of what is read, then by that of what is written.
+            macro_rules! elements {
+                ($kernel:ident) => {
+                    [
+                        [$kernel::<F32, F32>, $kernel::<F32, F16>, $kernel::<F32, Bf16>],
+                        [$kernel::<F16, F32>, $kernel::<F16, F16>, $kernel::<F16, Bf16>],
+                        [$kernel::<Bf16, F32>, $kernel::<Bf16, F16>, $kernel::<Bf16, Bf16>],
+                    ]
+                };
+            }
+            Table {
+                rows_max: if SUMS < 16 { 4 } else { 8 },
+                qk: each!(qk_of),
+                pv: each!(pv_of),
+                factor: each!(factor_of),
+                softmax: [softmax::<false>, softmax::<true>],
+                decode: each!(decode_of),
+                row_scales,
+                encode: [encode::<F32>, encode::<F16>, encode::<Bf16>],
+                encode_row,
+                combine,
+                scale,
+                split_pairs,
+                join_pairs,
+                convert: elements!(convert),
+                convert_past: elements!(convert_past),
+                copy_past,
+                fence,
+            }
+        };
+    };
+}
+pub(crate) use table;

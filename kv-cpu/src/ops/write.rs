@@ -1,0 +1,191 @@
+//! The scatter of new K and V rows into their slots.
+use kv_core::DeviceError;
+use kv_core::plan::{PlannedSequence, WriteArgs, WritePlan};
+use kv_quant::{block, transform};
+
+use super::write_tail;
+use crate::access::Access;
+use crate::buffer::CpuBuffer;
+use crate::context::Cpu;
+use crate::layout::{PlaneRows, Room, RowAt, RowsIn};
+use crate::scratch::Scratch;
+use crate::scratch::Workspace;
+use kv_cpu_kernels::PastCaches;
+use kv_cpu_kernels::num::to_usize;
+use kv_cpu_kernels::{Element, RowLayout};
+
+const OPERATION: &str = "write_kv";
+/// Tokens that one thread takes at a time.
+const TOKENS_PER_UNIT: usize = 16;
+/// Fewer bytes than this are written faster by one thread.
+const BYTES_SIDE_BY_SIDE: u64 = 1 << 17;
+/// So many bytes of prompts and more are written past the caches: a line that is written as a whole
+/// need not be read first. What is encoded goes through them.
+const BYTES_PAST_CACHES: u64 = 1 << 18;
+/// As many new tokens of each sequence are no prompt.
+const TOKENS_IN_CACHES: u32 = 16;
+/// How many tokens ahead rows are fetched that are written past the caches.
+const TOKENS_AHEAD: u32 = 4;
+/// Bytes that are copied in the time that a value takes to be encoded.
+const ENCODED_VALUE_BYTES: u64 = 128;
+
+pub(crate) fn write_kv(
+    cpu: &Cpu,
+    workspace: &mut Workspace,
+    plan: &WritePlan<'_>,
+    args: &WriteArgs<'_, CpuBuffer>,
+) -> Result<(), DeviceError> {
+    let mut access = Access::new(&mut workspace.entries, OPERATION);
+    let spans = [access.input(args.k())?, access.input(args.v())?];
+    let constants = [access.plane(args.k_plane(), true)?, access.plane(args.v_plane(), true)?];
+    let locked = access.lock()?;
+    let room = Room {
+        entries: plan.sequences().len(),
+        longest: plan.new_len_max(),
+        total: plan.total_new(),
+    };
+    let blocks = plan.tables().num_blocks();
+    let planned = Some(plan.layout());
+    let [k_span, v_span] = spans;
+    // SAFETY: entered above.
+    let k = unsafe { RowsIn::new(&locked, k_span, *args.k().rows(), room, OPERATION) }?;
+    // SAFETY: entered above.
+    let v = unsafe { RowsIn::new(&locked, v_span, *args.v().rows(), room, OPERATION) }?;
+    let [k_constants, v_constants] = constants;
+    let (k_view, v_view) = (*args.k_plane(), *args.v_plane());
+    // SAFETY: entered for writing above.
+    let k_plane =
+        unsafe { PlaneRows::new(&locked, k_view, k_constants, blocks, planned, OPERATION) }?;
+    // SAFETY: entered for writing above.
+    let v_plane =
+        unsafe { PlaneRows::new(&locked, v_view, v_constants, blocks, planned, OPERATION) }?;
+    let tokens = plan.slots().len();
+    let work = token_work(&k_plane)
+        .saturating_add(token_work(&v_plane))
+        .saturating_mul(u64::from(plan.total_new()));
+    let side_by_side = work >= BYTES_SIDE_BY_SIDE;
+    if k_plane.layout().slot_map().has_tail() {
+        let heads = to_usize(k_plane.layout().num_kv_heads().max(1));
+        let units = plan.sequences().len().saturating_mul(heads);
+        cpu.threads.run(units, side_by_side, &mut workspace.scratch, |scratch, unit| {
+            let entry = unit.checked_div(heads).unwrap_or(0);
+            let head = unit.checked_rem(heads).and_then(|head| u32::try_from(head).ok());
+            let at = (entry, head.unwrap_or(0));
+            write_tail::write(cpu, plan, at, (&k, &k_plane), scratch);
+            write_tail::write(cpu, plan, at, (&v, &v_plane), scratch);
+        });
+        return Ok(());
+    }
+    let past = work >= BYTES_PAST_CACHES && plan.new_len_max() > TOKENS_IN_CACHES;
+    let units = tokens.div_ceil(TOKENS_PER_UNIT);
+    cpu.threads.run(units, side_by_side, &mut workspace.scratch, |scratch, unit| {
+        let begin = unit.saturating_mul(TOKENS_PER_UNIT);
+        let end = begin.saturating_add(TOKENS_PER_UNIT).min(tokens);
+        let past = past.then(|| cpu.kernels.past_caches());
+        for token in begin..end {
+            write_token(cpu, plan, token, (&k, &k_plane), (scratch, past.as_ref()));
+            write_token(cpu, plan, token, (&v, &v_plane), (scratch, past.as_ref()));
+        }
+    });
+    Ok(())
+}
+
+/// The entry that brings ragged row `token`.
+fn entry_of(sequences: &[PlannedSequence], token: usize) -> Option<(usize, &PlannedSequence)> {
+    let after = sequences.partition_point(|s| to_usize(s.new_start) <= token);
+    let entry = after.checked_sub(1)?;
+    Some((entry, sequences.get(entry)?))
+}
+
+/// What writing one token costs, as bytes that would take as long to copy.
+fn token_work(plane: &PlaneRows<'_>) -> u64 {
+    let layout = plane.layout();
+    let row = match plane.as_they_came() {
+        Some(_) => layout.row_bytes(),
+        None => u64::from(layout.head_dim()).saturating_mul(ENCODED_VALUE_BYTES),
+    };
+    row.saturating_mul(u64::from(layout.num_kv_heads()))
+}
+
+fn write_token(
+    cpu: &Cpu,
+    plan: &WritePlan<'_>,
+    token: usize,
+    (rows, plane): (&RowsIn<'_>, &PlaneRows<'_>),
+    (scratch, past): (&mut Scratch, Option<&PastCaches>),
+) {
+    let Some(((entry, sequence), slot)) =
+        entry_of(plan.sequences(), token).zip(plan.slots().get(token))
+    else {
+        return;
+    };
+    let in_entry = token.saturating_sub(to_usize(sequence.new_start));
+    let in_entry = u32::try_from(in_entry).unwrap_or(u32::MAX);
+    let at = RowAt { entry, start: sequence.new_start, token: in_entry };
+    let layout = plane.layout();
+    let position = sequence.kv_len.saturating_sub(sequence.new_len).saturating_add(in_entry);
+    // The plan's slots are distinct, so they say where; the map says how wide the row is.
+    let mut found = layout.slot_map().place(position);
+    found.inside = slot.0.checked_rem(layout.block_size()).unwrap_or(0);
+    let block = slot.0.checked_div(layout.block_size()).unwrap_or(0);
+    let heads = layout.num_kv_heads();
+    let Some(element) = plane.as_they_came() else {
+        for head in 0..heads {
+            let row_bytes = plane.rows(found.is_wide).bytes();
+            // SAFETY: the plane is locked for writing; slots of a plan are distinct, each is
+            // written by one unit, and a unit writes its heads one after another.
+            let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
+            let values = scratch.row(to_usize(layout.head_dim()));
+            let source = RowLayout::plain(rows.element(), values.len());
+            cpu.kernels.decode(&source, rows.get(at, head, 1), values);
+            encode_row(cpu, plane, (head, found.is_wide), values, to);
+        }
+        return;
+    };
+    // A head at a time, or all of them where they lie together.
+    let together = match layout.order() {
+        kv_core::BlockOrder::Nhd if !found.is_wide => heads,
+        _ => 1,
+    };
+    let row_bytes =
+        kv_cpu_kernels::num::offset(layout.row_bytes()).saturating_mul(to_usize(together));
+    let mut head = 0;
+    while head < heads {
+        let from = rows.get(at, head, together);
+        // SAFETY: as above.
+        let to = unsafe { plane.get_mut(block, layout.row_begin(found, head), row_bytes) };
+        if let Some(past) = past {
+            let ahead = RowAt { token: at.token.saturating_add(TOKENS_AHEAD), ..at };
+            let ahead = rows.get(ahead, head, together);
+            past.convert((rows.element(), from), (element, to), ahead);
+        } else {
+            cpu.kernels.convert((rows.element(), from), (element, to));
+        }
+        head = head.saturating_add(together);
+    }
+}
+
+/// Transforms and encodes one row of a plane.
+fn encode_row(
+    cpu: &Cpu,
+    plane: &PlaneRows<'_>,
+    (head, is_wide): (u32, bool),
+    values: &mut [f32],
+    to: &mut [u8],
+) {
+    if to.is_empty() {
+        return;
+    }
+    if let Some(constants) = plane.transform(head) {
+        transform::store(values, &constants);
+    }
+    let format = plane.layout().format();
+    match Element::of_format(format) {
+        Some(element) => cpu.kernels.encode(element, values, to),
+        None if is_wide => block::encode_wide(values, to),
+        None => {
+            let inv_scale = plane.head_constants(head).map_or(1.0, |head| head.inv_scale);
+            cpu.kernels.encode_row(format, inv_scale, values, to);
+        }
+    }
+}
