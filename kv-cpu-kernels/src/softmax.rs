@@ -127,8 +127,8 @@ impl Logits {
 /// One step of the online softmax.
 #[derive(Debug)]
 pub struct Softmax<'a> {
-    /// Scores, `stride` a query row; those of `range` become weights. Up to a multiple of
-    /// [`SCORE_PAD`](crate::SCORE_PAD) around the range they become zero.
+    /// Scores, `stride` a query row; those of `range` become weights. Others in the vectors that
+    /// hold the ends of the range become zero.
     pub scores: &'a mut [f32],
     /// Floats from a row of scores to the next, a multiple of [`SCORE_PAD`](crate::SCORE_PAD).
     pub stride: usize,

@@ -63,7 +63,7 @@ impl DeviceMemory {
         unsafe { self.reclaim.free(address, &self.pool) };
     }
 
-    /// Memory is freed behind the work of this stream too, from here to [`Self::close`].
+    /// Memory is freed behind the work of this stream too, from here to [`Self::close_lane`].
     pub(super) fn open_lane(&self, lane: Arc<dyn Lane>) {
         self.reclaim.open(lane);
     }
