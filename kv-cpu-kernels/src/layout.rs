@@ -174,7 +174,7 @@ impl RowLayout {
     pub fn bytes(&self) -> usize {
         self.bytes
     }
-    /// Offset of the scales, which lie behind the codes.
+    /// Offset of the scales, which lie after the codes.
     pub(crate) fn scales(&self) -> usize {
         self.scales
     }

@@ -32,7 +32,7 @@ pub(crate) trait Load: Copy {
         layout: &RowLayout,
         first: usize,
     ) -> [[V<Self>; 2]; P];
-    /// The values behind the last whole group.
+    /// The values after the last whole group.
     ///
     /// # Safety
     /// 1. The bytes of the row are readable, and there is such a value.

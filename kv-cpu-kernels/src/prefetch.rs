@@ -91,11 +91,11 @@ pub struct Prefetch<'a> {
     at: *const u8,
     /// Lines left of the row at hand; rows that follow each other without a gap count as one.
     left: usize,
-    /// Rows left behind it, lines of each, and bytes from the end of one to the next.
+    /// Rows left after it, lines of each, and bytes from the end of one to the next.
     rows: usize,
     lines: usize,
     gap: usize,
-    /// Runs of rows behind those.
+    /// Runs of rows after those.
     later: &'a [KeyRows<'a>],
     /// Runs that are issued again, each with the run of `later` at its place.
     again: &'a [KeyRows<'a>],
@@ -127,7 +127,7 @@ impl<'a> Prefetch<'a> {
         let (later, again): (_, &[_]) = match target {
             PrefetchTarget::None => return Self::none(),
             PrefetchTarget::L2 => (far, &[]),
-            // Behind the last tile there is only what is near.
+            // After the last tile there is only what is near.
             PrefetchTarget::L2Twice if far.is_empty() => (near, &[]),
             PrefetchTarget::L2Twice => (far, near),
         };
@@ -136,7 +136,7 @@ impl<'a> Prefetch<'a> {
         cursor
     }
 
-    /// Lets the next kernel issue so many lines.
+    /// Sets how many lines the next kernel issues.
     pub(crate) fn allow(&mut self, lines: usize) {
         self.budget = lines;
     }
@@ -332,7 +332,7 @@ mod tests {
         assert_eq!((cursor.budget, cursor.left, cursor.later.len()), (0, 0, 0));
         cursor.allow(10);
         cursor.finish(Scalar);
-        assert_eq!(cursor.budget, 0, "what is behind the last run is dropped");
+        assert_eq!(cursor.budget, 0, "what is after the last run is dropped");
         assert_eq!(Prefetch::new(PrefetchTarget::None, &runs, &runs).budget, 0);
     }
 }

@@ -142,7 +142,7 @@ fn add_pairs<L: Load, const R: usize, const P: usize>(
 /// Tokens whose rests are decoded together.
 const RESTS: usize = 16;
 
-/// The values behind the last whole group.
+/// The values after the last whole group.
 #[inline(always)]
 fn add_rest<L: Load, const R: usize>(l: L, x: &mut Pv<'_, '_>, begin: usize) {
     let (s, layout) = (l.simd(), x.v.layout());

@@ -41,7 +41,7 @@ pub struct Qk<'a, 'p> {
     /// Rows of K.
     pub k: TileRows<'a>,
     /// Scores short of the scale of K's rows and of [`Kernels::factor`](crate::Kernels::factor),
-    /// `score_stride` a query row. Those behind the last token of a run, up to a multiple of
+    /// `score_stride` a query row. Those after the last token of a run, up to a multiple of
     /// [`SCORE_PAD`] from its first, are overwritten.
     pub scores: &'a mut [f32],
     /// Floats from a row of scores to the next, a multiple of [`SCORE_PAD`].
@@ -80,11 +80,11 @@ pub(crate) trait Product: Copy {
     type S: Simd;
     type Query: Copy;
     type Key: Copy;
-    /// Values that a key has behind those that [`Self::key`] may load, and zeros.
+    /// Values that a key has after those that [`Self::key`] may load, and zeros.
     type Rest: Copy;
     /// Values of a key.
     const VALUES: usize;
-    /// Keys are loaded from memory up to the last multiple of so many values of a row.
+    /// Keys are loaded from memory up to the last multiple of this many values of a row.
     const WHOLE: usize;
 
     fn simd(self) -> Self::S;
@@ -99,7 +99,7 @@ pub(crate) trait Product: Copy {
     /// 1. The bytes of the row are readable, and `value` is below the last multiple of
     ///    [`Self::WHOLE`].
     unsafe fn key(self, row: *const u8, layout: &RowLayout, value: usize) -> Self::Key;
-    /// The values behind the last multiple of [`Self::WHOLE`].
+    /// The values after the last multiple of [`Self::WHOLE`].
     ///
     /// # Safety
     /// 1. The bytes of the row are readable, and there is such a value.
@@ -247,7 +247,7 @@ fn tile<P: Product, const R: usize, const T: usize>(
     sums
 }
 
-/// The sums of a register tile over the values behind the last multiple of `WHOLE`.
+/// The sums of a register tile over the values after the last multiple of `WHOLE`.
 #[inline(always)]
 fn tile_rests<P: Product, const R: usize, const T: usize>(
     p: P,

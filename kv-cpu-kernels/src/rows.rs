@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use crate::layout::RowLayout;
 
-/// Rows of one head at one stride: row `i` begins `i * stride` bytes behind the first.
+/// Rows of one head at one stride: row `i` begins `i * stride` bytes after the first.
 #[derive(Debug, Clone, Copy)]
 pub struct KeyRows<'a> {
     first: *const u8,
@@ -22,7 +22,7 @@ impl<'a> KeyRows<'a> {
     /// The first `count` rows of `layout` in `bytes`, `stride` bytes apart.
     ///
     /// # Panics
-    /// When the last row ends behind `bytes`.
+    /// When the last row ends after `bytes`.
     #[inline]
     pub fn new(bytes: &'a [u8], stride: usize, count: usize, layout: &'a RowLayout) -> Self {
         let fits = count.checked_sub(1).is_none_or(|last| {
@@ -59,7 +59,7 @@ impl<'a> KeyRows<'a> {
     /// Some of the rows.
     ///
     /// # Panics
-    /// When the range ends behind the last row.
+    /// When the range ends after the last row.
     #[inline]
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Self {

@@ -194,7 +194,7 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// As [`Self::load`].
     unsafe fn load_f16(self, from: *const u16, at: usize) -> Self::F;
-    /// `LANES` values of binary16, the first at `from`, each `stride` bytes behind the one
+    /// `LANES` values of binary16, the first at `from`, each `stride` bytes after the one
     /// before, less than 2^27.
     ///
     /// # Safety

@@ -52,7 +52,7 @@ enum Owner {
     Allocated(Layout),
     /// From the system, in whole pages.
     Mapped(#[expect(dead_code, reason = "held for its destructor")] MmapMut),
-    /// A box of so many bytes, taken apart.
+    /// A box of this many bytes, taken apart.
     Boxed(usize),
     /// Somebody else's, kept alive by this value.
     Raw(#[expect(dead_code, reason = "held for its destructor")] Box<dyn Any + Send + Sync>),

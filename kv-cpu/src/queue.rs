@@ -20,7 +20,7 @@ use crate::ops::{convert, copy, gather, write};
 use crate::scratch::Workspace;
 
 /// A command queue that runs on the calling thread and its workers. Keeps its buffers from call to
-/// call: with one thread, a call allocates nothing once they have met their size.
+/// call: with one thread, a call allocates nothing once they have reached their size.
 #[derive(Debug)]
 pub struct CpuQueue {
     cpu: Cpu,

@@ -71,7 +71,7 @@ pub(crate) const UPPER: u32 = 0xffff_0000;
 /// Query rows of some kv heads.
 #[derive(Debug, Clone, Copy)]
 pub struct QueryRows<'a> {
-    /// The rows of all heads, `stride` floats apart, zero behind their values.
+    /// The rows of all heads, `stride` floats apart, zero after their values.
     pub values: &'a [f32],
     /// Floats from a row to the next, at least `dim` rounded up to 32.
     pub stride: usize,
@@ -177,10 +177,10 @@ impl<'a> Memory<'a> {
     /// Blocks of two groups of columns and all terms of weights.
     const PRODUCTS: usize = 4 * TERMS * BLOCK_WORDS;
 
-    /// Floats for rows of K and V of so many values.
+    /// Floats for rows of K and V of `dim_k` and `dim_v` values.
     pub fn floats(dim_k: usize, dim_v: usize) -> usize {
         let blocks = Blocks::words(dim_k).saturating_add(Blocks::words(dim_v));
-        // Rows of 16 bits a value, or of codes and a scale behind them.
+        // Rows of 16 bits a value, or of codes and a scale after them.
         let row = dim_k.max(dim_v).saturating_add(1).saturating_mul(2);
         let copies = row.saturating_mul(TILE_TOKENS).div_ceil(4);
         blocks.saturating_add(Self::WEIGHTS + Self::PRODUCTS).saturating_add(copies)
@@ -373,7 +373,7 @@ impl std::fmt::Debug for Narrow {
 }
 
 impl Narrow {
-    /// Configures this thread's tile registers for so many rows. `None` without AMX.
+    /// Configures this thread's tile registers for `rows` rows. `None` without AMX.
     ///
     /// # Panics
     /// When query rows are not padded or fill a block, or the thread has another session.

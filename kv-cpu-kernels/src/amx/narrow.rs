@@ -280,8 +280,8 @@ unsafe fn pack_group<W: Words, U: Unit, E: Terms>(
     }
 }
 
-/// Packs weights into blocks, those of each [`GROUP`] of tokens, so many, a row of words for each
-/// term of each row.
+/// Packs the weights of `parts` groups of [`GROUP`] tokens into blocks: a row of words for each
+/// term of each query row.
 #[inline(always)]
 fn pack_weights<W: Words, const TERMS: usize>(
     w: W,

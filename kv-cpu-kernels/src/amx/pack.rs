@@ -151,7 +151,7 @@ impl Terms for Bf16Pairs {
     }
 }
 
-/// Decodes a group of values exactly, with zeros behind the row's last one.
+/// Decodes a group of values exactly, with zeros after the row's last one.
 ///
 /// # Safety
 /// 1. The bytes of the row are readable.

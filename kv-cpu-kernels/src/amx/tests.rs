@@ -124,7 +124,7 @@ impl Tile {
         }
     }
 
-    /// Weights that are zero behind the last token.
+    /// Weights that are zero after the last token.
     fn weights(&self, random: &mut Random, rows: usize) -> Vec<f32> {
         let mut weights = random.units(rows * TILE_TOKENS);
         weights.chunks_mut(TILE_TOKENS).for_each(|row| row[self.values.len()..].fill(0.0));
@@ -371,7 +371,7 @@ mod vectors {
         let bits = [2, 3].map(|row| unsafe { w.load_bits(rows(row), 0) });
         // SAFETY: sixteen rows.
         unsafe { w.transpose(from.as_ptr(), (places[0], BLOCK), BLOCK) };
-        // SAFETY: rows behind them.
+        // SAFETY: the rows after them.
         unsafe { w.store_words(places[16], values[0], w.truncate(values[1])) };
         // SAFETY: as above.
         unsafe { w.store_halves([places[17], places[18]], bits[0], bits[1]) };

@@ -193,7 +193,7 @@ fn bytes_of_integers(integers: &Integers, of: __m512i) -> [__m512i; 2] {
     let [low, high] = [&integers.low, &integers.high].map(|table| {
         // SAFETY: 64 bytes of 128, aligned by their type.
         let first = unsafe { _mm512_load_si512(table.0.as_ptr().cast()) };
-        // SAFETY: the others, 64 bytes behind.
+        // SAFETY: the others, 64 bytes on.
         let second = unsafe { _mm512_load_si512(table.0.as_ptr().wrapping_add(64).cast()) };
         // Looks at seven bits.
         _mm512_permutex2var_epi8(first, magnitude, second)

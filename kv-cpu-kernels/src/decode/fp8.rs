@@ -87,7 +87,7 @@ impl Fp8 for E5m2 {
 }
 
 impl Fp8Table {
-    /// Of codes with so many bits of fraction. From the code of infinity on, or only the last one
+    /// Codes with `fraction` bits of fraction. From the code of infinity on, or only the last one
     /// where there is none, they are not finite.
     const fn of(fraction: u32, infinity: Option<u32>) -> Self {
         let mut codes = Self { lower: [[0; 64]; 2], upper: [[0; 64]; 2] };
@@ -174,7 +174,7 @@ impl<B: LookUp, E: Fp8> LookedUp<B, E> {
         // SAFETY: condition 1.
         unsafe { self.0.words(E::TABLE, from) }
     }
-    /// The values behind the last whole group, as [`Decode::rest`].
+    /// The values after the last whole group, as [`Decode::rest`].
     ///
     /// # Safety
     /// As for [`Decode::rest`].

@@ -59,7 +59,7 @@ impl Decode for Q8Block {
         // SAFETY: a block of the row begins with two bytes of scale.
         let scale = unsafe { block_scale(s, block) };
         let codes = block.wrapping_add(2).cast();
-        // SAFETY: and has 32 codes behind them.
+        // SAFETY: and has 32 codes after them.
         let first = unsafe { s.load_i8(codes, offset) };
         // SAFETY: as above.
         let second = unsafe { s.load_i8(codes, offset + HALF) };
@@ -86,7 +86,7 @@ impl Decode for Q4Block {
         let scale = unsafe { block_scale(s, block) };
         let eight = s.splat(-8.0);
         let plane = block.wrapping_add(2);
-        // SAFETY: and has sixteen bytes of codes behind them.
+        // SAFETY: and has sixteen bytes of codes after them.
         let first = unsafe { nibbles(s, plane, offset) };
         // SAFETY: as above.
         let second = unsafe { nibbles(s, plane, offset + HALF) };

@@ -37,7 +37,7 @@ pub(crate) const GROUP: usize = 32;
 /// what is loaded for one vector serves the other.
 pub(crate) const HALF: usize = GROUP / 2;
 
-/// The values of a row behind its last whole group, and zeros behind them.
+/// The values of a row after its last whole group, and zeros after them.
 pub(crate) type Rest = [f32; GROUP];
 
 /// Decoder of one encoding. The layouts given are those of rows of this encoding.
@@ -59,7 +59,7 @@ pub(crate) trait Decode {
         offset: usize,
     ) -> [S::F; 2];
 
-    /// Decodes the values behind the last whole group.
+    /// Decodes the values after the last whole group.
     ///
     /// # Safety
     /// 1. The bytes of the row are readable.
@@ -67,7 +67,7 @@ pub(crate) trait Decode {
     unsafe fn rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout) -> Rest;
 }
 
-/// First value behind the last whole group of a row of `dim` values.
+/// First value after the last whole group of a row of `dim` values.
 pub(crate) const fn rest_begin(dim: usize) -> usize {
     dim / GROUP * GROUP
 }
@@ -108,7 +108,7 @@ pub(in crate::decode) unsafe fn group_scale(
     layout: &RowLayout,
     index: usize,
 ) -> f32 {
-    // SAFETY: one byte a group lies behind the codes, by condition 1.
+    // SAFETY: one byte a group lies after the codes, by condition 1.
     let code = unsafe { row.wrapping_add(layout.scales() + index).read() };
     E4M3[usize::from(code)]
 }
@@ -124,7 +124,7 @@ pub(in crate::decode) unsafe fn nibbles<S: Simd>(s: S, plane: *const u8, offset:
     if offset < 16 { bytes } else { s.shr(bytes, 4) }
 }
 
-/// Reads the f16 scale behind the codes of each row; up to a multiple of [`LANES_MAX`] others are
+/// Reads the f16 scale after the codes of each row; up to a multiple of [`LANES_MAX`] others are
 /// 1.
 #[inline(always)]
 pub(crate) fn row_scales<S: Simd>(s: S, rows: &KeyRows<'_>, to: &mut [f32]) {

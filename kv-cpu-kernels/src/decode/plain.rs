@@ -69,7 +69,7 @@ impl<E: Valuewise> Decode for E {
 }
 
 /// Decodes the first `n < LANES` values from value `at` on; the other lanes are those of zero
-/// bytes, and the bytes behind the values are not read.
+/// bytes, and the bytes after the values are not read.
 ///
 /// # Safety
 /// 1. Values `at..at + n` after `from` are readable.
@@ -97,7 +97,7 @@ pub(crate) unsafe fn load_part<S: Simd, E: Valuewise>(
     unsafe { E::load(s, padded.as_ptr(), 0) }
 }
 
-/// Encodes the first `n < LANES` lanes from value `at` on and touches no byte behind them.
+/// Encodes the first `n < LANES` lanes from value `at` on and touches no byte after them.
 ///
 /// # Safety
 /// 1. Values `at..at + n` after `to` are writable.

@@ -90,7 +90,7 @@ fn every_code_of_a_byte_decodes() {
     }
 }
 
-/// Any number of rows at any stride, in memory that ends with the last scale or behind it.
+/// Any number of rows at any stride, in memory that ends with the last scale or after it.
 #[test]
 fn scales_of_rows_are_read() {
     let mut random = Random::new(13);

@@ -81,7 +81,7 @@ impl Stored {
         Self::of(rows, (format, in_pairs), dim % 3 * 8)
     }
 
-    /// Some rows, so many bytes apart.
+    /// Some rows, with `gap` bytes between them.
     fn of(rows: Vec<Vec<f32>>, (format, in_pairs): Kind, gap: usize) -> Self {
         let dim = rows[0].len();
         let layout = RowLayout::of(format, dim as u32).unwrap();
@@ -102,7 +102,7 @@ impl Stored {
         Self { layout, stride: layout.bytes() + gap, bytes: bytes.into(), values }
     }
 
-    /// The last rows, behind which memory ends.
+    /// The last rows, after which memory ends.
     fn last(&self, count: usize) -> KeyRows<'_> {
         let begin = (self.values.len() - count) * self.stride;
         KeyRows::new(&self.bytes[begin..], self.stride, count, &self.layout)

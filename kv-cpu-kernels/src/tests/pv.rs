@@ -62,7 +62,7 @@ fn check(kernels: Kernels, sums: &Sums<'_>, rows: usize) {
             );
         }
         assert!(out[dim..padded].iter().all(|x| *x == 0.0), "{kernels:?}: padding {dim}");
-        assert!(out[padded..].iter().all(|x| *x == 7.0), "{kernels:?}: behind the padding {dim}");
+        assert!(out[padded..].iter().all(|x| *x == 7.0), "{kernels:?}: after the padding {dim}");
     }
 }
 

@@ -66,8 +66,8 @@ impl<'k> Queries<'k> {
                     self.words.is_some(),
                 );
             }
-            let behind = &scores[tokens + SCORE_PAD - 1..];
-            assert!(behind.iter().all(|score| score.is_nan()), "scores behind the padding");
+            let after = &scores[tokens + SCORE_PAD - 1..];
+            assert!(after.iter().all(|score| score.is_nan()), "scores after the padding");
         }
     }
 }

@@ -110,9 +110,9 @@ fn what_goes_past_the_caches_is_what_is_converted() {
             kernels.decode(&RowLayout::plain(from, len), &source, &mut plain);
             assert_eq!(expected, encoded(to, &plain), "{kernels:?} {from:?} {to:?} {len}");
             let (before, written) = lines.0.split_at(begin);
-            let (written, behind) = written.split_at(bytes);
+            let (written, after) = written.split_at(bytes);
             assert_eq!(written, expected, "{kernels:?} {from:?} {to:?} {len}");
-            let kept = before.iter().chain(behind).all(|byte| *byte == 0xab);
+            let kept = before.iter().chain(after).all(|byte| *byte == 0xab);
             assert!(kept, "{kernels:?} {from:?} {to:?} {len}: bytes beside the row");
         }
     }

@@ -79,7 +79,7 @@ impl<'a> AttendCall<'a> {
         Logits::new(self.options.scale(), self.options.cap(), exact)
     }
 
-    /// What the choice of a strategy depends on, for so many queries of a sequence.
+    /// What the choice of a strategy depends on, for `queries` queries of a sequence.
     pub(super) fn facts(&self, queries: u32) -> Facts {
         let kernels = self.cpu.kernels;
         Facts {

@@ -1,5 +1,5 @@
-//! One query over K and V where they lie: a tile of one kv head is scored, weighed and added while
-//! the next one is prefetched. Codes are decoded in registers.
+//! One query over K and V where they lie: QK, online softmax and PV of a tile of one kv head, while
+//! the next tile is prefetched. Codes are decoded in registers.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,

@@ -31,12 +31,12 @@ struct StorageRegions<'a> {
     /// First position of the tail.
     tail: u32,
     by_block: bool,
-    /// First position behind sink tokens that are seen besides a window. A tile ends there, so that
-    /// every query sees one range of it.
+    /// First position after the sink tokens that are seen besides a window. A tile ends there, so
+    /// that every query sees one range of it.
     sink_tokens: u32,
     /// Tokens of a tile.
     tokens: u32,
-    /// How far the first code lies behind a multiple of [`ALIGN`] slots.
+    /// How far the first code lies after a multiple of [`ALIGN`] slots.
     odd_slots: u32,
 }
 
@@ -55,10 +55,10 @@ impl<'a> StorageRegions<'a> {
         }
     }
 
-    /// The tile at `from` or, where nothing is seen there, the next one; empty behind the last.
+    /// The tile at `from` or, where nothing is seen there, the next one; empty after the last.
     ///
     /// Tiles lie at multiples of their length, so that the order of a sum does not depend on the
-    /// queries; those of codes behind rows in 16 bits are shifted to where blocks of [`ALIGN`]
+    /// queries; those of codes after rows in 16 bits are shifted to where blocks of [`ALIGN`]
     /// slots begin.
     fn tile(&self, visible: Visible, from: u32) -> (u32, u32) {
         let (from, end) = visible.seen_from(from);
@@ -68,7 +68,7 @@ impl<'a> StorageRegions<'a> {
         let cut = if from < self.sink_tokens { self.sink_tokens } else { u32::MAX };
         let limit = self.end(from).min(cut).min(end);
         let inside = match from.checked_sub(self.map.sinks()) {
-            Some(behind) => behind % self.tokens + self.odd_slots,
+            Some(after) => after % self.tokens + self.odd_slots,
             None => from,
         };
         (from, from.saturating_add(self.tokens - inside % self.tokens).min(limit))
@@ -163,7 +163,7 @@ impl<'a> BlockRuns<'a> {
 pub(super) struct KeyTile<'a> {
     /// Kv head, counted from the work item's first one.
     pub(super) head: usize,
-    /// Positions of its tokens; empty behind the last tile.
+    /// Positions of its tokens; empty after the last tile.
     pub(super) bounds: (u32, u32),
     /// Runs of K, then as many of V.
     runs: ArrayVec<KeyRows<'a>, { 2 * TILE_MAX }>,
@@ -215,7 +215,7 @@ struct Tiles<'c, 'a> {
 }
 
 impl<'c> Tiles<'c, '_> {
-    /// Brings the next tile, which is empty behind the last.
+    /// Steps to the next tile, which is empty after the last.
     fn next(&mut self, tile: &mut KeyTile<'c>) {
         let [k, v] = &mut self.planes;
         self.head += 1;
@@ -241,7 +241,7 @@ impl<'c> Tiles<'c, '_> {
 }
 
 /// Calls `attend` with every tile of `tokens` at most that a query of the work item sees, head by
-/// head, and with the one behind it for prefetching, which is empty at last.
+/// head, and with the tile after it for prefetching, which is empty after the last.
 pub(super) fn for_tiles<'c>(
     call: &'c AttendCall<'_>,
     item: &'c WorkItem,

@@ -171,7 +171,7 @@ fn attend_by(
     true
 }
 
-/// Query rows a kv head that a strategy takes for `rows` of them; those behind are zero.
+/// Query rows a kv head that a strategy takes for `rows` of them; the rest are zero.
 fn padded_rows(strategy: Strategy, call: &AttendCall<'_>, rows: usize) -> usize {
     match strategy {
         #[cfg(any(target_arch = "x86_64", test))]

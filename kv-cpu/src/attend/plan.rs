@@ -144,7 +144,7 @@ impl WorkPlan {
     }
 }
 
-/// How many kv heads a work item of so many queries has. Changes no bit.
+/// How many kv heads a work item of `queries` queries has. Changes no bit.
 fn heads_per_item(call: &AttendCall<'_>, queries: u32) -> usize {
     let kv_heads = to_usize(call.k.layout().num_kv_heads());
     let rows = to_usize(queries.max(1)) * call.heads.group;

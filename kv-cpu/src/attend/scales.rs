@@ -9,7 +9,7 @@ use kv_cpu_kernels::{Kernels, SCORE_PAD, TileRows};
 use super::key_runs::TILE_MAX;
 use crate::layout::RowScale;
 
-/// Scales of the rows of a tile, and finite numbers behind the last up to a multiple of
+/// Scales of the rows of a tile, and finite numbers after the last up to a multiple of
 /// [`SCORE_PAD`].
 #[repr(align(64))]
 pub(super) struct TileScales([f32; TILE_MAX + SCORE_PAD]);

@@ -1,5 +1,6 @@
-//! Many query rows over tiles: K and V of a tile are decoded to `f32` once, then scored, weighed
-//! and added by register tiles of a few rows. Each row meets exactly the keys that its query sees.
+//! Many query rows over tiles: K and V of a tile are decoded to `f32` once; QK, online softmax and
+//! PV then run over register tiles of a few rows. Each row attends to exactly the keys that its
+//! query sees.
 #![expect(
     clippy::arithmetic_side_effects,
     clippy::indexing_slicing,
@@ -104,7 +105,7 @@ impl SeenKeys<'_> {
     }
 }
 
-/// Decodes runs of rows into a tile, with their scales, and zeros behind each row's last value.
+/// Decodes runs of rows into a tile, with their scales, and zeros after each row's last value.
 fn decode(kernels: Kernels, rows: &TileRows<'_>, scale: RowScale, (to, dim): (&mut [f32], usize)) {
     let given = match scale {
         RowScale::Given(scale) => scale,
@@ -120,7 +121,7 @@ fn decode(kernels: Kernels, rows: &TileRows<'_>, scale: RowScale, (to, dim): (&m
     }
 }
 
-/// Lets all rows of a kv head meet a decoded tile. All of them score before any of them adds, so
+/// Attends to a decoded tile with all rows of a kv head. QK of all rows comes before PV of any, so
 /// that V does not push K out of L1.
 fn attend(
     call: &AttendCall<'_>,
@@ -152,7 +153,7 @@ fn attend(
         score_stride: TOKENS,
         prefetch: &mut with_k,
     });
-    // Rows of one query, and of queries that see the same, are weighed together.
+    // One softmax call for the rows of one query, and of queries that see the same keys.
     let mut row = first;
     while row < last {
         let range = seen.by(row);
@@ -228,7 +229,7 @@ fn add_apart(
     let all = first..first + count;
     let low = all.clone().map(|row| seen.by(row).0).max().unwrap_or(0);
     let high = all.clone().map(|row| seen.by(row).1).min().unwrap_or(0);
-    // Empty, and then behind all others.
+    // Empty, and then after all others.
     let (low, high) = if low < high { (low, high) } else { (TOKENS, TOKENS) };
     for row in all.clone() {
         let (begin, end) = seen.by(row);

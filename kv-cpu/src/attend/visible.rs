@@ -2,7 +2,7 @@
 use kv_core::plan::{AttentionOptions, PlannedSequence};
 
 /// Positions that some neighbouring queries see: sink tokens `sinks.0..sinks.1`, and
-/// `window.0..window.1` behind them. Every one of them is seen by one of the queries.
+/// `window.0..window.1` after them. Every one of them is seen by one of the queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Visible {
     sinks: (u32, u32),
@@ -47,7 +47,7 @@ impl Visible {
         len(self.sinks).saturating_add(len(self.window))
     }
 
-    /// The first of them at or behind `from`, and where those that follow it without a gap end.
+    /// The first of them at or after `from`, and where those that follow it without a gap end.
     /// Both are the same where nothing is left.
     pub(super) fn seen_from(self, from: u32) -> (u32, u32) {
         if from < self.sinks.1 {
@@ -82,6 +82,6 @@ mod tests {
         assert!(BOTH.intersects(0, 1) && BOTH.intersects(99, 101) && BOTH.intersects(129, 500));
         assert!(!BOTH.intersects(4, 100) && !BOTH.intersects(130, 131));
         let (from, end) = BOTH.within(130, 200).seen_from(130);
-        assert!(from >= end, "nothing is left behind the window");
+        assert!(from >= end, "nothing is left after the window");
     }
 }

@@ -14,7 +14,7 @@ use crate::buffer::CpuBuffer;
 pub(crate) enum RowScale {
     /// The same for every row.
     Given(f32),
-    /// The f16 behind the codes of each row.
+    /// The f16 scale after the codes of each row.
     Stored,
 }
 

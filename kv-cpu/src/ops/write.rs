@@ -19,7 +19,7 @@ const OPERATION: &str = "write_kv";
 const TOKENS_PER_UNIT: usize = 16;
 /// Fewer bytes than this are written faster by one thread.
 const BYTES_SIDE_BY_SIDE: u64 = 1 << 17;
-/// So many bytes of prompts and more are written past the caches: a line that is written as a whole
+/// From this many bytes on, prompts are written past the caches: a line that is written as a whole
 /// need not be read first. What is encoded goes through them.
 const BYTES_PAST_CACHES: u64 = 1 << 18;
 /// As many new tokens of each sequence are no prompt.

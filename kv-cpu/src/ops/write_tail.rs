@@ -1,7 +1,7 @@
 //! Writes to sequences with a tail: new rows wait in 16 bits, full blocks become codes.
 //!
 //! A unit is one kv head of one sequence. Rows that become codes come from the step's input or from
-//! the tail there was, which lies behind the sequence's other blocks while the step is open and is
+//! the tail there was, which lies after the sequence's other blocks while the step is open and is
 //! only read; so a write may be repeated, and a step may never have happened.
 use kv_core::plan::{PlannedSequence, WritePlan};
 use kv_core::{KvFormat, Place};

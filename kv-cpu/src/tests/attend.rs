@@ -288,9 +288,9 @@ fn a_broken_row_spoils_what_sees_it() {
                 let [out, _] = world.attend(&name, &backend, &Choice::default());
                 let of_token = 4 * 16;
                 let first = 70 - usize::try_from(queries).unwrap();
-                let (before, behind) = out.split_at((token - first) * of_token);
+                let (before, after) = out.split_at((token - first) * of_token);
                 assert!(before.iter().all(|x| x.is_finite()), "{name} {value}");
-                assert!(behind.iter().any(|x| !x.is_finite()), "{name} {value}");
+                assert!(after.iter().any(|x| !x.is_finite()), "{name} {value}");
             }
         }
     }

@@ -74,7 +74,7 @@ impl Means {
         Self { cache, heads, dim }
     }
 
-    /// A step of so many tokens, whose K has a mean. The last token attends if there are queries.
+    /// A step of this many tokens, whose K has a mean. The last token attends if there are queries.
     fn step(&mut self, random: &mut Random, tokens: u32, queries: Option<&[f32]>) -> Vec<f32> {
         let dims = [tokens, self.heads, self.dim];
         let len = dims.iter().product::<u32>() as usize;
