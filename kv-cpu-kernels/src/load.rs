@@ -37,6 +37,12 @@ pub(crate) trait Load: Copy {
     /// # Safety
     /// 1. The bytes of the row are readable, and there is such a value.
     unsafe fn rest(self, row: *const u8, layout: &RowLayout) -> Rest;
+    /// The vector at value `offset` of a rest of [`HALF`] values.
+    ///
+    /// # Safety
+    /// 1. The bytes of the row are readable, its rest has [`HALF`] values, and `offset` is below
+    ///    that and a multiple of `LANES`.
+    unsafe fn half_rest(self, row: *const u8, layout: &RowLayout, offset: usize) -> V<Self>;
 }
 
 /// Group and offset of a pair.
@@ -88,6 +94,11 @@ impl<S: Simd, E: Decode> Load for Decoded<S, E> {
         // SAFETY: condition 1.
         unsafe { E::rest(self.0, row, layout) }
     }
+    #[inline(always)]
+    unsafe fn half_rest(self, row: *const u8, layout: &RowLayout, offset: usize) -> S::F {
+        // SAFETY: condition 1.
+        unsafe { E::half_rest(self.0, row, layout, offset) }
+    }
 }
 
 /// By lookups, two groups at a time where there are two; a pair is a group.
@@ -124,5 +135,10 @@ impl<B: LookUp, E: Fp8> Load for LookedUp<B, E> {
     unsafe fn rest(self, row: *const u8, layout: &RowLayout) -> Rest {
         // SAFETY: condition 1.
         unsafe { Self::rest(self, row, layout) }
+    }
+    #[inline(always)]
+    unsafe fn half_rest(self, row: *const u8, layout: &RowLayout, _: usize) -> V<Self> {
+        // SAFETY: condition 1; a vector has all of the rest.
+        unsafe { Self::half_rest(self, row, layout) }
     }
 }

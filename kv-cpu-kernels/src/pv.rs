@@ -77,7 +77,9 @@ pub(crate) fn pv<L: Load, const R: usize, const P: usize>(l: L, x: &mut Pv<'_, '
         add_pairs::<L, R, 1>(l, x, pair, (&mut prefetch, pace));
         pair += 1;
     }
-    if rest < layout.dim() {
+    if layout.dim() - rest == HALF {
+        add_half_rest::<L, R>(l, x, rest);
+    } else if rest < layout.dim() {
         add_rest::<L, R>(l, x, rest);
     }
     prefetch.finish(s);
@@ -135,6 +137,40 @@ fn add_pairs<L: Load, const R: usize, const P: usize>(
                 // SAFETY: as for the loads.
                 unsafe { s.store(out, r * x.out_stride + at[p] + half * HALF, sums[r][p][half]) };
             }
+        }
+    }
+}
+
+/// The values after the last whole group, [`HALF`] of them.
+#[inline(always)]
+fn add_half_rest<L: Load, const R: usize>(l: L, x: &mut Pv<'_, '_>, begin: usize) {
+    let (s, layout) = (l.simd(), x.v.layout());
+    let out = x.out.as_mut_ptr();
+    for offset in (0..HALF).step_by(L::S::LANES) {
+        let mut sums = [s.splat(0.0); R];
+        for r in 0..R {
+            // SAFETY: values of an output row, which were checked.
+            sums[r] = unsafe { s.load(out, r * x.out_stride + begin + offset) };
+        }
+        let mut weights = x.weights.as_ptr();
+        for run in x.v.runs() {
+            let mut row = run.at(0);
+            for token in 0..run.len() {
+                // SAFETY: a row of V, whose rest has `HALF` values.
+                let values = unsafe { l.half_rest(row, layout, offset) };
+                row = row.wrapping_add(run.stride());
+                for r in 0..R {
+                    let weight = weights.wrapping_add(r * x.weight_stride + token);
+                    // SAFETY: the weight of a token, which were checked.
+                    let weight = s.splat(unsafe { weight.read() });
+                    sums[r] = s.fma(weight, values, sums[r]);
+                }
+            }
+            weights = weights.wrapping_add(run.len());
+        }
+        for r in 0..R {
+            // SAFETY: as for the loads.
+            unsafe { s.store(out, r * x.out_stride + begin + offset, sums[r]) };
         }
     }
 }

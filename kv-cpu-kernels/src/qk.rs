@@ -80,8 +80,6 @@ pub(crate) trait Product: Copy {
     type S: Simd;
     type Query: Copy;
     type Key: Copy;
-    /// Values that a key has after those that [`Self::key`] may load, and zeros.
-    type Rest: Copy;
     /// Values of a key.
     const VALUES: usize;
     /// Keys are loaded from memory up to the last multiple of this many values of a row.
@@ -99,13 +97,17 @@ pub(crate) trait Product: Copy {
     /// 1. The bytes of the row are readable, and `value` is below the last multiple of
     ///    [`Self::WHOLE`].
     unsafe fn key(self, row: *const u8, layout: &RowLayout, value: usize) -> Self::Key;
-    /// The values after the last multiple of [`Self::WHOLE`].
+    /// The sums of a register tile over the values after the last multiple of [`Self::WHOLE`].
     ///
     /// # Safety
-    /// 1. The bytes of the row are readable, and there is such a value.
-    unsafe fn rest(self, row: *const u8, layout: &RowLayout) -> Self::Rest;
-    /// Values of the rest from `value` on.
-    fn key_of_rest(self, rest: &Self::Rest, value: usize) -> Self::Key;
+    /// 1. The bytes of the rows of K are readable, and they have such values.
+    /// 2. Query rows are readable up to a multiple of [`QUERY_PAD`] values.
+    unsafe fn rests<const R: usize, const T: usize>(
+        self,
+        layout: &RowLayout,
+        queries: &[QueryRow; R],
+        rows: &[*const u8; T],
+    ) -> [[F<Self>; T]; R];
     /// Adds products to a vector of sums.
     fn add(self, sum: F<Self>, query: Self::Query, key: Self::Key) -> F<Self>;
 }
@@ -130,13 +132,6 @@ fn query_rows<const R: usize>(x: &Qk<'_, '_>) -> [QueryRow; R] {
         queries[r].words = words.wrapping_add(r * x.q_stride / 2);
     }
     queries
-}
-
-/// Values of the keys that hold the last `values` of a row: a pair of vectors has values of both
-/// halves of a group, so narrow keys take all of it.
-#[inline(always)]
-const fn rest_keys(values: usize) -> usize {
-    values.next_multiple_of(GROUP)
 }
 
 /// Reduces sums of `T` tokens from one on to scores.
@@ -237,37 +232,12 @@ fn tile<P: Product, const R: usize, const T: usize>(
     }
     if whole < layout.dim() {
         // Sums of their own: a loop that is not unrolled would keep the others in memory.
-        let rests = tile_rests::<P, R, T>(p, layout, (&queries, &rows), whole);
+        // SAFETY: rows of K, which have a rest; query rows were checked.
+        let rests = unsafe { p.rests::<R, T>(layout, &queries, &rows) };
         for r in 0..R {
             for t in 0..T {
                 sums[r][t] = s.add(sums[r][t], rests[r][t]);
             }
-        }
-    }
-    sums
-}
-
-/// The sums of a register tile over the values after the last multiple of `WHOLE`.
-#[inline(always)]
-fn tile_rests<P: Product, const R: usize, const T: usize>(
-    p: P,
-    layout: &RowLayout,
-    (queries, rows): (&[QueryRow; R], &[*const u8; T]),
-    whole: usize,
-) -> [[F<P>; T]; R] {
-    let mut sums = [[p.simd().splat(0.0); T]; R];
-    for t in 0..T {
-        // SAFETY: a row of K, which has a rest.
-        let rest = unsafe { p.rest(rows[t], layout) };
-        let mut value = 0;
-        while value < rest_keys(layout.dim() - whole) {
-            let key = p.key_of_rest(&rest, value);
-            for r in 0..R {
-                // SAFETY: query rows are padded to a multiple of `QUERY_PAD`.
-                let query = unsafe { p.query(queries[r], whole + value) };
-                sums[r][t] = p.add(sums[r][t], query, key);
-            }
-            value += P::VALUES;
         }
     }
     sums
@@ -337,7 +307,6 @@ impl<L: Load, const A: usize> Product for Floats<L, A> {
     type S = L::S;
     type Query = [[V<L>; 2]; A];
     type Key = [[V<L>; 2]; A];
-    type Rest = [f32; QUERY_PAD];
     const VALUES: usize = A * 2 * L::S::LANES;
     const WHOLE: usize = if Self::VALUES > GROUP { Self::VALUES } else { GROUP };
 
@@ -356,34 +325,51 @@ impl<L: Load, const A: usize> Product for Floats<L, A> {
         unsafe { self.0.pairs::<A>(row, layout, value / (2 * L::S::LANES)) }
     }
     #[inline(always)]
-    unsafe fn rest(self, row: *const u8, layout: &RowLayout) -> Self::Rest {
-        let (s, dim) = (self.simd(), layout.dim());
-        let (whole, last) = (dim / Self::WHOLE * Self::WHOLE, rest_begin(dim));
-        let mut rest = [0.0; QUERY_PAD];
-        if whole < last {
-            for pair in 0..HALF / L::S::LANES {
-                let first = whole / (2 * L::S::LANES) + pair;
-                // SAFETY: a whole group of the row.
-                let [values] = unsafe { self.0.pairs::<1>(row, layout, first) };
-                for (half, values) in values.into_iter().enumerate() {
-                    // SAFETY: half of a group of the array.
-                    unsafe {
-                        s.store(rest.as_mut_ptr(), pair * L::S::LANES + half * HALF, values);
+    unsafe fn rests<const R: usize, const T: usize>(
+        self,
+        layout: &RowLayout,
+        queries: &[QueryRow; R],
+        rows: &[*const u8; T],
+    ) -> [[V<L>; T]; R] {
+        const { assert!(Self::WHOLE <= 2 * GROUP, "one whole group is left at most") };
+        let (s, dim, begin) = (self.simd(), layout.dim(), rest_begin(layout.dim()));
+        let mut sums = [[s.splat(0.0); T]; R];
+        if dim / Self::WHOLE * Self::WHOLE < begin {
+            for offset in 0..HALF / L::S::LANES {
+                let pair = (begin - GROUP) / (2 * L::S::LANES) + offset;
+                for t in 0..T {
+                    // SAFETY: the last whole group of a row of K, by condition 1.
+                    let [key] = unsafe { self.0.pairs::<1>(rows[t], layout, pair) };
+                    for r in 0..R {
+                        let value = pair * 2 * L::S::LANES;
+                        // SAFETY: condition 2.
+                        let query = unsafe { pairs_of::<L::S, 1>(s, queries[r].values, value) };
+                        sums[r][t] = s.fma(query[0][0], key[0], sums[r][t]);
+                        sums[r][t] = s.fma(query[0][1], key[1], sums[r][t]);
                     }
                 }
             }
         }
-        if last < dim {
-            // SAFETY: condition 1.
-            let values = unsafe { self.0.rest(row, layout) };
-            rest[last - whole..][..GROUP].copy_from_slice(&values);
+        if dim - begin == HALF {
+            for offset in (0..HALF).step_by(L::S::LANES) {
+                for t in 0..T {
+                    // SAFETY: condition 1, and the rest has `HALF` values.
+                    let key = unsafe { self.0.half_rest(rows[t], layout, offset) };
+                    add_vector(s, queries, begin + offset, key, t, &mut sums);
+                }
+            }
+        } else if begin < dim {
+            for t in 0..T {
+                // SAFETY: condition 1, and there is a rest.
+                let rest = unsafe { self.0.rest(rows[t], layout) };
+                for offset in (0..GROUP).step_by(L::S::LANES) {
+                    // SAFETY: an array of a group.
+                    let key = unsafe { s.load(rest.as_ptr(), offset) };
+                    add_vector(s, queries, begin + offset, key, t, &mut sums);
+                }
+            }
         }
-        rest
-    }
-    #[inline(always)]
-    fn key_of_rest(self, rest: &Self::Rest, value: usize) -> Self::Key {
-        // SAFETY: the array is as long as the padding of a query row.
-        unsafe { pairs_of::<L::S, A>(self.simd(), rest.as_ptr(), value) }
+        sums
     }
     #[inline(always)]
     fn add(self, mut sum: V<L>, query: Self::Query, key: Self::Key) -> V<L> {
@@ -394,6 +380,24 @@ impl<L: Load, const A: usize> Product for Floats<L, A> {
             }
         }
         sum
+    }
+}
+
+/// Adds the products of all query rows with a vector of values of token `t`, the first of which is
+/// `value`.
+#[inline(always)]
+fn add_vector<S: Simd, const R: usize, const T: usize>(
+    s: S,
+    queries: &[QueryRow; R],
+    value: usize,
+    key: S::F,
+    t: usize,
+    sums: &mut [[S::F; T]; R],
+) {
+    for r in 0..R {
+        // SAFETY: query rows are readable up to a multiple of `QUERY_PAD` values.
+        let query = unsafe { s.load(queries[r].values, value) };
+        sums[r][t] = s.fma(query, key, sums[r][t]);
     }
 }
 
@@ -432,6 +436,18 @@ pub(crate) trait DotBf16: Copy {
     ) -> <Self::S as Simd>::F;
 }
 
+/// `bytes` bytes, at most `N`, then zeros.
+///
+/// # Safety
+/// 1. As many bytes are readable.
+#[inline(always)]
+unsafe fn padded<const N: usize>(from: *const u8, bytes: usize) -> [u8; 2 * GROUP] {
+    let mut padded = [0; 2 * GROUP];
+    // SAFETY: condition 1; a new array, which has room for `N`.
+    unsafe { std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), bytes.min(N)) };
+    padded
+}
+
 /// Rows of K as words of two bf16.
 pub(crate) trait KeyWords: Copy {
     type S: Simd;
@@ -445,6 +461,26 @@ pub(crate) trait KeyWords: Copy {
     /// # Safety
     /// 1. As many bytes are readable.
     unsafe fn load(self, from: *const u8) -> Self::Words;
+    /// Words of the values after the last whole key of a row of `dim` values, then zeros.
+    ///
+    /// # Safety
+    /// 1. The bytes of the row are readable, and there is such a value.
+    #[inline(always)]
+    unsafe fn load_rest(self, row: *const u8, dim: usize) -> Self::Words {
+        const { assert!(Self::BYTES == 2 * GROUP, "the rest is shorter than a key") };
+        let begin = dim / Self::VALUES * Self::BYTES;
+        let (from, bytes) = (row.wrapping_add(begin), dim * Self::BYTES / Self::VALUES - begin);
+        // SAFETY: the last bytes of the row, fewer than those of a key. An array of a known number
+        // of them stays in a register.
+        unsafe {
+            match bytes {
+                16 => self.load(padded::<16>(from, 16).as_ptr()),
+                32 => self.load(padded::<32>(from, 32).as_ptr()),
+                48 => self.load(padded::<48>(from, 48).as_ptr()),
+                _ => self.load(padded::<{ 2 * GROUP }>(from, bytes).as_ptr()),
+            }
+        }
+    }
     fn add<B: DotBf16<S = Self::S>>(
         b: B,
         sum: <Self::S as Simd>::F,
@@ -522,7 +558,6 @@ impl<B: DotBf16, K: KeyWords<S = B::S>> Product for Bf16Words<B, K> {
     type S = B::S;
     type Query = K::Words;
     type Key = K::Words;
-    type Rest = [u8; 2 * GROUP];
     const VALUES: usize = K::VALUES;
     const WHOLE: usize = K::VALUES;
 
@@ -541,21 +576,24 @@ impl<B: DotBf16, K: KeyWords<S = B::S>> Product for Bf16Words<B, K> {
         unsafe { self.1.load(row.wrapping_add(value / K::VALUES * K::BYTES)) }
     }
     #[inline(always)]
-    unsafe fn rest(self, row: *const u8, layout: &RowLayout) -> Self::Rest {
-        let mut rest = [0; 2 * GROUP];
-        let begin = layout.dim() / K::VALUES * K::BYTES;
-        let bytes = layout.dim() * K::BYTES / K::VALUES - begin;
-        // SAFETY: the last bytes of values of the row, fewer than those of a key; a new array.
-        unsafe {
-            std::ptr::copy_nonoverlapping(row.wrapping_add(begin), rest.as_mut_ptr(), bytes);
+    unsafe fn rests<const R: usize, const T: usize>(
+        self,
+        layout: &RowLayout,
+        queries: &[QueryRow; R],
+        rows: &[*const u8; T],
+    ) -> [[F<Self>; T]; R] {
+        let whole = layout.dim() / K::VALUES * K::VALUES;
+        let mut sums = [[self.simd().splat(0.0); T]; R];
+        for t in 0..T {
+            // SAFETY: condition 1.
+            let key = unsafe { self.1.load_rest(rows[t], layout.dim()) };
+            for r in 0..R {
+                // SAFETY: condition 2.
+                let query = unsafe { self.query(queries[r], whole) };
+                sums[r][t] = self.add(sums[r][t], query, key);
+            }
         }
-        rest
-    }
-    #[inline(always)]
-    fn key_of_rest(self, rest: &Self::Rest, _: usize) -> K::Words {
-        const { assert!(K::BYTES == 2 * GROUP, "the rest is one key") };
-        // SAFETY: an array of as many bytes.
-        unsafe { self.1.load(rest.as_ptr()) }
+        sums
     }
     #[inline(always)]
     fn add(self, sum: F<Self>, query: K::Words, key: K::Words) -> F<Self> {

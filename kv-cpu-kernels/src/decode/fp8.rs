@@ -194,6 +194,20 @@ impl<B: LookUp, E: Fp8> LookedUp<B, E> {
         unsafe { s.store(rest.as_mut_ptr(), super::HALF, second) };
         rest
     }
+    /// As [`Decode::half_rest`] of all [`HALF`](super::HALF) values.
+    ///
+    /// # Safety
+    /// As for [`Decode::half_rest`].
+    #[inline(always)]
+    pub(crate) unsafe fn half_rest(self, row: *const u8, layout: &RowLayout) -> <B::S as Simd>::F {
+        let mut codes = [0; GROUP];
+        let from = row.wrapping_add(super::rest_begin(layout.dim()));
+        // SAFETY: the last codes of the row; the array is new.
+        unsafe { std::ptr::copy_nonoverlapping(from, codes.as_mut_ptr(), super::HALF) };
+        // SAFETY: an array of a group.
+        let [first, _] = unsafe { self.group(codes.as_ptr()) };
+        first
+    }
 }
 
 #[cfg(test)]

@@ -70,6 +70,13 @@ impl Decode for Q8Block {
         // SAFETY: the conditions are passed on.
         unsafe { last_block::<S, Self>(s, row, layout) }
     }
+    #[inline(always)]
+    unsafe fn half_rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout, offset: usize) -> S::F {
+        // SAFETY: blocks are padded to their full length.
+        let [first, _] =
+            unsafe { Self::load_pair(s, row, layout, rest_begin(layout.dim()), offset) };
+        first
+    }
 }
 
 impl Decode for Q4Block {
@@ -97,5 +104,12 @@ impl Decode for Q4Block {
     unsafe fn rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout) -> Rest {
         // SAFETY: the conditions are passed on.
         unsafe { last_block::<S, Self>(s, row, layout) }
+    }
+    #[inline(always)]
+    unsafe fn half_rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout, offset: usize) -> S::F {
+        // SAFETY: blocks are padded to their full length.
+        let [first, _] =
+            unsafe { Self::load_pair(s, row, layout, rest_begin(layout.dim()), offset) };
+        first
     }
 }

@@ -174,6 +174,43 @@ impl<L: Levels, const GROUPED: bool> Decode for Lloyd<L, GROUPED> {
         rest[n..].fill(0.0);
         rest
     }
+
+    #[inline(always)]
+    unsafe fn half_rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout, offset: usize) -> S::F {
+        let group = rest_begin(layout.dim()) / GROUP;
+        // SAFETY: the last group of the row has `HALF` values, by condition 2.
+        let codes = unsafe { unpack_half::<L>(row.wrapping_add(group * L::BYTES)) };
+        // SAFETY: `offset + LANES` is at most `HALF`.
+        let levels = L::levels(s, unsafe { s.load_bytes(codes.as_ptr(), offset) });
+        if !GROUPED {
+            return levels;
+        }
+        // SAFETY: the last group of the row.
+        s.mul(levels, s.splat(unsafe { group_scale(row, layout, group) }))
+    }
+}
+
+/// The codes of a group of [`HALF`] values, one a byte, as [`unpack`] gives them but in registers.
+///
+/// # Safety
+/// 1. The group's bytes are readable.
+#[inline(always)]
+unsafe fn unpack_half<L: Levels>(group: *const u8) -> [u8; HALF] {
+    let (mut codes, mut plane, mut low) = (0_u128, group, 0);
+    for &width in L::PLANES {
+        let len = HALF * width / 8;
+        let mut bytes = [0; 8];
+        // SAFETY: the plane's bytes, by condition 1; at most eight, and the array is new.
+        unsafe { std::ptr::copy_nonoverlapping(plane, bytes.as_mut_ptr(), len.min(8)) };
+        let word = u64::from_le_bytes(bytes);
+        let mask = u64::from_le_bytes([(1 << width) - 1; 8]) >> (64 - 8 * len);
+        for j in 0..8 / width {
+            codes |= u128::from((word >> (j * width)) & mask) << (8 * len * j + low);
+        }
+        low += width;
+        plane = plane.wrapping_add(len);
+    }
+    codes.to_le_bytes()
 }
 
 /// The codes of a group of `n < GROUP` values, one a byte.

@@ -65,6 +65,14 @@ pub(crate) trait Decode {
     /// 1. The bytes of the row are readable.
     /// 2. There is such a value.
     unsafe fn rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout) -> Rest;
+
+    /// Decodes the vector at value `offset` of a rest of [`HALF`] values: `head_dim` 80 and 112.
+    /// `offset` is below [`HALF`] and a multiple of `LANES`.
+    ///
+    /// # Safety
+    /// 1. The bytes of the row are readable.
+    /// 2. The rest has [`HALF`] values.
+    unsafe fn half_rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout, offset: usize) -> S::F;
 }
 
 /// First value after the last whole group of a row of `dim` values.

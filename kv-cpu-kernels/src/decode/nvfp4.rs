@@ -71,4 +71,10 @@ impl Decode for Nvfp4 {
         rest[n..].fill(0.0);
         rest
     }
+    #[inline(always)]
+    unsafe fn half_rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout, offset: usize) -> S::F {
+        let begin = rest_begin(layout.dim());
+        // SAFETY: the last group of sixteen is whole, by condition 2.
+        unsafe { Self::load(s, (row, layout), (row, begin + offset), begin / HALF) }
+    }
 }

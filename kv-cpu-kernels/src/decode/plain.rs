@@ -66,6 +66,11 @@ impl<E: Valuewise> Decode for E {
         }
         rest
     }
+    #[inline(always)]
+    unsafe fn half_rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout, offset: usize) -> S::F {
+        // SAFETY: a vector of the rest, by conditions 1 and 2.
+        unsafe { E::load(s, row, rest_begin(layout.dim()) + offset) }
+    }
 }
 
 /// Decodes the first `n < LANES` values from value `at` on; the other lanes are those of zero
@@ -171,5 +176,10 @@ impl Decode for Bf16Pairs {
     unsafe fn rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout) -> Rest {
         // SAFETY: the conditions are passed on; what is no whole group is in order.
         unsafe { <Bf16 as Decode>::rest(s, row, layout) }
+    }
+    #[inline(always)]
+    unsafe fn half_rest<S: Simd>(s: S, row: *const u8, layout: &RowLayout, offset: usize) -> S::F {
+        // SAFETY: as above.
+        unsafe { <Bf16 as Decode>::half_rest(s, row, layout, offset) }
     }
 }
