@@ -19,7 +19,8 @@ use crate::threads::{Threads, Workers};
 /// `KV_CPU_THREADS`), and else from the machine.
 ///
 /// `KV_CPU_ISA` pins an instruction set with its optional parts, such as `avx512+bf16` ([`Isa`]).
-/// `KV_CPU_PREFETCH` overrides the software-prefetch target, for experiments: `l1`, `l2` or `none`.
+/// `KV_CPU_PREFETCH` overrides the software-prefetch target, for experiments: `l2`, `l2-twice`
+/// or `none`.
 #[derive(Clone, Default)]
 pub struct CpuOptions {
     threads: Option<usize>,

@@ -123,7 +123,8 @@ fn has_amx(encoding: Encoding) -> bool {
     )
 }
 
-/// A product of blocks takes as long for one query row as for sixteen (`docs/performance.md`).
+/// A product of blocks takes as long for one query row as for sixteen
+/// (`docs/adr/0010-matrix-unit.md`).
 fn amx_rows_min(encoding: Encoding) -> usize {
     match encoding {
         Encoding::E4m3 => 1,
