@@ -7,6 +7,7 @@ use std::task::{Context, Poll};
 use super::{Backend, Capabilities, Fence, Queue, Readback};
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::ids::GroupId;
+use crate::invariant::Invariant;
 use crate::plan::AttendParts;
 use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
@@ -108,6 +109,19 @@ impl AnyBuffer {
     }
 }
 
+impl AnyQueue {
+    /// Erases a queue of a concrete backend, such as one that wraps the caller's own stream; one
+    /// that is erased already stays as it is.
+    pub fn new<Q: Queue>(queue: Q) -> Self {
+        let mut queue = Some(queue);
+        let any: &mut dyn Any = &mut queue;
+        if let Some(erased) = any.downcast_mut::<Option<Self>>().and_then(Option::take) {
+            return erased;
+        }
+        Self(Box::new(Erased(queue.invariant("only an erased queue was taken out"))))
+    }
+}
+
 impl AnyFence {
     /// Erases a fence that a concrete backend gave beyond the contract, so that an [`AnyQueue`] can
     /// wait for it.
@@ -161,7 +175,7 @@ impl<B: Backend> DynBackend for Erased<B> {
         Ok(AnyBuffer::new(self.0.alloc(bytes)?))
     }
     fn queue(&self) -> Result<AnyQueue, DeviceError> {
-        Ok(AnyQueue(Box::new(Erased(self.0.queue()?))))
+        Ok(AnyQueue::new(self.0.queue()?))
     }
     fn as_any(&self) -> &dyn Any {
         self
