@@ -110,8 +110,8 @@ impl AnyBuffer {
 }
 
 impl AnyQueue {
-    /// Erases a queue of a concrete backend, such as one that wraps the caller's own stream; one
-    /// that is erased already stays as it is.
+    /// Erases a queue of a concrete backend, such as one that wraps the caller's own stream. One
+    /// that is erased already stays as it is, as [`AnyBackend::new`] leaves an erased backend.
     pub fn new<Q: Queue>(queue: Q) -> Self {
         let mut queue = Some(queue);
         let any: &mut dyn Any = &mut queue;
@@ -175,7 +175,7 @@ impl<B: Backend> DynBackend for Erased<B> {
         Ok(AnyBuffer::new(self.0.alloc(bytes)?))
     }
     fn queue(&self) -> Result<AnyQueue, DeviceError> {
-        Ok(AnyQueue::new(self.0.queue()?))
+        Ok(AnyQueue(Box::new(Erased(self.0.queue()?))))
     }
     fn as_any(&self) -> &dyn Any {
         self

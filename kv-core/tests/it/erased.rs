@@ -1,7 +1,9 @@
 //! What a backend finds again behind an erased cache.
 use kv_core::backend::{AnyBackend, AnyFence, AnyQueue, Backend, NullBackend, NullBuffer};
 use kv_core::backend::{NullFence, Queue};
-use kv_core::{CacheSpec, GroupId, KvCache, QkvFormat, SequenceId, StepInput, TensorView};
+use kv_core::{
+    CacheSpec, GroupId, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView,
+};
 
 #[test]
 fn storage_and_fences_are_a_backends_own_again() {
@@ -30,7 +32,7 @@ fn a_queue_of_the_callers_own_is_erased_once() {
     let (queue, control) = (backend.queue().unwrap(), backend.control());
     let queue = AnyQueue::new(AnyQueue::new(queue));
     let mut cache = KvCache::with_queue(AnyBackend::new(backend), queue, spec).unwrap();
-    cache.start(SequenceId(0), &[], Default::default()).unwrap();
+    cache.start(SequenceId(0), &[], StartOptions::default()).unwrap();
     let before = control.recorded();
     cache.open_step(&[StepInput::count(SequenceId(0), 1)]).unwrap();
     let row = TensorView::host(&[0.0_f32; 2], &[1, 1, 2]);

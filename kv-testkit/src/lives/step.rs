@@ -307,7 +307,8 @@ fn begin<'c, B: Device>(
     cache.open_step(inputs)?;
     // It stays open without its `Step`.
     drop(cache.step());
-    Ok(cache.step().expect("a step is held"))
+    let step = cache.step();
+    Ok(step.unwrap_or_else(|| unreachable!("a step that was opened is held")))
 }
 
 /// Writes every layer; a write that fails is repeated, as often as the device fails. Says whether

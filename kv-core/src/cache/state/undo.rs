@@ -26,13 +26,14 @@ impl CacheState {
     /// Two things stay, neither of which a later step can tell: what was evicted for the step is
     /// gone, and the blocks are free that left a window as it began.
     pub fn roll_back(&mut self) {
-        self.undo_to(0);
         if !self.open.exchanged.is_empty() {
-            // Who kept a block that others let go of shares it again.
+            // Who kept a block that others let go of shares it again. Sequences that began in the
+            // step are still there.
             for entry in &self.open.batch {
                 self.sequences.disown(entry.row);
             }
         }
+        self.undo_to(0);
         self.open.close();
     }
 

@@ -43,7 +43,8 @@ fn a_held_step_is_written_call_by_call() {
 
 #[test]
 fn a_held_step_ends_by_any_of_its_ways() {
-    let ends: [(fn(&mut KvCache<NullBackend>), u32); 5] = [
+    type End = fn(&mut KvCache<NullBackend>);
+    let ends: [(End, u32); 5] = [
         (|c| c.commit_step().unwrap(), 9),
         (|c| c.commit_step_accepted(&[2]).unwrap(), 8),
         (|c| c.step().unwrap().commit().unwrap(), 9),

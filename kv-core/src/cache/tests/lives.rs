@@ -235,7 +235,9 @@ impl Model {
         let list: Vec<_> = tokens.iter().map(|(s, t)| StepInput::tokens(*s, t)).collect();
         cache.open_step(&list)?;
         self.held = Some(Held { entries: Vec::new(), before });
-        inputs.iter().for_each(|entry| self.note_held(cache, *entry));
+        for entry in inputs {
+            self.note_held(cache, *entry);
+        }
         Ok(())
     }
 
@@ -447,12 +449,10 @@ pub(super) fn live(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
         match (result, operation) {
             (Err(CacheError::Device(_)), Release(_) | Truncate(..) | Reset) | (Ok(()), _) => {}
             // It began before the device failed.
-            (Err(CacheError::Device(_)), Step(..) | Tokens(..) | Hold(_) | Query(..)) => {
-                assert_rolled_back(cache, &before, operation);
-            }
-            (Err(CacheError::Device(_)), Leak(..) | Extreme(..) | Join(..)) => {
-                assert_rolled_back(cache, &before, operation);
-            }
+            (
+                Err(CacheError::Device(_)),
+                Step(..) | Tokens(..) | Hold(_) | Query(..) | Leak(..) | Extreme(..) | Join(..),
+            ) => assert_rolled_back(cache, &before, operation),
             (Err(_), Ping(..)) => {
                 // Its sequence may have begun before the device failed.
                 let _ = cache.release(SequenceId(99));

@@ -17,8 +17,8 @@ fn a_repeated_prompt_is_found_and_its_blocks_are_shared() {
     assert_eq!(run(&mut state, SEQ[1], &prompt), 8);
     assert_eq!(table(&state, SEQ[0])[..2], table(&state, SEQ[1])[..2]);
     assert_eq!(state.usage().blocks_used, 4);
-    let stats = state.stats();
-    assert_eq!((stats.requests, stats.query_tokens, stats.hit_tokens), (2, 18, 8));
+    let counted = state.stats();
+    assert_eq!((counted.requests, counted.query_tokens, counted.hit_tokens), (2, 18, 8));
     check_invariants(&state);
 }
 

@@ -71,6 +71,22 @@ fn a_sequence_that_starts_in_a_step_goes_away_with_it() {
     check_invariants(&state);
 }
 
+/// Forks that part in the step share again, and who began in it is gone by then.
+#[test]
+fn a_sequence_that_starts_beside_forks_goes_away_with_the_step() {
+    let mut state = state(4, 8);
+    let prompt = tokens(0..6);
+    run(&mut state, SEQ[0], &prompt);
+    state.fork(SEQ[0], SEQ[1]).unwrap();
+    let before = books(&state);
+    begin(&mut state, &[SEQ[0], SEQ[1]].map(|s| StepInput::count(s, 1))).unwrap();
+    let found = state.start_in_step(SEQ[2], &prompt, StartOptions::default()).unwrap();
+    state.add(StepInput::tokens(SEQ[2], &prompt[found..]), |_| 1).unwrap();
+    state.roll_back();
+    assert_eq!(books(&state), before);
+    check_invariants(&state);
+}
+
 #[test]
 fn an_entry_that_does_not_fit_leaves_the_step_as_it_was() {
     let mut state = state(4, 4);
