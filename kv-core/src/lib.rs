@@ -44,6 +44,7 @@ mod format;
 pub mod front;
 mod geometry;
 mod ids;
+mod invariant;
 mod num;
 pub mod plan;
 pub mod reuse;
@@ -54,7 +55,8 @@ mod tensor;
 
 pub use backend::{AnyBackend, Backend};
 pub use cache::{
-    Admission, BlockDemand, KvCache, Pin, PinId, StartOptions, Stats, Step, StepInput, Usage,
+    Admission, BlockDemand, CacheState, KvCache, Pin, PinId, StartOptions, Stats, Step, StepInput,
+    Usage,
 };
 pub use calibration::{Calibration, CalibrationError};
 pub use element::{DType, Element};

@@ -7,6 +7,7 @@ use std::task::{Context, Poll};
 use super::{Backend, Capabilities, Fence, Queue, Readback};
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::ids::GroupId;
+use crate::invariant::Invariant;
 use crate::plan::AttendParts;
 use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
@@ -105,6 +106,19 @@ impl AnyBuffer {
     }
     fn cast<T: Any>(&self, operation: &'static str) -> Result<&T, DeviceError> {
         self.downcast_ref().ok_or_else(|| foreign(operation))
+    }
+}
+
+impl AnyQueue {
+    /// Erases a queue of a concrete backend, such as one that wraps the caller's own stream. One
+    /// that is erased already stays as it is, as [`AnyBackend::new`] leaves an erased backend.
+    pub fn new<Q: Queue>(queue: Q) -> Self {
+        let mut queue = Some(queue);
+        let any: &mut dyn Any = &mut queue;
+        if let Some(erased) = any.downcast_mut::<Option<Self>>().and_then(Option::take) {
+            return erased;
+        }
+        Self(Box::new(Erased(queue.invariant("only an erased queue was taken out"))))
     }
 }
 

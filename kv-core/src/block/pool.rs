@@ -136,7 +136,7 @@ impl BlockPool {
     }
 
     /// Adds a holder to a block for its content, which [`Self::find`] or
-    /// [`Self::longest_common`] found. No change for a block without content.
+    /// [`Self::longest_beginning`] found. No change for a block without content.
     #[inline]
     pub fn reuse(&mut self, block: BlockId) {
         let Some(count) = self.counts.get_mut(to_usize(block.0)) else {
@@ -285,6 +285,11 @@ impl BlockPool {
         self.index.set_unwritten(block, is_unwritten);
     }
 
+    /// Whether the open step has yet to write a block with content.
+    pub(crate) fn is_unwritten(&self, block: BlockId) -> bool {
+        self.index.is_unwritten(block)
+    }
+
     /// Makes the content of a block unfindable; holders keep it. `true` when nobody holds it: the
     /// block is empty now.
     pub fn forget(&mut self, block: BlockId, ledger: &mut Ledger) -> bool {
@@ -358,16 +363,8 @@ impl BlockPool {
     pub fn find(&self, content: &Content<'_>) -> Option<BlockId> {
         self.index.find(content)
     }
-    /// The block behind `parent` that begins most like `tokens`, and how many tokens agree.
-    pub fn longest_common(
-        &self,
-        parent: BlockKey,
-        namespace: NamespaceId,
-        tokens: &[u32],
-    ) -> Option<(BlockId, u32)> {
-        self.index.longest_common(parent, namespace, tokens)
-    }
-    /// As [`Self::longest_common`], for tokens of which some stand for `contents`.
+    /// The block after `parent` that begins most like `tokens`, of which some stand for `contents`,
+    /// and how many tokens agree.
     pub fn longest_beginning(
         &self,
         parent: BlockKey,

@@ -1,10 +1,12 @@
 //! What the classic front ends need beyond steps that open and close in one call.
 use crate::backend::{Backend, Queue};
 use crate::cache::KvCache;
-use crate::cache::step::bounded;
+use crate::cache::open::planes;
+use crate::cache::state::bounded;
 use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
 use crate::ids::{LayerId, SequenceId};
+use crate::invariant::Invariant;
 use crate::plan::{AttendArgs, AttentionOptions, BatchEntry, GatherArgs, GatherPlan, GatherRange};
 use crate::storage::Plane;
 use crate::tensor::{TensorView, TensorViewMut};
@@ -18,16 +20,15 @@ impl<B: Backend> KvCache<B> {
         out: TensorViewMut<'_, B::Buffer>,
         format: QkvFormat,
     ) -> Result<(), CacheError> {
-        self.check_open("gather")?;
-        if self.open.brings_tokens() && !self.open.is_written(layer) {
+        self.state.check_open("gather")?;
+        if self.state.brings_tokens() && !self.written.contains(layer) {
             return Err(PlanError::AttendBeforeWrite { layer }.into());
         }
-        let (group, index) = self.locate(layer)?;
-        let ranges: Vec<_> = self.open.batch.iter().map(whole).collect();
-        let unallocated = PlanError::LayerUnallocated { layer };
-        let group = self.groups.get(group).ok_or_else(|| unallocated.clone())?;
-        let view = group.storage.plane(index, plane).ok_or(unallocated)?;
-        let plan = GatherPlan::new(view.layout(), &group.tables, &ranges)?;
+        let (group, index) = self.state.locate(layer)?;
+        let ranges: Vec<_> = self.state.batch().iter().map(whole).collect();
+        let view = self.storages.get(group).invariant(super::STORAGE).plane(index, plane);
+        let view = view.ok_or(PlanError::LayerUnallocated { layer })?;
+        let plan = GatherPlan::new(view.layout(), self.state.tables(group), &ranges)?;
         let args = GatherArgs::new(&plan, view, out, format)?;
         Ok(self.queue.gather(&plan, args)?)
     }
@@ -40,12 +41,12 @@ impl<B: Backend> KvCache<B> {
         ahead: u32,
         queries: u32,
     ) -> Result<BatchEntry, PlanError> {
-        let (row, state) = self.sequences.get(sequence)?;
+        let (row, len) = self.state.row_and_len(sequence)?;
         if queries == 0 {
             return Err(PlanError::ZeroTokens { sequence });
         }
-        bounded("queries", queries, self.spec.max_queries())?;
-        let cached = state.len.saturating_add(ahead);
+        bounded("queries", queries, self.state.spec().max_queries())?;
+        let cached = len.saturating_add(ahead);
         Ok(BatchEntry { row, cached, new_tokens: 0, queries })
     }
 
@@ -59,16 +60,14 @@ impl<B: Backend> KvCache<B> {
         options: &AttentionOptions<'_>,
     ) -> Result<(), CacheError> {
         self.restore()?;
-        let (group, index) = self.locate(layer)?;
-        let unallocated = PlanError::LayerUnallocated { layer };
-        let group = self.groups.get(group).ok_or_else(|| unallocated.clone())?;
-        let planes = group.storage.plane(index, Plane::Key);
-        let planes = planes.zip(group.storage.plane(index, Plane::Value)).ok_or(unallocated)?;
-        let [layout, _] = group.storage.layouts();
+        let (group, index) = self.state.locate(layer)?;
+        let storage = self.storages.get(group).invariant(super::STORAGE);
+        let planes = planes(storage, layer, index)?;
+        let ([layout, _], tables) = (storage.layouts(), self.state.tables(group));
         let workers = self.backend.capabilities().workers_of_heads(layout.num_kv_heads());
-        let determinism = self.spec.determinism();
-        let (_, plan) = self.scratch.plan(layout, &group.tables, batch, workers, determinism)?;
-        let args = AttendArgs::new(&plan, q, out, None, planes.into(), *options)?;
+        let determinism = self.state.spec().determinism();
+        let (_, plan) = self.scratch.plan(layout, tables, batch, workers, determinism)?;
+        let args = AttendArgs::new(&plan, q, out, None, planes, *options)?;
         Ok(self.queue.attend(&plan, args)?)
     }
 }

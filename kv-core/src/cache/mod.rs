@@ -1,56 +1,42 @@
-//! The cache: the one place where pool, tables, sequences, plans and a backend meet.
+//! The cache: bookkeeping, planes and a queue.
 //!
-//! [`KvCache`] owns the life of sequences; [`Step`] is one forward pass over some of them. Every
-//! call checks its arguments before it changes anything, and a step applies whole or not at all.
-mod admission;
-mod commit;
+//! [`CacheState`] keeps the books: sequences, block tables, pools, the prefix index and the open
+//! step. [`KvCache`] adds the bytes: it checks a call, lets the state decide, and records the work
+//! of the device. [`Step`] is one forward pass over some of the sequences. Every call checks its
+//! arguments before it changes anything, and a step applies whole or not at all.
 mod constants;
-mod demand;
-mod end;
 mod front;
-mod history;
-mod keep;
-mod late;
-mod lookup;
+mod gather;
+mod lifecycle;
 mod open;
 mod recalibrate;
-mod reserve;
-mod rows;
-mod sequences;
-mod shared_list;
-mod start;
-mod stats;
+mod state;
 mod step;
-mod store;
 #[cfg(test)]
 mod tests;
-mod undo;
-mod usage;
 
-use std::ops::Range;
-use std::sync::Arc;
+use std::ops::Deref;
 
 use crate::backend::{AnyBackend, Backend, Queue};
-use crate::block::{BlockPool, BlockTables, Ledger};
 use crate::calibration::Calibration;
-use crate::error::{CacheError, DeviceError, PlanError};
-use crate::eviction::{Clock, SystemClock};
-use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
-use crate::num::to_u64;
+use crate::error::{CacheError, DeviceError};
+use crate::ids::{GroupId, LayerId};
+use crate::invariant::Invariant;
 use crate::plan::PlanBuffers;
-use crate::slot_map::SlotMap;
-use crate::spec::{CacheSpec, GroupSpec, Window};
+use crate::spec::{CacheSpec, GroupSpec};
 use crate::storage::KvStorage;
-pub use admission::{Admission, BlockDemand};
-pub use keep::{Pin, PinId};
-use open::OpenStep;
-use sequences::Sequences;
-pub use start::StartOptions;
-pub use stats::Stats;
-pub use step::{Step, StepInput};
-pub use usage::Usage;
+use open::{Owner, Written};
+pub use state::{
+    Admission, BlockDemand, CacheState, Pin, PinId, StartOptions, Stats, StepInput, Usage,
+};
+pub use step::Step;
 
 /// A KV cache on one device.
+///
+/// It dereferences to its [`CacheState`], whose methods answer questions: lengths and block tables
+/// of sequences, free blocks, counters, and what a scheduler has to know before it starts a
+/// sequence ([`check_admission`](CacheState::check_admission),
+/// [`blocks_for_step`](CacheState::blocks_for_step)).
 ///
 /// ```
 /// use kv_core::backend::NullBackend;
@@ -70,48 +56,24 @@ pub use usage::Usage;
 pub struct KvCache<B: Backend = AnyBackend> {
     backend: B,
     queue: B::Queue,
-    spec: CacheSpec,
+    state: CacheState,
+    /// Planes, by group.
+    storages: Vec<KvStorage<B::Buffer>>,
     constants: constants::Constants,
-    groups: Vec<Group<B::Buffer>>,
-    /// Where the blocks of tokens end, for each of the ways groups have.
-    chains: Vec<SlotMap>,
-    ledger: Ledger,
-    has_windows: bool,
-    /// Buffers of the last lookup.
-    lookup: start::Lookup,
-    pins: keep::Pins,
-    stats: Stats,
-    sequences: Sequences,
-    open: OpenStep,
+    /// Who ends the open step.
+    owner: Owner,
+    /// Layers that the open step has written.
+    written: Written,
     /// Buffers of plans outside a step.
     scratch: PlanBuffers,
-    /// Blocks that lost their last holder and wait to be zeroed.
-    unwiped: Vec<(usize, BlockId)>,
     /// What a failed exchange of constants has yet to put back.
     unrestored: Vec<recalibrate::Saved<B::Buffer>>,
-    /// Rows that layers on demand lack.
-    late: late::Late,
-    blocks_peak: u32,
 }
 
-/// Pool, tables and planes of one group of layers.
-#[derive(Debug)]
-struct Group<Buf> {
-    id: usize,
-    pool: BlockPool,
-    tables: BlockTables,
-    storage: KvStorage<Buf>,
-    window: Option<Window>,
-    /// Groups whose blocks end at the same tokens share the keys of their blocks: index in
-    /// [`KvCache::chains`].
-    chain: usize,
-}
-
-impl<Buf> Group<Buf> {
-    /// Entries of a row that fell out of the window.
-    fn vacant(&self, row: u32) -> Range<u32> {
-        let live = self.tables.live(row);
-        if live == 0 { 0..0 } else { lookup::sink_blocks(self.window, &slot_map(self))..live }
+impl<B: Backend> Deref for KvCache<B> {
+    type Target = CacheState;
+    fn deref(&self) -> &CacheState {
+        &self.state
     }
 }
 
@@ -124,7 +86,7 @@ impl<B: Backend> KvCache<B> {
     /// `OutOfMemory`, or `Unsupported` when the device does not take a `head_dim` of the spec or
     /// one block exceeds what it can bind, which is found before anything is allocated.
     pub fn new(backend: B, spec: CacheSpec) -> Result<Self, CacheError> {
-        Self::build(backend, spec, None)
+        Self::build(backend, None, spec, None)
     }
 
     /// As [`Self::new`], with the scales and the transform's constants of a model.
@@ -136,75 +98,69 @@ impl<B: Backend> KvCache<B> {
         spec: CacheSpec,
         calibration: Calibration,
     ) -> Result<Self, CacheError> {
-        Self::build(backend, spec, Some(calibration))
+        Self::build(backend, None, spec, Some(calibration))
+    }
+
+    /// As [`Self::new`], on a queue that the caller opened: a stream of its own, or one that was
+    /// made with options. All work of the cache is recorded on it, [`Self::queue_mut`] lends it
+    /// back. [`AnyQueue::new`](crate::backend::AnyQueue::new) erases one for an erased backend.
+    ///
+    /// ```
+    /// use kv_core::backend::{AnyBackend, AnyQueue, Backend, NullBackend};
+    /// use kv_core::{CacheSpec, KvCache};
+    ///
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(16, 8).build()?;
+    /// let device = NullBackend::new();
+    /// let queue = device.queue()?;
+    /// KvCache::with_queue(AnyBackend::new(device), AnyQueue::new(queue), spec)?;
+    /// # Ok::<(), kv_core::CacheError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Self::new`]; the device's `ForeignHandle` for a queue of another device.
+    pub fn with_queue(backend: B, queue: B::Queue, spec: CacheSpec) -> Result<Self, CacheError> {
+        Self::build(backend, Some(queue), spec, None)
     }
 
     fn build(
         backend: B,
+        queue: Option<B::Queue>,
         spec: CacheSpec,
         calibration: Option<Calibration>,
     ) -> Result<Self, CacheError> {
         let constants = constants::Constants::new(&spec, calibration)?;
         // Every group is checked before the first one takes memory.
         let cut = |group: &GroupSpec| KvStorage::new(&backend, *group.layouts());
-        let storages = spec.groups().iter().map(cut).collect::<Result<Vec<_>, _>>()?;
-        let mut queue = backend.queue()?;
-        let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
-        let mut groups = Vec::with_capacity(spec.groups().len());
-        let mut chains = Vec::new();
-        for (group, mut storage) in spec.groups().iter().zip(storages) {
+        let mut storages = spec.groups().iter().map(cut).collect::<Result<Vec<_>, _>>()?;
+        let mut queue = match queue {
+            Some(queue) => queue,
+            None => backend.queue()?,
+        };
+        for (group, storage) in spec.groups().iter().zip(&mut storages) {
             for (layer, index) in group.layers().iter().zip(0..) {
                 let constants = constants.layer(*layer, group.layouts())?;
                 let constants = constants.each_ref().map(Option::as_ref);
                 storage.allocate_with((&backend, &mut queue), index, constants)?;
             }
-            let tables =
-                BlockTables::new(group.num_blocks(), if group.is_contiguous() { 1 } else { 4 });
-            let num_blocks = group.num_blocks();
-            let policy = spec.eviction().policy(num_blocks, &clock);
-            let id = GroupId(u8::try_from(groups.len()).unwrap_or(u8::MAX));
-            let pool = BlockPool::new(id, num_blocks, group.block_size(), policy);
-            let map = *group.slot_map();
-            let chain = chains.iter().position(|known| *known == map).unwrap_or_else(|| {
-                chains.push(map);
-                chains.len().saturating_sub(1)
-            });
-            let (index, window) = (groups.len(), group.window());
-            groups.push(Group { id: index, pool, tables, storage, window, chain });
         }
-        let open = OpenStep::new(groups.len());
-        let ledger = Ledger::new(constants.key(), spec.events());
+        let mut state = CacheState::new(spec, constants.key());
+        state.set_layouts(storages.iter().map(|storage| *storage.layouts()));
         Ok(Self {
-            ledger,
-            chains,
-            has_windows: groups.iter().any(|group| group.window.is_some()),
-            lookup: start::Lookup::default(),
-            pins: keep::Pins::default(),
-            stats: Stats::default(),
             backend,
             queue,
-            spec,
+            state,
+            storages,
             constants,
-            groups,
-            sequences: Sequences::default(),
-            open,
+            owner: Owner::Borrow,
+            written: Written::default(),
             scratch: PlanBuffers::default(),
-            unwiped: Vec::new(),
             unrestored: Vec::new(),
-            late: late::Late::default(),
-            blocks_peak: 0,
         })
     }
 
-    /// The geometry.
-    pub fn spec(&self) -> &CacheSpec {
-        &self.spec
-    }
-    /// What the bytes of a block depend on besides its tokens: formats, transforms, sinks, and the
-    /// constants, hashed (XXH3). Blocks may go from one cache to another only where this is equal
-    /// and the model is the same.
-    pub fn encoding_key(&self) -> u128 {
-        self.constants.key()
+    /// The bookkeeping.
+    pub fn state(&self) -> &CacheState {
+        &self.state
     }
     /// The device.
     pub fn backend(&self) -> &B {
@@ -215,6 +171,16 @@ impl<B: Backend> KvCache<B> {
     pub fn queue_mut(&mut self) -> &mut B::Queue {
         self.recover();
         &mut self.queue
+    }
+    /// Planes of one group.
+    pub fn storage(&self, group: GroupId) -> Option<&KvStorage<B::Buffer>> {
+        self.storages.get(usize::from(group.0))
+    }
+    /// Bytes of host memory that block tables and the plans of steps take, room that they keep for
+    /// later steps included. Grows with the blocks of live sequences and with the largest of the
+    /// last steps; pools and their index are apart, a fixed size a block.
+    pub fn plan_bytes(&self) -> usize {
+        self.state.plan_bytes().saturating_add(self.scratch.host_bytes())
     }
 
     /// Gives a layer its memory; `false` when it had it already.
@@ -228,122 +194,44 @@ impl<B: Backend> KvCache<B> {
     /// # Errors
     /// [`PlanError::UnknownLayer`], [`CacheError::Calibration`] when the calibration has no
     /// constants that fit the layer, or the device's `OutOfMemory`.
+    ///
+    /// [`PlanError::RowsUnwritten`]: crate::PlanError::RowsUnwritten
+    /// [`PlanError::UnknownLayer`]: crate::PlanError::UnknownLayer
     pub fn allocate_layer(&mut self, layer: impl Into<LayerId>) -> Result<bool, CacheError> {
         let layer = layer.into();
         self.recover();
-        let (group, index) = self.locate(layer)?;
-        let Some(group) = self.groups.get_mut(group) else {
-            return Ok(false);
-        };
-        let constants = self.constants.layer(layer, group.storage.layouts())?;
+        let (group, index) = self.state.locate(layer)?;
+        let storage = self.storages.get_mut(group).invariant(STORAGE);
+        let constants = self.constants.layer(layer, storage.layouts())?;
         let constants = constants.each_ref().map(Option::as_ref);
         let device = (&self.backend, &mut self.queue);
-        let is_new = group.storage.allocate_with(device, index, constants)?;
+        let is_new = storage.allocate_with(device, index, constants)?;
         if is_new {
-            self.note_late(layer);
+            self.state.note_late(layer);
         }
         Ok(is_new)
     }
 
-    /// Committed tokens of a sequence, `None` for an unknown one.
-    pub fn seq_len(&self, sequence: SequenceId) -> Option<u32> {
-        self.sequences.get(sequence).ok().map(|(_, state)| state.len)
-    }
-    /// Whether a sequence is live.
-    pub fn contains(&self, sequence: SequenceId) -> bool {
-        self.sequences.contains(sequence)
-    }
-    /// Live sequences, in no particular order.
-    pub fn sequences(&self) -> impl Iterator<Item = SequenceId> + '_ {
-        self.sequences.ids()
-    }
-    /// Number of live sequences.
-    pub fn num_sequences(&self) -> usize {
-        self.sequences.len()
-    }
-    /// Blocks of a sequence in token order, reserved ones included.
-    pub fn block_table(&self, sequence: SequenceId, group: GroupId) -> Option<&[BlockId]> {
-        let row = self.sequences.row(sequence).ok()?;
-        Some(self.groups.get(usize::from(group.0))?.tables.row(row))
-    }
-    /// Blocks of a group that nobody holds.
-    pub fn free_blocks(&self, group: GroupId) -> u32 {
-        self.groups.get(usize::from(group.0)).map_or(0, |group| group.pool.num_free())
-    }
-    /// Planes of one group.
-    pub fn storage(&self, group: GroupId) -> Option<&KvStorage<B::Buffer>> {
-        self.groups.get(usize::from(group.0)).map(|group| &group.storage)
-    }
-    /// Pool of one group.
-    pub fn pool(&self, group: GroupId) -> Option<&BlockPool> {
-        self.groups.get(usize::from(group.0)).map(|group| &group.pool)
+    /// Planes of the group with an index that the spec gave.
+    fn storage_at(&self, index: usize) -> &KvStorage<B::Buffer> {
+        self.storages.get(index).invariant(STORAGE)
     }
 
-    /// Group index and index inside the group of a layer.
-    fn locate(&self, layer: LayerId) -> Result<(usize, usize), PlanError> {
-        let num_layers = self.spec.num_layers();
-        let place = self.spec.locate(layer).ok_or(PlanError::UnknownLayer { layer, num_layers })?;
-        Ok((usize::from(place.0.0), place.1))
-    }
-
-    fn check_new(&self, sequence: SequenceId) -> Result<(), PlanError> {
-        if self.sequences.contains(sequence) {
-            return Err(PlanError::SequenceExists { sequence });
-        }
-        let (got, max) =
-            (to_u64(self.sequences.len()).saturating_add(1), self.spec.max_sequences());
-        if got > u64::from(max) {
-            return Err(PlanError::TooMany { what: "sequences", got, max: u64::from(max) });
-        }
-        Ok(())
-    }
-
-    /// A row for a new sequence, empty in all tables.
-    fn insert(&mut self, sequence: SequenceId, len: u32) -> Result<u32, PlanError> {
-        let row = self.sequences.insert(sequence, len)?;
-        let rows = self.sequences.num_rows();
-        for group in &mut self.groups {
-            group.tables.ensure_rows(rows);
-        }
-        Ok(row)
-    }
-
-    /// Zeroes blocks that wait for it, behind whatever waits to be put back; those left by a device
+    /// Zeroes blocks that wait for it, after whatever waits to be put back; those left by a device
     /// failure wait for the next call, and none is handed out before.
     fn wipe(&mut self) -> Result<(), DeviceError> {
         self.restore()?;
-        while let Some(&(group, block)) = self.unwiped.last() {
-            if let Some(group) = self.groups.get(group) {
-                for plane in group.storage.view().planes() {
-                    let (segment, offset) = plane.layout().locate(block.0);
-                    if let Some(buffer) = plane.segment(segment) {
-                        self.queue.zero(buffer, offset, plane.layout().block_bytes())?;
-                    }
-                }
+        while let Some(&(group, block)) = self.state.unwiped().last() {
+            let storage = self.storages.get(usize::from(group.0)).invariant(STORAGE);
+            for plane in storage.view().planes() {
+                let (segment, offset) = plane.layout().locate(block.0);
+                let buffer = plane.segment(segment).invariant("a block lies in a segment");
+                self.queue.zero(buffer, offset, plane.layout().block_bytes())?;
             }
-            self.unwiped.pop();
+            self.state.pop_unwiped();
         }
         Ok(())
     }
-
-    fn note_peak(&mut self) {
-        let used = self.groups.iter().map(|group| group.pool.num_used()).sum();
-        self.blocks_peak = self.blocks_peak.max(used);
-    }
 }
 
-fn slot_map<Buf>(group: &Group<Buf>) -> SlotMap {
-    let [k, _] = group.storage.layouts();
-    *k.slot_map()
-}
-
-fn block_size<Buf>(group: &Group<Buf>) -> u32 {
-    let [k, _] = group.storage.layouts();
-    k.block_size()
-}
-
-/// Appends a block that a pool of the same size handed out.
-fn push_held(tables: &mut BlockTables, row: u32, block: Option<BlockId>) {
-    let pushed = block.is_some_and(|block| tables.push(row, block).is_ok());
-    debug_assert!(pushed, "the pool was asked for its free blocks and the row was made before");
-}
+const STORAGE: &str = "every group of the spec has its planes";

@@ -3,20 +3,20 @@
 //! Owns the exchange and its undoing. The bytes that an exchange writes over are read back to the
 //! host first; a failure of the device puts them back, at once or before anything else touches
 //! rows.
-use hashbrown::HashMap;
-use hashbrown::hash_map::Entry;
-
 use crate::backend::{Backend, Fence, Queue, Readback};
+use crate::block::BlockTables;
+use crate::cache::KvCache;
 use crate::cache::constants::Constants;
-use crate::cache::{Group, KvCache, slot_map};
+use crate::cache::state::{Kept, Run, tokens};
 use crate::calibration::{Calibration, PlaneConstants};
 use crate::element::DType;
 use crate::error::{CacheError, DeviceError, PlanError};
 use crate::geometry::{PlaneLayout, QkvFormat};
 use crate::ids::BlockId;
-use crate::num::{to_u64, to_usize};
-use crate::plan::{BatchEntry, GatherArgs, GatherPlan, GatherRange, PlanBuffers, WriteArgs};
-use crate::storage::{Plane, PlaneView};
+use crate::invariant::Invariant;
+use crate::num::to_u64;
+use crate::plan::{GatherArgs, GatherPlan, PlanBuffers, WriteArgs};
+use crate::storage::{KvStorage, Plane, PlaneView};
 use crate::tensor::{TensorView, TensorViewMut};
 
 /// Bytes of decoded rows of one plane that an exchange holds at a time, unless a block has more.
@@ -33,23 +33,6 @@ pub(super) struct Saved<Buf> {
     buffer: Buf,
     offset: u64,
     bytes: Vec<u8>,
-}
-
-/// Rows of one sequence that an exchange encodes anew: all that some blocks hold.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Run {
-    row: u32,
-    begin: u32,
-    end: u32,
-}
-
-/// What a group keeps of its sequences.
-#[derive(Debug, Default)]
-struct Kept {
-    /// In ascending order.
-    blocks: Vec<BlockId>,
-    /// Every row of these blocks once, in batches of a bounded number of tokens.
-    batches: Vec<Vec<Run>>,
 }
 
 /// A group of layers, its new constants, and what is encoded with them.
@@ -96,8 +79,8 @@ impl<B: Backend> KvCache<B> {
             let _ = self.restore();
             return Err(failed);
         }
+        self.state.change_encoding(constants.key());
         self.constants = constants;
-        self.restart_reuse();
         Ok(())
     }
 
@@ -105,20 +88,13 @@ impl<B: Backend> KvCache<B> {
     fn check_exchange(&self, calibration: Calibration) -> Result<Constants, CacheError> {
         const OPERATION: &str = "recalibrate";
         let refuse = |problem| Err(PlanError::State { operation: OPERATION, problem }.into());
-        if self.is_step_open() {
-            return refuse("a step is open");
-        }
-        if self.spec.layers_on_demand() {
+        self.state.check_closed(OPERATION)?;
+        if self.state.spec().layers_on_demand() {
             return refuse("layers come on demand: give the calibration when the cache is made");
         }
-        let constants = Constants::new(&self.spec, Some(calibration))?;
-        for (row, state) in self.sequences.iter() {
-            for group in &self.groups {
-                let (map, coded) = (slot_map(group), group.tables.coded(row));
-                if map.has_tail() && map.coded_after(0, state.len) != coded {
-                    return refuse("a sequence was cut inside codes");
-                }
-            }
+        let constants = Constants::new(self.state.spec(), Some(calibration))?;
+        if self.state.is_cut_in_codes() {
+            return refuse("a sequence was cut inside codes");
         }
         Ok(constants)
     }
@@ -129,16 +105,16 @@ impl<B: Backend> KvCache<B> {
         constants: &Constants,
     ) -> Result<Vec<Exchange<B::Buffer>>, CacheError> {
         let mut exchanges = Vec::new();
-        for (number, spec) in self.spec.groups().iter().enumerate() {
+        for (number, spec) in self.state.spec().groups().iter().enumerate() {
             let layouts = *spec.layouts();
             if !layouts.iter().any(PlaneLayout::has_constants) {
                 // Its bytes depend on no constants.
                 continue;
             }
-            let Some(group) = self.groups.get(number) else {
-                continue;
-            };
-            let kept = self.kept(group);
+            let [k, v] = layouts;
+            let row_bytes = decoded_bytes(&k, 1).max(decoded_bytes(&v, 1));
+            let most = DECODED_BYTES.checked_div(row_bytes).unwrap_or(1);
+            let kept = self.state.kept_rows(number, u32::try_from(most).unwrap_or(u32::MAX));
             let most = kept.batches.iter().map(|runs| tokens(runs)).max();
             let decoded = most.map(|most| {
                 let [k, v] = layouts.map(|layout| self.backend.alloc(decoded_bytes(&layout, most)));
@@ -164,36 +140,6 @@ impl<B: Backend> KvCache<B> {
         Ok(exchanges)
     }
 
-    /// Lists the blocks that live sequences hold in a group, each with the rows of the holder that
-    /// has filled most of it.
-    fn kept(&self, group: &Group<B::Buffer>) -> Kept {
-        let map = slot_map(group);
-        let mut runs: HashMap<BlockId, Run> = HashMap::new();
-        for (row, state) in self.sequences.iter() {
-            each_block(group, row, state.len, |block, run| match runs.entry(block) {
-                Entry::Vacant(vacant) => {
-                    vacant.insert(run);
-                }
-                Entry::Occupied(mut known) => {
-                    let known = known.get_mut();
-                    assert_eq!(known.begin, run.begin, "holders agree on a block's first token");
-                    if run.end > known.end {
-                        *known = run;
-                    }
-                }
-            });
-        }
-        let mut blocks: Vec<_> = runs.keys().copied().collect();
-        blocks.sort_unstable();
-        let mut runs: Vec<_> = runs.into_values().collect();
-        runs.sort_unstable_by_key(|run| (run.row, run.begin));
-        let [k, v] = *group.storage.layouts();
-        let row_bytes = decoded_bytes(&k, 1).max(decoded_bytes(&v, 1));
-        let most = DECODED_BYTES.checked_div(row_bytes).unwrap_or(1);
-        let most = u32::try_from(most).unwrap_or(u32::MAX).max(map.block_size());
-        Kept { blocks, batches: into_batches(&runs, most) }
-    }
-
     /// Reads everything back that an exchange writes over.
     fn save(
         &mut self,
@@ -202,22 +148,19 @@ impl<B: Backend> KvCache<B> {
         let mut saved = Vec::new();
         let mut pending = Vec::new();
         for exchange in exchanges {
-            let parts = self.groups.get(exchange.group).zip(self.spec.groups().get(exchange.group));
-            let Some((group, spec)) = parts else {
-                continue;
-            };
+            let storage = self.storages.get(exchange.group).invariant(super::STORAGE);
+            let spec = self.state.spec().groups().get(exchange.group).invariant(super::STORAGE);
             for (index, layer) in spec.layers().iter().enumerate() {
                 let old = self.constants.layer(*layer, spec.layouts())?;
                 for (plane, old) in PLANES.into_iter().zip(old) {
-                    let view = plane_of(group, index, plane)?;
+                    let view = plane_of(storage, index, plane)?;
                     if let Some((buffer, old)) = view.constants().zip(old) {
                         let bytes = bytemuck::cast_slice(old.values()).to_vec();
                         saved.push(Saved { buffer: buffer.clone(), offset: 0, bytes });
                     }
                     for (segment, offset, bytes) in ranges(view.layout(), &exchange.kept.blocks) {
-                        let Some(buffer) = view.segment(segment) else {
-                            continue;
-                        };
+                        let buffer = view.segment(segment);
+                        let buffer = buffer.invariant("a block lies in a segment");
                         let readback = self.queue.download(buffer, offset, bytes)?;
                         pending.push((buffer.clone(), offset, readback));
                     }
@@ -238,23 +181,22 @@ impl<B: Backend> KvCache<B> {
         exchanges: &[Exchange<B::Buffer>],
         constants: &Constants,
     ) -> Result<(), CacheError> {
-        let determinism = self.spec.determinism();
+        let determinism = self.state.spec().determinism();
         for exchange in exchanges {
-            let parts = self.groups.get(exchange.group).zip(self.spec.groups().get(exchange.group));
-            let Some((group, spec)) = parts else {
-                continue;
-            };
+            let storage = self.storages.get(exchange.group).invariant(super::STORAGE);
+            let spec = self.state.spec().groups().get(exchange.group).invariant(super::STORAGE);
             for batch in &exchange.kept.batches {
                 let entries: Vec<_> = batch.iter().map(Run::entry).collect();
-                let [layout, _] = group.storage.layouts();
-                self.scratch.plan(layout, &group.tables, &entries, 1, determinism)?;
+                let [layout, _] = storage.layouts();
+                let tables = self.state.tables(exchange.group);
+                self.scratch.plan(layout, tables, &entries, 1, determinism)?;
                 let work = (&mut self.queue, &self.scratch);
-                encode_batch(group, exchange, batch, work)?;
+                encode_batch((storage, tables), exchange, batch, work)?;
             }
             for (index, layer) in spec.layers().iter().enumerate() {
                 let new = constants.layer(*layer, spec.layouts())?;
                 let new = new.each_ref().map(Option::as_ref);
-                group.storage.upload_constants(&mut self.queue, index, new)?;
+                storage.upload_constants(&mut self.queue, index, new)?;
             }
         }
         Ok(self.finish()?)
@@ -283,26 +225,9 @@ impl<B: Backend> KvCache<B> {
     }
 }
 
-impl Run {
-    fn tokens(&self) -> u32 {
-        self.end.saturating_sub(self.begin)
-    }
-    fn range(&self) -> GatherRange {
-        GatherRange { row: self.row, begin: self.begin, len: self.tokens() }
-    }
-    fn entry(&self) -> BatchEntry {
-        let (row, cached, new_tokens) = (self.row, self.begin, self.tokens());
-        BatchEntry { row, cached, new_tokens, queries: 0 }
-    }
-}
-
-fn tokens(runs: &[Run]) -> u32 {
-    runs.iter().map(Run::tokens).fold(0, u32::saturating_add)
-}
-
 /// Decodes the rows of a batch in every layer, and encodes them with the new constants.
 fn encode_batch<Q: Queue>(
-    group: &Group<Q::Buffer>,
+    (storage, tables): (&KvStorage<Q::Buffer>, &BlockTables),
     exchange: &Exchange<Q::Buffer>,
     batch: &[Run],
     (queue, plans): (&mut Q, &PlanBuffers),
@@ -310,21 +235,19 @@ fn encode_batch<Q: Queue>(
     let Some(decoded) = &exchange.decoded else {
         return Ok(());
     };
-    let [layout, _] = group.storage.layouts();
-    let write = plans.write_plan(layout, &group.tables);
+    let [layout, _] = storage.layouts();
+    let write = plans.write_plan(layout, tables);
     let ranges: Vec<_> = batch.iter().map(Run::range).collect();
-    let dims = group
-        .storage
-        .layouts()
-        .map(|layout| [tokens(batch), layout.num_kv_heads(), layout.head_dim()]);
+    let dims =
+        storage.layouts().map(|layout| [tokens(batch), layout.num_kv_heads(), layout.head_dim()]);
     for (index, constants) in exchange.constants.iter().enumerate() {
         let mut views = Vec::with_capacity(PLANES.len());
         for (((plane, decoded), dims), new) in
             PLANES.into_iter().zip(decoded).zip(&dims).zip(constants)
         {
-            let view = plane_of(group, index, plane)?;
+            let view = plane_of(storage, index, plane)?;
             let out = TensorViewMut::device(DType::F32, decoded, 0, dims);
-            let plan = GatherPlan::new(view.layout(), &group.tables, &ranges)?;
+            let plan = GatherPlan::new(view.layout(), tables, &ranges)?;
             queue.gather(&plan, GatherArgs::new(&plan, view, out, QkvFormat::Thd)?)?;
             views.push(new.as_ref().map_or(view, |new| view.with_constants(new)));
         }
@@ -343,13 +266,13 @@ fn encode_batch<Q: Queue>(
 
 /// One plane of a layer, which has memory: layers on demand are refused.
 fn plane_of<Buf: 'static>(
-    group: &Group<Buf>,
+    storage: &KvStorage<Buf>,
     index: usize,
     plane: Plane,
 ) -> Result<PlaneView<'_, Buf>, PlanError> {
     let problem = "a layer has no memory";
     let missing = PlanError::State { operation: "recalibrate", problem };
-    group.storage.plane(index, plane).ok_or(missing)
+    storage.plane(index, plane).ok_or(missing)
 }
 
 /// Bytes of rows of `tokens` tokens in `f32`.
@@ -357,56 +280,6 @@ fn decoded_bytes(layout: &PlaneLayout, tokens: u32) -> u64 {
     let row = [layout.num_kv_heads(), layout.head_dim()].map(u64::from);
     let values = row.into_iter().fold(u64::from(tokens), u64::saturating_mul);
     values.saturating_mul(to_u64(DType::F32.size()))
-}
-
-/// Calls `each` for every block that a sequence of `len` tokens holds rows in, with those rows.
-fn each_block<Buf>(group: &Group<Buf>, row: u32, len: u32, mut each: impl FnMut(BlockId, Run)) {
-    let map = slot_map(group);
-    let table = group.tables.row(row);
-    let block = |at: u32| {
-        let block = table.get(to_usize(at)).copied();
-        block.unwrap_or_else(|| unreachable!("a sequence has a block for each of its tokens"))
-    };
-    let coded = group.tables.coded(row);
-    let tail_begin = map.tail_begin(len, coded);
-    let (count, vacant) = (map.blocks(tail_begin), group.vacant(row));
-    let (sinks, live) =
-        if vacant.is_empty() { (0, 0) } else { (vacant.start.min(count), vacant.end) };
-    for at in (0..sinks).chain(live..count) {
-        let (begin, end) = (map.tokens(at), map.tokens(at.saturating_add(1)).min(tail_begin));
-        if begin < end {
-            each(block(at), Run { row, begin, end });
-        }
-    }
-    let mut begin = tail_begin;
-    while begin < len {
-        let at = map.place_in(begin, coded).index;
-        let is_here = |position: &u32| map.place_in(*position, coded).index == at;
-        let end = (begin..len).take_while(is_here).last().unwrap_or(begin).saturating_add(1);
-        each(block(at), Run { row, begin, end });
-        begin = end;
-    }
-}
-
-/// Joins runs that follow each other, in batches of at most `most` tokens: whole blocks, one at
-/// least.
-fn into_batches(runs: &[Run], most: u32) -> Vec<Vec<Run>> {
-    let mut batches: Vec<Vec<Run>> = Vec::new();
-    let mut room = 0_u32;
-    for run in runs {
-        let last = batches.last_mut().filter(|_| run.tokens() <= room);
-        let Some(batch) = last else {
-            room = most.saturating_sub(run.tokens());
-            batches.push(vec![*run]);
-            continue;
-        };
-        room = room.saturating_sub(run.tokens());
-        match batch.last_mut().filter(|b| b.row == run.row && b.end == run.begin) {
-            Some(before) => before.end = run.end,
-            None => batch.push(*run),
-        }
-    }
-    batches
 }
 
 /// Where blocks in ascending order lie: segment, offset and bytes, neighbours together.

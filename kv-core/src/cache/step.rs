@@ -1,126 +1,18 @@
 //! One forward pass, as its caller sees it.
 use crate::backend::{AnyBackend, Backend};
-use crate::cache::open::OpenEntry;
-use crate::cache::{KvCache, StartOptions};
-use crate::error::{CacheError, PlanError};
+use crate::cache::KvCache;
+use crate::cache::open::Owner;
+use crate::cache::state::{StartOptions, StepInput};
+use crate::error::CacheError;
+#[cfg(doc)]
+use crate::error::PlanError;
 use crate::geometry::QkvFormat;
 use crate::ids::{GroupId, LayerId, SequenceId};
-use crate::num::to_u64;
-use crate::plan::{AttentionOptions, AttentionPlan, BatchEntry, PlannedSequence, WritePlan};
-use crate::spec::CacheSpec;
+use crate::plan::{AttentionOptions, AttentionPlan, PlannedSequence, WritePlan};
 use crate::tensor::{TensorView, TensorViewMut};
 
-/// What one sequence brings to a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct StepInput<'a> {
-    pub(super) sequence: SequenceId,
-    brings: Brings<'a>,
-    drafts: u32,
-    lookahead: u32,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Brings<'a> {
-    Tokens(&'a [u32]),
-    Count(u32),
-    Query(u32),
-    Nothing,
-}
-
-impl<'a> StepInput<'a> {
-    fn new(sequence: SequenceId, brings: Brings<'a>) -> Self {
-        Self { sequence, brings, drafts: 0, lookahead: 0 }
-    }
-    /// New tokens, whose K and V the step writes and whose queries attend.
-    pub fn tokens(sequence: SequenceId, tokens: &'a [u32]) -> Self {
-        Self::new(sequence, Brings::Tokens(tokens))
-    }
-    /// So many new tokens, from a caller without token ids; such tokens are never reused.
-    pub fn count(sequence: SequenceId, tokens: u32) -> Self {
-        Self::new(sequence, Brings::Count(tokens))
-    }
-    /// Queries over what is cached, writing nothing: cross-attention over an encoder's K and V.
-    /// All of one step are at most [`max_queries`](crate::CacheSpec::max_queries).
-    pub fn query(sequence: SequenceId, queries: u32) -> Self {
-        Self::new(sequence, Brings::Query(queries))
-    }
-    /// A batch row that neither writes nor attends, so that rows keep their places.
-    pub fn idle(sequence: SequenceId) -> Self {
-        Self::new(sequence, Brings::Nothing)
-    }
-
-    /// The last `drafts` new tokens, which may be all of them, are guesses of a draft model: blocks
-    /// that hold one are not reusable before a later step. [`Step::commit_accepted`] or
-    /// [`KvCache::truncate`] takes back what was not accepted.
-    #[must_use]
-    pub fn drafts(self, drafts: u32) -> Self {
-        Self { drafts, ..self }
-    }
-    /// Takes the slots of `tokens` tokens behind the new ones too, for the steps to come. No effect
-    /// for groups with a tail. The pools are the bound: a lookahead beyond them is
-    /// [exhausted](CacheError::Exhausted).
-    #[must_use]
-    pub fn lookahead(self, tokens: u32) -> Self {
-        Self { lookahead: tokens, ..self }
-    }
-
-    /// Ids of the new tokens, if known.
-    pub(super) fn ids(&self) -> Option<&'a [u32]> {
-        match self.brings {
-            Brings::Tokens(tokens) => Some(tokens),
-            _ => None,
-        }
-    }
-    pub(super) fn details(&self) -> OpenEntry {
-        OpenEntry { drafts: self.drafts, lookahead: self.lookahead }
-    }
-
-    /// New tokens and queries of a sequence that has `len` tokens and may have `max`: every count
-    /// that the input gives is within bounds but that of its queries, see [`check_queries`].
-    #[inline]
-    pub(super) fn counts(&self, len: u32, max: u32) -> Result<(u32, u32), PlanError> {
-        let sequence = self.sequence;
-        let (new, queries) = match self.brings {
-            Brings::Tokens(tokens) => (to_u64(tokens.len()), 0),
-            Brings::Count(n) => (u64::from(n), 0),
-            Brings::Query(n) => (0, n),
-            Brings::Nothing => (0, 0),
-        };
-        if new == 0 && queries == 0 && self.brings != Brings::Nothing {
-            return Err(PlanError::ZeroTokens { sequence });
-        }
-        let new_tokens = u32::try_from(new).ok();
-        let Some(new_tokens) = new_tokens.filter(|new| *new <= max.saturating_sub(len)) else {
-            return Err(PlanError::SequenceTooLong { sequence, len, new, max });
-        };
-        bounded("drafts", self.drafts, new_tokens)?;
-        // All new tokens attend.
-        Ok((new_tokens, queries.max(new_tokens)))
-    }
-}
-
-/// Refuses a count above its limit.
-#[inline]
-pub(super) fn bounded(what: &'static str, got: u32, max: u32) -> Result<(), PlanError> {
-    if got <= max {
-        return Ok(());
-    }
-    Err(PlanError::TooMany { what, got: got.into(), max: max.into() })
-}
-
-/// Refuses more queries without tokens of their own than a step of the cache may ask.
-pub(super) fn check_queries(batch: &[BatchEntry], spec: &CacheSpec) -> Result<(), PlanError> {
-    let only_asks = batch.iter().filter(|entry| entry.new_tokens == 0);
-    let got = only_asks.fold(0_u64, |n, entry| n.saturating_add(entry.queries.into()));
-    // Nearly every step brings tokens alone.
-    let max = if got == 0 { 0 } else { u64::from(spec.max_queries()) };
-    if got <= max {
-        return Ok(());
-    }
-    Err(PlanError::TooMany { what: "queries in a step", got, max })
-}
-
-/// A step in progress. Dropped without [`Self::commit`], it never happened.
+/// A step in progress. Dropped without [`Self::commit`], it never happened, unless it is held:
+/// [`KvCache::open_step`] says what that means.
 ///
 /// All tensors of a step have a batch entry for each [`StepInput`], in the order they were given; a
 /// `bshd` or `sbhd` tensor may have further entries and longer ones, a `thd` tensor further rows.
@@ -135,26 +27,28 @@ pub struct Step<'c, B: Backend = AnyBackend> {
 
 impl<B: Backend> Drop for Step<'_, B> {
     fn drop(&mut self) {
-        self.cache.roll_back();
+        if self.cache.owner == Owner::Borrow {
+            self.cache.roll_back();
+        }
     }
 }
 
 impl<B: Backend> Step<'_, B> {
     /// Position of every query in its sequence, entries one after another: what RoPE needs.
     pub fn positions(&self) -> &[u32] {
-        &self.cache.open.positions
+        self.cache.state.positions()
     }
     /// The batch as it was planned for the first group: query rows, lengths.
     pub fn sequences(&self) -> &[PlannedSequence] {
-        self.cache.open_sequences()
+        self.cache.state.planned_sequences()
     }
     /// The write plan of one group, for callers that drive the backend themselves.
     pub fn write_plan(&self, group: GroupId) -> Option<WritePlan<'_>> {
-        self.cache.open_plans(group).map(|(write, _)| write)
+        self.cache.state.plans(group).map(|(write, _)| write)
     }
     /// The attention plan of one group, for callers that drive the backend themselves.
     pub fn attention_plan(&self, group: GroupId) -> Option<AttentionPlan<'_>> {
-        self.cache.open_plans(group).map(|(_, attend)| attend)
+        self.cache.state.plans(group).map(|(_, attend)| attend)
     }
 
     /// Writes the K and V of this step's new tokens into one layer.
@@ -229,11 +123,7 @@ impl<B: Backend> Step<'_, B> {
     /// Says that every layer is written by work the caller has submitted, as when launches of an
     /// earlier step are replayed. What that work does is the caller's affair.
     pub fn mark_written(&mut self) {
-        let layers = self.cache.spec.num_layers();
-        (0..layers).for_each(|layer| self.cache.open.set_written(LayerId(layer)));
-        // Layers without memory are not written, and not asked for.
-        let allocated = self.cache.groups.iter().map(|group| group.storage.num_allocated());
-        self.cache.open.num_written = allocated.sum();
+        self.cache.mark_all_written();
     }
 
     /// Ends the step: lengths advance, and recorded work goes to the device.
@@ -283,8 +173,10 @@ impl<B: Backend> Step<'_, B> {
         self.cache.add_open(input)
     }
 
-    /// Ends the step as if it had never begun. Dropping it does the same.
-    pub fn roll_back(self) {}
+    /// Ends the step as if it had never begun. Dropping a step that is not held does the same.
+    pub fn roll_back(self) {
+        self.cache.roll_back();
+    }
 
     /// The cache the step runs on; its lengths are those before the step.
     pub fn cache(&self) -> &KvCache<B> {
@@ -293,17 +185,101 @@ impl<B: Backend> Step<'_, B> {
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Plans and reserves a step for the whole batch, or changes nothing.
+    /// Plans and reserves a step for the whole batch, or changes nothing: a step that is refused
+    /// gives no block back either, not even one that has left a window.
+    ///
+    /// The step ends with its [`Step`]; [`Self::open_step`] begins one that is held from call to
+    /// call.
     ///
     /// # Errors
     /// - [`PlanError::UnknownSequence`], [`PlanError::DuplicateSequence`],
     ///   [`PlanError::ZeroTokens`], [`PlanError::SequenceTooLong`];
     /// - [`PlanError::TooMany`] for more drafts than new tokens, or more queries than
-    ///   [`CacheSpec::max_queries`];
+    ///   [`CacheSpec::max_queries`](crate::CacheSpec::max_queries);
+    /// - [`PlanError::State`] while a step is held;
     /// - [`CacheError::Exhausted`] with what the whole step needs and what is free;
-    /// - the device's own, for the copy of shared blocks.
+    /// - the device's own, for the copy of shared blocks: the step is rolled back.
     pub fn begin_step(&mut self, inputs: &[StepInput<'_>]) -> Result<Step<'_, B>, CacheError> {
-        self.begin_borrowed(inputs)?;
+        self.begin(inputs, Owner::Borrow)?;
         Ok(Step { cache: self })
+    }
+
+    /// Begins a step that is held: it stays open until [`Self::commit_step`] or
+    /// [`Self::roll_back`], across await points and calls from other languages. [`Self::step`]
+    /// lends it out in between.
+    ///
+    /// ```
+    /// use kv_core::backend::NullBackend;
+    /// use kv_core::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView};
+    ///
+    /// let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(16, 8).build()?;
+    /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
+    /// let seq = SequenceId(0);
+    /// cache.start(seq, &[5, 6], StartOptions::default())?;
+    /// cache.open_step(&[StepInput::tokens(seq, &[5, 6])])?;
+    /// for layer in 0..2 {
+    ///     // Another call, or another await point: the step is still there.
+    ///     let mut step = cache.step().expect("a step is held");
+    ///     let rows = TensorView::host(&[0.5_f32; 4], &[2, 1, 2]);
+    ///     step.write(layer, rows, rows, QkvFormat::Thd)?;
+    /// }
+    /// cache.commit_step()?;
+    /// assert_eq!(cache.seq_len(seq), Some(2));
+    /// # Ok::<(), kv_core::CacheError>(())
+    /// ```
+    ///
+    /// While a step is held, everything that only reads works, with the lengths before the step:
+    /// the methods of [`CacheState`](crate::CacheState), [`Self::storage`] and so on. Of the calls
+    /// that take the cache by `&mut`, [`Self::queue_mut`], [`Self::allocate_layer`],
+    /// [`Self::pin_prefix`], [`Self::prioritise_prefix`], [`Self::set_policy`] and
+    /// [`Self::take_events`] work. All others are refused with [`PlanError::State`] and change
+    /// nothing, because the step could not be rolled back after them: [`Self::begin_step`],
+    /// [`Self::open_step`], [`Self::start`] ([`Step::start`] works), [`Self::fork`],
+    /// [`Self::truncate`], [`Self::release`], [`Self::preempt`], [`Self::reset`],
+    /// [`Self::unpin`], [`Self::forget_sequence`], [`Self::forget_prefix`],
+    /// [`Self::reset_prefixes`], [`Self::gather`] and [`Self::recalibrate`].
+    ///
+    /// # Errors
+    /// As [`Self::begin_step`].
+    pub fn open_step(&mut self, inputs: &[StepInput<'_>]) -> Result<(), CacheError> {
+        self.begin(inputs, Owner::Caller)
+    }
+
+    /// The step that is held, `None` when none is. Dropping what this returns leaves the step open.
+    pub fn step(&mut self) -> Option<Step<'_, B>> {
+        self.recover();
+        self.state.is_step_open().then_some(Step { cache: self })
+    }
+
+    /// Ends the step that is held: [`Step::commit`].
+    ///
+    /// # Errors
+    /// [`PlanError::State`] when no step is held; otherwise as [`Step::commit`], and the step is
+    /// rolled back.
+    pub fn commit_step(&mut self) -> Result<(), CacheError> {
+        self.recover();
+        self.commit_open(None)
+    }
+
+    /// Ends the step that is held, of which only some tokens stay: [`Step::commit_accepted`].
+    ///
+    /// # Errors
+    /// [`PlanError::State`] when no step is held; otherwise as [`Step::commit_accepted`], and the
+    /// step is rolled back.
+    pub fn commit_step_accepted(&mut self, accepted: &[u32]) -> Result<(), CacheError> {
+        self.recover();
+        self.commit_open(Some(accepted))
+    }
+
+    /// Ends the open step as if it had never begun; nothing to do when none is open.
+    ///
+    /// Two things stay, neither of which a later step can tell: what was evicted for the step is
+    /// gone, and blocks that left a window as it began are free, because the step may have written
+    /// over them. No query from the sequence's length on sees them; a truncation that would is
+    /// refused.
+    pub fn roll_back(&mut self) {
+        if self.state.is_step_open() {
+            self.state.roll_back();
+        }
     }
 }

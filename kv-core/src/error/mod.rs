@@ -98,17 +98,21 @@ pub enum SpecError {
     },
 }
 
-/// Not enough free blocks for what was asked; nothing was taken.
+/// Too few free blocks for a request; nothing was taken, and nothing was given back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("group {group} is out of blocks: {needed} needed, {free} free, {evictable} evictable")]
+#[error(
+    "group {group} is out of blocks: {needed} needed, {free} free, {evictable} of them evictable"
+)]
 pub struct BlocksExhausted {
     /// The group whose pool is too small.
     pub group: GroupId,
     /// Blocks the whole request needs.
     pub needed: u32,
-    /// Blocks free now.
+    /// Blocks the request could take: those that nobody holds, empty and idle ones, and those that
+    /// leave a window as the step begins. Idle blocks that the request itself would hold are not
+    /// among them.
     pub free: u32,
-    /// Blocks that hold reusable content nobody uses, included in what could be taken.
+    /// Of these, idle blocks: they hold reusable content, which is given up when they are taken.
     pub evictable: u32,
 }
 

@@ -328,6 +328,11 @@ impl PrefixIndex {
         }
     }
 
+    /// Whether the open step has yet to write a block with content.
+    pub(crate) fn is_unwritten(&self, block: BlockId) -> bool {
+        self.entry(block.0).is_some_and(|entry| entry.is_unwritten)
+    }
+
     /// Notes another priority; the one before, if the block has content.
     pub fn set_priority(&mut self, block: BlockId, priority: Priority) -> Option<Priority> {
         let entry = self.entries.get_mut(to_usize(block.0)).filter(|entry| entry.len > 0)?;

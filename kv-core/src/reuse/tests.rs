@@ -83,6 +83,7 @@ fn a_search_for_a_common_beginning_stays_in_its_namespace() {
     let mut index = PrefixIndex::new(3, 2);
     index.insert(BlockId(0), &content(&[5, 6], &[]), Priority::default());
     index.insert(BlockId(1), &content(&[5, 6], &parts(1)), Priority::default());
-    let of = |namespace| index.longest_common(BlockKey(1), NamespaceId(namespace), &[5, 7]);
+    let tokens = (&[5, 7][..], &[][..]);
+    let of = |namespace| index.longest_beginning(BlockKey(1), NamespaceId(namespace), tokens);
     assert_eq!((of(0), of(1)), (Some((BlockId(0), 1)), None));
 }

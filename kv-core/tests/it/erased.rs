@@ -1,6 +1,9 @@
 //! What a backend finds again behind an erased cache.
-use kv_core::backend::{AnyBackend, AnyFence, NullBackend, NullBuffer, NullFence, Queue};
-use kv_core::{CacheSpec, GroupId, KvCache};
+use kv_core::backend::{AnyBackend, AnyFence, AnyQueue, Backend, NullBackend, NullBuffer};
+use kv_core::backend::{NullFence, Queue};
+use kv_core::{
+    CacheSpec, GroupId, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView,
+};
 
 #[test]
 fn storage_and_fences_are_a_backends_own_again() {
@@ -20,4 +23,21 @@ fn storage_and_fences_are_a_backends_own_again() {
         cache.queue_mut().wait_for(&again).unwrap();
         assert!(again.downcast_ref::<NullFence>().is_some(), "erased once");
     }
+}
+
+#[test]
+fn a_queue_of_the_callers_own_is_erased_once() {
+    let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(4, 3).build().unwrap();
+    let backend = NullBackend::new();
+    let (queue, control) = (backend.queue().unwrap(), backend.control());
+    let queue = AnyQueue::new(AnyQueue::new(queue));
+    let mut cache = KvCache::with_queue(AnyBackend::new(backend), queue, spec).unwrap();
+    cache.start(SequenceId(0), &[], StartOptions::default()).unwrap();
+    let before = control.recorded();
+    cache.open_step(&[StepInput::count(SequenceId(0), 1)]).unwrap();
+    let row = TensorView::host(&[0.0_f32; 2], &[1, 1, 2]);
+    // A queue that was erased twice would know no buffer of the cache.
+    cache.step().unwrap().write(0, row, row, QkvFormat::Thd).unwrap();
+    cache.commit_step().unwrap();
+    assert_eq!(control.recorded() - before, 2, "a write and a flush");
 }

@@ -1,5 +1,5 @@
 //! Steps: planned, grown one by one, committed whole or in part, or dropped.
-use kv_core::{CacheError, GroupId, PublishAt, SequenceId, Step, StepInput};
+use kv_core::{CacheError, GroupId, KvCache, PublishAt, SequenceId, Step, StepInput};
 
 use super::choose::Bytes;
 use super::join::{Begun, Late, join};
@@ -145,8 +145,6 @@ impl<B: Device> Life<B> {
             let what = format!("step {inputs:?}, then {late:?}, {finish:?}, fits: {fits}");
             self.tell(|| what);
         }
-        // Windows are left even where there are not enough blocks.
-        self.leave_windows(&entries, &late);
         if !fits {
             let refused = self.cache.begin_step(&inputs).map(drop);
             let is_full = matches!(refused, Err(CacheError::Exhausted(_)));
@@ -155,6 +153,7 @@ impl<B: Device> Life<B> {
             self.unchanged(&before).at("begin_step")?;
             return Ok(Taken::Refused);
         }
+        self.leave_windows(&entries, &late);
         let is_alone = late.is_empty();
         let duplicates = before.duplicates();
         self.threaten(bytes);
@@ -192,7 +191,8 @@ impl<B: Device> Life<B> {
         let ids = self.sequences.iter().map(|sequence| sequence.id).collect::<Vec<_>>();
         let device = self.backend.clone();
         let inputs: Vec<_> = entries.iter().map(|entry| entry.input(ids[entry.at])).collect();
-        let mut step = match self.cache.begin_step(&inputs) {
+        let is_held = self.operations().is_multiple_of(3);
+        let mut step = match begin(&mut self.cache, &inputs, is_held) {
             Ok(step) => step,
             Err(CacheError::Device(_)) if device.calm() => return Ok(Err(Happened::FailedBegin)),
             Err(other) => return Err(CaseError::from(other).at("a step that was said to fit")),
@@ -213,7 +213,11 @@ impl<B: Device> Life<B> {
                 step.commit_accepted(&accepted)
             }
             Finish::Drop => {
-                drop(step);
+                if is_held {
+                    step.roll_back();
+                } else {
+                    drop(step);
+                }
                 device.calm();
                 return Ok(Err(Happened::Dropped));
             }
@@ -289,6 +293,22 @@ impl<B: Device> Life<B> {
             self.cut(entry.at, len as usize);
         }
     }
+}
+
+/// Begins a step for the length of a borrow, or one that is held.
+fn begin<'c, B: Device>(
+    cache: &'c mut KvCache<Erratic<B>>,
+    inputs: &[StepInput<'_>],
+    is_held: bool,
+) -> Result<Step<'c, Erratic<B>>, CacheError> {
+    if !is_held {
+        return cache.begin_step(inputs);
+    }
+    cache.open_step(inputs)?;
+    // It stays open without its `Step`.
+    drop(cache.step());
+    let step = cache.step();
+    Ok(step.unwrap_or_else(|| unreachable!("a step that was opened is held")))
 }
 
 /// Writes every layer; a write that fails is repeated, as often as the device fails. Says whether

@@ -24,15 +24,9 @@ fn windowed(windows: &[Option<u32>]) -> KvCache<NullBackend> {
 
 /// Makes all of a prompt's blocks in a group unfindable but for those at `kept`.
 fn keep_only(cache: &mut KvCache<NullBackend>, group: usize, prompt: &[u32], kept: &[u32]) {
-    let keys: Vec<_> = cache.groups[group].pool.index().iter().map(|b| (b.key, b.index)).collect();
-    assert_eq!(keys.len(), prompt.len() / 4);
-    let KvCache { groups, ledger, .. } = cache;
-    let pool = &mut groups[group].pool;
-    for block in (0..pool.num_blocks()).map(BlockId) {
-        if pool.content(block).is_some_and(|content| !kept.contains(&content.index)) {
-            pool.forget(block, ledger);
-        }
-    }
+    let id = GroupId(u8::try_from(group).unwrap());
+    assert_eq!(cache.pool(id).unwrap().index().len(), prompt.len() / 4);
+    forget_but(&mut cache.state, group, kept);
 }
 
 /// Tokens found of eight blocks and one token, of which groups have only some.

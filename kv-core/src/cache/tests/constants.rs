@@ -72,7 +72,7 @@ fn a_failure_at_any_operation_leaves_constants_as_they_were() {
     let mut cache = KvCache::new(NullBackend::new(), spec(INT8)).unwrap();
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 6)]).unwrap();
-    let (key, before) = (cache.encoding_key(), snapshot(&cache));
+    let (key, before) = (cache.encoding_key(), books(&cache));
     for operation in 0.. {
         cache.backend().control().fail_after(operation);
         match cache.recalibrate(calibration(1.0)) {
@@ -83,7 +83,7 @@ fn a_failure_at_any_operation_leaves_constants_as_they_were() {
             Err(CacheError::Device(_)) => assert_eq!(cache.encoding_key(), key),
             Err(other) => panic!("{other}"),
         }
-        assert_eq!(snapshot(&cache), before);
+        assert_eq!(books(&cache), before);
         assert!(cache.unrestored.is_empty(), "the device works again");
     }
     assert_ne!(cache.encoding_key(), key);

@@ -77,7 +77,7 @@ const CALLS: [(&str, u32, bool, &str, Call); 12] = [
         "lookahead",
         36,
         true,
-        "group 0 is out of blocks: 10 needed, 9 free, 0 evictable",
+        "group 0 is out of blocks: 10 needed, 9 free, 0 of them evictable",
         |cache, n| step(cache, StepInput::count(SEQ[0], 1).lookahead(n)),
     ),
     (
@@ -98,14 +98,14 @@ const CALLS: [(&str, u32, bool, &str, Call); 12] = [
         "lookahead of a prompt that asks",
         34,
         true,
-        "group 0 is out of blocks: 10 needed, 9 free, 0 evictable",
+        "group 0 is out of blocks: 10 needed, 9 free, 0 of them evictable",
         |cache, n| admit(cache, StartOptions::default(), &Admission::default().lookahead(n)),
     ),
     (
         "watermark of a prompt that asks",
         8,
         true,
-        "group 0 is out of blocks: 10 needed, 9 free, 0 evictable",
+        "group 0 is out of blocks: 10 needed, 9 free, 0 of them evictable",
         |cache, n| admit(cache, StartOptions::default(), &Admission::default().watermark(n)),
     ),
     (
@@ -139,14 +139,14 @@ fn counts_are_bounded_before_anything_is_allocated() {
     for (name, max, takes_none, refusal, call) in CALLS {
         for (count, expected) in cases(max, takes_none, refusal) {
             let mut cache = counted();
-            let before = snapshot(&cache);
+            let before = books(&cache);
             let got = call(&mut cache, count).map_err(|error| error.to_string());
             match expected {
                 Some(expected) => assert_eq!(got, expected, "{name}: {count}"),
                 None => assert!(got.is_err(), "{name}: {count}"),
             }
             if got.is_err() {
-                assert_eq!(snapshot(&cache), before, "{name}: {count}");
+                assert_eq!(books(&cache), before, "{name}: {count}");
             }
             let bytes = cache.plan_bytes();
             assert!(bytes < BYTES_MAX, "{name}: {count} made {bytes} bytes");
@@ -235,11 +235,11 @@ fn ranges_to_gather_lie_within_the_sequence() {
 #[test]
 fn lengths_in_plans_are_bounded_by_their_tables() {
     let cache = counted();
-    let group = &cache.groups[0];
-    let [layout, _] = group.storage.layouts();
+    let [layout, _] = cache.storage(GroupId(0)).unwrap().layouts();
+    let tables = cache.state.tables(0);
     let mut buffers = PlanBuffers::default();
     let mut plan = |entry| {
-        let planned = buffers.plan(layout, &group.tables, &[entry], 4, Determinism::Fast);
+        let planned = buffers.plan(layout, tables, &[entry], 4, Determinism::Fast);
         let refused = planned.is_err();
         assert!(buffers.host_bytes() < BYTES_MAX, "{entry:?}");
         refused
@@ -250,9 +250,9 @@ fn lengths_in_plans_are_bounded_by_their_tables() {
         assert!(plan(BatchEntry { cached: n, ..entry }));
         assert!(plan(BatchEntry { row: n, ..entry }));
         let range = GatherRange { row: 0, begin: 0, len: n };
-        assert!(GatherPlan::new(layout, &group.tables, &[range]).is_err());
+        assert!(GatherPlan::new(layout, tables, &[range]).is_err());
         let range = GatherRange { row: 0, begin: n, len: n };
-        assert!(GatherPlan::new(layout, &group.tables, &[range]).is_err());
+        assert!(GatherPlan::new(layout, tables, &[range]).is_err());
     }
     // Queries take nothing here: tensors of as many rows are asked for later.
     assert!(!plan(BatchEntry { queries: u32::MAX, ..entry }));

@@ -1,6 +1,6 @@
 //! Steps that are leaked: every call that takes the cache by `&mut` takes them back first.
 use super::*;
-use crate::eviction::{Eviction, Priority, SystemClock};
+use crate::eviction::{Clock, Eviction, Priority, SystemClock};
 use crate::{Calibration, DType, PrefixReuse, PublishAt};
 
 const PROMPT: [u32; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 9];
@@ -38,7 +38,7 @@ fn seen(cache: &mut KvCache<NullBackend>) -> String {
     let longer = [PROMPT.as_slice(), &[10, 11, 12, 13]].concat();
     let probes = [&PROMPT[..], &longer].map(|p| cache.probe(p, StartOptions::default()));
     let usage = Usage { blocks_peak: 0, ..cache.usage() };
-    format!("{:?} {usage:?} {probes:?} {:?}", snapshot(cache), cache.snapshot())
+    format!("{:?} {usage:?} {probes:?} {:?}", books(cache), cache.snapshot())
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Random operation sequences: each operation applies whole or changes nothing, and the books are
 //! right after it.
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
@@ -28,6 +28,11 @@ pub(super) enum Operation {
     Reset,
     Recalibrate(bool),
     Leak(Vec<(SequenceId, u32)>, bool),
+    /// Begins a step that is held while other operations come.
+    Hold(Vec<(SequenceId, u32)>),
+    /// Takes a further sequence into the held step.
+    Join(SequenceId, u32),
+    Finish(Finish),
     Query(SequenceId, u32),
 }
 
@@ -38,6 +43,15 @@ pub(super) enum Count {
     Queries,
     Drafts,
     Lookahead,
+}
+
+/// How a held step ends.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Finish {
+    Commit,
+    /// Of each entry, as many tokens as it brought or this many.
+    Accept(u32),
+    RollBack,
 }
 
 /// Bytes of tables and plans of these small caches, whatever counts their steps were given.
@@ -61,6 +75,9 @@ pub(super) fn operation() -> impl Strategy<Value = Operation> {
         1 => any::<bool>().prop_map(Operation::Recalibrate),
         1 => (inputs(), any::<bool>()).prop_map(|(i, writes)| Operation::Leak(i, writes)),
         1 => (sequence(), 1..3_u32).prop_map(|(s, n)| Operation::Query(s, n)),
+        3 => inputs().prop_map(Operation::Hold),
+        1 => (sequence(), 1..9_u32).prop_map(|(s, n)| Operation::Join(s, n)),
+        4 => finish().prop_map(Operation::Finish),
     ]
 }
 
@@ -71,6 +88,10 @@ fn count() -> impl Strategy<Value = Count> {
         Just(Count::Drafts),
         Just(Count::Lookahead),
     ]
+}
+
+fn finish() -> impl Strategy<Value = Finish> {
+    prop_oneof![Just(Finish::Commit), (0..9_u32).prop_map(Finish::Accept), Just(Finish::RollBack),]
 }
 
 fn extreme() -> impl Strategy<Value = u32> {
@@ -89,7 +110,16 @@ struct Model {
     /// Text of each sequence.
     texts: BTreeMap<SequenceId, u32>,
     /// All that any block ever held, by group: the tokens up to its end.
-    contents: BTreeSet<(usize, Vec<u32>)>,
+    contents: BTreeSet<(u8, Vec<u32>)>,
+    /// The held step.
+    held: Option<Held>,
+}
+
+/// A step that is held: who brings how many tokens, and the books before it.
+#[derive(Debug)]
+struct Held {
+    entries: Vec<(SequenceId, u32)>,
+    before: Books,
 }
 
 impl Model {
@@ -126,14 +156,7 @@ impl Model {
                 self.step(cache, &inputs, *is_committed)?;
             }
             Operation::Tokens(inputs, is_committed) => {
-                let tokens: Vec<_> = inputs
-                    .iter()
-                    .map(|&(s, n)| {
-                        let len = cache.seq_len(s).unwrap_or(0);
-                        let all = text(self.texts.get(&s).copied().unwrap_or(0), len + n);
-                        (s, all[to_usize(len)..].to_vec())
-                    })
-                    .collect();
+                let tokens = self.tokens(cache, inputs);
                 let inputs: Vec<_> = tokens.iter().map(|(s, t)| StepInput::tokens(*s, t)).collect();
                 self.step(cache, &inputs, *is_committed)?;
             }
@@ -155,8 +178,11 @@ impl Model {
                 done?;
             }
             Operation::Leak(inputs, writes) => leak(cache, inputs, *writes)?,
+            Operation::Hold(inputs) => self.hold(cache, inputs)?,
+            Operation::Join(s, n) => self.join(cache, (*s, *n))?,
+            Operation::Finish(finish) => self.finish(cache, *finish),
             Operation::Query(s, n) => {
-                let before = snapshot(cache);
+                let before = books(cache);
                 cache.begin_step(&[StepInput::query(*s, *n)])?.commit()?;
                 assert_same(cache, &before, "queries alone");
             }
@@ -170,11 +196,11 @@ impl Model {
         inputs: &[StepInput<'_>],
         is_committed: bool,
     ) -> Result<(), CacheError> {
-        let before = snapshot(cache);
+        let before = books(cache);
         let mut step = cache.begin_step(inputs)?;
         if !is_committed {
             step.roll_back();
-            assert_same(cache, &before, "rolled back");
+            assert_rolled_back(cache, &before, "rolled back");
             return Ok(());
         }
         write_all(&mut step)?;
@@ -185,20 +211,114 @@ impl Model {
         Ok(())
     }
 
+    /// The next tokens of the text that each sequence follows.
+    fn tokens(
+        &self,
+        cache: &KvCache<NullBackend>,
+        inputs: &[(SequenceId, u32)],
+    ) -> Vec<(SequenceId, Vec<u32>)> {
+        let tokens = |&(s, n): &(SequenceId, u32)| {
+            let len = cache.seq_len(s).unwrap_or(0);
+            let all = text(self.texts.get(&s).copied().unwrap_or(0), len + n);
+            (s, all[to_usize(len)..].to_vec())
+        };
+        inputs.iter().map(tokens).collect()
+    }
+
+    fn hold(
+        &mut self,
+        cache: &mut KvCache<NullBackend>,
+        inputs: &[(SequenceId, u32)],
+    ) -> Result<(), CacheError> {
+        let before = books(cache);
+        let tokens = self.tokens(cache, inputs);
+        let list: Vec<_> = tokens.iter().map(|(s, t)| StepInput::tokens(*s, t)).collect();
+        cache.open_step(&list)?;
+        self.held = Some(Held { entries: Vec::new(), before });
+        for entry in inputs {
+            self.note_held(cache, *entry);
+        }
+        Ok(())
+    }
+
+    fn join(
+        &mut self,
+        cache: &mut KvCache<NullBackend>,
+        entry: (SequenceId, u32),
+    ) -> Result<(), CacheError> {
+        let tokens = self.tokens(cache, &[entry]);
+        let Some(mut step) = cache.step() else {
+            return Ok(());
+        };
+        step.add(StepInput::tokens(entry.0, &tokens[0].1))?;
+        drop(step);
+        self.note_held(cache, entry);
+        Ok(())
+    }
+
+    /// Notes an entry of the held step, whose blocks may be offered before they are written.
+    fn note_held(&mut self, cache: &KvCache<NullBackend>, (sequence, n): (SequenceId, u32)) {
+        self.held.as_mut().unwrap().entries.push((sequence, n));
+        self.note_to(cache, sequence, cache.seq_len(sequence).unwrap() + n);
+    }
+
+    /// Ends the held step; where the device fails, it is as if it had never begun.
+    fn finish(&mut self, cache: &mut KvCache<NullBackend>, finish: Finish) {
+        let Some(Held { entries, before }) = self.held.take() else {
+            assert!(cache.step().is_none());
+            cache.roll_back();
+            let refused = cache.commit_step().unwrap_err();
+            assert!(matches!(refused, CacheError::Plan(PlanError::State { .. })), "{refused}");
+            return;
+        };
+        let lens = entries.iter().map(|(s, n)| cache.seq_len(*s).unwrap() + n);
+        let lens: Vec<_> = lens.collect();
+        let written = write_all(&mut cache.step().unwrap());
+        let accepted: Vec<_> = entries
+            .iter()
+            .map(|(_, n)| match finish {
+                Finish::Accept(most) => most.min(*n),
+                Finish::Commit | Finish::RollBack => *n,
+            })
+            .collect();
+        let ended = written.and_then(|()| match finish {
+            Finish::Commit => cache.commit_step(),
+            Finish::Accept(_) => cache.commit_step_accepted(&accepted),
+            Finish::RollBack => {
+                cache.roll_back();
+                Ok(())
+            }
+        });
+        if ended.is_err() {
+            // A write that failed leaves it open.
+            cache.roll_back();
+        }
+        if ended.is_err() || matches!(finish, Finish::RollBack) {
+            return assert_rolled_back(cache, &before, finish);
+        }
+        for (((s, n), kept), len) in entries.iter().zip(accepted).zip(lens) {
+            assert_eq!(cache.seq_len(*s), Some(len - n + kept));
+            self.note(cache, *s);
+        }
+    }
+
     /// Notes what the blocks of a sequence may hold by now.
     fn note(&mut self, cache: &KvCache<NullBackend>, sequence: SequenceId) {
-        let len = cache.seq_len(sequence).unwrap();
-        for group in &cache.groups {
+        self.note_to(cache, sequence, cache.seq_len(sequence).unwrap());
+    }
+
+    fn note_to(&mut self, cache: &KvCache<NullBackend>, sequence: SequenceId, len: u32) {
+        for (group, id) in cache.spec().groups().iter().zip(0..) {
             for end in 1..=len {
-                self.note_block(group, &text(self.texts[&sequence], end), end == len);
+                self.note_block((id, group), &text(self.texts[&sequence], end), end == len);
             }
         }
     }
 
-    fn note_block<Buf>(&mut self, group: &Group<Buf>, tokens: &[u32], is_last: bool) {
-        let (map, len) = (slot_map(group), u32::try_from(tokens.len()).unwrap());
+    fn note_block(&mut self, (id, group): (u8, &GroupSpec), tokens: &[u32], is_last: bool) {
+        let (map, len) = (group.slot_map(), u32::try_from(tokens.len()).unwrap());
         if is_last || map.tokens(map.full_blocks(len)) == len {
-            self.contents.insert((group.id, tokens.to_vec()));
+            self.contents.insert((id, tokens.to_vec()));
         }
     }
 
@@ -212,9 +332,9 @@ impl Model {
             step.commit()
         });
         if ran.is_ok() {
-            for group in &cache.groups {
+            for (group, id) in cache.spec().groups().iter().zip(0..) {
                 for end in 1..=prompt.len() {
-                    self.note_block(group, &prompt[..end], end == prompt.len());
+                    self.note_block((id, group), &prompt[..end], end == prompt.len());
                 }
             }
         }
@@ -222,9 +342,9 @@ impl Model {
     }
 
     fn check(&self, cache: &KvCache<NullBackend>) {
-        for group in &cache.groups {
-            let seen = self.contents.iter().filter(|(id, _)| *id == group.id).count();
-            let cached = group.pool.index().len();
+        for group in 0..u8::try_from(cache.spec().groups().len()).unwrap() {
+            let seen = self.contents.iter().filter(|(id, _)| *id == group).count();
+            let cached = cache.pool(GroupId(group)).unwrap().index().len();
             assert!(cached <= seen, "{cached} blocks are cached, {seen} contents were there");
         }
     }
@@ -237,27 +357,34 @@ fn leak(
     writes: bool,
 ) -> Result<(), CacheError> {
     let inputs: Vec<_> = inputs.iter().map(|&(s, n)| StepInput::count(s, n)).collect();
-    let before = snapshot(cache);
+    let before = books(cache);
     let mut step = cache.begin_step(&inputs)?;
     let written = if writes { write_all(&mut step) } else { Ok(()) };
     std::mem::forget(step);
     cache.queue_mut();
-    assert_same(cache, &before, "leaked");
+    assert_rolled_back(cache, &before, "leaked");
     written
 }
 
-/// Fails unless everything is as before, but for blocks that left a window: a step that is refused
-/// or taken back gives them up all the same.
-fn assert_same(cache: &KvCache<NullBackend>, before: &Snapshot, what: impl std::fmt::Debug) {
-    let now = snapshot(cache);
-    if cache.has_windows {
-        let lens = |snapshot: &Snapshot| {
-            snapshot.0.iter().map(|(s, (len, _))| (*s, *len)).collect::<Vec<_>>()
-        };
-        assert_eq!(lens(&now), lens(before), "{what:?}");
-    } else {
+/// Fails unless everything is as before.
+fn assert_same(cache: &KvCache<NullBackend>, before: &Books, what: impl std::fmt::Debug) {
+    assert_eq!(&books(cache), before, "{what:?}");
+}
+
+/// Fails unless everything is as before a step that began, but for blocks that left a window as it
+/// did.
+fn assert_rolled_back(cache: &KvCache<NullBackend>, before: &Books, what: impl std::fmt::Debug) {
+    let now = books(cache);
+    if now.2 == before.2 {
         assert_eq!(&now, before, "{what:?}");
+        return;
     }
+    assert_eq!(now.0, before.0, "{what:?}: lengths and tables");
+    for (now, before) in now.2.iter().flatten().zip(before.2.iter().flatten()) {
+        assert!(now.end >= before.end, "{what:?}: a window is left and stays so");
+    }
+    let fewer = now.1.iter().flatten().zip(before.1.iter().flatten()).all(|(now, old)| now <= old);
+    assert!(fewer, "{what:?}: blocks have no other holders");
 }
 
 /// A mean of all keys.
@@ -311,14 +438,21 @@ proptest! {
 
 /// Runs operations; each applies whole or changes nothing.
 pub(super) fn live(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
-    use Operation::{Ping, Release, Reset, Truncate};
+    use Operation::{
+        Extreme, Hold, Join, Leak, Ping, Query, Release, Reset, Step, Tokens, Truncate,
+    };
     let mut model = Model::default();
     for operation in operations {
-        let before = snapshot(cache);
+        let before = books(cache);
         let result = model.apply(cache, operation);
         // A release stands even where the wipe after it failed; all else applies whole or not.
         match (result, operation) {
             (Err(CacheError::Device(_)), Release(_) | Truncate(..) | Reset) | (Ok(()), _) => {}
+            // It began before the device failed.
+            (
+                Err(CacheError::Device(_)),
+                Step(..) | Tokens(..) | Hold(_) | Query(..) | Leak(..) | Extreme(..) | Join(..),
+            ) => assert_rolled_back(cache, &before, operation),
             (Err(_), Ping(..)) => {
                 // Its sequence may have begun before the device failed.
                 let _ = cache.release(SequenceId(99));
@@ -328,5 +462,9 @@ pub(super) fn live(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
         model.check(cache);
         check_invariants(cache);
         assert!(cache.plan_bytes() < BYTES_MAX, "{} bytes", cache.plan_bytes());
+    }
+    if model.held.is_some() {
+        model.finish(cache, Finish::RollBack);
+        check_invariants(cache);
     }
 }

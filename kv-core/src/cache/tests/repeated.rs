@@ -131,12 +131,12 @@ fn a_step_that_is_dropped_replaces_nothing() {
         for sequence in [SEQ[0], SEQ[1]] {
             cache.start(sequence, &prompt, StartOptions::default()).unwrap();
         }
-        let before = snapshot(&cache);
+        let before = books(&cache);
         let inputs = [SEQ[0], SEQ[1]].map(|s| StepInput::tokens(s, &prompt));
         let mut step = cache.begin_step(&inputs).unwrap();
         write_all(&mut step).unwrap();
         drop(step);
-        assert_eq!(snapshot(&cache), before);
+        assert_eq!(books(&cache), before);
         assert_eq!(cached(&cache), 0);
         check_invariants(&cache);
     }
@@ -184,7 +184,7 @@ fn a_replaced_block_is_wiped_and_a_shared_one_is_copied_when_it_is_written_again
     step.commit().unwrap();
     let indexed = block(&cache, SEQ[0], 1);
     assert_ne!(indexed, own);
-    assert_eq!(cache.unwiped, [(0, own)]);
+    assert_eq!(cache.unwiped(), [(GroupId(0), own)]);
     assert_eq!(cache.pool(POOL).unwrap().holders(own), 0);
     cache.truncate(SEQ[0], 6).unwrap();
     step_all(&mut cache, &[(SEQ[0], &[50, 51])]);
@@ -331,9 +331,10 @@ fn groups_with_other_block_sizes_and_windows_share_what_is_repeated() {
                 check_invariants(&cache);
             }
         }
-        for group in &cache.groups {
-            let most = 24_usize.div_ceil(usize::try_from(block_size(group)).unwrap());
-            assert!(group.pool.index().len() <= most, "{publish_at:?}, group {}", group.id);
+        for (spec, group) in cache.spec().groups().iter().zip(0..) {
+            let most = 24_usize.div_ceil(usize::try_from(spec.block_size()).unwrap());
+            let pool = cache.pool(GroupId(group)).unwrap();
+            assert!(pool.index().len() <= most, "{publish_at:?}, group {group}");
         }
     }
 }

@@ -1,4 +1,6 @@
 //! What sequences take over from each other, on a device that computes nothing.
+use std::ops::Range;
+
 use super::*;
 use crate::eviction::Eviction;
 use crate::{PrefixReuse, PublishAt};
@@ -292,7 +294,7 @@ fn a_block_that_its_last_holder_copied_is_wiped() {
     let shared = cache.block_table(SEQ[0], GroupId(0)).unwrap()[0];
     append(&mut cache, &[(SEQ[0], 1), (SEQ[1], 1)]).unwrap();
     assert_eq!(cache.pool(GroupId(0)).unwrap().holders(shared), 0);
-    assert_eq!(cache.unwiped, [(0, shared)], "nobody holds it any more");
+    assert_eq!(cache.unwiped(), [(GroupId(0), shared)], "nobody holds it any more");
 }
 
 #[test]

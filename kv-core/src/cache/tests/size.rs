@@ -53,17 +53,17 @@ fn sequences_that_ended_keep_no_memory() {
     let prompt: Vec<u32> = (0..MILLION / 4).collect();
     start(&mut cache, SEQ[0]);
     commit(&mut cache, &[StepInput::count(SEQ[0], 1)]);
-    let before = (cache.plan_bytes(), cache.sequences.history_bytes());
+    let before = (cache.plan_bytes(), cache.history_bytes());
     for id in [LONG, SEQ[1], LONG] {
         let reused = cache.start(id, &prompt, StartOptions::default()).unwrap();
         commit(&mut cache, &[StepInput::tokens(id, &prompt[reused..])]);
         cache.fork(id, SEQ[2]).unwrap();
-        assert!(cache.sequences.history_bytes() > 4 * 250_000);
+        assert!(cache.history_bytes() > 4 * 250_000);
         cache.release(id).unwrap();
         cache.release(SEQ[2]).unwrap();
         // Two steps, because the first does not know yet that the long one is over.
         (0..2).for_each(|_| drop(cache.begin_step(&[StepInput::count(SEQ[0], 1)]).unwrap()));
-        let after = (cache.plan_bytes(), cache.sequences.history_bytes());
+        let after = (cache.plan_bytes(), cache.history_bytes());
         assert!(after.0 < before.0 + (256 << 10), "{after:?}, {before:?} before");
         assert!(after.1 < before.1 + (64 << 10), "{after:?}, {before:?} before");
     }
@@ -77,9 +77,9 @@ fn a_fork_copies_few_token_ids_however_long_it_is() {
         let prompt: Vec<u32> = (0..len).collect();
         cache.start(SEQ[0], &prompt, StartOptions::default()).unwrap();
         commit(&mut cache, &[StepInput::tokens(SEQ[0], &prompt)]);
-        let before = cache.sequences.history_bytes();
+        let before = cache.history_bytes();
         cache.fork(SEQ[0], SEQ[1]).unwrap();
-        added.push(cache.sequences.history_bytes() - before);
+        added.push(cache.history_bytes() - before);
         // A block shared by both is written by neither.
         commit(&mut cache, &[StepInput::tokens(SEQ[1], &[1, 2, 3])]);
         assert_eq!(cache.seq_len(SEQ[0]), Some(len));

@@ -42,12 +42,12 @@ fn a_cut_beyond_the_slack_is_refused_and_changes_nothing() {
     let mut cache = window(8, 40);
     start(&mut cache, SEQ[0]);
     grow(&mut cache, 60, 1);
-    let before = snapshot(&cache);
+    let before = books(&cache);
     let refused = cache.truncate(SEQ[0], 40).unwrap_err();
     let CacheError::Plan(PlanError::OutOfWindow { kept, .. }) = refused else {
         panic!("{refused}")
     };
-    assert_eq!(snapshot(&cache), before);
+    assert_eq!(books(&cache), before);
     // The first token that is kept, and the window before the next, say how far it can go.
     assert!(cache.truncate(SEQ[0], kept + 5).is_err());
     cache.truncate(SEQ[0], kept + 6).unwrap();

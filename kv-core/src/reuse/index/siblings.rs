@@ -11,19 +11,9 @@ use crate::reuse::{BlockContent, BlockKey, Content, NamespaceId};
 const SIBLINGS_MAX: usize = 32;
 
 impl PrefixIndex {
-    /// Among the blocks behind `parent`, the one whose tokens begin most like `tokens`, and how
-    /// many agree. Blocks with [contents](BlockContent) count up to the first of these.
-    pub fn longest_common(
-        &self,
-        parent: BlockKey,
-        namespace: NamespaceId,
-        tokens: &[u32],
-    ) -> Option<(BlockId, u32)> {
-        self.longest_beginning(parent, namespace, (tokens, &[]))
-    }
-
-    /// As [`Self::longest_common`], for tokens of which some stand for `contents`: of two blocks
-    /// the tokens before the first difference in either agree.
+    /// Finds, among the blocks after `parent`, the one that begins most like `tokens`, of which
+    /// some stand for `contents`, and how many tokens agree: those before the first difference in
+    /// either.
     pub fn longest_beginning(
         &self,
         parent: BlockKey,

@@ -1,11 +1,10 @@
 //! What a scheduler asks before it lets a sequence in, answered with the counts that allocation
 //! goes by.
-use crate::backend::Backend;
-use crate::cache::demand::{Demand, Exchanged};
-use crate::cache::lookup::{Needed, first_live, sink_blocks};
-use crate::cache::start::{Lookup, exhausted};
-use crate::cache::step::{bounded, check_queries};
-use crate::cache::{Group, KvCache, StartOptions, StepInput, slot_map};
+use crate::cache::state::block_demand::{Demand, Exchanged};
+use crate::cache::state::input::{bounded, check_queries};
+use crate::cache::state::lookup::{Needed, first_live, sink_blocks};
+use crate::cache::state::start::{Lookup, exhausted};
+use crate::cache::state::{CacheState, Group, StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
 use crate::ids::{BlockId, GroupId, SequenceId};
 use crate::num::{to_u32, to_usize};
@@ -68,7 +67,7 @@ impl BlockDemand {
     }
 }
 
-impl<B: Backend> KvCache<B> {
+impl CacheState {
     /// Whether [`Self::start`] and a first step would succeed now, and how many tokens would be
     /// taken over. Changes nothing.
     ///
@@ -89,10 +88,10 @@ impl<B: Backend> KvCache<B> {
         let (len, reused) = (to_u32(prompt.len()), found.tokens());
         let rest = len.saturating_sub(reused);
         let chunk = admission.chunk.map_or(rest, |chunk| chunk.min(rest));
-        for (index, group) in self.groups.iter().enumerate() {
-            let map = slot_map(group);
+        for group in self.groups.iter() {
+            let map = group.slot_map();
             let has_part = found.part > 0;
-            let blocks = found.needed(index, group.window, &map);
+            let blocks = found.needed(group.id, group.window, &map);
             let held = to_u32(blocks.iter(has_part).count());
             let idle = blocks.iter(has_part).flatten().filter(|block| group.pool.is_idle(*block));
             let idle = to_u32(idle.count());
@@ -116,8 +115,9 @@ impl<B: Backend> KvCache<B> {
                 0
             };
             let total = step.max(all).saturating_add(admission.watermark);
-            if total > group.pool.num_free() {
-                return Err(exhausted(index, total, &group.pool, 0).into());
+            let (free, evictable) = (group.pool.num_free(), group.pool.num_idle());
+            if total > free {
+                return Err(exhausted(group, total, (free, evictable)).into());
             }
         }
         Ok(to_usize(reused))
@@ -133,7 +133,7 @@ impl<B: Backend> KvCache<B> {
         group: GroupId,
         inputs: &[StepInput<'_>],
     ) -> Result<BlockDemand, CacheError> {
-        let Some(group) = self.groups.get(usize::from(group.0)) else {
+        let Some(group) = self.find_group(group) else {
             return Ok(BlockDemand { needed: 0, free: 0 });
         };
         let mut demand = Demand::default();
@@ -141,16 +141,17 @@ impl<B: Backend> KvCache<B> {
         for input in inputs {
             let (row, state) = self.sequences.get(input.sequence)?;
             let (new_tokens, queries) = input.counts(state.len, self.spec.max_seq_len())?;
-            batch.push(BatchEntry { row, cached: state.len, new_tokens, queries });
-            if new_tokens > 0 {
-                group.leaving(row, state.len).iter().for_each(|block| demand.leave(*block));
-            }
+            let entry = BatchEntry { row, cached: state.len, new_tokens, queries };
+            let leaving = group.leaving_entries(&entry, &Exchanged::default());
+            group.entries(row, leaving).iter().for_each(|block| demand.leave(*block));
+            batch.push(entry);
         }
         check_queries(&batch, &self.spec)?;
         for (entry, input) in batch.iter().zip(inputs) {
             demand.add(group, entry, input.details().lookahead, &Exchanged::default());
         }
-        let free = group.pool.num_free().saturating_add(demand.left_by_all(&group.pool));
+        let left = demand.left_by_all(&group.pool).blocks;
+        let free = group.pool.num_free().saturating_add(left);
         Ok(BlockDemand { needed: demand.blocks, free })
     }
 
@@ -172,8 +173,8 @@ impl<B: Backend> KvCache<B> {
             let new = u64::from(len.saturating_sub(state.len));
             return Err(PlanError::SequenceTooLong { sequence, len: state.len, new, max }.into());
         }
-        let index = usize::from(group.0);
-        let Some((group, spec)) = self.groups.get(index).zip(self.spec.groups().get(index)) else {
+        let spec = self.spec.groups().get(usize::from(group.0));
+        let Some((group, spec)) = self.find_group(group).zip(spec) else {
             return Ok(0);
         };
         if len <= state.len {
@@ -202,14 +203,14 @@ impl Chunks<'_> {
     /// The most blocks of a group that are out of its pool at any time because of this prompt,
     /// which begins with blocks `found`. A window gives back what it leaves, a tail what became
     /// codes.
-    fn blocks<Buf>(
+    fn blocks(
         &self,
-        group: &Group<Buf>,
+        group: &Group,
         found: &Needed<'_>,
         has_part: bool,
         copied: Option<BlockId>,
     ) -> u32 {
-        let map = slot_map(group);
+        let map = group.slot_map();
         let reserved = map.blocks_reserved(self.reserve);
         let has_steps = group.window.is_some() || map.has_tail();
         let rest = self.len.saturating_sub(self.reused);
@@ -248,18 +249,11 @@ impl Chunks<'_> {
     }
 }
 
-impl<Buf> Group<Buf> {
-    /// Blocks that leave a row's window when its next step begins.
-    fn leaving(&self, row: u32, len: u32) -> &[BlockId] {
-        let entries = self.leaving_entries(row, len);
-        let blocks = self.tables.row(row).get(to_usize(entries.start)..to_usize(entries.end));
-        blocks.unwrap_or_default()
-    }
-
+impl Group {
     /// Blocks a step appends to a row.
     fn grown_by(&self, entry: &BatchEntry) -> u32 {
         let len = entry.cached.saturating_add(entry.new_tokens);
-        let growth = Growth::new(&slot_map(self), self.tables.coded(entry.row), entry.cached, len);
+        let growth = Growth::new(&self.slot_map(), self.tables.coded(entry.row), entry.cached, len);
         growth.blocks().saturating_sub(to_u32(self.tables.row(entry.row).len()))
     }
 }

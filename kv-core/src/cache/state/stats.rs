@@ -1,6 +1,5 @@
 //! What a cache has done so far: plain counters.
-use crate::backend::Backend;
-use crate::cache::KvCache;
+use crate::cache::state::CacheState;
 
 /// What a cache has done since it was made. How full it is now says
 /// [`Usage`](crate::Usage).
@@ -37,7 +36,7 @@ pub struct Stats {
     pub evictions: u64,
 }
 
-impl<B: Backend> KvCache<B> {
+impl CacheState {
     /// What the cache has done so far.
     pub fn stats(&self) -> Stats {
         let mut stats = self.stats;
@@ -54,7 +53,7 @@ impl<B: Backend> KvCache<B> {
         let found = &self.lookup.found;
         let hits = u64::from(found.tokens());
         let blocks = self.groups.iter().enumerate().fold(0_u64, |n, (index, group)| {
-            let needed = found.needed(index, group.window, &super::slot_map(group));
+            let needed = found.needed(index, group.window, &group.slot_map());
             n.saturating_add(u64::from(needed.num_blocks(found.part > 0)))
         });
         let stats = &mut self.stats;

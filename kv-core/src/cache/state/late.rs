@@ -1,11 +1,9 @@
 //! Layers that get memory when tokens are cached already: which rows they lack.
 use hashbrown::HashMap;
 
-use crate::backend::Backend;
-use crate::cache::KvCache;
+use crate::cache::state::CacheState;
 use crate::error::PlanError;
 use crate::ids::LayerId;
-use crate::num::to_u32;
 use crate::plan::AttentionOptions;
 
 /// Leading tokens of sequences, by table row, that were cached before a layer had memory. Empty but
@@ -46,25 +44,24 @@ impl Late {
     }
 }
 
-impl<B: Backend> KvCache<B> {
+impl CacheState {
     /// Makes unfindable what was cached before `layer` had memory, and notes which sequences lack
     /// rows in it.
-    pub(super) fn note_late(&mut self, layer: LayerId) {
+    pub(in crate::cache) fn note_late(&mut self, layer: LayerId) {
         if self.groups.iter().any(|group| !group.pool.index().is_empty()) {
             self.clear_index();
         }
-        for row in 0..to_u32(self.sequences.num_rows()) {
-            let Some((state, history)) = self.sequences.both_mut(row).filter(|(s, _)| s.len > 0)
-            else {
-                continue;
-            };
-            self.late.note(row, layer, state.len);
-            history.end(&mut self.ledger);
-        }
+        let Self { sequences, late, ledger, .. } = self;
+        sequences.each_mut(|row, state, history| {
+            if state.len > 0 {
+                late.note(row, layer, state.len);
+                history.end(ledger);
+            }
+        });
     }
 
     /// Refuses the open step's attention over rows that a layer lacks.
-    pub(super) fn check_written_in(
+    pub(in crate::cache) fn check_written_in(
         &self,
         layer: LayerId,
         options: &AttentionOptions<'_>,
@@ -83,7 +80,7 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Refuses rows of a sequence from position `begin` on where a layer lacks them.
-    pub(super) fn check_rows_in(
+    pub(in crate::cache) fn check_rows_in(
         &self,
         layer: LayerId,
         row: u32,

@@ -1,7 +1,8 @@
 //! Which cached blocks a prompt can begin with.
-use crate::cache::history::History;
-use crate::cache::{Group, slot_map};
+use crate::cache::state::Group;
+use crate::cache::state::history::History;
 use crate::ids::BlockId;
+use crate::invariant::Invariant;
 use crate::num::{recycle, to_u32, to_usize};
 use crate::reuse::Content;
 use crate::slot_map::SlotMap;
@@ -34,11 +35,11 @@ impl Found {
 
     /// Blocks that are taken, by index in the sequence; missing ones are vacant entries.
     pub(super) fn needed(&self, group: usize, window: Option<Window>, map: &SlotMap) -> Needed<'_> {
-        let blocks = self.groups.get(group);
+        let found = self.groups.get(group).invariant("a lookup lists the blocks of every group");
         let count = to_usize(map.full_blocks(self.whole));
         Needed {
-            blocks: blocks.and_then(|b| b.blocks.get(..count)).unwrap_or_default(),
-            donor: blocks.and_then(|b| b.donor),
+            blocks: found.blocks.get(..count).invariant("a hit ends where the blocks found do"),
+            donor: found.donor,
             live: [self.whole, self.tokens()]
                 .map(|len| window.map_or(0, |window| first_live(map, window, len))),
             sinks: sink_blocks(window, map),
@@ -46,9 +47,9 @@ impl Found {
     }
 
     /// Looks a prompt up; `limit` is the most tokens that may be taken.
-    pub(super) fn search<Buf>(
+    pub(super) fn search(
         &mut self,
-        groups: &[Group<Buf>],
+        groups: &[Group],
         history: &mut History,
         (limit, backoff): (u32, u32),
         reuse: PrefixReuse,
@@ -60,7 +61,7 @@ impl Found {
         }
         let mut len = limit;
         for (found, group) in self.groups.iter_mut().zip(groups) {
-            let map = slot_map(group);
+            let map = group.slot_map();
             let count = map.full_blocks(len).saturating_add(backoff).min(map.full_blocks(limit));
             found.find_blocks(group, history, count);
             len = found.longest(group, len, backoff);
@@ -75,7 +76,7 @@ impl Found {
 
     /// The longest prefix of at most `len` tokens that all groups can serve, and behind which each
     /// has `backoff` blocks more.
-    fn agree<Buf>(&self, groups: &[Group<Buf>], mut len: u32, backoff: u32) -> u32 {
+    fn agree(&self, groups: &[Group], mut len: u32, backoff: u32) -> u32 {
         loop {
             let before = len;
             for (found, group) in self.groups.iter().zip(groups) {
@@ -89,13 +90,13 @@ impl Found {
 
     /// Looks for the block that goes on like the prompt for longest. A part is copied when the
     /// sequence first writes, so no block will do that the open step has yet to write.
-    fn find_part<Buf>(&mut self, groups: &[Group<Buf>], history: &mut History, limit: u32) {
-        if groups.iter().any(|group| slot_map(group).has_tail()) {
+    fn find_part(&mut self, groups: &[Group], history: &mut History, limit: u32) {
+        if groups.iter().any(|group| group.slot_map().has_tail()) {
             return;
         }
         let mut part = limit.saturating_sub(self.whole);
         for (found, group) in self.groups.iter_mut().zip(groups) {
-            let map = slot_map(group);
+            let map = group.slot_map();
             let index = map.full_blocks(self.whole);
             let end = map.tokens(index.saturating_add(1)).min(limit);
             let content = history.partial(group.chain, &map, (index, end));
@@ -160,8 +161,8 @@ pub(super) fn first_live(map: &SlotMap, window: Window, len: u32) -> u32 {
 impl FoundBlocks {
     /// Finds the first `count` blocks, as far as they follow each other; each of them where a
     /// window may do without the first.
-    fn find_blocks<Buf>(&mut self, group: &Group<Buf>, history: &mut History, count: u32) {
-        let map = slot_map(group);
+    fn find_blocks(&mut self, group: &Group, history: &mut History, count: u32) {
+        let map = group.slot_map();
         recycle(&mut self.blocks);
         let (blocks, may_lack) = (&mut self.blocks, group.window.is_some());
         history.each_full(group.chain, &map, count, |content| {
@@ -175,8 +176,8 @@ impl FoundBlocks {
 
     /// The longest prefix of at most `len` tokens that this group can serve, and behind which it
     /// has `backoff` blocks more.
-    fn longest<Buf>(&self, group: &Group<Buf>, len: u32, backoff: u32) -> u32 {
-        let map = slot_map(group);
+    fn longest(&self, group: &Group, len: u32, backoff: u32) -> u32 {
+        let map = group.slot_map();
         let known = to_u32(self.blocks.len()).saturating_sub(backoff);
         let mut blocks = map.full_blocks(len).min(known);
         let Some(window) = group.window else {

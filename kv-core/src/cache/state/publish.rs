@@ -4,33 +4,28 @@
 //! to the indexed block: the sequence holds that in its place. While a step is open nothing is
 //! exchanged, because the step writes the block; what it offered early is looked at again when it
 //! is committed.
-use crate::backend::Backend;
 use crate::block::Ledger;
-use crate::cache::history::History;
-use crate::cache::undo::Undo;
-use crate::cache::{Group, KvCache, slot_map};
+use crate::cache::state::history::History;
+use crate::cache::state::undo::Undo;
+use crate::cache::state::{CacheState, Group, Unwiped};
 use crate::ids::BlockId;
-use crate::num::to_usize;
 use crate::reuse::Offered;
 use crate::spec::{PrefixReuse, PublishAt};
 
-impl<B: Backend> KvCache<B> {
+impl CacheState {
     /// Offers the index every block that the first `certain` tokens of a sequence fill. `len`
     /// tokens lie in its blocks. `is_early`: the open step has yet to write them, and takes the
     /// offer back if it is rolled back.
-    pub(super) fn store_full(&mut self, row: u32, (certain, len): (u32, u32), is_early: bool) {
-        let Self { groups, ledger, sequences, open, unwiped, spec, .. } = self;
-        let mut unwiped = spec.wipe_on_release().then_some(unwiped);
-        let Some((state, history)) = sequences.both_mut(row) else {
-            return;
-        };
+    pub(super) fn publish_full(&mut self, row: u32, (certain, len): (u32, u32), is_early: bool) {
+        let Self { groups, ledger, sequences, open, unwiped, .. } = self;
+        let (state, history) = sequences.both_mut(row);
         state.store_at = u32::MAX;
         if history.space().is_none() {
             return;
         }
         let certain = certain.min(history.known());
         for (index, group) in groups.iter_mut().enumerate() {
-            let map = slot_map(group);
+            let map = group.slot_map();
             let coded = map.coded_after(group.tables.coded(row), len).min(certain);
             let mut at = history.stored(index);
             // Tokens behind `coded` are in a tail, or are drafts.
@@ -41,7 +36,6 @@ impl<B: Backend> KvCache<B> {
                         group.pool.set_unwritten(block, is_new);
                         open.undo.push(Undo::Stored { group: index, row, at, block, is_new });
                     } else {
-                        let unwiped = unwiped.as_deref_mut();
                         group.settle_full((history, ledger, unwiped), (row, at, block), offered);
                     }
                 }
@@ -55,55 +49,45 @@ impl<B: Backend> KvCache<B> {
     /// Looks at the blocks again that the open step offered before it wrote them: those that were
     /// found already are replaced now.
     pub(super) fn settle_early(&mut self) {
-        let Self { groups, ledger, sequences, open, unwiped, spec, .. } = self;
-        let mut unwiped = spec.wipe_on_release().then_some(unwiped);
+        let Self { groups, ledger, sequences, open, unwiped, .. } = self;
         for undo in &open.undo {
             let Undo::Stored { group, row, at, block, is_new } = *undo else {
                 continue;
             };
-            let Some((group, (state, history))) =
-                groups.get_mut(group).zip(sequences.both_mut(row))
-            else {
-                continue;
-            };
+            let group = groups.at_mut(group);
+            let (state, history) = sequences.both_mut(row);
             let offered = if is_new {
                 group.pool.set_unwritten(block, false);
                 Some((block, Offered::New))
             } else {
                 // A block of which some tokens were not accepted is written again.
-                let is_full = slot_map(group).tokens(at.saturating_add(1)) <= state.len;
+                let is_full = group.slot_map().tokens(at.saturating_add(1)) <= state.len;
                 is_full.then(|| group.offer_full(history, ledger, (row, at))).flatten()
             };
             if let Some((block, offered)) = offered {
-                let unwiped = unwiped.as_deref_mut();
                 group.settle_full((history, ledger, unwiped), (row, at, block), offered);
             }
         }
     }
 
     /// Stores what a sequence leaves behind, as far as the settings want it.
-    pub(super) fn store_rest(&mut self, row: u32) {
-        let Some(state) = self.sequences.at_mut(row) else {
-            return;
-        };
+    pub(super) fn publish_rest(&mut self, row: u32) {
+        let state = self.sequences.at(row);
         let (certain, len) = (state.certain.min(state.len), state.len);
         if self.spec.publish_at() == PublishAt::Commit && certain >= state.store_at {
-            self.store_full(row, (certain, len), false);
+            self.publish_full(row, (certain, len), false);
         }
         if self.spec.prefix_reuse() != PrefixReuse::Partial {
             return;
         }
-        let Self { groups, ledger, sequences, unwiped, spec, .. } = self;
-        let mut unwiped = spec.wipe_on_release().then_some(unwiped);
-        let Some((_, history)) = sequences.both_mut(row) else {
-            return;
-        };
-        let certain = certain.min(history.known());
-        if groups.iter().any(|group| slot_map(group).has_tail()) {
+        if self.groups.have_tail() {
             return;
         }
+        let Self { groups, ledger, sequences, unwiped, .. } = self;
+        let (_, history) = sequences.both_mut(row);
+        let certain = certain.min(history.known());
         for (index, group) in groups.iter_mut().enumerate() {
-            let map = slot_map(group);
+            let map = group.slot_map();
             let last = history.stored(index);
             let is_empty = map.tokens(last) >= certain;
             let is_full = map.tokens(last.saturating_add(1)) <= certain;
@@ -111,15 +95,15 @@ impl<B: Backend> KvCache<B> {
             if is_empty || is_full || group.vacant(row).contains(&last) {
                 continue;
             }
-            let block = group.tables.row(row).get(to_usize(last)).copied();
+            let block = group.entry(row, last);
             let priority = history.priority(map.tokens(last));
             let has_priority = history.has_retention();
             let content = history.partial(group.chain, &map, (last, certain));
-            let Some((block, content)) = block.zip(content) else {
+            let Some(content) = content else {
                 continue;
             };
             match group.pool.offer(block, &content, (priority, true), ledger) {
-                Offered::New => group.drop_beginnings(block, ledger, unwiped.as_deref_mut()),
+                Offered::New => group.drop_beginnings(block, ledger, unwiped),
                 Offered::Known(known) if known != block => {
                     group.pool.renew(known);
                     if has_priority {
@@ -133,32 +117,27 @@ impl<B: Backend> KvCache<B> {
 
     /// Notes that the tokens from `len` on are gone, and their blocks: those to come are to be
     /// offered anew.
-    pub(super) fn unstore_from(&mut self, row: u32, len: u32) {
+    pub(super) fn unpublish_from(&mut self, row: u32, len: u32) {
         let Self { groups, sequences, .. } = self;
-        let Some((state, history)) = sequences.both_mut(row) else {
-            return;
-        };
+        let (state, history) = sequences.both_mut(row);
         state.certain = state.certain.min(len);
         state.store_at = 0;
-        for (index, group) in groups.iter().enumerate() {
-            let map = slot_map(group);
+        for group in groups.iter() {
+            let map = group.slot_map();
             let full = map.full_blocks(len);
             // Codes that stay in a block which is filled anew would not be those of its tokens
             // alone: such a block is not offered.
             let is_cut = map.has_tail() && group.tables.coded(row) > map.tokens(full);
-            if full < history.stored(index) {
+            if full < history.stored(group.id) {
                 // A block that others may know by its content is not written in place.
                 state.own_end = 0;
             }
-            history.cut_to(index, full, is_cut);
+            history.cut_to(group.id, full, is_cut);
         }
     }
 }
 
-/// Where emptied blocks are noted that must be zeroed, if they must.
-type Unwiped<'a> = Option<&'a mut Vec<(usize, BlockId)>>;
-
-impl<Buf> Group<Buf> {
+impl Group {
     /// Offers the index a full block of a row.
     fn offer_full(
         &mut self,
@@ -166,9 +145,9 @@ impl<Buf> Group<Buf> {
         ledger: &mut Ledger,
         (row, at): (u32, u32),
     ) -> Option<(BlockId, Offered)> {
-        let map = slot_map(self);
+        let map = self.slot_map();
         let is_withheld = self.vacant(row).contains(&at) || history.is_cut(self.id, at);
-        let block = self.tables.row(row).get(to_usize(at)).copied()?;
+        let block = self.entry(row, at);
         let priority = history.priority(map.tokens(at));
         let content = history.full(self.chain, &map, at)?;
         if is_withheld {
@@ -181,7 +160,7 @@ impl<Buf> Group<Buf> {
     /// already, or drops what the new content makes useless.
     fn settle_full(
         &mut self,
-        (history, ledger, unwiped): (&History, &mut Ledger, Unwiped<'_>),
+        (history, ledger, unwiped): (&History, &mut Ledger, &mut Unwiped),
         (row, at, block): (u32, u32, BlockId),
         offered: Offered,
     ) {
@@ -195,16 +174,15 @@ impl<Buf> Group<Buf> {
                     self.pool.renew(known);
                     false
                 } else {
-                    let replaced = self.tables.replace(row, to_usize(at), known);
-                    assert_eq!(replaced, Ok(Some(block)), "the row holds the block it offered");
+                    self.replace(row, at, (block, known));
                     self.pool.exchange(block, known)
                 };
                 if history.has_retention() {
-                    let priority = history.priority(slot_map(self).tokens(at));
+                    let priority = history.priority(self.slot_map().tokens(at));
                     self.pool.set_priority(known, priority, ledger);
                 }
-                if let Some(unwiped) = unwiped.filter(|_| is_empty) {
-                    unwiped.push((self.id, block));
+                if is_empty {
+                    unwiped.note(self.group_id(), block);
                 }
             }
             Offered::Known(_) | Offered::Refused => {}
@@ -212,12 +190,9 @@ impl<Buf> Group<Buf> {
     }
 
     /// Drops partial blocks whose whole content the new content of `block` begins with.
-    fn drop_beginnings(&mut self, block: BlockId, ledger: &mut Ledger, mut unwiped: Unwiped<'_>) {
+    fn drop_beginnings(&mut self, block: BlockId, ledger: &mut Ledger, unwiped: &mut Unwiped) {
         while let Some(beginning) = self.pool.beginning_of(block) {
-            let is_empty = self.pool.forget(beginning, ledger);
-            if let Some(unwiped) = unwiped.as_deref_mut().filter(|_| is_empty) {
-                unwiped.push((self.id, beginning));
-            }
+            self.forget(beginning, ledger, unwiped);
         }
     }
 }

@@ -1,9 +1,10 @@
 //! What the tokens of a sequence are, and the names of the blocks they fill.
 
 use crate::block::Ledger;
-use crate::cache::StartOptions;
-use crate::cache::shared_list::SharedList;
+use crate::cache::state::StartOptions;
+use crate::cache::state::shared_list::SharedList;
 use crate::eviction::{Priority, Retention};
+use crate::invariant::Invariant;
 #[cfg(test)]
 use crate::num::list_bytes;
 use crate::num::{recycle, to_u32, to_usize};
@@ -40,6 +41,7 @@ const TOKENS_SHARED: usize = 4096;
 const KEYS_SHARED: usize = 512;
 /// No block of a sequence.
 const NO_BLOCK: u32 = u32::MAX;
+const OF_GROUP: &str = "a live history has a number for every group";
 
 impl History {
     /// Starts anew with a prompt. `chains` and `groups` are those of the cache.
@@ -130,12 +132,10 @@ impl History {
         to_u32(self.tokens.len())
     }
     pub(crate) fn stored(&self, group: usize) -> u32 {
-        self.stored.get(group).copied().unwrap_or(0)
+        self.stored.get(group).copied().invariant(OF_GROUP)
     }
     pub(crate) fn set_stored(&mut self, group: usize, blocks: u32) {
-        if let Some(stored) = self.stored.get_mut(group) {
-            *stored = blocks;
-        }
+        *self.stored.get_mut(group).invariant(OF_GROUP) = blocks;
     }
 
     /// Whether a block is never offered.
@@ -145,19 +145,18 @@ impl History {
     /// Notes that the sequence was cut to `full` whole blocks; `is_cut`: the block behind them
     /// keeps codes, and is not offered when it is full again.
     pub(crate) fn cut_to(&mut self, group: usize, full: u32, is_cut: bool) {
-        let slots = (self.stored.get_mut(group), self.cut.get_mut(group));
-        if let (Some(stored), Some(cut)) = slots {
-            *stored = (*stored).min(full);
-            if *cut >= full {
-                *cut = NO_BLOCK;
+        let stored = self.stored.get_mut(group).invariant(OF_GROUP);
+        let cut = self.cut.get_mut(group).invariant(OF_GROUP);
+        *stored = (*stored).min(full);
+        if *cut >= full {
+            *cut = NO_BLOCK;
+        }
+        if is_cut {
+            // Of two such blocks the first is passed over now, with what is before it.
+            if *cut != NO_BLOCK {
+                *stored = (*stored).max(cut.saturating_add(1));
             }
-            if is_cut {
-                // Of two such blocks the first is passed over now, with what is before it.
-                if *cut != NO_BLOCK {
-                    *stored = (*stored).max(cut.saturating_add(1));
-                }
-                *cut = full;
-            }
+            *cut = full;
         }
     }
 

@@ -4,8 +4,8 @@ use std::ops::Range;
 use hashbrown::HashMap;
 
 use crate::block::BlockPool;
-use crate::cache::open::OpenEntry;
-use crate::cache::{Group, block_size, slot_map};
+use crate::cache::state::Group;
+use crate::cache::state::step_state::OpenEntry;
 use crate::ids::BlockId;
 use crate::num::{to_u32, to_usize};
 use crate::plan::{BatchEntry, Growth};
@@ -22,8 +22,8 @@ pub(super) struct Written {
 }
 
 impl Written {
-    pub(super) fn new<Buf>(group: &Group<Buf>, entry: &BatchEntry, lookahead: u32) -> Self {
-        let map = slot_map(group);
+    pub(super) fn new(group: &Group, entry: &BatchEntry, lookahead: u32) -> Self {
+        let map = group.slot_map();
         let (cached, len) = (entry.cached, entry.cached.saturating_add(entry.new_tokens));
         let growth = Growth::new(&map, group.tables.coded(entry.row), cached, len);
         let ahead = if map.has_tail() { 0 } else { map.blocks(len.saturating_add(lookahead)) };
@@ -65,20 +65,28 @@ impl Written {
 }
 
 /// A bound on the blocks a batch needs that costs nothing; above it they are counted.
-pub(super) fn demand_at_most<'a, Buf>(
-    group: &Group<Buf>,
-    entries: impl Iterator<Item = (&'a BatchEntry, &'a OpenEntry)>,
+pub(super) fn demand_at_most(
+    group: &Group,
+    entries: impl Iterator<Item = (BatchEntry, OpenEntry)>,
 ) -> u32 {
-    let map = slot_map(group);
+    let map = group.slot_map();
     let (mut tokens, mut count) = (0_u32, 0_u32);
     for (entry, detail) in entries {
         tokens = tokens.saturating_add(entry.new_tokens).saturating_add(detail.lookahead);
         count = count.saturating_add(1);
     }
     let rows = tokens.saturating_mul(map.wide_slots());
-    let blocks = rows.checked_div(block_size(group)).unwrap_or(u32::MAX);
+    let blocks = rows.checked_div(group.block_size()).unwrap_or(u32::MAX);
     let each = map.tail_blocks_max().saturating_mul(3).saturating_add(3);
     blocks.saturating_add(count.saturating_mul(each))
+}
+
+/// Blocks that nobody holds once a step begins, because they left a window.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Left {
+    pub(super) blocks: u32,
+    /// Of these, blocks whose content can be reused.
+    pub(super) stored: u32,
 }
 
 /// Counts the blocks that a batch needs of one group.
@@ -95,9 +103,9 @@ pub(super) struct Demand {
 
 impl Demand {
     /// Adds one sequence to what an open step has exchanged already.
-    pub(super) fn add<Buf>(
+    pub(super) fn add(
         &mut self,
-        group: &Group<Buf>,
+        group: &Group,
         entry: &BatchEntry,
         lookahead: u32,
         exchanged: &Exchanged,
@@ -112,7 +120,7 @@ impl Demand {
         let growth = &written.growth;
         let (begin, by) = (growth.code_blocks_before, growth.tail_blocks_before);
         for at in written.entries_had(to_u32(row.len())) {
-            let kept = written.kept(&slot_map(group), at, entry.cached);
+            let kept = written.kept(&group.slot_map(), at, entry.cached);
             // Where the entry is before the blocks of the tail go behind the others.
             let at = if growth.seals() && at >= begin { at.saturating_add(by) } else { at };
             if let Some(block) = row.get(to_usize(at)) {
@@ -128,10 +136,15 @@ impl Demand {
         *leavers = leavers.saturating_add(1);
     }
 
-    /// Blocks that all of their holders leave.
-    pub(super) fn left_by_all(&self, pool: &BlockPool) -> u32 {
-        let left = |(block, rows): &(&BlockId, &u32)| pool.holders(**block) == **rows;
-        to_u32(self.leavers.iter().filter(left).count())
+    /// Counts the blocks that all of their holders leave.
+    pub(super) fn left_by_all(&self, pool: &BlockPool) -> Left {
+        let mut left = Left::default();
+        let blocks = self.leavers.iter().filter(|(block, rows)| pool.holders(**block) == **rows);
+        for (block, _) in blocks {
+            left.blocks = left.blocks.saturating_add(1);
+            left.stored = left.stored.saturating_add(u32::from(pool.is_stored(*block)));
+        }
+        left
     }
 
     /// Counts the copy of a block of which the row has filled `kept` slots, and rows that let go of
@@ -175,6 +188,9 @@ impl Exchanged {
     pub(super) fn note(&mut self, group: usize, block: BlockId, slots: u32) {
         let filled = self.filled.entry((group, block)).or_default();
         *filled = slots.max(*filled);
+    }
+    pub(super) fn contains(&self, group: usize, block: BlockId) -> bool {
+        !self.is_empty() && self.filled.contains_key(&(group, block))
     }
     pub(super) fn filled(&self, group: usize, block: BlockId) -> u32 {
         if self.is_empty() {

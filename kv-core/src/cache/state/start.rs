@@ -1,11 +1,10 @@
 //! How sequences begin, and what they take over from cached prompts.
-use crate::backend::Backend;
-use crate::cache::history::History;
-use crate::cache::lookup::Found;
-use crate::cache::{KvCache, push_held, slot_map};
+use crate::cache::state::history::History;
+use crate::cache::state::lookup::Found;
+use crate::cache::state::{CacheState, Group};
 use crate::error::{BlocksExhausted, CacheError, PlanError};
 use crate::eviction::Retention;
-use crate::ids::{BlockId, GroupId, SequenceId};
+use crate::ids::{BlockId, SequenceId};
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::reuse::{ContentSpan, Namespace};
 use crate::spec::PrefixReuse;
@@ -98,24 +97,22 @@ pub(super) struct Lookup {
     pub(super) history: History,
 }
 
-impl<B: Backend> KvCache<B> {
-    /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step;
-    /// the first step brings the rest, at least the last token, whose logits are wanted.
-    ///
-    /// Blocks of the cached tokens are shared with those who hold them and cannot be given up while
-    /// the sequence lives.
+impl CacheState {
+    /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step:
+    /// see [`KvCache::start`](crate::KvCache::start).
     ///
     /// # Errors
     /// [`PlanError::SequenceExists`], [`PlanError::TooMany`] sequences,
     /// [`PlanError::SequenceTooLong`] for the prompt or the reserve, [`CacheError::Exhausted`] for
-    /// the reserve. Nothing changed then.
+    /// the reserve, [`PlanError::State`] while a step is open ([`Self::start_in_step`]). Nothing
+    /// changed then.
     pub fn start(
         &mut self,
         sequence: SequenceId,
         prompt: &[u32],
         options: StartOptions<'_>,
     ) -> Result<usize, CacheError> {
-        self.recover();
+        self.check_closed("start")?;
         self.start_row(sequence, prompt, options).map(|(_, tokens)| to_usize(tokens))
     }
 
@@ -132,7 +129,6 @@ impl<B: Backend> KvCache<B> {
             return Err(PlanError::SequenceTooLong { sequence, len: 0, new: asked, max }.into());
         }
         self.check_new(sequence)?;
-        self.wipe()?;
         let mut lookup = std::mem::take(&mut self.lookup);
         let is_off = options.no_reuse || self.spec.prefix_reuse() == PrefixReuse::Off;
         let space = (!is_off).then(|| self.ledger.join(options.salt, options.adapter));
@@ -206,52 +202,46 @@ impl<B: Backend> KvCache<B> {
         options: &StartOptions<'_>,
     ) -> Result<(u32, u32), CacheError> {
         let Lookup { found, history } = lookup;
-        let reserving = self.groups.iter().enumerate().filter(|_| options.reserve > 0);
-        for (index, group) in reserving {
-            let map = slot_map(group);
-            let needed = found.needed(index, group.window, &map);
+        for group in self.groups.iter().filter(|_| options.reserve > 0) {
+            let map = group.slot_map();
+            let needed = found.needed(group.id, group.window, &map);
             let taken = to_u32(needed.iter(found.part > 0).count());
             let reserved = map.blocks_reserved(options.reserve).saturating_sub(taken);
             let idle = needed.iter(found.part > 0).flatten();
             let idle = to_u32(idle.filter(|block| group.pool.is_idle(*block)).count());
             let free = group.pool.num_free().saturating_sub(idle);
             if reserved > free {
-                return Err(exhausted(index, reserved, &group.pool, idle).into());
+                let evictable = group.pool.num_idle().saturating_sub(idle);
+                return Err(exhausted(group, reserved, (free, evictable)).into());
             }
         }
         let tokens = found.tokens();
         let row = self.insert(sequence, tokens)?;
-        let wipes = self.spec.wipe_on_release();
-        for (index, group) in self.groups.iter_mut().enumerate() {
-            let map = slot_map(group);
-            let needed = found.needed(index, group.window, &map);
+        let Self { groups, ledger, unwiped, .. } = self;
+        for group in groups.iter_mut() {
+            let map = group.slot_map();
+            let needed = found.needed(group.id, group.window, &map);
             group.tables.set_live(row, needed.live(found.part > 0));
             for (block, at) in needed.iter(found.part > 0).zip(0..) {
                 if let Some(block) = block {
                     group.pool.reuse(block);
                     if options.retention.is_some() {
                         let priority = history.priority(map.tokens(at));
-                        group.pool.set_priority(block, priority, &mut self.ledger);
+                        group.pool.set_priority(block, priority, ledger);
                     }
                 }
                 // A vacant entry is in range and never read.
-                push_held(&mut group.tables, row, Some(block.unwrap_or(BlockId(0))));
+                group.push(row, block.unwrap_or(BlockId(0)));
             }
             group.tables.set_coded(row, tokens);
-            history.set_stored(index, map.full_blocks(found.whole));
-            let have = to_u32(group.tables.row(row).len());
-            for _ in have..map.blocks_reserved(options.reserve) {
-                let taken = group.pool.allocate(&mut self.ledger);
-                if let Some(taken) = taken.filter(|taken| taken.evicted && wipes) {
-                    self.unwiped.push((index, taken.block));
-                }
-                push_held(&mut group.tables, row, taken.map(|taken| taken.block));
+            history.set_stored(group.id, map.full_blocks(found.whole));
+            for _ in group.tables.row_len(row)..map.blocks_reserved(options.reserve) {
+                let block = group.take(ledger, unwiped);
+                group.push(row, block);
             }
             group.pool.tick();
         }
-        if let Some(state) = self.sequences.at_mut(row) {
-            state.reserved = options.reserve;
-        }
+        self.sequences.at_mut(row).reserved = options.reserve;
         self.sequences.swap_history(row, history);
         Ok((row, tokens))
     }
@@ -261,23 +251,23 @@ impl<B: Backend> KvCache<B> {
     /// the names of the blocks are copied and their holders counted.
     ///
     /// # Errors
-    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`].
-    pub fn fork(&mut self, parent: SequenceId, child: SequenceId) -> Result<(), CacheError> {
-        self.recover();
+    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`];
+    /// [`PlanError::State`] while a step is open.
+    pub fn fork(&mut self, parent: SequenceId, child: SequenceId) -> Result<(), PlanError> {
+        self.check_closed("fork")?;
         let (parent_row, state) = self.sequences.get(parent)?;
         let (len, certain, store_at) = (state.len, state.certain, state.store_at);
         self.check_new(child)?;
         let row = self.insert(child, len)?;
-        if let Some(state) = self.sequences.at_mut(row) {
-            (state.certain, state.store_at) = (certain, store_at);
-        }
+        let state = self.sequences.at_mut(row);
+        (state.certain, state.store_at) = (certain, store_at);
         let known = (len, self.chains.as_slice());
         self.sequences.fork_history((parent_row, row), known, &mut self.ledger);
         self.sequences.disown(parent_row);
         self.late.fork(parent_row, row);
-        for group in &mut self.groups {
+        for group in &mut *self.groups {
             let coded = group.tables.coded(parent_row);
-            let count = to_usize(slot_map(group).blocks_in(len, coded));
+            let count = to_usize(group.slot_map().blocks_in(len, coded));
             group.tables.fork_row(parent_row, row, count);
             let vacant = group.vacant(row);
             let held = group.tables.row(row).iter().zip(0..);
@@ -288,14 +278,12 @@ impl<B: Backend> KvCache<B> {
     }
 }
 
-/// Says what a pool lacks; `spoken_for`: idle blocks that are to be held, not given up.
+/// Says what a group lacks. `free`: blocks that the request could take, empty ones and the idle
+/// ones among them that `evictable` counts.
 pub(super) fn exhausted(
-    index: usize,
+    group: &Group,
     needed: u32,
-    pool: &crate::block::BlockPool,
-    spoken_for: u32,
+    (free, evictable): (u32, u32),
 ) -> BlocksExhausted {
-    let group = GroupId(u8::try_from(index).unwrap_or(u8::MAX));
-    let evictable = pool.num_idle().saturating_sub(spoken_for);
-    BlocksExhausted { group, needed, free: pool.num_empty(), evictable }
+    BlocksExhausted { group: group.group_id(), needed, free, evictable }
 }

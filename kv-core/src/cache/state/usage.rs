@@ -3,9 +3,8 @@ use std::ops::Range;
 
 use hashbrown::HashMap;
 
-use crate::backend::Backend;
 use crate::block::BlockPool;
-use crate::cache::{Group, KvCache, block_size, slot_map};
+use crate::cache::state::{CacheState, Group};
 use crate::ids::{GroupId, SequenceId};
 
 /// How full a cache is.
@@ -29,12 +28,12 @@ pub struct Usage {
     pub slots_wasted: u64,
 }
 
-impl<B: Backend> KvCache<B> {
+impl CacheState {
     /// Entries of a sequence's [block table](Self::block_table) that mean nothing, because their
     /// blocks fell out of the group's window; `None` for an unknown sequence or group.
     pub fn vacant_entries(&self, sequence: SequenceId, group: GroupId) -> Option<Range<u32>> {
         let row = self.sequences.row(sequence).ok()?;
-        Some(self.groups.get(usize::from(group.0))?.vacant(row))
+        Some(self.find_group(group)?.vacant(row))
     }
 
     /// Bytes of host memory that block tables and the plans of steps take, room that they keep for
@@ -42,8 +41,13 @@ impl<B: Backend> KvCache<B> {
     /// last steps; pools and their index are apart, a fixed size a block.
     pub fn plan_bytes(&self) -> usize {
         let tables = self.groups.iter().map(|group| group.tables.host_bytes());
-        let plans = self.open.host_bytes().saturating_add(self.scratch.host_bytes());
-        tables.fold(plans, usize::saturating_add)
+        tables.fold(self.open.host_bytes(), usize::saturating_add)
+    }
+
+    /// Bytes that the histories of all sequences take.
+    #[cfg(test)]
+    pub(in crate::cache) fn history_bytes(&self) -> usize {
+        self.sequences.history_bytes()
     }
 
     /// How full the cache is. Walks all sequences and their blocks: for reports, not for every
@@ -66,8 +70,8 @@ impl<B: Backend> KvCache<B> {
 
     /// Slots of held blocks without a committed token. A shared block's tokens are those of the
     /// holder that has most.
-    fn wasted(&self, group: &Group<B::Buffer>) -> u64 {
-        let (map, size) = (slot_map(group), block_size(group));
+    fn wasted(&self, group: &Group) -> u64 {
+        let (map, size) = (group.slot_map(), group.block_size());
         let mut filled = HashMap::new();
         for (row, state) in self.sequences.iter() {
             let vacant = group.vacant(row);

@@ -5,9 +5,10 @@ use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
 
 use crate::block::Ledger;
-use crate::cache::history::History;
+use crate::cache::state::history::History;
 use crate::error::PlanError;
 use crate::ids::SequenceId;
+use crate::invariant::Invariant;
 use crate::num::{to_u32, to_usize};
 use crate::slot_map::SlotMap;
 
@@ -36,6 +37,8 @@ pub(crate) struct Sequence {
     /// One more than there are in `recent`: the value that is never there tells a free row.
     recent_end: NonZeroU8,
 }
+
+const ROW: &str = "a live sequence has a row, and every row its lists";
 
 /// Tokens that wait to go to the history: as many as fill a cache line with the rest.
 const RECENT: usize = 6;
@@ -113,26 +116,40 @@ impl Sequences {
     }
     pub(crate) fn get(&self, id: SequenceId) -> Result<(u32, &Sequence), PlanError> {
         let row = self.row(id)?;
-        let state = self.states.get(to_usize(row)).and_then(Option::as_ref);
-        state.map(|state| (row, state)).ok_or(PlanError::UnknownSequence { sequence: id })
+        Ok((row, self.at(row)))
     }
-    pub(crate) fn at_mut(&mut self, row: u32) -> Option<&mut Sequence> {
-        self.states.get_mut(to_usize(row))?.as_mut()
+    /// The sequence of a row.
+    #[inline]
+    pub(crate) fn at(&self, row: u32) -> &Sequence {
+        self.states.get(to_usize(row)).and_then(Option::as_ref).invariant(ROW)
+    }
+    /// As [`Self::at`].
+    #[inline]
+    pub(crate) fn at_mut(&mut self, row: u32) -> &mut Sequence {
+        self.states.get_mut(to_usize(row)).and_then(Option::as_mut).invariant(ROW)
     }
 
     /// State and history of a row, with all its tokens.
-    pub(crate) fn both_mut(&mut self, row: u32) -> Option<(&mut Sequence, &mut History)> {
-        let state = self.states.get_mut(to_usize(row))?.as_mut()?;
-        let history = self.histories.get_mut(to_usize(row))?;
+    pub(crate) fn both_mut(&mut self, row: u32) -> (&mut Sequence, &mut History) {
+        let state = self.states.get_mut(to_usize(row)).and_then(Option::as_mut).invariant(ROW);
+        let history = self.histories.get_mut(to_usize(row)).invariant(ROW);
         state.flush(history);
-        Some((state, history))
+        (state, history)
+    }
+    /// Calls `each` for the state and the history of every live sequence, with its row.
+    pub(crate) fn each_mut(&mut self, mut each: impl FnMut(u32, &mut Sequence, &mut History)) {
+        for ((state, history), row) in self.states.iter_mut().zip(&mut self.histories).zip(0..) {
+            if let Some(state) = state {
+                state.flush(history);
+                each(row, state, history);
+            }
+        }
     }
     /// Exchanges the history of a row.
     pub(crate) fn swap_history(&mut self, row: u32, history: &mut History) {
-        if let Some((state, own)) = self.both_mut(row) {
-            std::mem::swap(own, history);
-            state.known = own.known();
-        }
+        let (state, own) = self.both_mut(row);
+        std::mem::swap(own, history);
+        state.known = own.known();
     }
     /// Makes the history of row `to` a copy of that of `from`, with `len` tokens.
     pub(crate) fn fork_history(
@@ -141,18 +158,13 @@ impl Sequences {
         known: (u32, &[SlotMap]),
         ledger: &mut Ledger,
     ) {
-        if self.both_mut(from).is_none() {
-            return;
-        }
+        // Its last tokens go to the history first.
+        self.both_mut(from);
         let pair = self.histories.get_disjoint_mut([to_usize(from), to_usize(to)]);
-        let Ok([parent, child]) = pair else {
-            return;
-        };
+        let [parent, child] = pair.invariant("parent and child have rows of their own");
         child.fork_from(parent, known, ledger);
         let known = child.known();
-        if let Some(state) = self.at_mut(to) {
-            state.known = known;
-        }
+        self.at_mut(to).known = known;
     }
 
     /// Notes the ids of tokens that a step brings at `position`, if they are known.
@@ -164,25 +176,20 @@ impl Sequences {
         ids: Option<&[u32]>,
         chains: &[SlotMap],
     ) {
-        let Some(state) = self.at_mut(row) else {
-            return;
-        };
+        let state = self.at_mut(row);
         // Behind tokens nobody knows, knowing more is of no use.
         let is_gap = position > state.known || (ids.is_none() && position == state.known);
         if is_gap || matches!(ids, Some(&[token]) if state.note(position, token)) {
             return;
         }
-        if let Some((state, history)) = self.both_mut(row) {
-            history.note(position, ids, chains);
-            state.known = history.known();
-        }
+        let (state, history) = self.both_mut(row);
+        history.note(position, ids, chains);
+        state.known = history.known();
     }
 
     /// Notes that a block of the row may no longer be its own.
     pub(crate) fn disown(&mut self, row: u32) {
-        if let Some(state) = self.at_mut(row) {
-            state.own_end = 0;
-        }
+        self.at_mut(row).own_end = 0;
     }
 
     pub(crate) fn insert(&mut self, id: SequenceId, len: u32) -> Result<u32, PlanError> {
@@ -196,32 +203,26 @@ impl Sequences {
             to_u32(self.states.len().saturating_sub(1))
         });
         vacant.insert(row);
-        if let Some(name) = self.ids.get_mut(to_usize(row)) {
-            *name = Some(id);
-        }
-        if let Some(state) = self.states.get_mut(to_usize(row)) {
-            *state = Some(Sequence {
-                len,
-                reserved: 0,
-                certain: len,
-                store_at: 0,
-                own_end: 0,
-                mark: 0,
-                known: 0,
-                recent: [0; RECENT],
-                recent_end: NonZeroU8::MIN,
-            });
-        }
+        *self.ids.get_mut(to_usize(row)).invariant(ROW) = Some(id);
+        let state = self.states.get_mut(to_usize(row)).invariant(ROW);
+        let before = state.replace(Sequence {
+            len,
+            reserved: 0,
+            certain: len,
+            store_at: 0,
+            own_end: 0,
+            mark: 0,
+            known: 0,
+            recent: [0; RECENT],
+            recent_end: NonZeroU8::MIN,
+        });
+        assert!(before.is_none(), "row {row} was free");
         Ok(row)
     }
     pub(crate) fn remove(&mut self, id: SequenceId) {
         if let Some(row) = self.rows.remove(&id) {
-            if let Some(state) = self.states.get_mut(to_usize(row)) {
-                *state = None;
-            }
-            if let Some(name) = self.ids.get_mut(to_usize(row)) {
-                *name = None;
-            }
+            *self.states.get_mut(to_usize(row)).invariant(ROW) = None;
+            *self.ids.get_mut(to_usize(row)).invariant(ROW) = None;
             self.free.push(row);
             self.clear_history(row);
         }
@@ -230,9 +231,7 @@ impl Sequences {
     /// Forgets what is known of a row that ended, and gives back the memory that the one which
     /// ended before has kept.
     fn clear_history(&mut self, row: u32) {
-        if let Some(history) = self.histories.get_mut(to_usize(row)) {
-            history.clear();
-        }
+        self.histories.get_mut(to_usize(row)).invariant(ROW).clear();
         let before = self.ended.replace(row).filter(|before| *before != row).map(to_usize);
         let before = before.filter(|row| self.states.get(*row).is_some_and(Option::is_none));
         if let Some(history) = before.and_then(|row| self.histories.get_mut(row)) {
@@ -243,9 +242,14 @@ impl Sequences {
     /// Lets the open step name a sequence again that it could not take. A block that the step had
     /// others let go of may be shared again.
     pub(crate) fn unmark(&mut self, id: SequenceId) {
-        if let Some(state) = self.row(id).ok().and_then(|row| self.at_mut(row)) {
-            (state.mark, state.own_end) = (0, 0);
+        if let Ok(row) = self.row(id) {
+            self.unmark_row(row);
         }
+    }
+    /// As [`Self::unmark`], for the sequence of a row.
+    pub(crate) fn unmark_row(&mut self, row: u32) {
+        let state = self.at_mut(row);
+        (state.mark, state.own_end) = (0, 0);
     }
 
     /// Finds a sequence for step `step` and refuses a second mention in the same step. `guess`: its
@@ -259,7 +263,7 @@ impl Sequences {
     ) -> Result<(u32, &Sequence), PlanError> {
         let is_right = self.ids.get(to_usize(guess)) == Some(&Some(id));
         let row = if is_right { guess } else { self.row(id)? };
-        let state = self.at_mut(row).ok_or(PlanError::UnknownSequence { sequence: id })?;
+        let state = self.at_mut(row);
         if state.mark == step {
             return Err(PlanError::DuplicateSequence { sequence: id });
         }

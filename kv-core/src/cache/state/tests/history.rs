@@ -2,7 +2,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::cache::history::History;
+use crate::cache::state::history::History;
 use crate::num::{to_u32, to_usize};
 use crate::reuse::BlockKey;
 

@@ -1,0 +1,181 @@
+//! Sequences and prefixes of a cache: what changes the books outside a step.
+//!
+//! Each call first takes a leaked step back, lets the state decide, and zeroes the blocks that lost
+//! their last holder where the spec wants that.
+use crate::backend::Backend;
+use crate::cache::KvCache;
+use crate::cache::state::{CacheState, Pin, PinId, StartOptions};
+use crate::error::CacheError;
+#[cfg(doc)]
+use crate::error::PlanError;
+use crate::events::Event;
+use crate::eviction::{EvictionPolicy, Priority};
+use crate::ids::{GroupId, SequenceId};
+
+impl<B: Backend> KvCache<B> {
+    /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step;
+    /// the first step brings the rest, at least the last token, whose logits are wanted.
+    ///
+    /// Blocks of the cached tokens are shared with those who hold them and cannot be given up while
+    /// the sequence lives.
+    ///
+    /// # Errors
+    /// [`PlanError::SequenceExists`], [`PlanError::TooMany`] sequences,
+    /// [`PlanError::SequenceTooLong`] for the prompt or the reserve, [`CacheError::Exhausted`] for
+    /// the reserve, [`PlanError::State`] while a step is held
+    /// ([`Step::start`](crate::Step::start)). Nothing changed then.
+    pub fn start(
+        &mut self,
+        sequence: SequenceId,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+    ) -> Result<usize, CacheError> {
+        self.recover();
+        self.wipe()?;
+        self.state.start(sequence, prompt, options)
+    }
+
+    /// Begins `child` with everything `parent` has committed. All blocks are shared; the last
+    /// partial one is copied when either writes to it first. Token ids are shared too, so that only
+    /// the names of the blocks are copied and their holders counted.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`];
+    /// [`PlanError::State`] while a step is held.
+    pub fn fork(&mut self, parent: SequenceId, child: SequenceId) -> Result<(), CacheError> {
+        Ok(self.recovered().fork(parent, child)?)
+    }
+
+    /// Takes tokens back, so that `sequence` has `len`; blocks beyond go back unless reserved.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`], [`PlanError::OutOfWindow`]
+    /// when what the next token sees has fallen out of a window, which keeps as many tokens more as
+    /// [`GroupBuilder::window_slack`] says: the shortest length possible is the error's `kept` and
+    /// the window's `left` together; [`PlanError::State`] while a step is held; a device failure of
+    /// the wipe, after which the truncation stands and the wipe is tried again before any block is
+    /// handed out.
+    ///
+    /// [`GroupBuilder::window_slack`]: crate::GroupBuilder::window_slack
+    pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), CacheError> {
+        self.recovered().truncate(sequence, len)?;
+        Ok(self.wipe()?)
+    }
+
+    /// Ends a sequence; blocks that nobody else holds are free. What they hold can be reused until
+    /// they are needed.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held; a device failure
+    /// of the wipe as for [`Self::truncate`].
+    pub fn release(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
+        self.recovered().release(sequence)?;
+        Ok(self.wipe()?)
+    }
+
+    /// Ends a sequence whose blocks others need more; it comes back with
+    /// [`StartOptions::resumed`], and finds what nobody needed.
+    ///
+    /// # Errors
+    /// As [`Self::release`].
+    pub fn preempt(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
+        self.recovered().preempt(sequence)?;
+        Ok(self.wipe()?)
+    }
+
+    /// Ends every sequence; what they leave to others can be reused.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is held; a device failure of the wipe as for
+    /// [`Self::truncate`].
+    pub fn reset(&mut self) -> Result<(), CacheError> {
+        self.recovered().reset()?;
+        Ok(self.wipe()?)
+    }
+
+    /// Keeps the cached blocks of a prefix, a system prompt say, until [`Self::unpin`]. Of groups
+    /// with a window, those that a sequence needs that starts with exactly this prefix. Blocks that
+    /// a held step has yet to write are not among them.
+    pub fn pin_prefix(&mut self, tokens: &[u32], options: StartOptions<'_>) -> Pin {
+        self.recovered().pin_prefix(tokens, options)
+    }
+
+    /// Lets a pinned prefix go; `false` for one that is not pinned.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
+    /// [`Self::truncate`].
+    pub fn unpin(&mut self, pin: PinId) -> Result<bool, CacheError> {
+        let was_pinned = self.recovered().unpin(pin)?;
+        self.wipe()?;
+        Ok(was_pinned)
+    }
+
+    /// Makes what this sequence alone has cached unfindable: its blocks, last first, up to the
+    /// first that another one holds or continues. The sequence goes on, and offers nothing more.
+    /// Returns the number of these blocks in all groups.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is held.
+    pub fn forget_sequence(&mut self, sequence: SequenceId) -> Result<u32, CacheError> {
+        Ok(self.recovered().forget_sequence(sequence)?)
+    }
+
+    /// Gives up the cached blocks of a prompt after its first `keep` tokens, last first, up to the
+    /// first that somebody holds or that another prompt continues. Returns the number of these
+    /// blocks in all groups.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
+    /// [`Self::truncate`].
+    pub fn forget_prefix(
+        &mut self,
+        tokens: &[u32],
+        options: StartOptions<'_>,
+        keep: u32,
+    ) -> Result<u32, CacheError> {
+        let forgotten = self.recovered().forget_prefix(tokens, options, keep)?;
+        self.wipe()?;
+        Ok(forgotten)
+    }
+
+    /// Gives up everything cached; `false`, and no change, while a sequence or a pin holds a block.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is held; a device failure of the wipe, as for
+    /// [`Self::truncate`].
+    pub fn reset_prefixes(&mut self) -> Result<bool, CacheError> {
+        let is_reset = self.recovered().reset_prefixes()?;
+        self.wipe()?;
+        Ok(is_reset)
+    }
+
+    /// Exchanges what decides which cached block of a group goes first, for a policy of the
+    /// caller's own or for another clock. It must be made for the group's number of blocks.
+    /// `false`, and no change, for an unknown group or one that has anything cached.
+    pub fn set_policy(&mut self, group: GroupId, policy: Box<dyn EvictionPolicy>) -> bool {
+        self.recovered().set_policy(group, policy)
+    }
+
+    /// Sets the priority of the cached blocks of a prompt. Returns the number of their tokens.
+    pub fn prioritise_prefix(
+        &mut self,
+        tokens: &[u32],
+        options: StartOptions<'_>,
+        priority: Priority,
+    ) -> u32 {
+        self.recovered().prioritise_prefix(tokens, options, priority)
+    }
+
+    /// Hands out the [events](crate::events) since the last call; none unless
+    /// [`CacheSpecBuilder::events`](crate::CacheSpecBuilder::events) made room for them.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.recovered().take_events()
+    }
+
+    /// The state, without a step that was leaked.
+    fn recovered(&mut self) -> &mut CacheState {
+        self.recover();
+        &mut self.state
+    }
+}

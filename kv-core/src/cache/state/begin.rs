@@ -1,0 +1,217 @@
+//! How a step begins: inputs are read, blocks reserved, the batch planned.
+//!
+//! The device works between these parts: it zeroes blocks before they are handed out, and copies
+//! blocks once the step is planned. [`CacheState::begin`] is all of them without a device.
+use crate::cache::state::input::check_queries;
+use crate::cache::state::undo::Undo;
+use crate::cache::state::{Added, CacheState, GROUP, StartOptions, StepInput};
+use crate::error::{CacheError, PlanError};
+use crate::ids::SequenceId;
+use crate::invariant::Invariant;
+use crate::num::to_usize;
+use crate::plan::{BatchEntry, SplitPolicy};
+use crate::spec::PublishAt;
+
+impl CacheState {
+    /// Opens a step for the whole batch, or changes nothing: reads what each sequence brings,
+    /// reserves the blocks and makes the plans. `workers` is the number of parallel workers that
+    /// contexts are cut for, by the number of kv heads
+    /// ([`Capabilities::workers_of_heads`](crate::backend::Capabilities::workers_of_heads)).
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is open; otherwise those of
+    /// [`KvCache::begin_step`](crate::KvCache::begin_step) but for the device's.
+    pub fn begin(
+        &mut self,
+        inputs: &[StepInput<'_>],
+        workers: impl Fn(u32) -> u32,
+    ) -> Result<(), CacheError> {
+        let added = self.reserve_batch(inputs)?;
+        let planned = self.plan(&added, workers);
+        if planned.is_err() {
+            self.roll_back();
+            return planned;
+        }
+        self.publish_early(&added);
+        Ok(())
+    }
+
+    /// Takes one more sequence into the open step, as its last entry, or changes nothing.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] without an open step; otherwise as [`Self::begin`].
+    pub fn add(
+        &mut self,
+        input: StepInput<'_>,
+        workers: impl Fn(u32) -> u32,
+    ) -> Result<(), CacheError> {
+        let added = self.reserve_more(input)?;
+        let planned = self.plan(&added, &workers);
+        if planned.is_err() {
+            self.take_back(&added);
+            self.plan(&added, workers)?;
+            return planned;
+        }
+        self.publish_early(&added);
+        Ok(())
+    }
+
+    /// Starts a sequence in the open step: it finds what the step offers with
+    /// [`PublishAt::Begin`](crate::PublishAt), and goes away if the step is rolled back.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] without an open step; otherwise as [`Self::start`].
+    pub fn start_in_step(
+        &mut self,
+        sequence: SequenceId,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+    ) -> Result<usize, CacheError> {
+        self.check_open("start")?;
+        let (_, started) = self.start_row(sequence, prompt, options)?;
+        self.open.undo.push(Undo::Started { sequence });
+        Ok(to_usize(started))
+    }
+
+    /// Opens a step and takes the blocks of its batch; changes nothing when it is refused.
+    pub(in crate::cache) fn reserve_batch(
+        &mut self,
+        inputs: &[StepInput<'_>],
+    ) -> Result<Added, CacheError> {
+        if self.open.is_open {
+            let problem = "a step is open already";
+            return Err(PlanError::State { operation: "begin step", problem }.into());
+        }
+        self.open.begin();
+        self.read_inputs(inputs)?;
+        self.open.is_open = true;
+        let reserved = self.reserve(0);
+        if let Err(refused) = reserved {
+            self.roll_back();
+            return Err(refused);
+        }
+        // No list of copies: a step that begins allocates nothing.
+        Ok(Added::default())
+    }
+
+    /// Takes the blocks of one more sequence; changes nothing when it is refused.
+    pub(in crate::cache) fn reserve_more(
+        &mut self,
+        input: StepInput<'_>,
+    ) -> Result<Added, CacheError> {
+        self.check_open("add")?;
+        let added = self.open.end();
+        self.open.growing.clear();
+        let reserved = self.read_inputs(&[input]).map_err(CacheError::from);
+        let reserved = reserved.and_then(|()| self.reserve(added.first));
+        if let Err(refused) = reserved {
+            self.take_back(&added);
+            // A second mention is refused, the first one stays.
+            if !matches!(refused, CacheError::Plan(PlanError::DuplicateSequence { .. })) {
+                self.sequences.unmark(input.sequence);
+            }
+            return Err(refused);
+        }
+        Ok(added)
+    }
+
+    /// Takes the entries from `added` on out of the open step. Its plans are those before, or must
+    /// be made again.
+    pub(in crate::cache) fn take_back(&mut self, added: &Added) {
+        self.undo_to(added.undo);
+        for at in added.first..self.open.batch.len() {
+            let (entry, _) = self.open.entry(at);
+            self.sequences.unmark_row(entry.row);
+        }
+        self.open.batch.truncate(added.first);
+        self.open.entries.truncate(added.first);
+        self.open.positions.truncate(added.positions);
+        self.open.total_q = added.total_q;
+        self.open.growing.clear();
+        for (copies, before) in self.open.copies.iter_mut().zip(&added.copies) {
+            copies.truncate(*before);
+        }
+    }
+
+    /// Checks inputs and adds them to the batch; changes no table.
+    fn read_inputs(&mut self, inputs: &[StepInput<'_>]) -> Result<(), PlanError> {
+        let max = self.spec.max_seq_len();
+        self.open.batch.reserve(inputs.len());
+        self.open.entries.reserve(inputs.len());
+        let mut only_asks = false;
+        for input in inputs {
+            let sequence = input.sequence;
+            // Batches follow each other in the same order, mostly.
+            let place = self.open.batch.len();
+            let guess = self.open.rows.get(place).copied().unwrap_or(0);
+            let (row, state) = self.sequences.mark(sequence, guess, self.open.number)?;
+            let (len, own_end) = (state.len, state.own_end);
+            let (new_tokens, queries) = input.counts(len, max)?;
+            let details = input.details();
+            if new_tokens > 0 {
+                // Tokens of a step that never happens are no harm: the next ones replace them.
+                self.sequences.note(row, len, input.ids(), &self.chains);
+                let end = len.saturating_add(new_tokens).saturating_add(details.lookahead);
+                if end > own_end {
+                    self.open.growing.push(place);
+                }
+            } else {
+                only_asks |= queries > 0;
+            }
+            self.open.batch.push(BatchEntry { row, cached: len, new_tokens, queries });
+            self.open.entries.push(details);
+            self.open.total_q = self.open.total_q.saturating_add(u64::from(queries));
+            match self.open.rows.get_mut(place) {
+                Some(known) => *known = row,
+                None => self.open.rows.push(row),
+            }
+            if self.has_windows && queries > new_tokens {
+                let first = len.saturating_add(new_tokens).saturating_sub(queries);
+                self.check_in_windows(sequence, row, (first, len))?;
+            }
+        }
+        if only_asks { check_queries(&self.open.batch, &self.spec) } else { Ok(()) }
+    }
+
+    /// Makes the plans of the whole batch, and lists the positions of the entries `added`.
+    pub(in crate::cache) fn plan(
+        &mut self,
+        added: &Added,
+        workers: impl Fn(u32) -> u32,
+    ) -> Result<(), CacheError> {
+        let determinism = self.spec.determinism();
+        for (group, plans) in self.groups.iter().zip(&mut self.open.plans) {
+            let layout = group.layout();
+            let policy = SplitPolicy { workers: workers(layout.num_kv_heads()), determinism };
+            plans.fill_private(layout, &group.tables, &self.open.batch, policy)?;
+        }
+        self.open.list_positions(added.first);
+        Ok(())
+    }
+
+    /// Copies of one group that the entries `added` need.
+    pub(in crate::cache) fn copies_added(
+        &self,
+        index: usize,
+        added: &Added,
+    ) -> &[crate::plan::BlockCopy] {
+        let copies = self.open.copies.get(index).invariant(GROUP);
+        let before = added.copies.get(index).copied().unwrap_or(0);
+        copies.get(before..).invariant("copies are only added while a step is open")
+    }
+
+    /// Offers the blocks that the entries `added` are about to fill, where the spec wants that.
+    pub(in crate::cache) fn publish_early(&mut self, added: &Added) {
+        if self.spec.publish_at() != PublishAt::Begin {
+            return;
+        }
+        for number in added.first..self.open.batch.len() {
+            let (BatchEntry { row, cached, new_tokens, .. }, details) = self.open.entry(number);
+            let len = cached.saturating_add(new_tokens);
+            let certain = len.saturating_sub(details.drafts);
+            if new_tokens > 0 && certain >= self.sequences.at(row).store_at {
+                self.publish_full(row, (certain, len), true);
+            }
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! How a step ends: lengths advance, and full blocks are offered.
+use crate::cache::state::CacheState;
+use crate::error::PlanError;
+use crate::plan::BatchEntry;
+use crate::spec::PublishAt;
+
+impl CacheState {
+    /// Ends the open step: lengths advance, and full blocks are offered to other prompts.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] without an open step.
+    pub fn commit(&mut self) -> Result<(), PlanError> {
+        self.check_open("commit")?;
+        self.commit_checked(None);
+        Ok(())
+    }
+
+    /// As [`Self::commit`], but of the new tokens of entry `b` only the first `accepted[b]` stay.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] without an open step; [`PlanError::LengthMismatch`] for a list of
+    /// another length than the batch, [`PlanError::TooMany`] for more than an entry brought: the
+    /// step is rolled back then.
+    pub fn commit_accepted(&mut self, accepted: &[u32]) -> Result<(), PlanError> {
+        self.check_open("commit")?;
+        self.check_accepted(accepted).inspect_err(|_| self.roll_back())?;
+        self.commit_checked(Some(accepted));
+        Ok(())
+    }
+
+    /// Ends the open step. `accepted`, which was checked: how many new tokens of each entry stay,
+    /// all where there is none.
+    pub(in crate::cache) fn commit_checked(&mut self, accepted: Option<&[u32]>) {
+        let has_tail = self.groups.have_tail();
+        let at_commit = self.spec.publish_at() == PublishAt::Commit;
+        for index in 0..self.open.batch.len() {
+            let (BatchEntry { row, cached, new_tokens, .. }, details) = self.open.entry(index);
+            if new_tokens == 0 {
+                continue;
+            }
+            let len = cached.saturating_add(new_tokens);
+            let certain = len.saturating_sub(details.drafts);
+            let sequence = self.sequences.at_mut(row);
+            (sequence.len, sequence.certain) = (len, certain);
+            let store_at = sequence.store_at;
+            if has_tail {
+                self.settle_tail(row, len);
+            }
+            let stays = accepted.and_then(|accepted| accepted.get(index)).copied();
+            let stays = stays.filter(|n| *n < new_tokens).map(|n| cached.saturating_add(n));
+            let certain = if accepted.is_some() { stays.unwrap_or(len) } else { certain };
+            if at_commit && certain >= store_at {
+                self.publish_full(row, (certain, len), false);
+            }
+            if let Some(len) = stays {
+                self.cut_back(row, len);
+            }
+        }
+        if !at_commit {
+            self.settle_early();
+        }
+        let Self { groups, open, unwiped, .. } = self;
+        while let Some((index, block)) = open.kept.pop() {
+            groups.at_mut(index).let_go(block, unwiped);
+        }
+        self.note_peak();
+        self.open.close();
+    }
+
+    /// Refuses numbers of accepted tokens that do not fit the batch.
+    pub(in crate::cache) fn check_accepted(&self, accepted: &[u32]) -> Result<(), PlanError> {
+        let (expected, got) = (self.open.batch.len(), accepted.len());
+        if expected != got {
+            let what = "numbers of accepted tokens";
+            return Err(PlanError::LengthMismatch { what, expected, got });
+        }
+        let too_many = accepted.iter().zip(&self.open.batch).find(|(n, e)| **n > e.new_tokens);
+        match too_many {
+            None => Ok(()),
+            Some((n, entry)) => {
+                let (got, max) = (u64::from(*n), u64::from(entry.new_tokens));
+                Err(PlanError::TooMany { what: "accepted tokens", got, max })
+            }
+        }
+    }
+}

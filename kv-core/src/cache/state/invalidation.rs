@@ -1,0 +1,107 @@
+//! What makes cached content unfindable other than eviction.
+use crate::cache::state::{CacheState, StartOptions};
+use crate::error::PlanError;
+use crate::ids::SequenceId;
+use crate::num::to_u32;
+
+impl CacheState {
+    /// Makes what this sequence alone has cached unfindable: see
+    /// [`KvCache::forget_sequence`](crate::KvCache::forget_sequence).
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is open.
+    pub fn forget_sequence(&mut self, sequence: SequenceId) -> Result<u32, PlanError> {
+        self.check_closed("forget")?;
+        let row = self.sequences.row(sequence)?;
+        let mut forgotten = 0_u32;
+        let Self { groups, ledger, unwiped, .. } = self;
+        for group in groups.iter_mut() {
+            let vacant = group.vacant(row);
+            for at in (0..group.tables.row_len(row)).rev().filter(|at| !vacant.contains(at)) {
+                let block = group.entry(row, at);
+                let Some(content) = group.pool.content(block) else {
+                    continue;
+                };
+                let is_shared = group.pool.holders(block) > 1;
+                let is_continued = || group.pool.index().has_children(content.key);
+                if is_shared || (!content.is_partial && is_continued()) {
+                    break;
+                }
+                group.forget(block, ledger, unwiped);
+                forgotten = forgotten.saturating_add(1);
+            }
+        }
+        let (_, history) = self.sequences.both_mut(row);
+        history.end(&mut self.ledger);
+        Ok(forgotten)
+    }
+
+    /// Gives up the cached blocks of a prompt after its first `keep` tokens: see
+    /// [`KvCache::forget_prefix`](crate::KvCache::forget_prefix).
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is open.
+    pub fn forget_prefix(
+        &mut self,
+        tokens: &[u32],
+        options: StartOptions<'_>,
+        keep: u32,
+    ) -> Result<u32, PlanError> {
+        self.check_closed("forget")?;
+        let lookup = self.look_up_whole(tokens, &options);
+        let mut forgotten = 0_u32;
+        let Self { groups, ledger, unwiped, .. } = self;
+        for (group, found) in groups.iter_mut().zip(&lookup.found.groups) {
+            let map = group.slot_map();
+            for (at, block) in found.blocks.iter().enumerate().rev() {
+                let Some((block, content)) =
+                    block.and_then(|block| Some((block, group.pool.content(block)?)))
+                else {
+                    continue;
+                };
+                let is_kept = map.tokens(to_u32(at)) < keep;
+                let is_needed = !group.pool.is_idle(block);
+                if is_kept || is_needed || group.pool.index().has_children(content.key) {
+                    break;
+                }
+                group.forget(block, ledger, unwiped);
+                forgotten = forgotten.saturating_add(1);
+            }
+        }
+        Ok(forgotten)
+    }
+
+    /// Gives up everything cached; `false`, and no change, while a sequence or a pin holds a block.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is open.
+    pub fn reset_prefixes(&mut self) -> Result<bool, PlanError> {
+        self.check_closed("reset")?;
+        if self.groups.iter().any(|group| group.pool.num_used() > 0) {
+            return Ok(false);
+        }
+        self.clear_index();
+        Ok(true)
+    }
+
+    /// Makes every content unfindable; those who hold blocks keep them.
+    pub(super) fn clear_index(&mut self) {
+        let Self { groups, ledger, unwiped, .. } = self;
+        for group in groups.iter_mut() {
+            for block in group.pool.clear(ledger) {
+                unwiped.note(group.group_id(), block);
+            }
+        }
+        ledger.clear();
+    }
+
+    /// Live sequences take no part in reuse from here on, and what is cached is void: the encoding
+    /// changed.
+    pub(in crate::cache) fn change_encoding(&mut self, encoding_key: u128) {
+        self.clear_index();
+        let Self { sequences, ledger, .. } = self;
+        sequences.each_mut(|_, _, history| history.end(ledger));
+        self.encoding_key = encoding_key;
+        self.ledger.namespaces_mut().set_encoding(encoding_key);
+    }
+}

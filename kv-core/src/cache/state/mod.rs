@@ -1,0 +1,376 @@
+//! The bookkeeping of a cache: which sequence holds which blocks, what can be reused, and the step
+//! that is open.
+//!
+//! Owns pools, tables, sequences, the prefix index, pins, counters and plans. Knows no device: it
+//! lists the blocks to zero and to copy, and whoever owns the bytes does that.
+mod admission;
+mod begin;
+mod block_demand;
+mod commit;
+mod history;
+mod input;
+mod invalidation;
+mod late;
+mod lookup;
+mod pins;
+mod publish;
+mod release;
+mod reserve;
+mod rows;
+mod sequences;
+mod shared_list;
+mod start;
+mod stats;
+mod step_state;
+#[cfg(test)]
+pub(super) mod tests;
+mod undo;
+mod usage;
+
+use std::ops::{Deref, DerefMut, Range};
+use std::sync::Arc;
+
+use crate::block::{BlockPool, BlockTables, Ledger};
+use crate::error::PlanError;
+use crate::eviction::{Clock, SystemClock};
+use crate::geometry::PlaneLayout;
+use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
+use crate::invariant::Invariant;
+use crate::num::to_u64;
+use crate::slot_map::SlotMap;
+use crate::spec::{CacheSpec, GroupSpec, Window};
+pub use admission::{Admission, BlockDemand};
+pub use input::StepInput;
+pub(super) use input::bounded;
+pub use pins::{Pin, PinId};
+pub(super) use rows::{Kept, Run, tokens};
+pub use start::StartOptions;
+pub use stats::Stats;
+pub(super) use step_state::Added;
+pub use usage::Usage;
+
+/// The bookkeeping of a cache, without a device and without a byte of K or V.
+///
+/// [`KvCache`](crate::KvCache) is this and the memory it describes; it dereferences to its state,
+/// so everything that only reads can be called on it too. On its own a state plans: it answers what
+/// a cache of this geometry would do with a sequence of requests, as a simulation of a scheduler or
+/// of an eviction policy needs it. Whoever keeps the bytes elsewhere zeroes
+/// [`unwiped`](Self::unwiped) blocks and makes the [`copies`](Self::copies) of each step.
+///
+/// ```
+/// use kv_core::{CacheSpec, CacheState, SequenceId, StartOptions, StepInput};
+///
+/// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(2, 8).build()?;
+/// let mut state = CacheState::new(spec, 0);
+/// let prompt = [1, 2, 3, 4, 5];
+/// for (id, cached) in [(SequenceId(0), 0), (SequenceId(1), 4)] {
+///     assert_eq!(state.start(id, &prompt, StartOptions::default())?, cached);
+///     state.begin(&[StepInput::tokens(id, &prompt[cached..])], |_| 1)?;
+///     state.commit()?;
+/// }
+/// assert_eq!(state.usage().blocks_used, 4); // two are shared
+/// # Ok::<(), kv_core::CacheError>(())
+/// ```
+#[derive(Debug)]
+pub struct CacheState {
+    spec: CacheSpec,
+    encoding_key: u128,
+    groups: Groups,
+    /// Where the blocks of tokens end, for each of the ways groups have.
+    chains: Vec<SlotMap>,
+    ledger: Ledger,
+    has_windows: bool,
+    /// Buffers of the last lookup.
+    lookup: start::Lookup,
+    pins: pins::Pins,
+    stats: Stats,
+    sequences: sequences::Sequences,
+    open: step_state::OpenStep,
+    unwiped: Unwiped,
+    /// Rows that layers on demand lack.
+    late: late::Late,
+    blocks_peak: u32,
+}
+
+/// Pool and tables of one group of layers.
+#[derive(Debug)]
+struct Group {
+    id: usize,
+    /// Layouts of K and V, cut into segments where a device needs that.
+    layouts: [PlaneLayout; 2],
+    pool: BlockPool,
+    tables: BlockTables,
+    window: Option<Window>,
+    /// Groups whose blocks end at the same tokens share the keys of their blocks: index in
+    /// [`CacheState::chains`].
+    chain: usize,
+}
+
+/// The groups of a cache. Indices come from the spec or from a group itself, so a wrong one is a
+/// bug of this crate; those of the caller go through [`CacheState::find_group`].
+#[derive(Debug)]
+struct Groups(Vec<Group>);
+
+/// Blocks that lost their last holder and wait to be zeroed, where the spec wants that.
+#[derive(Debug)]
+struct Unwiped {
+    is_on: bool,
+    blocks: Vec<(GroupId, BlockId)>,
+}
+
+impl Groups {
+    #[inline]
+    fn at(&self, index: usize) -> &Group {
+        self.0.get(index).invariant(GROUP)
+    }
+    #[inline]
+    fn at_mut(&mut self, index: usize) -> &mut Group {
+        self.0.get_mut(index).invariant(GROUP)
+    }
+    fn have_tail(&self) -> bool {
+        self.iter().any(|group| group.slot_map().has_tail())
+    }
+}
+
+const GROUP: &str = "the index of a group is below the number of groups";
+
+impl Deref for Groups {
+    type Target = [Group];
+    fn deref(&self) -> &[Group] {
+        &self.0
+    }
+}
+
+impl DerefMut for Groups {
+    fn deref_mut(&mut self) -> &mut [Group] {
+        &mut self.0
+    }
+}
+
+impl Unwiped {
+    fn note(&mut self, group: GroupId, block: BlockId) {
+        if self.is_on {
+            self.blocks.push((group, block));
+        }
+    }
+}
+
+impl Group {
+    fn new(spec: &CacheSpec, index: usize, chain: usize, clock: &Arc<dyn Clock>) -> Self {
+        let group = spec.groups().get(index).invariant(GROUP);
+        let num_blocks = group.num_blocks();
+        let policy = spec.eviction().policy(num_blocks, clock);
+        Self {
+            id: index,
+            layouts: *group.layouts(),
+            pool: BlockPool::new(group_id(index), num_blocks, group.block_size(), policy),
+            tables: BlockTables::new(num_blocks, if group.is_contiguous() { 1 } else { 4 }),
+            window: group.window(),
+            chain,
+        }
+    }
+
+    fn group_id(&self) -> GroupId {
+        group_id(self.id)
+    }
+    /// The layout that plans are made with: blocks of K and V are cut alike.
+    fn layout(&self) -> &PlaneLayout {
+        let [k, _] = &self.layouts;
+        k
+    }
+    fn slot_map(&self) -> SlotMap {
+        *self.layout().slot_map()
+    }
+    fn block_size(&self) -> u32 {
+        self.layout().block_size()
+    }
+
+    /// Entries of a row that fell out of the window.
+    fn vacant(&self, row: u32) -> Range<u32> {
+        let live = self.tables.live(row);
+        if live == 0 { 0..0 } else { lookup::sink_blocks(self.window, &self.slot_map())..live }
+    }
+
+    /// Takes a block that the demand of the step or of the reserve counted.
+    fn take(&mut self, ledger: &mut Ledger, unwiped: &mut Unwiped) -> BlockId {
+        self.try_take(ledger, unwiped).invariant("blocks are counted before they are taken")
+    }
+
+    fn try_take(&mut self, ledger: &mut Ledger, unwiped: &mut Unwiped) -> Option<BlockId> {
+        let taken = self.pool.allocate(ledger)?;
+        if taken.evicted {
+            unwiped.note(self.group_id(), taken.block);
+        }
+        Some(taken.block)
+    }
+
+    /// Takes a holder of a block away.
+    fn let_go(&mut self, block: BlockId, unwiped: &mut Unwiped) {
+        if self.pool.release(block) {
+            unwiped.note(self.group_id(), block);
+        }
+    }
+
+    /// Makes the content of a block unfindable.
+    fn forget(&mut self, block: BlockId, ledger: &mut Ledger, unwiped: &mut Unwiped) {
+        if self.pool.forget(block, ledger) {
+            unwiped.note(self.group_id(), block);
+        }
+    }
+
+    /// Appends a block of this group's pool to a row.
+    fn push(&mut self, row: u32, block: BlockId) {
+        self.tables.push(row, block).invariant("a sequence has a row, and the pool its blocks");
+    }
+
+    /// Entry `at` of a row.
+    fn entry(&self, row: u32, at: u32) -> BlockId {
+        let block = self.tables.row(row).get(crate::num::to_usize(at)).copied();
+        block.invariant("a row has an entry for every block of its sequence")
+    }
+}
+
+fn group_id(index: usize) -> GroupId {
+    GroupId(u8::try_from(index).invariant("a spec has at most 255 groups"))
+}
+
+impl CacheState {
+    /// The state of an empty cache. `encoding_key` is what the bytes of a block depend on besides
+    /// its tokens ([`Self::encoding_key`]), and part of the names of blocks; any number will do
+    /// where no bytes are exchanged with others.
+    pub fn new(spec: CacheSpec, encoding_key: u128) -> Self {
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
+        let mut groups = Vec::with_capacity(spec.groups().len());
+        let mut chains = Vec::new();
+        for (index, map) in spec.groups().iter().map(GroupSpec::slot_map).enumerate() {
+            let chain = chains.iter().position(|known| known == map).unwrap_or_else(|| {
+                chains.push(*map);
+                chains.len().saturating_sub(1)
+            });
+            groups.push(Group::new(&spec, index, chain, &clock));
+        }
+        Self {
+            ledger: Ledger::new(encoding_key, spec.events()),
+            chains,
+            has_windows: groups.iter().any(|group| group.window.is_some()),
+            lookup: start::Lookup::default(),
+            pins: pins::Pins::default(),
+            stats: Stats::default(),
+            sequences: sequences::Sequences::default(),
+            open: step_state::OpenStep::new(groups.len()),
+            unwiped: Unwiped { is_on: spec.wipe_on_release(), blocks: Vec::new() },
+            late: late::Late::default(),
+            blocks_peak: 0,
+            encoding_key,
+            groups: Groups(groups),
+            spec,
+        }
+    }
+
+    /// Plans with the layouts of planes as a device has cut them; blocks and slots stay.
+    pub(super) fn set_layouts(&mut self, layouts: impl IntoIterator<Item = [PlaneLayout; 2]>) {
+        for (group, layouts) in self.groups.iter_mut().zip(layouts) {
+            group.layouts = layouts;
+        }
+    }
+
+    /// The geometry.
+    pub fn spec(&self) -> &CacheSpec {
+        &self.spec
+    }
+    /// What the bytes of a block depend on besides its tokens: formats, transforms, sinks, and the
+    /// constants, hashed (XXH3). Blocks may go from one cache to another only where this is equal
+    /// and the model is the same.
+    pub fn encoding_key(&self) -> u128 {
+        self.encoding_key
+    }
+
+    /// Committed tokens of a sequence, `None` for an unknown one.
+    pub fn seq_len(&self, sequence: SequenceId) -> Option<u32> {
+        self.sequences.get(sequence).ok().map(|(_, state)| state.len)
+    }
+    /// Whether a sequence is live.
+    pub fn contains(&self, sequence: SequenceId) -> bool {
+        self.sequences.contains(sequence)
+    }
+    /// Live sequences, in no particular order.
+    pub fn sequences(&self) -> impl Iterator<Item = SequenceId> + '_ {
+        self.sequences.ids()
+    }
+    /// Number of live sequences.
+    pub fn num_sequences(&self) -> usize {
+        self.sequences.len()
+    }
+    /// Blocks of a sequence in token order, reserved ones included.
+    pub fn block_table(&self, sequence: SequenceId, group: GroupId) -> Option<&[BlockId]> {
+        let row = self.sequences.row(sequence).ok()?;
+        Some(self.find_group(group)?.tables.row(row))
+    }
+    /// Blocks of a group that nobody holds: empty ones, and idle ones whose content is given up
+    /// when they are taken. 0 for an unknown group.
+    pub fn free_blocks(&self, group: GroupId) -> u32 {
+        self.find_group(group).map_or(0, |group| group.pool.num_free())
+    }
+    /// Pool of one group.
+    pub fn pool(&self, group: GroupId) -> Option<&BlockPool> {
+        self.find_group(group).map(|group| &group.pool)
+    }
+    /// Tokens that a group keeps.
+    pub(super) fn window(&self, index: usize) -> Option<Window> {
+        self.groups.at(index).window
+    }
+    /// Block tables of one group.
+    pub(super) fn tables(&self, index: usize) -> &BlockTables {
+        &self.groups.at(index).tables
+    }
+
+    /// The group of a caller's number.
+    fn find_group(&self, group: GroupId) -> Option<&Group> {
+        self.groups.get(usize::from(group.0))
+    }
+
+    /// Group index and index inside the group of a layer.
+    pub(super) fn locate(&self, layer: LayerId) -> Result<(usize, usize), PlanError> {
+        let num_layers = self.spec.num_layers();
+        let place = self.spec.locate(layer).ok_or(PlanError::UnknownLayer { layer, num_layers })?;
+        Ok((usize::from(place.0.0), place.1))
+    }
+
+    /// Blocks whose bytes must be zeroed before they are handed out, by the setting
+    /// [`wipe_on_release`](crate::CacheSpecBuilder::wipe_on_release): those that lost their last
+    /// holder or their content. [`Self::pop_unwiped`] takes the last one off.
+    pub fn unwiped(&self) -> &[(GroupId, BlockId)] {
+        &self.unwiped.blocks
+    }
+    /// Notes that the last of the [`unwiped`](Self::unwiped) blocks was zeroed.
+    pub fn pop_unwiped(&mut self) -> Option<(GroupId, BlockId)> {
+        self.unwiped.blocks.pop()
+    }
+
+    fn check_new(&self, sequence: SequenceId) -> Result<(), PlanError> {
+        if self.sequences.contains(sequence) {
+            return Err(PlanError::SequenceExists { sequence });
+        }
+        let (got, max) =
+            (to_u64(self.sequences.len()).saturating_add(1), self.spec.max_sequences());
+        if got > u64::from(max) {
+            return Err(PlanError::TooMany { what: "sequences", got, max: u64::from(max) });
+        }
+        Ok(())
+    }
+
+    /// A row for a new sequence, empty in all tables.
+    fn insert(&mut self, sequence: SequenceId, len: u32) -> Result<u32, PlanError> {
+        let row = self.sequences.insert(sequence, len)?;
+        let rows = self.sequences.num_rows();
+        for group in &mut *self.groups {
+            group.tables.ensure_rows(rows);
+        }
+        Ok(row)
+    }
+
+    fn note_peak(&mut self) {
+        let used = self.groups.iter().map(|group| group.pool.num_used()).sum();
+        self.blocks_peak = self.blocks_peak.max(used);
+    }
+}

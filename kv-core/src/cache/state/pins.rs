@@ -1,0 +1,157 @@
+//! Prefixes that stay cached although no sequence runs on them, and what a cached block is worth.
+use hashbrown::HashMap;
+
+use crate::cache::state::start::Lookup;
+use crate::cache::state::{CacheState, Group, StartOptions};
+use crate::error::PlanError;
+use crate::events::{Event, Snapshot, StoredBlock, Tier};
+use crate::eviction::{EvictionPolicy, Priority};
+use crate::ids::{BlockId, GroupId};
+use crate::num::to_u32;
+
+/// Names a pinned prefix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PinId(u64);
+
+/// A prefix that stays cached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "a name and what it names")]
+pub struct Pin {
+    /// For [`KvCache::unpin`](crate::KvCache::unpin).
+    pub id: PinId,
+    /// Tokens it keeps, a boundary of blocks: fewer than the prefix has where fewer are cached.
+    pub tokens: u32,
+}
+
+/// Blocks held by pins, group by group.
+#[derive(Debug, Default)]
+pub(super) struct Pins {
+    next: u64,
+    held: HashMap<PinId, Vec<(usize, BlockId)>>,
+}
+
+impl Pins {
+    pub(super) fn blocks(&self) -> impl Iterator<Item = (usize, BlockId)> + '_ {
+        self.held.values().flatten().copied()
+    }
+}
+
+impl CacheState {
+    /// Keeps the cached blocks of a prefix until [`Self::unpin`]: see
+    /// [`KvCache::pin_prefix`](crate::KvCache::pin_prefix).
+    pub fn pin_prefix(&mut self, tokens: &[u32], options: StartOptions<'_>) -> Pin {
+        let mut lookup = self.look_up_whole(tokens, &options);
+        // A block that the open step has yet to write may never be.
+        while let Some(written) = self.written_before(&lookup) {
+            let tokens = tokens.get(..crate::num::to_usize(written)).unwrap_or(tokens);
+            lookup = self.look_up_whole(tokens, &options);
+        }
+        let mut blocks = Vec::new();
+        for (index, group) in self.groups.iter_mut().enumerate() {
+            let map = group.slot_map();
+            let needed = lookup.found.needed(index, group.window, &map);
+            for block in needed.iter(false).flatten() {
+                group.pool.reuse(block);
+                blocks.push((index, block));
+            }
+        }
+        let id = PinId(self.pins.next);
+        self.pins.next = self.pins.next.saturating_add(1);
+        self.pins.held.insert(id, blocks);
+        self.note_peak();
+        Pin { id, tokens: lookup.found.whole }
+    }
+
+    /// Tokens before the first block of a hit that the open step has yet to write; `None` where all
+    /// are written.
+    fn written_before(&self, lookup: &Lookup) -> Option<u32> {
+        if !self.open.is_open {
+            return None;
+        }
+        let unwritten = |group: &Group| {
+            let map = group.slot_map();
+            let needed = lookup.found.needed(group.id, group.window, &map);
+            let mut blocks = needed.iter(false).zip(0..);
+            let first = blocks.find(|(block, _)| block.is_some_and(|b| group.pool.is_unwritten(b)));
+            first.map(|(_, at)| map.tokens(at))
+        };
+        self.groups.iter().filter_map(unwritten).min()
+    }
+
+    /// Lets a pinned prefix go; `false` for one that is not pinned.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is open.
+    pub fn unpin(&mut self, pin: PinId) -> Result<bool, PlanError> {
+        self.check_closed("unpin")?;
+        let Some(blocks) = self.pins.held.remove(&pin) else {
+            return Ok(false);
+        };
+        for (index, block) in blocks.into_iter().rev() {
+            self.groups.at_mut(index).let_go(block, &mut self.unwiped);
+        }
+        Ok(true)
+    }
+
+    /// Blocks of a group that pins hold; one that several hold comes as often.
+    pub fn pinned_blocks(&self, group: GroupId) -> impl Iterator<Item = BlockId> + '_ {
+        let index = usize::from(group.0);
+        self.pins.blocks().filter(move |(of, _)| *of == index).map(|(_, block)| block)
+    }
+
+    /// Exchanges what decides which cached block of a group goes first: see
+    /// [`KvCache::set_policy`](crate::KvCache::set_policy).
+    pub fn set_policy(&mut self, group: GroupId, policy: Box<dyn EvictionPolicy>) -> bool {
+        let group = self.groups.get_mut(usize::from(group.0));
+        group.is_some_and(|group| group.pool.set_policy(policy))
+    }
+
+    /// Sets the priority of the cached blocks of a prompt. Returns the number of their tokens.
+    pub fn prioritise_prefix(
+        &mut self,
+        tokens: &[u32],
+        options: StartOptions<'_>,
+        priority: Priority,
+    ) -> u32 {
+        let lookup = self.look_up_whole(tokens, &options);
+        for (group, found) in self.groups.iter_mut().zip(&lookup.found.groups) {
+            for block in found.blocks.iter().flatten() {
+                group.pool.set_priority(*block, priority, &mut self.ledger);
+            }
+        }
+        lookup.found.whole
+    }
+
+    /// Hands out the [events](crate::events) since the last call; none unless
+    /// [`CacheSpecBuilder::events`](crate::CacheSpecBuilder::events) made room for them.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        self.ledger.take_events()
+    }
+
+    /// Everything that can be reused now, for those who have lost events or come later. Apply it,
+    /// then the events from [`Snapshot::next_id`] on.
+    pub fn snapshot(&self) -> Snapshot {
+        let mut blocks = Vec::new();
+        for group in self.groups.iter() {
+            let full = group.pool.index().iter().filter(|block| !block.is_partial);
+            blocks.extend(full.map(|block| StoredBlock {
+                group: group.group_id(),
+                key: block.key,
+                parent: block.parent,
+                index: block.index,
+                tokens: block.tokens.into(),
+                tier: Tier::Device,
+                priority: block.priority,
+            }));
+        }
+        Snapshot { next_id: self.ledger.next_event(), blocks }
+    }
+
+    /// Looks up all of a prompt, its last token too.
+    pub(super) fn look_up_whole(&self, tokens: &[u32], options: &StartOptions<'_>) -> Lookup {
+        let mut lookup = Lookup::default();
+        let space = self.ledger.find_namespace(options.salt, options.adapter);
+        self.look_up_to(&mut lookup, (space, to_u32(tokens.len())), tokens, options);
+        lookup
+    }
+}

@@ -1,0 +1,216 @@
+//! How sequences become shorter and end.
+use crate::cache::state::{CacheState, lookup};
+use crate::error::PlanError;
+use crate::ids::SequenceId;
+use crate::invariant::Invariant;
+use crate::num::{to_u32, to_usize};
+
+impl CacheState {
+    /// Takes tokens back, so that `sequence` has `len`: see
+    /// [`KvCache::truncate`](crate::KvCache::truncate).
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`], [`PlanError::SequenceTooShort`], [`PlanError::OutOfWindow`];
+    /// [`PlanError::State`] while a step is open.
+    pub fn truncate(&mut self, sequence: SequenceId, len: u32) -> Result<(), PlanError> {
+        self.check_closed("truncate")?;
+        let (row, state) = self.sequences.get(sequence)?;
+        if len > state.len {
+            let (asked, len) = (len, state.len);
+            return Err(PlanError::SequenceTooShort { sequence, len, asked });
+        }
+        if len < state.len {
+            let reserved = state.reserved;
+            self.check_in_windows(sequence, row, (len, len))?;
+            self.sequences.at_mut(row).len = len;
+            self.drop_blocks(row, len, reserved);
+            self.unpublish_from(row, len);
+            self.sequences.disown(row);
+            self.late.truncate(row, len);
+        }
+        Ok(())
+    }
+
+    /// Takes tokens back whose slots stay with the sequence.
+    pub(super) fn cut_back(&mut self, row: u32, len: u32) {
+        if self.groups.have_tail() {
+            let reserved = self.sequences.at(row).reserved;
+            self.drop_blocks(row, len, reserved);
+        }
+        self.sequences.at_mut(row).len = len;
+        self.unpublish_from(row, len);
+    }
+
+    /// The row of a sequence, whose `len` tokens from `begin` on can be read in one group.
+    pub(in crate::cache) fn row_of(
+        &self,
+        sequence: SequenceId,
+        group: usize,
+        (begin, len): (u32, u32),
+    ) -> Result<u32, PlanError> {
+        let (row, state) = self.sequences.get(sequence)?;
+        let asked = begin.saturating_add(len);
+        if asked > state.len {
+            let len = state.len;
+            return Err(PlanError::SequenceTooShort { sequence, len, asked });
+        }
+        let group = self.groups.at(group);
+        let (map, vacant) = (group.slot_map(), group.vacant(row));
+        let (gone, kept) = (map.tokens(vacant.start), map.tokens(vacant.end));
+        if !vacant.is_empty() && begin < kept && asked > gone && begin < asked {
+            return Err(PlanError::OutOfWindow { sequence, asked: begin, kept });
+        }
+        Ok(row)
+    }
+
+    /// Row and length of a sequence.
+    pub(in crate::cache) fn row_and_len(
+        &self,
+        sequence: SequenceId,
+    ) -> Result<(u32, u32), PlanError> {
+        self.sequences.get(sequence).map(|(row, state)| (row, state.len))
+    }
+
+    /// Row and length of a sequence that has reserved the slots of `tokens` tokens more.
+    pub(in crate::cache) fn room_ahead(
+        &self,
+        sequence: SequenceId,
+        tokens: u32,
+    ) -> Result<(u32, u32), PlanError> {
+        let (row, state) = self.sequences.get(sequence)?;
+        let (len, max) = (state.len, state.reserved);
+        match len.checked_add(tokens) {
+            Some(ahead) if ahead <= max => Ok((row, len)),
+            _ => Err(PlanError::SequenceTooLong { sequence, len, new: u64::from(tokens), max }),
+        }
+    }
+
+    /// Sets the length of a sequence whose rows were written outside a step.
+    pub(in crate::cache) fn set_len(&mut self, row: u32, len: u32) {
+        self.sequences.at_mut(row).len = len;
+    }
+
+    /// Refuses queries from position `first` on, behind `len` tokens, that would see what fell out
+    /// of a window.
+    pub(super) fn check_in_windows(
+        &self,
+        sequence: SequenceId,
+        row: u32,
+        (first, len): (u32, u32),
+    ) -> Result<(), PlanError> {
+        for group in self.groups.iter() {
+            let (map, vacant) = (group.slot_map(), group.vacant(row));
+            let Some(window) = group.window.filter(|_| !vacant.is_empty()) else {
+                continue;
+            };
+            let seen = lookup::first_live(&map, window, first).max(vacant.start);
+            if seen < vacant.end.min(map.blocks(len)) {
+                let kept = map.tokens(vacant.end);
+                return Err(PlanError::OutOfWindow { sequence, asked: first, kept });
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends a sequence; blocks that nobody else holds are free. What they hold can be reused until
+    /// they are needed.
+    ///
+    /// # Errors
+    /// [`PlanError::UnknownSequence`]; [`PlanError::State`] while a step is open.
+    pub fn release(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
+        self.check_closed("release")?;
+        let row = self.sequences.row(sequence)?;
+        self.end(sequence, row);
+        Ok(())
+    }
+
+    /// As [`Self::release`], counted among [`Stats::preemptions`](crate::Stats::preemptions).
+    ///
+    /// # Errors
+    /// As [`Self::release`].
+    pub fn preempt(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
+        self.release(sequence)?;
+        self.stats.preemptions = self.stats.preemptions.saturating_add(1);
+        Ok(())
+    }
+
+    /// Ends every sequence; what they leave to others can be reused.
+    ///
+    /// # Errors
+    /// [`PlanError::State`] while a step is open.
+    pub fn reset(&mut self) -> Result<(), PlanError> {
+        self.check_closed("reset")?;
+        let ids: Vec<_> = self.sequences.ids().collect();
+        ids.into_iter().try_for_each(|id| self.release(id))
+    }
+
+    fn end(&mut self, sequence: SequenceId, row: u32) {
+        self.publish_rest(row);
+        self.drop_row(sequence, row);
+    }
+
+    fn drop_row(&mut self, sequence: SequenceId, row: u32) {
+        self.drop_blocks(row, 0, 0);
+        self.late.end(row);
+        let (_, history) = self.sequences.both_mut(row);
+        history.end(&mut self.ledger);
+        self.sequences.remove(sequence);
+    }
+
+    /// Ends a sequence that began in a step that never happened.
+    pub(super) fn unstart(&mut self, sequence: SequenceId) {
+        let row = self.sequences.row(sequence);
+        self.drop_row(sequence, row.invariant("a sequence of an open step ends with the step"));
+    }
+
+    /// Notes what is codes in a committed sequence of `len` tokens and gives the blocks of a tail
+    /// back that has become codes.
+    pub(super) fn settle_tail(&mut self, row: u32, len: u32) {
+        let reserved = self.sequences.at(row).reserved;
+        for index in 0..self.groups.len() {
+            let group = self.groups.at_mut(index);
+            let map = group.slot_map();
+            if map.has_tail() {
+                let coded = map.coded_after(group.tables.coded(row), len);
+                group.tables.set_coded(row, coded);
+                let keep = map.blocks_in(len, coded).max(map.blocks_reserved(reserved));
+                self.shorten(index, row, to_usize(keep));
+            }
+        }
+    }
+
+    /// Lets go of the blocks that a sequence of `len` tokens does not need, last first; `reserved`
+    /// tokens keep theirs.
+    pub(super) fn drop_blocks(&mut self, row: u32, len: u32, reserved: u32) {
+        for index in 0..self.groups.len() {
+            let group = self.groups.at_mut(index);
+            let map = group.slot_map();
+            let coded = map.coded_truncated(group.tables.coded(row), len);
+            group.tables.set_coded(row, coded);
+            let needed = map.blocks_in(len, coded);
+            // Reserved entries that fell out of a window are no blocks any more: what comes anew
+            // gets others.
+            let is_left = group.vacant(row).end > needed;
+            let reserved = if is_left { 0 } else { map.blocks_reserved(reserved) };
+            let keep = needed.max(reserved);
+            self.shorten(index, row, to_usize(keep));
+        }
+    }
+
+    /// Lets go of a row's blocks beyond the first `keep`, last first.
+    pub(super) fn shorten(&mut self, index: usize, row: u32, keep: usize) {
+        let Self { groups, unwiped, .. } = self;
+        let group = groups.at_mut(index);
+        let vacant = group.vacant(row);
+        let id = group.group_id();
+        let blocks = group.tables.row(row).iter().enumerate().skip(keep).rev();
+        for (_, block) in blocks.filter(|(at, _)| !vacant.contains(&to_u32(*at))) {
+            if group.pool.release(*block) {
+                unwiped.note(id, *block);
+            }
+        }
+        group.tables.truncate(row, keep);
+        let live = group.tables.live(row).min(to_u32(group.tables.row(row).len()));
+        group.tables.set_live(row, live);
+    }
+}

@@ -1,0 +1,219 @@
+//! The step that is open: its batch, its plans, and how each of its changes is undone.
+use crate::cache::state::block_demand::Exchanged;
+use crate::cache::state::undo::Undo;
+use crate::cache::state::{CacheState, GROUP, Group};
+use crate::error::PlanError;
+use crate::ids::{BlockId, GroupId};
+use crate::invariant::Invariant;
+use crate::num::{list_bytes, recycle};
+use crate::plan::{AttentionPlan, BatchEntry, BlockCopy, PlanBuffers, PlannedSequence, WritePlan};
+
+/// What is known of one batch entry besides its counts.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct OpenEntry {
+    /// Last new tokens that may be taken back.
+    pub(super) drafts: u32,
+    /// Tokens after the new ones whose slots are taken too.
+    pub(super) lookahead: u32,
+}
+
+/// The open step of a cache, and the buffers all its steps share.
+#[derive(Debug)]
+pub(super) struct OpenStep {
+    pub(super) is_open: bool,
+    /// Number of this step, to mark sequences with.
+    pub(super) number: u64,
+    pub(super) batch: Vec<BatchEntry>,
+    /// Rows of the entries, and of those of a longer batch before.
+    pub(super) rows: Vec<u32>,
+    /// What else is known of the batch, entry by entry.
+    pub(super) entries: Vec<OpenEntry>,
+    /// Plans, by group.
+    pub(super) plans: Vec<PlanBuffers>,
+    pub(super) positions: Vec<u32>,
+    /// Queries of the batch.
+    pub(super) total_q: u64,
+    pub(super) undo: Vec<Undo>,
+    /// Entries that were last added and that need blocks, or others than they have.
+    pub(super) growing: Vec<usize>,
+    pub(super) exchanged: Exchanged,
+    /// Blocks that were exchanged for a copy, and that nobody else holds: let go when the step
+    /// ends.
+    pub(super) kept: Vec<(usize, BlockId)>,
+    /// Row, entry and filled slots of blocks that are written though others may reuse them; of one
+    /// group, while its blocks are taken.
+    pub(super) stored_targets: Vec<(u32, u32, u32)>,
+    /// Copy-on-write, by group.
+    pub(super) copies: Vec<Vec<BlockCopy>>,
+}
+
+/// Where the entries begin that were added to an open step, in each of its lists.
+#[derive(Debug, Default)]
+pub(crate) struct Added {
+    pub(super) first: usize,
+    pub(super) positions: usize,
+    pub(super) total_q: u64,
+    pub(super) undo: usize,
+    /// Copies listed before, by group; none for a step that begins.
+    pub(super) copies: Vec<usize>,
+}
+
+const ADDED: &str = "entries are added at the end of the batch";
+
+impl OpenStep {
+    pub(super) fn new(groups: usize) -> Self {
+        Self {
+            is_open: false,
+            number: 0,
+            batch: Vec::new(),
+            rows: Vec::new(),
+            entries: Vec::new(),
+            growing: Vec::new(),
+            exchanged: Exchanged::default(),
+            kept: Vec::new(),
+            stored_targets: Vec::new(),
+            plans: (0..groups).map(|_| PlanBuffers::default()).collect(),
+            positions: Vec::new(),
+            total_q: 0,
+            undo: Vec::new(),
+            copies: (0..groups).map(|_| Vec::new()).collect(),
+        }
+    }
+
+    /// Bytes that the lists and plans of steps take.
+    pub(super) fn host_bytes(&self) -> usize {
+        let lists = [
+            list_bytes(&self.batch),
+            list_bytes(&self.rows),
+            list_bytes(&self.entries),
+            list_bytes(&self.positions),
+            list_bytes(&self.undo),
+            list_bytes(&self.growing),
+            list_bytes(&self.kept),
+            list_bytes(&self.stored_targets),
+        ];
+        let plans = self.plans.iter().map(PlanBuffers::host_bytes);
+        let copies = self.copies.iter().map(list_bytes);
+        lists.into_iter().chain(plans).chain(copies).fold(0, usize::saturating_add)
+    }
+
+    /// Empties the lists for a step that begins.
+    pub(super) fn begin(&mut self) {
+        self.number = self.number.wrapping_add(1).max(1);
+        recycle(&mut self.batch);
+        recycle(&mut self.entries);
+        recycle(&mut self.positions);
+        self.total_q = 0;
+        recycle(&mut self.growing);
+    }
+
+    pub(super) fn close(&mut self) {
+        self.is_open = false;
+        recycle(&mut self.undo);
+        self.exchanged.clear();
+        recycle(&mut self.kept);
+        recycle(&mut self.stored_targets);
+        self.copies.iter_mut().for_each(recycle);
+    }
+
+    /// Where entries go that are added now.
+    pub(super) fn end(&self) -> Added {
+        Added {
+            first: self.batch.len(),
+            positions: self.positions.len(),
+            total_q: self.total_q,
+            undo: self.undo.len(),
+            copies: self.copies.iter().map(Vec::len).collect(),
+        }
+    }
+
+    pub(super) fn entry(&self, number: usize) -> (BatchEntry, OpenEntry) {
+        let entry = self.batch.get(number).zip(self.entries.get(number));
+        let (entry, details) = entry.invariant("every entry of a batch has its details");
+        (*entry, *details)
+    }
+
+    /// Entries from `first` on.
+    pub(super) fn batch_from(&self, first: usize) -> &[BatchEntry] {
+        self.batch.get(first..).invariant(ADDED)
+    }
+
+    /// Lists the positions of queries, of entries from `first` on. The batch has its blocks by
+    /// then, so that it is no larger than the pools allow.
+    pub(super) fn list_positions(&mut self, first: usize) {
+        let Self { batch, positions, .. } = self;
+        let batch = batch.get(first..).invariant(ADDED);
+        // Query i stands at kv_len - queries + i; queries beyond the keys stand at 0.
+        let kv_len = |entry: &BatchEntry| entry.cached.saturating_add(entry.new_tokens);
+        let first = |entry: &BatchEntry| kv_len(entry).saturating_sub(entry.queries);
+        if batch.iter().all(|entry| entry.queries == 1) {
+            positions.extend(batch.iter().map(first));
+            return;
+        }
+        for entry in batch {
+            let first = first(entry);
+            positions.extend((0..entry.queries).map(|i| first.saturating_add(i)));
+        }
+    }
+}
+
+impl CacheState {
+    /// Whether a step was begun and neither committed nor rolled back.
+    pub fn is_step_open(&self) -> bool {
+        self.open.is_open
+    }
+    /// Position of every query of the open step in its sequence, entries one after another; of the
+    /// last step where none is open.
+    pub fn positions(&self) -> &[u32] {
+        &self.open.positions
+    }
+    /// The plans of the open step for one group, of the last step where none is open; `None` for an
+    /// unknown group.
+    pub fn plans(&self, group: GroupId) -> Option<(WritePlan<'_>, AttentionPlan<'_>)> {
+        let group = self.find_group(group)?;
+        Some((self.write_plan(group.id), self.attention_plan(group.id)))
+    }
+    /// Blocks of one group whose first slots the open step copies before it writes: others hold
+    /// them, or may reuse them. Empty for an unknown group.
+    pub fn copies(&self, group: GroupId) -> &[BlockCopy] {
+        self.open.copies.get(usize::from(group.0)).map_or(&[], Vec::as_slice)
+    }
+
+    pub(in crate::cache) fn write_plan(&self, index: usize) -> WritePlan<'_> {
+        let (group, plans) = self.planned(index);
+        plans.write_plan(group.layout(), &group.tables)
+    }
+    pub(in crate::cache) fn attention_plan(&self, index: usize) -> AttentionPlan<'_> {
+        let (group, plans) = self.planned(index);
+        plans.attention_plan(group.layout(), &group.tables)
+    }
+    fn planned(&self, index: usize) -> (&Group, &PlanBuffers) {
+        (self.groups.at(index), self.open.plans.get(index).invariant(GROUP))
+    }
+    /// The batch of the open step as it was planned for the first group.
+    pub(in crate::cache) fn planned_sequences(&self) -> &[PlannedSequence] {
+        self.planned(0).1.sequences()
+    }
+    pub(in crate::cache) fn batch(&self) -> &[BatchEntry] {
+        &self.open.batch
+    }
+    /// Whether the open step has any token to write.
+    pub(in crate::cache) fn brings_tokens(&self) -> bool {
+        self.open.batch.iter().any(|entry| entry.new_tokens > 0)
+    }
+
+    /// Refuses a call that needs an open step.
+    pub(in crate::cache) fn check_open(&self, operation: &'static str) -> Result<(), PlanError> {
+        if self.open.is_open {
+            return Ok(());
+        }
+        Err(PlanError::State { operation, problem: "no step is open" })
+    }
+    /// Refuses a call that an open step has no way to undo, or that would change what it undoes.
+    pub(in crate::cache) fn check_closed(&self, operation: &'static str) -> Result<(), PlanError> {
+        if !self.open.is_open {
+            return Ok(());
+        }
+        Err(PlanError::State { operation, problem: "a step is open" })
+    }
+}

@@ -1,0 +1,137 @@
+//! The books of a cache without a device: who holds which block, and no trace of a refusal.
+#![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
+mod history;
+mod prefixes;
+mod steps;
+mod windows;
+
+use std::collections::BTreeMap;
+
+use super::*;
+use crate::CacheSpecBuilder;
+use crate::error::CacheError;
+
+const SEQ: [SequenceId; 4] = [SequenceId(0), SequenceId(1), SequenceId(2), SequenceId(3)];
+
+/// Two layers of one head, in one pool.
+fn state_with(
+    (block_size, num_blocks): (u32, u32),
+    build: impl FnOnce(CacheSpecBuilder) -> CacheSpecBuilder,
+) -> CacheState {
+    let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(block_size, num_blocks);
+    CacheState::new(build(spec).build().unwrap(), 0)
+}
+
+fn state(block_size: u32, num_blocks: u32) -> CacheState {
+    state_with((block_size, num_blocks), |spec| spec)
+}
+
+fn start(state: &mut CacheState, sequence: SequenceId) {
+    assert_eq!(state.start(sequence, &[], StartOptions::default()).unwrap(), 0);
+}
+
+fn begin(state: &mut CacheState, inputs: &[StepInput<'_>]) -> Result<(), CacheError> {
+    state.begin(inputs, |_| 1)
+}
+
+/// A step that brings tokens without ids.
+fn append(state: &mut CacheState, inputs: &[(SequenceId, u32)]) -> Result<(), CacheError> {
+    let inputs: Vec<_> = inputs.iter().map(|&(s, n)| StepInput::count(s, n)).collect();
+    begin(state, &inputs)?;
+    Ok(state.commit()?)
+}
+
+/// Computes what is not cached of a prompt, and returns how much was.
+fn run(state: &mut CacheState, sequence: SequenceId, prompt: &[u32]) -> usize {
+    let cached = state.start(sequence, prompt, StartOptions::default()).unwrap();
+    begin(state, &[StepInput::tokens(sequence, &prompt[cached..])]).unwrap();
+    state.commit().unwrap();
+    cached
+}
+
+fn table(state: &CacheState, sequence: SequenceId) -> Vec<BlockId> {
+    state.block_table(sequence, GroupId(0)).unwrap().to_vec()
+}
+
+fn tokens(range: Range<u32>) -> Vec<u32> {
+    range.collect()
+}
+
+/// Makes all blocks of a group unfindable but for those at `kept` in their sequence.
+pub(in crate::cache) fn forget_but(state: &mut CacheState, group: usize, kept: &[u32]) {
+    let CacheState { groups, ledger, unwiped, .. } = state;
+    let group = groups.at_mut(group);
+    for block in (0..group.pool.num_blocks()).map(BlockId) {
+        if group.pool.content(block).is_some_and(|content| !kept.contains(&content.index)) {
+            group.forget(block, ledger, unwiped);
+        }
+    }
+}
+
+/// Everything a caller can see, and who holds what.
+pub(in crate::cache) type Books =
+    (BTreeMap<SequenceId, (u32, Vec<Vec<BlockId>>)>, Vec<Vec<u32>>, Vec<Vec<Range<u32>>>);
+
+pub(in crate::cache) fn books(cache: &CacheState) -> Books {
+    let groups = 0..u8::try_from(cache.groups.len()).unwrap();
+    let tables =
+        |s| groups.clone().map(|g| cache.block_table(s, GroupId(g)).unwrap().to_vec()).collect();
+    let sequences =
+        cache.sequences().map(|s| (s, (cache.seq_len(s).unwrap(), tables(s)))).collect();
+    let holders = |group: &Group| {
+        (0..group.pool.num_blocks()).map(|b| group.pool.holders(BlockId(b))).collect()
+    };
+    let vacant = |group: &Group| cache.sequences.iter().map(|(row, _)| group.vacant(row)).collect();
+    let groups = || cache.groups.iter();
+    (sequences, groups().map(holders).collect(), groups().map(vacant).collect())
+}
+
+/// A block's holders are the table entries that name it; the free list is the rest.
+pub(in crate::cache) fn check_invariants(cache: &CacheState) {
+    let (sequences, holders, _) = books(cache);
+    for (index, group) in cache.groups.iter().enumerate() {
+        let mut counted = vec![0; holders[index].len()];
+        for (_, block) in cache.pins.blocks().filter(|(group, _)| *group == index) {
+            counted[usize::try_from(block.0).unwrap()] += 1;
+        }
+        // Blocks that an open step took from a row and lets go of when it ends.
+        for (_, block) in cache.open.kept.iter().filter(|(group, _)| *group == index) {
+            counted[usize::try_from(block.0).unwrap()] += 1;
+        }
+        for (sequence, (len, tables)) in &sequences {
+            let vacant = group.vacant(cache.sequences.row(*sequence).unwrap());
+            for (block, _) in tables[index].iter().zip(0..).filter(|(_, i)| !vacant.contains(i)) {
+                counted[usize::try_from(block.0).unwrap()] += 1;
+            }
+            let blocks = u32::try_from(tables[index].len()).unwrap();
+            let map = group.slot_map();
+            let coded = group.tables.coded(cache.sequences.row(*sequence).unwrap());
+            assert!(map.blocks_in(*len, coded) <= blocks, "{len} tokens, {blocks} blocks");
+            if map.has_tail() {
+                assert_eq!(map.coded_after(coded, *len), coded, "{len} tokens");
+            }
+        }
+        assert_eq!(counted, holders[index]);
+        let mut keys: Vec<_> = group.pool.index().iter().map(|block| block.key).collect();
+        keys.sort_unstable();
+        assert!(keys.is_sorted_by(|a, b| a < b), "two blocks are indexed with the same content");
+        let free = counted.iter().filter(|n| **n == 0).count();
+        assert_eq!(group.pool.num_free(), u32::try_from(free).unwrap());
+        if cache.open.is_open {
+            // What it offers is settled when it is committed.
+            continue;
+        }
+        for block in group.pool.index().iter() {
+            let useless = group.pool.beginning_of(block.block);
+            assert_eq!(useless, None, "block {} goes on behind all of it", block.block);
+        }
+        // What a step does not look at again.
+        for (row, state) in cache.sequences.iter().filter(|(_, state)| state.len < state.own_end) {
+            let map = group.slot_map();
+            for index in map.full_blocks(state.len)..map.blocks(state.own_end) {
+                let block = group.tables.row(row)[usize::try_from(index).unwrap()];
+                assert!(group.pool.is_private(block), "block {block} of row {row}");
+            }
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! Steps that are held from call to call.
+use super::*;
+use crate::eviction::{Clock, Eviction, Priority, SystemClock};
+use crate::{Calibration, Plane};
+
+const PROMPT: [u32; 6] = [1, 2, 3, 4, 5, 6];
+
+/// A sequence of known tokens, and a pin on its first block.
+fn settled() -> (KvCache<NullBackend>, Pin) {
+    let mut cache = cache(4, 8);
+    cache.start(SEQ[0], &PROMPT, StartOptions::default()).unwrap();
+    let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &PROMPT)]).unwrap();
+    write_all(&mut step).unwrap();
+    step.commit().unwrap();
+    let pin = cache.pin_prefix(&PROMPT, StartOptions::default());
+    assert_eq!(pin.tokens, 4);
+    (cache, pin)
+}
+
+fn hold(cache: &mut KvCache<NullBackend>, tokens: u32) {
+    cache.open_step(&[StepInput::count(SEQ[0], tokens)]).unwrap();
+}
+
+#[test]
+fn a_held_step_is_written_call_by_call() {
+    let (mut cache, _) = settled();
+    hold(&mut cache, 3);
+    for layer in 0..2 {
+        assert_eq!(cache.seq_len(SEQ[0]), Some(6), "lengths are those before the step");
+        let mut step = cache.step().unwrap();
+        assert_eq!(step.positions(), [6, 7, 8]);
+        let rows = [0.0_f32; 6];
+        let rows = TensorView::host(&rows, &[3, 1, 2]);
+        step.write(layer, rows, rows, QkvFormat::Thd).unwrap();
+        drop(step);
+        assert!(cache.is_step_open());
+    }
+    cache.commit_step().unwrap();
+    assert_eq!(cache.seq_len(SEQ[0]), Some(9));
+    assert!(cache.step().is_none());
+    check_invariants(&cache);
+}
+
+#[test]
+fn a_held_step_ends_by_any_of_its_ways() {
+    type End = fn(&mut KvCache<NullBackend>);
+    let ends: [(End, u32); 5] = [
+        (|c| c.commit_step().unwrap(), 9),
+        (|c| c.commit_step_accepted(&[2]).unwrap(), 8),
+        (|c| c.step().unwrap().commit().unwrap(), 9),
+        (|c| c.step().unwrap().roll_back(), 6),
+        (KvCache::roll_back, 6),
+    ];
+    for (end, len) in ends {
+        let (mut cache, _) = settled();
+        hold(&mut cache, 3);
+        write_all(&mut cache.step().unwrap()).unwrap();
+        end(&mut cache);
+        assert_eq!((cache.seq_len(SEQ[0]), cache.is_step_open()), (Some(len), false));
+        append(&mut cache, &[(SEQ[0], 1)]).unwrap();
+        check_invariants(&cache);
+    }
+}
+
+#[test]
+fn a_held_step_whose_commit_fails_is_rolled_back() {
+    type Commit = fn(&mut KvCache<NullBackend>) -> Result<(), CacheError>;
+    let commits: [(Commit, &str); 4] = [
+        (KvCache::commit_step, "layer 0 and 1 more layer were not written in this step"),
+        (
+            |cache| {
+                write_all(&mut cache.step().unwrap())?;
+                cache.commit_step_accepted(&[1, 1])
+            },
+            "numbers of accepted tokens: expected 1 entries, got 2",
+        ),
+        (
+            |cache| {
+                write_all(&mut cache.step().unwrap())?;
+                cache.backend().control().fail_after(0);
+                cache.commit_step()
+            },
+            "flush",
+        ),
+        (KvCache::commit_step, "layer 0 and"),
+    ];
+    let (mut cache, _) = settled();
+    let before = books(&cache);
+    for (commit, text) in commits {
+        hold(&mut cache, 3);
+        let failed = commit(&mut cache).unwrap_err().to_string();
+        assert!(failed.contains(text), "{failed}");
+        assert!(!cache.is_step_open(), "{text}");
+        assert_eq!(books(&cache), before);
+    }
+    for closed in [cache.commit_step(), cache.commit_step_accepted(&[])] {
+        assert_eq!(closed.unwrap_err().to_string(), "commit: no step is open");
+    }
+    cache.roll_back();
+}
+
+#[test]
+fn calls_that_a_held_step_could_not_undo_are_refused() {
+    type Call = fn(&mut KvCache<NullBackend>, Pin) -> Result<(), CacheError>;
+    let calls: [(&str, Call); 14] = [
+        ("begin_step", |c, _| c.begin_step(&[]).map(drop)),
+        ("open_step", |c, _| c.open_step(&[])),
+        ("start", |c, _| c.start(SEQ[1], &PROMPT, StartOptions::default()).map(drop)),
+        ("fork", |c, _| c.fork(SEQ[0], SEQ[1])),
+        ("truncate", |c, _| c.truncate(SEQ[0], 1)),
+        ("release", |c, _| c.release(SEQ[0])),
+        ("preempt", |c, _| c.preempt(SEQ[0])),
+        ("reset", |c, _| c.reset()),
+        ("unpin", |c, pin| c.unpin(pin.id).map(drop)),
+        ("forget_sequence", |c, _| c.forget_sequence(SEQ[0]).map(drop)),
+        ("forget_prefix", |c, _| c.forget_prefix(&PROMPT, StartOptions::default(), 0).map(drop)),
+        ("reset_prefixes", |c, _| c.reset_prefixes().map(drop)),
+        ("gather", |c, _| {
+            let mut out = [0.0_f32; 4];
+            let out = TensorViewMut::host(&mut out, &[2, 1, 2]);
+            c.gather(0, Plane::Key, &[(SEQ[0], 0, 2)], out, QkvFormat::Thd)
+        }),
+        ("recalibrate", |c, _| {
+            let layers = vec![crate::calibration::LayerCalibration::default(); 2];
+            c.recalibrate(Calibration::new(layers))
+        }),
+    ];
+    let (mut cache, pin) = settled();
+    hold(&mut cache, 3);
+    let (before, recorded) = (books(&cache), cache.backend().control().recorded());
+    for (name, call) in calls {
+        let refused = call(&mut cache, pin).unwrap_err();
+        let CacheError::Plan(PlanError::State { problem, .. }) = refused else {
+            panic!("{name}: {refused}")
+        };
+        assert!(problem.starts_with("a step is open"), "{name}: {problem}");
+        assert_eq!(books(&cache), before, "{name}");
+    }
+    assert_eq!(cache.backend().control().recorded(), recorded, "nothing was recorded");
+    assert_eq!(cache.stats().preemptions, 0);
+    write_all(&mut cache.step().unwrap()).unwrap();
+    cache.commit_step().unwrap();
+    for (name, call) in calls.into_iter().filter(|(name, _)| *name == "gather") {
+        call(&mut cache, pin).expect(name);
+    }
+    check_invariants(&cache);
+}
+
+#[test]
+fn calls_that_a_held_step_allows_leave_it_open() {
+    let (mut cache, _) = settled();
+    hold(&mut cache, 3);
+    let before = books(&cache);
+    cache.queue_mut();
+    assert!(!cache.allocate_layer(0).unwrap());
+    let options = StartOptions::default;
+    assert_eq!(cache.prioritise_prefix(&PROMPT, options(), Priority::default()), 4);
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
+    let policy = Eviction::Lru.policy(8, &clock);
+    assert!(!cache.set_policy(GroupId(0), policy), "something is cached");
+    assert!(cache.take_events().is_empty());
+    assert_eq!(books(&cache), before);
+    assert_eq!(cache.pin_prefix(&PROMPT, options()).tokens, 4);
+    assert_eq!(cache.probe(&PROMPT, options()), 4);
+    // A step has a way of its own to start a sequence and to take it into the batch.
+    let mut step = cache.step().unwrap();
+    assert_eq!(step.start(SEQ[1], &PROMPT, options()).unwrap(), 4);
+    step.add(StepInput::tokens(SEQ[1], &PROMPT[4..])).unwrap();
+    drop(step);
+    write_all(&mut cache.step().unwrap()).unwrap();
+    cache.commit_step().unwrap();
+    assert_eq!([SEQ[0], SEQ[1]].map(|s| cache.seq_len(s)), [Some(9), Some(6)]);
+    check_invariants(&cache);
+}
+
+#[test]
+fn a_leaked_step_is_not_taken_for_a_held_one() {
+    let (mut cache, _) = settled();
+    let before = books(&cache);
+    let leak = |cache: &mut KvCache<NullBackend>| {
+        std::mem::forget(cache.begin_step(&[StepInput::count(SEQ[0], 3)]).unwrap());
+    };
+    leak(&mut cache);
+    assert!(cache.step().is_none());
+    assert_eq!(books(&cache), before);
+    leak(&mut cache);
+    assert_eq!(cache.commit_step().unwrap_err().to_string(), "commit: no step is open");
+    leak(&mut cache);
+    hold(&mut cache, 1);
+    std::mem::forget(cache.step().unwrap());
+    assert!(cache.step().is_some(), "a held step cannot be leaked");
+    cache.roll_back();
+    assert_eq!(books(&cache), before);
+}
+
+/// A device that opens no queue.
+#[derive(Debug)]
+struct Queueless(NullBackend);
+
+impl Backend for Queueless {
+    type Buffer = crate::backend::NullBuffer;
+    type Queue = crate::backend::NullQueue;
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+    fn capabilities(&self) -> &crate::backend::Capabilities {
+        self.0.capabilities()
+    }
+    fn alloc(&self, bytes: u64) -> Result<Self::Buffer, DeviceError> {
+        self.0.alloc(bytes)
+    }
+    fn queue(&self) -> Result<Self::Queue, DeviceError> {
+        Err(DeviceError::new(DeviceErrorKind::Driver, "queue"))
+    }
+}
+
+#[test]
+fn a_cache_runs_on_the_queue_of_its_caller() {
+    let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(4, 8).build().unwrap();
+    let device = || Queueless(NullBackend::new());
+    assert!(KvCache::new(device(), spec.clone()).is_err());
+    let backend = NullBackend::new();
+    let queue = backend.queue().unwrap();
+    let mut cache = KvCache::with_queue(device(), queue, spec).unwrap();
+    let before = backend.control().recorded();
+    cache.queue_mut().flush().unwrap();
+    assert_eq!(backend.control().recorded(), before + 1);
+}
