@@ -7,11 +7,11 @@ use std::str::FromStr;
 use clap::{Args, ValueEnum};
 use kv::Device;
 use kv::cpu::Isa;
+use kv_runner::stored::Stored;
 use serde::Serialize;
 
 use super::{at_least_1, backend};
 use crate::memory::Bytes;
-use crate::stored::Stored;
 
 /// Measure what a cache does on a device, each beside a plain copy of memory there: decode
 /// attention, new rows (one a sequence, and a prompt), copies of blocks.

@@ -9,7 +9,7 @@ use super::report::RunsOn;
 use super::rig;
 use super::work::{self, Operation, Shape, Work};
 use crate::args::{BenchArgs, BlockSize, Suite};
-use crate::stored::Stored;
+use kv_runner::stored::Stored;
 
 /// Bytes that one run goes over at least, in as many layers as it takes: more than caches hold.
 const COLD: u64 = 1 << 28;

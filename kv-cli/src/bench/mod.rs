@@ -27,7 +27,7 @@ use kv::{Adapter, Device};
 
 use crate::args::BenchArgs;
 use crate::num::to_u64;
-use crate::stored::Stored;
+use kv_runner::stored::Stored;
 use crate::{output, progress};
 use clock::Samples;
 use plain::PlainCopy;

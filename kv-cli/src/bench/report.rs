@@ -5,7 +5,7 @@ use super::clock::gb_per_s;
 use super::work::{Operation, Shape, Work};
 use crate::memory::Bytes;
 use crate::output;
-use crate::stored::Stored;
+use kv_runner::stored::Stored;
 
 /// The part of the plain copy's rate that decoding is to reach on a card.
 const GOAL: f64 = 0.5;

@@ -12,7 +12,7 @@ use kv::{
 
 use super::work::{self, Operation, Shape, VALUE_BYTES};
 use crate::num::{to_f32, to_u32};
-use crate::stored::Stored;
+use kv_runner::stored::Stored;
 
 /// The layers of one cache, all of one group.
 const GROUP: GroupId = GroupId(0);

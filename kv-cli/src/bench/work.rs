@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::report::RunsOn;
 use crate::args::{BenchArgs, BlockOrder, BlockSize};
 use crate::num::to_usize;
-use crate::stored::Stored;
+use kv_runner::stored::Stored;
 
 /// Bytes of a value of the tensors that come from the model, which are bf16.
 pub(super) const VALUE_BYTES: u64 = 2;
