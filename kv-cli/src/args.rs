@@ -11,7 +11,7 @@ use kv::Device;
 use kv_runner::stored::Stored;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
-pub(crate) use self::bench::{BenchArgs, BlockOrder, BlockSize, Suite};
+pub(crate) use self::bench::BenchArgs;
 pub(crate) use self::replay::ReplayArgs;
 use crate::memory::Bytes;
 

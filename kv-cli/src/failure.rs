@@ -1,8 +1,20 @@
 //! An error as one line of text.
+use std::error::Error;
 
 /// The error and its causes, one after another.
 pub(crate) fn describe(error: &anyhow::Error) -> String {
-    one_line(&error.chain().map(ToString::to_string).collect::<Vec<_>>().join(": "))
+    chain(error.as_ref())
+}
+
+/// The same of an error of any type.
+pub(crate) fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    one_line(&text)
 }
 
 /// The same text on one line.

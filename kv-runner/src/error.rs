@@ -150,10 +150,7 @@ pub(crate) trait InFile<T> {
 
 impl<T, E: Into<Error>> InFile<T> for Result<T, E> {
     fn in_file(self, path: &Path) -> Result<T, Error> {
-        self.map_err(|error| Error::File {
-            path: path.to_owned(),
-            source: Box::new(error.into()),
-        })
+        self.map_err(|error| Error::File { path: path.to_owned(), source: Box::new(error.into()) })
     }
 }
 

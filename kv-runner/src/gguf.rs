@@ -13,8 +13,8 @@ mod tests;
 
 use std::path::Path;
 
-use candle_core::quantized::gguf_file::TensorInfo;
 use candle_core::Device;
+use candle_core::quantized::gguf_file::TensorInfo;
 
 use crate::config::{Architecture, ModelConfig};
 use crate::error::{Error, ForeignError, InFile};
@@ -114,7 +114,9 @@ pub enum GgufError {
         count: u32,
     },
     /// A part that calls itself another one.
-    #[error("part {got} of {got_count} by split.no and split.count, expected {expected} of {count}")]
+    #[error(
+        "part {got} of {got_count} by split.no and split.count, expected {expected} of {count}"
+    )]
     WrongPart {
         /// Which part it says it is, from 1.
         got: u32,

@@ -45,11 +45,7 @@ impl<'m> Reader<'m> {
     ///
     /// # Errors
     /// [`Error::Cache`], as [`KvCache::new`].
-    pub fn f32(
-        model: &'m Decoder,
-        backend: &AnyBackend,
-        tokens_max: u32,
-    ) -> Result<Self, Error> {
+    pub fn f32(model: &'m Decoder, backend: &AnyBackend, tokens_max: u32) -> Result<Self, Error> {
         // Attention over f32 does not depend on the size of a block.
         let spec = spec(model, &Stored::plain(KvFormat::F32), 16, tokens_max)?;
         Self::new(model, backend, spec, None)

@@ -53,7 +53,7 @@ pub struct Stored {
 
 /// Where the constants of quantised storage come from.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
+#[expect(clippy::exhaustive_enums, reason = "a caller handles each of them")]
 pub enum Source {
     /// What `kv calibrate` wrote.
     File(PathBuf),

@@ -129,8 +129,7 @@ impl Tokenizer {
         let mut tokens = self.tokens(prompt, true)?;
         let added = added_before(&tokens, &self.tokens(prompt, false)?);
         let repeated: Vec<u32> = tokens.drain(..added).collect();
-        let repeated_begin =
-            if added > 0 { Some(self.decode(&repeated)?) } else { None };
+        let repeated_begin = if added > 0 { Some(self.decode(&repeated)?) } else { None };
         if tokens.is_empty() {
             tokens.push(model.bos.ok_or(TextError::Empty)?);
         }
@@ -346,7 +345,8 @@ mod tests {
 
     #[test]
     fn a_token_beyond_the_vocabulary_is_refused() {
-        let error = bundled().encode("Once upon a time", &model(300, None)).expect_err("403 is beyond");
+        let error =
+            bundled().encode("Once upon a time", &model(300, None)).expect_err("403 is beyond");
         assert!(error.to_string().contains("the model knows 300"), "{error}");
     }
 }

@@ -116,8 +116,7 @@ impl Weights {
             return Ok(weights);
         }
         let text = read_text(&index)?;
-        let map: Index =
-            serde_json::from_str(&text).in_file(&index)?;
+        let map: Index = serde_json::from_str(&text).in_file(&index)?;
         let files: BTreeSet<_> = map.weight_map.into_values().collect();
         for file in files {
             if Path::new(&file).file_name().is_none_or(|name| name != file.as_str()) {

@@ -55,7 +55,8 @@ pub(super) fn measure(
     session: &Session,
 ) -> anyhow::Result<Option<Comparison>> {
     let model = session.loaded.model.config();
-    let system_tokens = to_usize(model.context()).saturating_sub(TAIL_TOKENS_MAX).min(SYSTEM_TOKENS);
+    let system_tokens =
+        to_usize(model.context()).saturating_sub(TAIL_TOKENS_MAX).min(SYSTEM_TOKENS);
     if system_tokens < SYSTEM_TOKENS_MIN {
         return Ok(None);
     }
@@ -89,8 +90,7 @@ pub(super) fn measure(
         let runs = Variant { reuse, ..asked };
         let (mut times, mut last) = (Vec::new(), None);
         for _ in 0..REPETITIONS {
-            let (generated, _) =
-                session.run(args, &runs, prompts.clone(), &mut Silent)?;
+            let (generated, _) = session.run(args, &runs, prompts.clone(), &mut Silent)?;
             let Some(second) = generated.into_iter().last() else {
                 continue;
             };

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use candle_core::quantized::gguf_file::Content;
 
-use super::metadata::whole;
 use super::GgufError;
+use super::metadata::whole;
 use crate::error::{Error, InFile};
 
 /// One file with what its head says.

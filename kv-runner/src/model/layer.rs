@@ -106,12 +106,7 @@ impl Part<'_> {
         format!("model.layers.{}.{part}", self.layer)
     }
 
-    fn norm_if(
-        &mut self,
-        is_there: bool,
-        part: &str,
-        width: u32,
-    ) -> Result<Option<Tensor>, Error> {
+    fn norm_if(&mut self, is_there: bool, part: &str, width: u32) -> Result<Option<Tensor>, Error> {
         if !is_there {
             return Ok(None);
         }

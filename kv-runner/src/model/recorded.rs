@@ -1,4 +1,4 @@
-//! Tiny models as transformers ran them: see `tests/data/make_models.py`.
+//! Tiny models as transformers ran them: see `kv-runner/tests/data/make_models.py`.
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -24,7 +24,7 @@ pub(crate) struct Recorded {
 /// All of them, in the order of their names.
 pub(crate) fn recorded() -> Vec<Recorded> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kv-runner/tests/data/models");
-    let entries = fs::read_dir(&dir).expect("tests/data/models");
+    let entries = fs::read_dir(&dir).expect("recorded models");
     let mut paths: Vec<_> = entries.map(|entry| entry.expect("an entry").path()).collect();
     paths.sort();
     assert!(paths.len() > 20, "{} models", paths.len());

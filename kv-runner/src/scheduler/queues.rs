@@ -6,9 +6,9 @@ use kv::{
     Step, StepInput,
 };
 
+use super::Limits;
 use super::draft;
 use super::task::{Search, Sequence, Task};
-use super::Limits;
 use crate::model::{Batch, Chunk};
 use crate::num::{to_u32, to_usize};
 

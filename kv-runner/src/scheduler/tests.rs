@@ -59,7 +59,8 @@ impl<B: Backend> Model<B> for Echo {
         let zeros = vec![0.0_f32; positions.len() * width];
         let mut v = zeros.clone();
         for (row, (token, position)) in batch.tokens.iter().zip(&positions).enumerate() {
-            v[row * width + to_usize(*position)] = f32::from(u16::try_from(*token).expect("small") + 1);
+            v[row * width + to_usize(*position)] =
+                f32::from(u16::try_from(*token).expect("small") + 1);
         }
         let dims = [to_u32(positions.len()), 1, CONTEXT];
         let mut out = vec![zeros.clone(); usize::from(LAYERS)];

@@ -5,7 +5,7 @@ use candle_core::quantized::gguf_file::{self, Value};
 use super::*;
 
 /// The head of a file of this architecture, its own keys without the name in front.
-fn head(architecture: &str, keys: &[(&str, Value)]) -> Head {
+fn written(architecture: &str, keys: &[(&str, Value)]) -> Head {
     let name = Value::String(architecture.to_owned());
     let own: Vec<_> =
         keys.iter().map(|(key, value)| (format!("{architecture}.{key}"), value)).collect();
@@ -17,7 +17,7 @@ fn head(architecture: &str, keys: &[(&str, Value)]) -> Head {
 }
 
 fn read(architecture: &str, keys: &[(&str, Value)]) -> anyhow::Result<Geometry> {
-    geometry(&head(architecture, keys).metadata())
+    geometry(&written(architecture, keys).metadata())
 }
 
 fn list(counts: &[u32]) -> Value {

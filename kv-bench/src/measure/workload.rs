@@ -1,18 +1,19 @@
-//! A cache with contexts in it, and everything that is run on it.
+//! A cache with contexts in it, and every operation that is timed on it.
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::Context;
 use kv::backend::{Backend, Fence, Queue};
 use kv::plan::{BlockCopy, CopyArgs, CopyPlan, GatherArgs, GatherPlan, GatherRange};
 use kv::{
-    AttentionOptions, BlockId, CacheSpec, DType, DeviceError, GroupId, KvCache, Plane, QkvFormat,
-    SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, BlockId, CacheSpec, DType, DeviceError, GroupId, KvCache, KvStorage, Plane,
+    QkvFormat, SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
 };
 
+use super::error::Error;
+use super::options::Formats;
 use super::work::{self, Operation, Shape, VALUE_BYTES};
 use crate::num::{to_f32, to_u32};
-use kv_runner::stored::Stored;
+use crate::random::Random;
 
 /// The layers of one cache, all of one group.
 const GROUP: GroupId = GroupId(0);
@@ -22,7 +23,7 @@ const SENT: u64 = 1 << 22;
 const FILLED: u32 = 4096;
 
 /// The sequences of a batch, each one token short of its context or empty, and their spares.
-pub(super) struct Rig<'a, B: Backend> {
+pub(super) struct Workload<'a, B: Backend> {
     shape: &'a Shape,
     cache: KvCache<Arc<B>>,
     /// For what needs no step.
@@ -70,12 +71,12 @@ impl Sizes {
     }
 }
 
-/// Values of so many tokens.
+/// Values of this number of tokens.
 fn values(shape: &Shape, tokens: u64, heads: u32) -> u64 {
     u64::from(shape.head_dim).saturating_mul(heads.into()).saturating_mul(tokens)
 }
 
-/// Bytes that a rig reserves.
+/// Bytes that a workload reserves.
 pub(super) fn bytes(shape: &Shape, spec: &CacheSpec, operations: &[Operation]) -> u64 {
     let Sizes { new, queries, gathered } = Sizes::new(shape, operations);
     let rows = values(shape, new.saturating_add(gathered), shape.kv_heads);
@@ -86,14 +87,14 @@ pub(super) fn bytes(shape: &Shape, spec: &CacheSpec, operations: &[Operation]) -
     cache.saturating_add(tensors.saturating_mul(VALUE_BYTES).saturating_mul(2))
 }
 
-impl<'a, B: Backend> Rig<'a, B> {
+impl<'a, B: Backend> Workload<'a, B> {
     /// Reserves all memory that `operations` need, and writes the contexts.
     pub(super) fn new(
         shape: &'a Shape,
-        stored: &Stored,
+        stored: Formats,
         backend: &Arc<B>,
         operations: &[Operation],
-    ) -> anyhow::Result<Self> {
+    ) -> Result<Self, Error> {
         let spec = work::spec(shape, stored)?;
         let mut queue = backend.queue()?;
         let Sizes { new, queries, gathered } = Sizes::new(shape, operations);
@@ -111,12 +112,12 @@ impl<'a, B: Backend> Rig<'a, B> {
         };
         let calibration = work::calibration(shape);
         let cache = KvCache::with_calibration(Arc::clone(backend), spec, calibration)?;
-        let mut rig = Self { shape, cache, queue, tensors };
-        rig.fill()?;
-        Ok(rig)
+        let mut workload = Self { shape, cache, queue, tensors };
+        workload.fill()?;
+        Ok(workload)
     }
 
-    fn fill(&mut self) -> anyhow::Result<()> {
+    fn fill(&mut self) -> Result<(), Error> {
         let Self { shape, cache, tensors, .. } = self;
         let cached = if shape.is_filled { shape.context.saturating_sub(1) } else { 0 };
         for sequence in batch(shape) {
@@ -137,9 +138,9 @@ impl<'a, B: Backend> Rig<'a, B> {
         Ok(())
     }
 
-    /// Seconds that so many runs of an operation take, from the first call to the end of their
+    /// Seconds that a number of runs of an operation take, from the first call to the end of their
     /// work. Planning is not among them, nor what a step brings to the device once for all layers.
-    pub(super) fn run(&mut self, operation: Operation, runs: u32) -> anyhow::Result<f64> {
+    pub(super) fn run(&mut self, operation: Operation, runs: u32) -> Result<f64, Error> {
         let Self { shape, cache, queue, tensors, .. } = self;
         let newest = |sequence| StepInput::count(sequence, 1);
         let whole = |sequence| StepInput::count(sequence, shape.context);
@@ -190,7 +191,7 @@ fn batch(shape: &Shape) -> impl Iterator<Item = SequenceId> + use<> {
     (0..u64::from(shape.batch)).map(SequenceId)
 }
 
-/// The sequences behind them, which are empty outside of a step.
+/// The sequences after them, which are empty outside of a step.
 fn spares(shape: &Shape) -> impl Iterator<Item = SequenceId> + use<> {
     let batch = u64::from(shape.batch);
     (batch..batch.saturating_add(shape.spares.into())).map(SequenceId)
@@ -201,7 +202,7 @@ fn write<B: Backend>(
     step: &mut Step<'_, B>,
     (shape, tensors): (&Shape, &Tensors<B::Buffer>),
     tokens: u32,
-) -> anyhow::Result<()> {
+) -> Result<(), Error> {
     let dims = [tokens, shape.kv_heads, shape.head_dim];
     for layer in 0..shape.layers {
         let [k, v] = [&tensors.k, &tensors.v]
@@ -216,7 +217,7 @@ fn attend<B: Backend>(
     step: &mut Step<'_, B>,
     (shape, tensors): (&Shape, &Tensors<B::Buffer>),
     tokens: u32,
-) -> anyhow::Result<()> {
+) -> Result<(), Error> {
     let dims = [tokens, shape.q_heads, shape.head_dim];
     let options = AttentionOptions::causal(to_f32(f64::from(shape.head_dim).sqrt().recip()));
     for layer in 0..shape.layers {
@@ -227,27 +228,30 @@ fn attend<B: Backend>(
     Ok(())
 }
 
-/// Seconds that it takes so many times to bring all rows of a step's sequences out of every layer,
-/// K and V apart. [`KvCache::gather`] does the same for one plane, and plans it each time.
+/// Seconds that it takes to bring all rows of a step's sequences out of every layer, K and V apart,
+/// `runs` times. [`KvCache::gather`] does the same for one plane, and plans it each time.
 fn gather<B: Backend>(
     step: &Step<'_, Arc<B>>,
     queue: &mut B::Queue,
     (shape, tensors): (&Shape, &Tensors<B::Buffer>),
     runs: u32,
-) -> anyhow::Result<f64> {
-    let plan = step.attention_plan(GROUP).context("a step has a plan")?;
+) -> Result<f64, Error> {
+    let plan = step
+        .attention_plan(GROUP)
+        .unwrap_or_else(|| unreachable!("a step has a plan of every group"));
     let range = |sequence: &kv::plan::PlannedSequence| GatherRange {
         row: sequence.row,
         begin: 0,
         len: sequence.kv_len,
     };
     let ranges: Vec<_> = plan.sequences().iter().map(range).collect();
-    let storage = step.cache().storage(GROUP).context("a cache has a group")?;
+    let storage = storage(step.cache());
     let begin = Instant::now();
     for _ in 0..runs {
         for layer in 0..usize::from(shape.layers) {
             for (plane, out) in [Plane::Key, Plane::Value].into_iter().zip(&tensors.gathered) {
-                let view = storage.plane(layer, plane).context("a layer has its planes")?;
+                let view = storage.plane(layer, plane);
+                let view = view.unwrap_or_else(|| unreachable!("a layer has its planes"));
                 let plan = GatherPlan::new(view.layout(), plan.tables(), &ranges)?;
                 let dims = [plan.total(), shape.kv_heads, shape.head_dim];
                 let out = TensorViewMut::device(DType::Bf16, out, 0, &dims);
@@ -260,17 +264,20 @@ fn gather<B: Backend>(
     Ok(begin.elapsed().as_secs_f64())
 }
 
-/// Seconds that so many copies of sequences' blocks to those of as many spares take, in every
+/// Seconds that `runs` copies of sequences' blocks to those of as many spares take, in every
 /// layer. All have all their blocks while a step is open that brings them to their contexts.
 fn copy_blocks<B: Backend>(
     cache: &KvCache<Arc<B>>,
     queue: &mut B::Queue,
     (shape, runs): (&Shape, u32),
-) -> anyhow::Result<f64> {
-    let table = |sequence| cache.block_table(sequence, GROUP).context("a sequence has blocks");
-    let storage = cache.storage(GROUP).context("a cache has a group")?;
+) -> Result<f64, Error> {
+    let table = |sequence| {
+        let table = cache.block_table(sequence, GROUP);
+        table.unwrap_or_else(|| unreachable!("a sequence of a workload has blocks"))
+    };
+    let storage = storage(cache);
     let [layout, _] = storage.layouts();
-    let slots = work::slot_map(cache.spec())?.slots(shape.context);
+    let slots = work::slot_map(cache.spec()).slots(shape.context);
     let mut copies = Vec::new();
     for (from, to) in batch(shape).zip(spares(shape)) {
         let mut left = slots;
@@ -279,9 +286,9 @@ fn copy_blocks<B: Backend>(
             left = left.saturating_sub(slots);
             BlockCopy { from: *from, to: *to, slots }
         };
-        let pairs = table(from)?.iter().zip(table(to)?).map(pair);
+        let pairs = table(from).iter().zip(table(to)).map(pair);
         copies.extend(pairs.filter(|copy| copy.slots > 0));
-        anyhow::ensure!(left == 0, "{left} slots of a context are in no block");
+        assert!(left == 0, "{left} slots of a context are in no block");
     }
     let plan = CopyPlan::new(layout, &copies)?;
     let begin = Instant::now();
@@ -290,6 +297,11 @@ fn copy_blocks<B: Backend>(
     }
     drain(queue)?;
     Ok(begin.elapsed().as_secs_f64())
+}
+
+/// The storage of the only group.
+fn storage<B: Backend>(cache: &KvCache<B>) -> &KvStorage<B::Buffer> {
+    cache.storage(GROUP).unwrap_or_else(|| unreachable!("a cache has a group"))
 }
 
 /// Waits for all that a queue was given.
@@ -305,19 +317,16 @@ fn random<B: Backend>(
     count: u64,
 ) -> Result<B::Buffer, DeviceError> {
     let buffer = backend.alloc(count.saturating_mul(VALUE_BYTES))?;
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        let [_, _, low, high] = state.to_le_bytes();
-        let value = f32::from(i16::from_le_bytes([low, high])) / 32768.0;
-        // bf16 is the upper half of f32.
+    // bf16 is the upper half of f32.
+    let mut bytes = Random::new(seed).flat_map(|value| {
         let [_, _, low, high] = value.to_le_bytes();
         [low, high]
-    };
+    });
     let mut at = 0;
     while at < count {
         let now = SENT.min(count.saturating_sub(at));
-        let part: Vec<u8> = (0..now).flat_map(|_| next()).collect();
+        let len = usize::try_from(now.saturating_mul(VALUE_BYTES)).unwrap_or(usize::MAX);
+        let part: Vec<u8> = bytes.by_ref().take(len).collect();
         queue.upload(&buffer, at.saturating_mul(VALUE_BYTES), &part)?;
         at = at.saturating_add(now);
     }

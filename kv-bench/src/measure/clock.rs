@@ -1,12 +1,13 @@
 //! Times of one thing, round by round.
+use super::error::Error;
 use crate::num::to_f64;
 
-/// A sample is as many runs as take so long, in seconds: what is handed to a device at once, and
+/// Seconds that the runs of one sample take at least: what is handed to a device at once, and
 /// waited for once.
 const SAMPLE: f64 = 0.005;
 /// Runs of one sample, at most.
 const RUNS_MAX: u32 = 100;
-/// What takes so long, in seconds, is warmed up by one run, and counts in few rounds.
+/// What takes this number of seconds is warmed up by one run, and counts in few rounds.
 const LONG: f64 = 1.0;
 const ROUNDS_OF_LONG: u32 = 3;
 
@@ -20,12 +21,12 @@ pub(super) struct Samples {
 }
 
 impl Samples {
-    /// Times one round. `time` answers how many seconds so many runs take together. The first round
+    /// Times one round. `time` returns the seconds that a number of runs take together. The first round
     /// warms up, and finds how many runs make a sample.
     pub(super) fn take(
         &mut self,
-        mut time: impl FnMut(u32) -> anyhow::Result<f64>,
-    ) -> anyhow::Result<()> {
+        mut time: impl FnMut(u32) -> Result<f64, Error>,
+    ) -> Result<(), Error> {
         let Some(runs) = self.runs else {
             // The first run compiles shaders and reserves memory; the second is as long as any.
             let first = time(1)?;
@@ -44,7 +45,7 @@ impl Samples {
         self.seconds.push(seconds);
     }
 
-    /// Rounds that suit, of so many asked for; known after the first.
+    /// Rounds that suit, of the number asked for; known after the first.
     pub(super) fn rounds(&self, asked: u32) -> u32 {
         if self.is_long { asked.min(ROUNDS_OF_LONG) } else { asked }
     }
@@ -72,7 +73,7 @@ pub(super) fn gb_per_s(bytes: u64, seconds: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// Samples of a thing that takes so long in each of its rounds.
+    /// Samples of a thing that takes these seconds in its rounds.
     fn samples(warm_up: f64, rounds: &[f64]) -> (Samples, Vec<u32>) {
         let (mut samples, mut asked) = (Samples::default(), Vec::new());
         for seconds in std::iter::once(&warm_up).chain(rounds) {
@@ -113,7 +114,7 @@ mod tests {
 
     #[test]
     fn a_failure_ends_the_round() {
-        let fails = |_| anyhow::bail!("lost");
-        assert_eq!(Samples::default().take(fails).expect_err("it does").to_string(), "lost");
+        let fails = |_| Err(Error::NoCase);
+        assert!(matches!(Samples::default().take(fails), Err(Error::NoCase)));
     }
 }

@@ -1,20 +1,23 @@
-//! What operations of a suite are held to: memory that is only read, and memory that is copied.
+//! The rooflines of operations: memory that is only read, and memory that is copied.
 //!
 //! On a CPU both are done by as many threads as the operation has, each over memory of its own. A
-//! limit that is too slow flatters, so reading tries how many streams a thread is best at.
+//! roofline that is too low flatters, so reading tries how many streams a thread is best at.
 use std::hint::black_box;
 use std::time::Instant;
 
 use kv::backend::Backend;
 use kv::cpu::{CpuBackend, CpuBuffer};
+#[cfg(feature = "cuda")]
 use kv::cuda::CudaBackend;
+#[cfg(feature = "wgpu")]
 use kv::wgpu::WgpuBackend;
 use kv::{DeviceError, DeviceErrorKind};
 use rayon::ThreadPool;
 use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelIterator};
 
 use super::plain::PlainCopy;
-use super::rig::drain;
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+use super::workload::drain;
 use crate::num::{to_u64, to_usize};
 
 /// Bytes on either side of a copy: more than caches hold.
@@ -38,7 +41,7 @@ pub(super) struct Walk {
 }
 
 /// A backend whose memory has a speed.
-pub(super) trait Limit: PlainCopy {
+pub(super) trait Roofline: PlainCopy {
     /// What is read and copied.
     type Arena;
 
@@ -49,13 +52,13 @@ pub(super) trait Limit: PlainCopy {
     /// # Errors
     /// As [`Backend::alloc`].
     fn arena(&self, bytes: u64) -> Result<Self::Arena, DeviceError>;
-    /// Reads all of the memory; answers how many bytes that was, and the seconds. Where a device
-    /// cannot just read, a copy, whose bytes count twice.
+    /// Reads all of the memory; returns how many bytes that was, and the seconds. On a device that
+    /// cannot just read it is a copy, whose bytes count twice.
     ///
     /// # Errors
     /// The device's own.
     fn read(&self, arena: &mut Self::Arena) -> Result<(u64, f64), DeviceError>;
-    /// Seconds of so many copies.
+    /// Seconds of this number of copies.
     ///
     /// # Errors
     /// The device's own.
@@ -77,7 +80,7 @@ struct Part {
     to: CpuBuffer,
 }
 
-/// How many places a thread reads from in turns.
+/// How many places a thread reads from alternately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Streams {
     One,
@@ -99,7 +102,7 @@ impl Streams {
     }
 }
 
-/// Reads whole strides of `N` places in turns. The answer depends on every word that was read.
+/// Reads whole strides of `N` places alternately. The result depends on every word that was read.
 fn read<const N: usize>(words: &[u64]) -> u64 {
     let each = words.len().checked_div(N).unwrap_or(0).max(STRIDE);
     let mut chunks = words.chunks_exact(each);
@@ -141,7 +144,7 @@ impl CpuArena {
     }
 }
 
-impl Limit for CpuBackend {
+impl Roofline for CpuBackend {
     type Arena = CpuArena;
 
     fn choice(&self) -> Option<(String, u32)> {
@@ -167,7 +170,7 @@ impl Limit for CpuBackend {
             parts.push(Part { read: read?, from: from?, to: to? });
         }
         let mut arena = CpuArena { pool, parts, streams: Streams::One };
-        // Pages that nobody has written may be one and the same.
+        // Pages that were never written may all be the same one.
         arena.each(threads, |part| {
             part.read.write(|bytes| bytes.fill(0x5A));
             part.from.write(|bytes| bytes.fill(0x5A));
@@ -235,12 +238,14 @@ fn copy_layers(from: &[u8], to: &mut [u8], walk: Walk) {
 }
 
 /// Memory of a device that copies, and how much.
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
 pub(super) struct CopyArena<M, Q> {
     memory: M,
     queue: Q,
     bytes: u64,
 }
 
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
 fn copy_arena<B: PlainCopy>(
     backend: &B,
     bytes: u64,
@@ -249,6 +254,7 @@ fn copy_arena<B: PlainCopy>(
     Ok(CopyArena { memory: backend.reserve(bytes)?, queue: backend.queue()?, bytes })
 }
 
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
 fn copy_all<B: PlainCopy>(
     backend: &B,
     arena: &mut CopyArena<B::Memory, B::Queue>,
@@ -267,10 +273,11 @@ fn copy_all<B: PlainCopy>(
     Ok(begin.elapsed().as_secs_f64())
 }
 
-/// A plain copy for both limits: see [`PlainCopy`].
-macro_rules! limit_by_copy {
+/// A plain copy for both rooflines: see [`PlainCopy`].
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+macro_rules! roofline_by_copy {
     ($backend:ty) => {
-        impl Limit for $backend {
+        impl Roofline for $backend {
             type Arena = CopyArena<<Self as PlainCopy>::Memory, <Self as Backend>::Queue>;
 
             fn choice(&self) -> Option<(String, u32)> {
@@ -296,8 +303,10 @@ macro_rules! limit_by_copy {
         }
     };
 }
-limit_by_copy!(WgpuBackend);
-limit_by_copy!(CudaBackend);
+#[cfg(feature = "wgpu")]
+roofline_by_copy!(WgpuBackend);
+#[cfg(feature = "cuda")]
+roofline_by_copy!(CudaBackend);
 
 #[cfg(test)]
 mod tests {

@@ -1,46 +1,61 @@
 //! What is measured, and how many bytes each of it moves.
-use anyhow::Context;
 use kv::calibration::{Calibration, LayerCalibration, PlaneCalibration};
-use kv::{CacheSpec, SlotMap};
+use kv::{BlockOrder, CacheSpec, KvFormat, ScaleGroup, Scaling, SlotMap};
 use serde::Serialize;
 
-use super::report::RunsOn;
-use crate::args::{BenchArgs, BlockOrder, BlockSize};
+use super::error::Error;
+use super::options::{BlockSize, Formats, Options};
+use super::report::{RunsOn, order};
 use crate::num::to_usize;
-use kv_runner::stored::Stored;
 
 /// Bytes of a value of the tensors that come from the model, which are bf16.
 pub(super) const VALUE_BYTES: u64 = 2;
 
 /// Stored formats unless given.
-const FORMATS: [&str; 4] = ["bf16", "fp8-e4m3", "int8", "l4"];
+const FORMATS: [KvFormat; 4] = [
+    KvFormat::Bf16,
+    KvFormat::Fp8E4m3(Scaling::Tensor),
+    KvFormat::Int8(Scaling::Row),
+    KvFormat::L4(ScaleGroup::Row),
+];
 
 /// How large everything is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub(super) struct Shape {
-    pub(super) batch: u32,
-    pub(super) context: u32,
-    pub(super) layers: u16,
-    pub(super) q_heads: u32,
-    pub(super) kv_heads: u32,
-    pub(super) head_dim: u32,
-    pub(super) block_size: BlockSize,
-    pub(super) block_order: BlockOrder,
-    pub(super) rounds: u32,
+#[non_exhaustive]
+pub struct Shape {
+    /// Sequences that decode at once.
+    pub batch: u32,
+    /// Tokens of each.
+    pub context: u32,
+    /// Layers of one step.
+    pub layers: u16,
+    /// Query heads.
+    pub q_heads: u32,
+    /// Heads of K and V.
+    pub kv_heads: u32,
+    /// Values of one row.
+    pub head_dim: u32,
+    /// Tokens of a block.
+    pub block_size: BlockSize,
+    /// Axes inside a block.
+    #[serde(serialize_with = "order")]
+    pub block_order: BlockOrder,
+    /// Rounds that count.
+    pub rounds: u32,
     /// Whether the sequences of the batch have their contexts, but for the last token; else they
     /// are empty.
     #[serde(skip)]
     pub(super) is_filled: bool,
-    /// Empty sequences behind the batch, with room for a context each.
+    /// Empty sequences after the batch, with room for a context each.
     #[serde(skip)]
     pub(super) spares: u32,
 }
 
 impl Shape {
-    /// What was asked for without a suite. What was not is as much as keeps a card busy for longer
-    /// than it takes to ask it, less on a CPU, and little on a driver in software, which would take
-    /// hours.
-    pub(super) fn new(args: &BenchArgs, runs_on: RunsOn) -> Self {
+    /// Makes the shape of a measurement without a suite. What the options leave out is large enough
+    /// to keep a card busy for longer than a launch takes, smaller on a CPU, and small for a driver
+    /// in software, which would take hours.
+    pub fn new(options: &Options, runs_on: RunsOn) -> Self {
         let (batch, context) = match runs_on {
             RunsOn::Card => (16, 2048),
             RunsOn::Cpu => (4, 2048),
@@ -48,15 +63,15 @@ impl Shape {
         };
         let first = |given: &[u32], default| given.first().copied().unwrap_or(default);
         Self {
-            batch: first(&args.batch, batch),
-            context: first(&args.context, context),
-            layers: args.layers.unwrap_or(4),
-            q_heads: first(&args.q_heads, BenchArgs::Q_HEADS),
-            kv_heads: first(&args.kv_heads, BenchArgs::KV_HEADS),
-            head_dim: first(&args.head_dim, 128),
-            block_size: args.block_size.first().copied().unwrap_or(BlockSize::Tokens(16)),
-            block_order: args.block_order,
-            rounds: rounds(args, runs_on),
+            batch: first(&options.batch, batch),
+            context: first(&options.context, context),
+            layers: options.layers.unwrap_or(4),
+            q_heads: first(&options.q_heads, Options::Q_HEADS),
+            kv_heads: first(&options.kv_heads, Options::KV_HEADS),
+            head_dim: first(&options.head_dim, 128),
+            block_size: options.block_size.first().copied().unwrap_or(BlockSize::Tokens(16)),
+            block_order: options.block_order,
+            rounds: rounds(options, runs_on),
             is_filled: true,
             spares: 1,
         }
@@ -69,21 +84,22 @@ impl Shape {
 }
 
 /// Rounds that count.
-pub(super) fn rounds(args: &BenchArgs, runs_on: RunsOn) -> u32 {
-    args.rounds.unwrap_or(if runs_on == RunsOn::Software { 3 } else { 7 })
+pub(super) fn rounds(options: &Options, runs_on: RunsOn) -> u32 {
+    options.rounds.unwrap_or(if runs_on == RunsOn::Software { 3 } else { 7 })
 }
 
 /// Formats to measure without a suite.
-pub(super) fn formats(args: &BenchArgs) -> anyhow::Result<Vec<Stored>> {
-    if args.formats.is_empty() {
-        return Ok(FORMATS.iter().map(|name| name.parse()).collect::<Result<_, _>>()?);
+pub(super) fn formats(options: &Options) -> Vec<Formats> {
+    if options.formats.is_empty() {
+        return FORMATS.map(Formats::from).to_vec();
     }
-    Ok(args.formats.clone())
+    options.formats.clone()
 }
 
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Operation {
+#[expect(clippy::exhaustive_enums, reason = "each is shown in a way of its own")]
+pub enum Operation {
     /// Attention of the last token of every sequence, in every layer.
     Decode,
     /// Attention of every token of every sequence, in every layer.
@@ -102,9 +118,10 @@ pub(super) enum Operation {
 
 impl Operation {
     /// What is measured without a suite.
-    pub(super) const FOUR: [Self; 4] = [Self::Decode, Self::Append, Self::AppendPrompt, Self::Copy];
+    pub const FOUR: [Self; 4] = [Self::Decode, Self::Append, Self::AppendPrompt, Self::Copy];
 
-    pub(super) fn name(self) -> &'static str {
+    /// Returns its name in reports.
+    pub fn name(self) -> &'static str {
         match self {
             Self::Decode => "decode",
             Self::Prefill => "prefill",
@@ -119,37 +136,39 @@ impl Operation {
 
 /// What one run of an operation does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Work {
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the numbers")]
+pub struct Work {
     /// Bytes.
-    pub(super) read: u64,
+    pub read: u64,
     /// Bytes.
-    pub(super) written: u64,
+    pub written: u64,
     /// Multiplications and additions of attention, without its softmax.
-    pub(super) flops: u64,
+    pub flops: u64,
 }
 
 impl Work {
-    /// Bytes that the plain copy beside it takes from one buffer to another: those that are read,
-    /// in whole words.
-    pub(super) fn copied(self) -> u64 {
+    /// Returns the bytes that the plain copy beside it takes from one buffer to another: those that
+    /// are read, in whole words.
+    pub fn copied(self) -> u64 {
         self.read.next_multiple_of(4)
     }
 
-    pub(super) fn bytes(self) -> u64 {
+    /// Returns the bytes that are read and written.
+    pub fn bytes(self) -> u64 {
         self.read.saturating_add(self.written)
     }
 }
 
 /// A cache to measure, before it has memory: the batch, and its spares.
-pub(super) fn spec(shape: &Shape, stored: &Stored) -> anyhow::Result<CacheSpec> {
-    let sequences = shape.batch.checked_add(shape.spares).context("too many sequences")?;
+pub(super) fn spec(shape: &Shape, stored: Formats) -> Result<CacheSpec, Error> {
+    let sequences = shape.batch.checked_add(shape.spares).ok_or(Error::TooManySequences)?;
     let builder = || {
         CacheSpec::builder()
             .layers(shape.layers)
             .kv_heads(shape.kv_heads)
             .head_dim(shape.head_dim)
             .formats(stored.k, stored.v)
-            .block_order(shape.block_order.into())
+            .block_order(shape.block_order)
             .sinks(stored.sinks())
             .max_sequences(sequences)
     };
@@ -157,14 +176,15 @@ pub(super) fn spec(shape: &Shape, stored: &Stored) -> anyhow::Result<CacheSpec> 
         return Ok(builder().contiguous(sequences, shape.context).build()?);
     };
     let one = builder().paged(block_size, 1).build()?;
-    let blocks = slot_map(&one)?.blocks(shape.context).checked_mul(sequences);
-    let blocks = blocks.context("the contexts have more than 2^32 blocks")?;
+    let blocks = slot_map(&one).blocks(shape.context).checked_mul(sequences);
+    let blocks = blocks.ok_or(Error::TooManyBlocks)?;
     Ok(builder().paged(block_size, blocks).build()?)
 }
 
-/// Where the tokens of a sequence lie.
-pub(super) fn slot_map(spec: &CacheSpec) -> anyhow::Result<SlotMap> {
-    Ok(*spec.groups().first().context("a cache has a group")?.slot_map())
+/// Where the tokens of a sequence are.
+pub(super) fn slot_map(spec: &CacheSpec) -> SlotMap {
+    let group = spec.groups().first();
+    *group.unwrap_or_else(|| unreachable!("a cache has a group")).slot_map()
 }
 
 /// Constants for values between -1 and 1, for formats that need some.
@@ -176,8 +196,8 @@ pub(super) fn calibration(shape: &Shape) -> Calibration {
 
 /// What an operation does at the least, in all layers. Queries, outputs and tables are counted for
 /// `Prefill` alone: elsewhere they are small beside the rest.
-pub(super) fn work(shape: &Shape, spec: &CacheSpec, operation: Operation) -> anyhow::Result<Work> {
-    let map = slot_map(spec)?;
+pub(super) fn work(shape: &Shape, spec: &CacheSpec, operation: Operation) -> Work {
+    let map = slot_map(spec);
     let slots = |count: u32| spec.memory().bytes_per_token.saturating_mul(count.into());
     let (batch, context) = (u64::from(shape.batch), shape.context);
     let stored = slots(map.slots(context));
@@ -190,7 +210,7 @@ pub(super) fn work(shape: &Shape, spec: &CacheSpec, operation: Operation) -> any
     // Of one query and one key: a product with K and one with V.
     let pair = product(&[dim, layers, shape.q_heads.into(), 4]);
     let moves = |read, written| Work { read, written, flops: 0 };
-    Ok(match operation {
+    match operation {
         Operation::Decode => Work {
             flops: product(&[pair, shape.batch_tokens()]),
             ..moves(stored.saturating_mul(batch), 0)
@@ -213,28 +233,31 @@ pub(super) fn work(shape: &Shape, spec: &CacheSpec, operation: Operation) -> any
             moves(copied, copied)
         }
         Operation::Plan => Work::default(),
-    })
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::{Cli, Command};
-    use clap::Parser;
 
-    fn works(args: &[&str]) -> Vec<(u64, u64)> {
-        let cli = Cli::try_parse_from([&["kv", "bench"], args].concat()).expect("arguments");
-        let Command::Bench(args) = cli.command else { panic!("another command") };
-        let shape = Shape::new(&args, RunsOn::Cpu);
-        let spec = spec(&shape, &formats(&args).expect("formats")[0]).expect("a cache");
-        let bytes = |operation| work(&shape, &spec, operation).expect("bytes");
-        Operation::FOUR.map(bytes).map(|work| (work.read, work.written)).to_vec()
+    fn works(options: &Options, format: &str) -> Vec<(u64, u64)> {
+        let shape = Shape::new(options, RunsOn::Cpu);
+        let spec = spec(&shape, format.parse().expect("a format")).expect("a cache");
+        let of = |operation| work(&shape, &spec, operation);
+        Operation::FOUR.map(of).map(|work| (work.read, work.written)).to_vec()
     }
 
     #[test]
     fn bytes_follow_from_the_shape() {
-        let shape = ["--batch", "3", "--context", "40", "--layers", "2", "--kv-heads", "4"];
-        let of = |format| works(&[&shape[..], &["--head-dim", "64", "--formats", format]].concat());
+        let options = Options {
+            batch: vec![3],
+            context: vec![40],
+            layers: Some(2),
+            kv_heads: vec![4],
+            head_dim: vec![64],
+            ..Options::default()
+        };
+        let of = |format| works(&options, format);
         // K and V of 2 layers, 4 heads of 64: 1024 values a token, in bf16 2048 bytes.
         let (token, context) = (2048, 40 * 2048);
         assert_eq!(
@@ -255,9 +278,13 @@ mod tests {
 
     #[test]
     fn one_token_is_a_context() {
-        let args = ["--batch", "1", "--context", "1", "--formats", "bf16", "--layers", "1"];
+        let (batch, context) = (vec![1], vec![1]);
+        let options = Options { batch, context, layers: Some(1), ..Options::default() };
         let token = 8 * 128 * 4;
-        assert_eq!(works(&args), [(token, 0), (token, token), (token, token), (token, token)]);
+        assert_eq!(
+            works(&options, "bf16"),
+            [(token, 0), (token, token), (token, token), (token, token)]
+        );
     }
 
     #[test]
@@ -275,8 +302,8 @@ mod tests {
             is_filled: true,
             spares: 3,
         };
-        let spec = spec(&shape, &"int8-head".parse().expect("a format")).expect("a cache");
-        let of = |operation| work(&shape, &spec, operation).expect("bytes");
+        let spec = spec(&shape, "int8-head".parse().expect("a format")).expect("a cache");
+        let of = |operation| work(&shape, &spec, operation);
         // A byte a value: 1024 a token. A query or output token: 2 layers, 8 heads of 64 in bf16.
         let (stored, queries) = (3 * 40 * 1024, 3 * 40 * 2048);
         let pair = 2 * 8 * 64 * 4;
@@ -293,16 +320,18 @@ mod tests {
 
     #[test]
     fn a_device_gets_what_suits_it_unless_asked() {
-        let shape = |args: &[&str], runs_on| {
-            let cli = Cli::try_parse_from([&["kv", "bench"], args].concat()).expect("arguments");
-            let Command::Bench(args) = cli.command else { panic!("another command") };
-            let shape = Shape::new(&args, runs_on);
+        let shape = |options: &Options, runs_on| {
+            let shape = Shape::new(options, runs_on);
             (shape.batch, shape.context, shape.rounds)
         };
-        assert_eq!(shape(&[], RunsOn::Card), (16, 2048, 7));
-        assert_eq!(shape(&[], RunsOn::Cpu), (4, 2048, 7));
-        assert_eq!(shape(&[], RunsOn::Software), (4, 128, 3));
-        let asked = ["--batch", "3", "--context", "9", "--rounds", "2"];
+        let none = Options::default();
+        assert_eq!(shape(&none, RunsOn::Card), (16, 2048, 7));
+        assert_eq!(shape(&none, RunsOn::Cpu), (4, 2048, 7));
+        assert_eq!(shape(&none, RunsOn::Software), (4, 128, 3));
+        let names: Vec<_> = formats(&none).iter().map(ToString::to_string).collect();
+        assert_eq!(names, ["bf16", "fp8-e4m3", "int8", "l4"]);
+        let (batch, context) = (vec![3], vec![9]);
+        let asked = Options { batch, context, rounds: Some(2), ..none };
         assert_eq!(shape(&asked, RunsOn::Software), (3, 9, 2));
     }
 }

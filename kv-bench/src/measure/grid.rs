@@ -2,14 +2,13 @@
 #[cfg(test)]
 mod tests;
 
-use anyhow::Context;
 use kv::KvFormat;
 
+use super::error::Error;
+use super::options::{BlockSize, Formats, Options, Suite};
 use super::report::RunsOn;
-use super::rig;
 use super::work::{self, Operation, Shape, Work};
-use crate::args::{BenchArgs, BlockSize, Suite};
-use kv_runner::stored::Stored;
+use super::workload;
 
 /// Bytes that one run goes over at least, in as many layers as it takes: more than caches hold.
 const COLD: u64 = 1 << 28;
@@ -17,18 +16,22 @@ const LAYERS_MAX: u64 = 256;
 /// Tokens of a short prompt.
 const SHORT: u32 = 64;
 
-/// One thing to measure.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct Case {
-    pub(super) operation: Operation,
-    pub(super) stored: Stored,
-    pub(super) shape: Shape,
+/// One operation at one shape in one format.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct Case {
+    /// What is measured.
+    pub operation: Operation,
+    /// How K and V are stored.
+    pub stored: Formats,
+    /// How large everything is.
+    pub shape: Shape,
     /// Tokens of a block, those of a contiguous cache too.
-    pub(super) block_size: u32,
-    /// Of one layer.
-    pub(super) work: Work,
+    pub block_size: u32,
+    /// What one layer of it does.
+    pub work: Work,
     /// Bytes of memory that it needs.
-    pub(super) memory: u64,
+    pub memory: u64,
 }
 
 /// The values of each axis, the centre's first.
@@ -36,7 +39,7 @@ pub(super) struct Case {
 struct Axes {
     batch: Vec<u32>,
     context: Vec<u32>,
-    formats: Vec<Stored>,
+    formats: Vec<Formats>,
     /// Query heads and heads of K and V.
     heads: Vec<(u32, u32)>,
     head_dim: Vec<u32>,
@@ -48,13 +51,13 @@ struct Axes {
 struct Point {
     batch: u32,
     context: u32,
-    stored: Stored,
+    stored: Formats,
     heads: (u32, u32),
     head_dim: u32,
     block: BlockSize,
 }
 
-/// Operations of the suites that were asked for, each once.
+/// Operations of these suites, each once.
 pub(super) fn operations(suites: &[Suite]) -> Vec<Operation> {
     use Operation::{Append, AppendPrompt, Copy, Decode, Gather, Plan, Prefill};
     let of = |suite| match suite {
@@ -69,16 +72,19 @@ pub(super) fn operations(suites: &[Suite]) -> Vec<Operation> {
     distinct(suites.iter().flat_map(|suite| of(*suite)))
 }
 
-/// All cases, those too long or too large included.
-pub(super) fn cases(args: &BenchArgs, runs_on: RunsOn) -> anyhow::Result<Vec<Case>> {
+/// Returns all cases of the suites, those too long or too large for a device included.
+///
+/// # Errors
+/// [`Error::Case`] for one that no cache can have.
+pub fn cases(options: &Options, runs_on: RunsOn) -> Result<Vec<Case>, Error> {
     let mut cases = Vec::new();
-    for operation in operations(&args.suite) {
-        let axes = Axes::new(args, runs_on, operation);
-        let points = if args.full { axes.product() } else { axes.star() };
+    for operation in operations(&options.suites) {
+        let axes = Axes::new(options, runs_on, operation);
+        let points = if options.full { axes.product() } else { axes.star() };
         for point in points {
-            let name = point.stored.formats();
-            let case = Case::new(args, runs_on, (operation, point));
-            cases.push(case.with_context(|| format!("{}, {name}", operation.name()))?);
+            let name = format!("{}, {}", operation.name(), point.stored);
+            let case = Case::new(options, runs_on, (operation, point));
+            cases.push(case.map_err(|error| error.of_case(name))?);
         }
     }
     Ok(cases)
@@ -95,7 +101,7 @@ pub(super) fn flops_max(runs_on: RunsOn) -> u64 {
 }
 
 impl Axes {
-    fn new(args: &BenchArgs, runs_on: RunsOn, operation: Operation) -> Self {
+    fn new(options: &Options, runs_on: RunsOn, operation: Operation) -> Self {
         let is_small = runs_on == RunsOn::Software;
         let or = |given: &[u32], default: &[u32]| {
             if given.is_empty() { default.to_vec() } else { given.to_vec() }
@@ -103,22 +109,22 @@ impl Axes {
         let batch = match operation {
             // One prompt; a larger batch would be more of the same rows.
             Operation::AppendPrompt => vec![1],
-            Operation::Plan => or(&args.batch, &[1, 64, 1000]),
-            _ => or(&args.batch, if is_small { &[1, 4] } else { &[1, 16, 64] }),
+            Operation::Plan => or(&options.batch, &[1, 64, 1000]),
+            _ => or(&options.batch, if is_small { &[1, 4] } else { &[1, 16, 64] }),
         };
         let contexts: &[u32] = if is_small { &[128] } else { &[512, 4096, 32_768] };
-        let mut context = or(&args.context, contexts);
-        if operation == Operation::AppendPrompt && args.context.is_empty() {
+        let mut context = or(&options.context, contexts);
+        if operation == Operation::AppendPrompt && options.context.is_empty() {
             context.insert(0, SHORT);
         }
         let default = [BlockSize::Tokens(16), BlockSize::Tokens(32), BlockSize::Contiguous];
-        let given = &args.block_size;
+        let given = &options.block_size;
         let axes = Self {
             batch,
             context,
-            formats: formats(args, is_small),
-            heads: heads(args),
-            head_dim: or(&args.head_dim, &[64, 128]),
+            formats: formats(options, is_small),
+            heads: heads(options),
+            head_dim: or(&options.head_dim, &[64, 128]),
             blocks: if given.is_empty() { default.to_vec() } else { given.clone() },
         }
         .centred(operation);
@@ -136,7 +142,7 @@ impl Axes {
 
     /// With the centre's value first in each list; the first given where the list lacks it.
     fn centred(self, operation: Operation) -> Self {
-        let bf16 = Stored::plain(KvFormat::Bf16);
+        let bf16 = Formats::from(KvFormat::Bf16);
         let batch = match operation {
             // Arithmetic that takes as long as it needs for one.
             Operation::Prefill => 1,
@@ -147,7 +153,7 @@ impl Axes {
             batch: centred(self.batch, &batch),
             context: centred(self.context, &4096),
             formats: centred(self.formats, &bf16),
-            heads: centred(self.heads, &(BenchArgs::Q_HEADS, BenchArgs::KV_HEADS)),
+            heads: centred(self.heads, &(Options::Q_HEADS, Options::KV_HEADS)),
             head_dim: centred(self.head_dim, &128),
             blocks: centred(self.blocks, &BlockSize::Tokens(16)),
         }
@@ -164,7 +170,7 @@ impl Axes {
                             points.extend(self.batch.iter().map(|batch| Point {
                                 batch: *batch,
                                 context: *context,
-                                stored: stored.clone(),
+                                stored: *stored,
                                 heads: *heads,
                                 head_dim: *head_dim,
                                 block: *block,
@@ -201,10 +207,10 @@ impl Axes {
 
 impl Case {
     fn new(
-        args: &BenchArgs,
+        options: &Options,
         runs_on: RunsOn,
         (operation, point): (Operation, Point),
-    ) -> anyhow::Result<Self> {
+    ) -> Result<Self, Error> {
         let Point { batch, context, stored, heads, head_dim, block } = point;
         let mut shape = Shape {
             batch,
@@ -214,15 +220,15 @@ impl Case {
             kv_heads: heads.1,
             head_dim,
             block_size: block,
-            block_order: args.block_order,
-            rounds: work::rounds(args, runs_on),
+            block_order: options.block_order,
+            rounds: work::rounds(options, runs_on),
             is_filled: !matches!(operation, Operation::Prefill | Operation::AppendPrompt),
             spares: if operation == Operation::Copy { batch } else { 0 },
         };
-        let spec = work::spec(&shape, &stored)?;
-        let work = work::work(&shape, &spec, operation)?;
+        let spec = work::spec(&shape, stored)?;
+        let work = work::work(&shape, &spec, operation);
         let block_size = spec.groups().first().map_or(0, kv::GroupSpec::block_size);
-        shape.layers = match (args.layers, operation) {
+        shape.layers = match (options.layers, operation) {
             // These do not wait for memory.
             (_, Operation::Plan) | (None, Operation::Prefill) => 1,
             (Some(layers), _) => layers,
@@ -231,7 +237,7 @@ impl Case {
                 // So that what shares a cache has as many.
                 let of = match operation {
                     Operation::AppendPrompt => work.written,
-                    _ => work::work(&shape, &spec, Operation::Decode)?.read,
+                    _ => work::work(&shape, &spec, Operation::Decode).read,
                 };
                 let layers = COLD.div_ceil(of.max(1)).clamp(1, LAYERS_MAX);
                 u16::try_from(layers).unwrap_or(u16::MAX)
@@ -239,18 +245,19 @@ impl Case {
         };
         let memory = match operation {
             Operation::Plan => 0,
-            _ => rig::bytes(&shape, &work::spec(&shape, &stored)?, &[operation]),
+            _ => workload::bytes(&shape, &work::spec(&shape, stored)?, &[operation]),
         };
         Ok(Self { operation, stored, shape, block_size, work, memory })
     }
 }
 
 /// Query heads with heads of K and V: those given, or as many, a fourth and an eighth.
-fn heads(args: &BenchArgs) -> Vec<(u32, u32)> {
-    let q_heads = if args.q_heads.is_empty() { &[BenchArgs::Q_HEADS][..] } else { &args.q_heads };
+fn heads(options: &Options) -> Vec<(u32, u32)> {
+    let q_heads =
+        if options.q_heads.is_empty() { &[Options::Q_HEADS][..] } else { &options.q_heads };
     let kv_heads = |q: u32| {
-        if !args.kv_heads.is_empty() {
-            return args.kv_heads.clone();
+        if !options.kv_heads.is_empty() {
+            return options.kv_heads.clone();
         }
         let share = |group: &u32| q.is_multiple_of(*group);
         [4, 1, 8].iter().filter(|group| share(group)).filter_map(|n| q.checked_div(*n)).collect()
@@ -259,14 +266,14 @@ fn heads(args: &BenchArgs) -> Vec<(u32, u32)> {
 }
 
 /// Formats of a suite: every one, and few where each takes minutes.
-fn formats(args: &BenchArgs, is_small: bool) -> Vec<Stored> {
-    if !args.formats.is_empty() {
-        return distinct(args.formats.iter().cloned());
+fn formats(options: &Options, is_small: bool) -> Vec<Formats> {
+    if !options.formats.is_empty() {
+        return distinct(options.formats.iter().copied());
     }
     if is_small {
-        return work::formats(args).unwrap_or_default();
+        return work::formats(options);
     }
-    KvFormat::all().map(Stored::plain).collect()
+    KvFormat::all().map(Formats::from).collect()
 }
 
 fn first<T: Clone>(values: &[T]) -> Vec<T> {

@@ -5,6 +5,7 @@ use std::time::Instant;
 use kv::backend::{Backend, Capabilities, NullBackend};
 use kv::{KvCache, SequenceId, StartOptions, StepInput};
 
+use super::error::Error;
 use super::grid::Case;
 use super::work;
 
@@ -17,13 +18,13 @@ pub(super) struct Planned {
 impl Planned {
     /// Contexts differ by up to a block, so that some of the sequences need a new one.
     /// Contexts are cut as for the device.
-    pub(super) fn new(case: &Case, device: &Capabilities) -> anyhow::Result<Self> {
+    pub(super) fn new(case: &Case, device: &Capabilities) -> Result<Self, Error> {
         let backend = NullBackend::new();
         let mut capabilities = backend.capabilities().clone().with_workers(device.workers);
         capabilities.heads_together = device.heads_together;
         let backend = backend.with_capabilities(capabilities);
         let shape = &case.shape;
-        let mut cache = KvCache::new(backend, work::spec(shape, &case.stored)?)?;
+        let mut cache = KvCache::new(backend, work::spec(shape, case.stored)?)?;
         let spread = case.block_size.min(shape.context);
         for (sequence, short) in sequences(shape.batch).zip((1..=spread).cycle()) {
             cache.start(sequence, &[], StartOptions::default())?;
@@ -37,8 +38,8 @@ impl Planned {
         Ok(Self { cache, batch: shape.batch })
     }
 
-    /// Seconds of so many steps that bring a token a sequence and are dropped.
-    pub(super) fn run(&mut self, runs: u32) -> anyhow::Result<f64> {
+    /// Seconds of this number of steps that bring a token a sequence and are dropped.
+    pub(super) fn run(&mut self, runs: u32) -> Result<f64, Error> {
         let input = |sequence| StepInput::tokens(sequence, &[7]);
         let inputs: Vec<_> = sequences(self.batch).map(input).collect();
         let begin = Instant::now();
@@ -57,22 +58,27 @@ fn sequences(count: u32) -> impl Iterator<Item = SequenceId> {
 #[cfg(test)]
 mod tests {
     use super::super::grid;
-    use super::super::lines::tests::args;
+    use super::super::options::{Options, Suite};
     use super::super::report::RunsOn;
     use super::*;
 
     #[test]
     fn steps_are_planned_and_dropped() {
-        let few = ["--suite", "plan", "--batch", "5", "--context", "40"];
-        let cases = grid::cases(&args(&few), RunsOn::Cpu).expect("cases");
+        let few = Options {
+            suites: vec![Suite::Plan],
+            batch: vec![5],
+            context: vec![40],
+            ..Options::default()
+        };
+        let cases = grid::cases(&few, RunsOn::Cpu).expect("cases");
         assert_eq!(cases.len(), 3, "blocks");
         for case in &cases {
-            let mut rig =
+            let mut planned =
                 Planned::new(case, &Capabilities::minimal().with_workers(2)).expect("sequences");
-            let lens: Vec<_> = sequences(5).map(|id| rig.cache.seq_len(id)).collect();
+            let lens: Vec<_> = sequences(5).map(|id| planned.cache.seq_len(id)).collect();
             assert_eq!(lens, [39, 38, 37, 36, 35].map(Some));
-            assert!(rig.run(3).expect("steps") > 0.0);
-            assert_eq!(sequences(5).map(|id| rig.cache.seq_len(id)).collect::<Vec<_>>(), lens);
+            assert!(planned.run(3).expect("steps") > 0.0);
+            assert_eq!(sequences(5).map(|id| planned.cache.seq_len(id)).collect::<Vec<_>>(), lens);
         }
     }
 }

@@ -1,9 +1,17 @@
 //! The grid: how many cases, which, and how large.
-use super::super::lines::tests::args;
 use super::*;
 
-fn of(given: &[&str]) -> Vec<Case> {
-    cases(&args(given), RunsOn::Cpu).expect("cases")
+/// Options of one suite.
+fn only(suite: Suite) -> Options {
+    Options { suites: vec![suite], ..Options::default() }
+}
+
+fn of(options: &Options) -> Vec<Case> {
+    cases(options, RunsOn::Cpu).expect("cases")
+}
+
+fn formats(names: &[&str]) -> Vec<Formats> {
+    names.iter().map(|name| name.parse().expect("a format")).collect()
 }
 
 fn count(cases: &[Case], is_it: impl Fn(&Case) -> bool) -> usize {
@@ -12,7 +20,7 @@ fn count(cases: &[Case], is_it: impl Fn(&Case) -> bool) -> usize {
 
 #[test]
 fn a_star_has_each_axis_through_its_centre_once() {
-    let cases = of(&["--suite", "decode"]);
+    let cases = of(&only(Suite::Decode));
     // Batch by context, then heads, values of a row, blocks, formats without the centre's.
     assert_eq!(cases.len(), 9 + 2 + 1 + 2 + (KvFormat::all().len() - 1));
     for (index, case) in cases.iter().enumerate() {
@@ -24,7 +32,7 @@ fn a_star_has_each_axis_through_its_centre_once() {
             && (q_heads, kv_heads, head_dim) == (32, 8, 128)
             && block_size == BlockSize::Tokens(16)
     };
-    let is_bf16 = |case: &Case| case.stored == Stored::plain(KvFormat::Bf16);
+    let is_bf16 = |case: &Case| case.stored == Formats::from(KvFormat::Bf16);
     assert_eq!(count(&cases, |case| centre(case) && is_bf16(case)), 1);
     assert_eq!(count(&cases, centre), KvFormat::all().len());
     for batch in [1, 16, 64] {
@@ -44,36 +52,50 @@ fn a_star_has_each_axis_through_its_centre_once() {
 
 #[test]
 fn full_is_every_combination() {
-    let cases = of(&["--suite", "decode", "--full"]);
+    let cases = of(&Options { full: true, ..only(Suite::Decode) });
     assert_eq!(cases.len(), 9 * 3 * 2 * 3 * KvFormat::all().len());
-    let lists = ["--batch", "1,2", "--context", "8", "--formats", "l4,bf16,l4", "--full"];
-    let more = ["--head-dim", "64", "--block-size", "16,contiguous", "--q-heads", "6"];
-    let cases = of(&[&["--suite", "gather"], &lists[..], &more].concat());
+    let cases = of(&Options {
+        batch: vec![1, 2],
+        context: vec![8],
+        formats: formats(&["l4", "bf16", "l4"]),
+        full: true,
+        head_dim: vec![64],
+        block_size: vec![BlockSize::Tokens(16), BlockSize::Contiguous],
+        q_heads: vec![6],
+        ..only(Suite::Gather)
+    });
     // 6 query heads have as many of K and V, and no fourth or eighth of them.
     assert_eq!(cases.len(), 2 * 2 * 2);
     assert!(cases.iter().all(|case| case.shape.kv_heads == 6));
-    assert_eq!(cases[0].stored, Stored::plain(KvFormat::Bf16), "the centre's first");
+    assert_eq!(cases[0].stored, Formats::from(KvFormat::Bf16), "the centre's first");
 }
 
 #[test]
 fn lists_replace_axes() {
-    let few = ["--batch", "3", "--context", "8,9", "--formats", "l4", "--kv-heads", "8"];
-    let more = ["--head-dim", "128", "--block-size", "16"];
-    let cases = of(&[&["--suite", "decode"], &few[..], &more].concat());
+    let cases = of(&Options {
+        batch: vec![3],
+        context: vec![8, 9],
+        formats: formats(&["l4"]),
+        kv_heads: vec![8],
+        head_dim: vec![128],
+        block_size: vec![BlockSize::Tokens(16)],
+        ..only(Suite::Decode)
+    });
     let shapes: Vec<_> = cases.iter().map(|case| (case.shape.batch, case.shape.context)).collect();
     assert_eq!(shapes, [(3, 8), (3, 9)]);
 }
 
 #[test]
 fn a_suite_has_its_operations() {
-    let names = |suite: &str| {
-        let operations = operations(&args(&["--suite", suite]).suite);
+    let names = |suites: &[Suite]| {
+        let operations = operations(suites);
         operations.iter().map(|operation| operation.name()).collect::<Vec<_>>()
     };
-    assert_eq!(names("append,decode,append"), ["append", "append-prompt", "decode"]);
+    let twice = [Suite::Append, Suite::Decode, Suite::Append];
+    assert_eq!(names(&twice), ["append", "append-prompt", "decode"]);
     let all = ["decode", "prefill", "append", "append-prompt", "gather", "copy", "plan"];
-    assert_eq!(names("all"), all);
-    let cases = of(&["--suite", "all"]);
+    assert_eq!(names(&[Suite::All]), all);
+    let cases = of(&only(Suite::All));
     let of = |name| count(&cases, |case| case.operation.name() == name);
     let arms = 2 + 1 + 2 + (KvFormat::all().len() - 1);
     assert_eq!(all.map(of), [9 + arms, 9 + arms, 9 + arms, 4 + arms, 9 + arms, 9 + arms, 11]);
@@ -86,7 +108,9 @@ fn a_suite_has_its_operations() {
 
 #[test]
 fn small_cases_have_layers_that_no_cache_holds() {
-    let cases = of(&["--suite", "decode,append", "--formats", "bf16,l3"]);
+    let suites = vec![Suite::Decode, Suite::Append];
+    let formats = formats(&["bf16", "l3"]);
+    let cases = of(&Options { suites, formats, ..Options::default() });
     for case in &cases {
         let Shape { layers, batch, context, .. } = case.shape;
         let Work { read, written, .. } = case.work;
@@ -97,15 +121,21 @@ fn small_cases_have_layers_that_no_cache_holds() {
         assert!(bytes >= COLD || is_capped || is_append, "{batch} x {context}: {layers}");
         assert!(case.memory > bytes, "{batch} x {context}");
     }
-    let cases = of(&["--suite", "decode", "--layers", "3"]);
+    let cases = of(&Options { layers: Some(3), ..only(Suite::Decode) });
     assert!(cases.iter().all(|case| case.shape.layers == 3));
 }
 
 #[test]
 fn cases_of_one_shape_share_a_cache() {
-    let few = ["--batch", "2", "--context", "8", "--formats", "bf16", "--kv-heads", "8"];
-    let more = ["--head-dim", "64", "--block-size", "16", "--suite", "all"];
-    let cases = of(&[&few[..], &more].concat());
+    let cases = of(&Options {
+        batch: vec![2],
+        context: vec![8],
+        formats: formats(&["bf16"]),
+        kv_heads: vec![8],
+        head_dim: vec![64],
+        block_size: vec![BlockSize::Tokens(16)],
+        ..only(Suite::All)
+    });
     let names = |group: &Vec<usize>| {
         group.iter().map(|index| cases[*index].operation.name()).collect::<Vec<_>>()
     };
@@ -118,7 +148,7 @@ fn cases_of_one_shape_share_a_cache() {
 
 #[test]
 fn a_driver_in_software_gets_little() {
-    let cases = cases(&args(&["--suite", "decode"]), RunsOn::Software).expect("cases");
+    let cases = cases(&only(Suite::Decode), RunsOn::Software).expect("cases");
     assert_eq!(cases.len(), 2 + 2 + 1 + 2 + 3);
     assert!(cases.iter().all(|case| case.shape.layers == 1 && case.shape.context == 128));
 }

@@ -2,9 +2,13 @@
 //! means.
 use std::hint::black_box;
 
-use kv::backend::{Backend, Fence, Queue};
+use kv::backend::Backend;
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+use kv::backend::{Fence, Queue};
 use kv::cpu::CpuBackend;
+#[cfg(feature = "cuda")]
 use kv::cuda::CudaBackend;
+#[cfg(feature = "wgpu")]
 use kv::wgpu::WgpuBackend;
 use kv::{DeviceError, DeviceErrorKind};
 use rayon::iter::{IndexedParallelIterator, ParallelIterator};
@@ -19,8 +23,8 @@ pub(super) trait PlainCopy: Backend {
 
     /// What the report says of the device.
     fn describe(&self) -> Facts;
-    /// Reserves memory to copy so many bytes in, and fills what is read: pages that nobody has
-    /// written may be one and the same.
+    /// Reserves memory to copy this number of bytes in, and fills what is read: pages that were
+    /// never written may all be the same one.
     ///
     /// # Errors
     /// As [`Backend::alloc`].
@@ -40,9 +44,11 @@ pub(super) trait PlainCopy: Backend {
 const OPERATION: &str = "plain copy";
 /// Bytes that are worth a thread.
 const PART: usize = 1 << 20;
-/// Bytes of the largest buffer that is asked for.
+/// Bytes of the largest buffer that is reserved.
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
 const PIECE: u64 = 1 << 30;
 /// Bytes that are sent to a device at once.
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
 const SENT: usize = 1 << 24;
 
 /// A copy by all threads that the backend's kernels use.
@@ -94,6 +100,7 @@ impl PlainCopy for CpuBackend {
 }
 
 /// `copy_buffer_to_buffer`.
+#[cfg(feature = "wgpu")]
 impl PlainCopy for WgpuBackend {
     type Memory = Vec<Piece<Self::Buffer>>;
 
@@ -122,6 +129,7 @@ impl PlainCopy for WgpuBackend {
 }
 
 /// The driver's copy.
+#[cfg(feature = "cuda")]
 impl PlainCopy for CudaBackend {
     type Memory = Vec<Piece<Self::Buffer>>;
 
@@ -148,6 +156,7 @@ impl PlainCopy for CudaBackend {
 }
 
 /// Two buffers of a device, as large as one buffer may be.
+#[cfg(any(feature = "cuda", feature = "wgpu", test))]
 #[derive(Debug)]
 pub(super) struct Piece<Buf> {
     from: Buf,
@@ -155,7 +164,8 @@ pub(super) struct Piece<Buf> {
     bytes: u64,
 }
 
-/// Buffers of so many bytes together, those to read filled.
+/// Buffers of this number of bytes together, those to read filled.
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
 fn pieces<B: Backend>(backend: &B, bytes: u64) -> Result<Vec<Piece<B::Buffer>>, DeviceError> {
     let most = backend.capabilities().buffer_bytes_max.min(PIECE);
     // Whole words.
@@ -181,6 +191,7 @@ fn pieces<B: Backend>(backend: &B, bytes: u64) -> Result<Vec<Piece<B::Buffer>>, 
 }
 
 /// Copies the first `bytes` bytes piece by piece.
+#[cfg(any(feature = "cuda", feature = "wgpu", test))]
 fn each<Buf>(
     pieces: &[Piece<Buf>],
     bytes: u64,
