@@ -1,7 +1,7 @@
 //! Values that look random and are the same in every run.
 
 /// Values between -1 and 1 without an end, by a linear congruential generator.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Random {
     state: u32,
 }

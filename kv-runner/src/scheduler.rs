@@ -1,13 +1,14 @@
-//! Continuous batching: which sequences run, what each brings to the next step, and which request is
-//! preempted when blocks run out.
+//! Continuous batching: which sequences run, what each brings to the next step, and which request
+//! is preempted when blocks run out.
 //!
 //! A sequence is its tokens and how many of them are cached; whatever is not cached is brought to a
 //! step, all at once, in chunks, or again after a preemption. That one rule serves prefill, decode,
 //! recomputation and the mode without a cache. Requests come in while a step is open, so that
-//! those that arrive together compute what they share once. The oldest request is never preempted and
-//! fits alone, which is checked before anything runs, so every step moves something forward.
+//! those that arrive together compute what they share once. The oldest request is never preempted
+//! and fits alone, which is checked before anything runs, so every step moves something forward.
 mod beams;
 mod draft;
+mod error;
 mod fit;
 mod forks;
 mod queues;
@@ -27,6 +28,7 @@ use crate::model::{Chunk, Model};
 use crate::num::{to_u32, to_usize};
 use beams::BeamSearch;
 pub use beams::{BeamOptions, Hypothesis};
+pub use error::ScheduleError;
 pub use fit::{Advice, RequestSize, Shortage};
 use queues::Queues;
 pub use stats::Stats;
@@ -47,7 +49,7 @@ pub struct Limits {
     pub stop: Vec<u32>,
     /// Whether each token computes everything before it again, to measure what caching saves.
     pub forget: bool,
-    /// Draft tokens that a sequence brings to a step: guesses of its next tokens, from its own text.
+    /// Draft tokens that a sequence brings to a step: guesses of its next tokens from its own text.
     pub draft_tokens: usize,
 }
 
@@ -86,82 +88,6 @@ pub enum Event {
         /// What came of it.
         generated: Generated,
     },
-}
-
-/// A request that can never run, or a model that breaks its contract.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ScheduleError {
-    /// The prompt fills the context.
-    #[error("prompt {index} has {tokens} tokens, which leaves no room in a context of {context}")]
-    PromptTooLong {
-        /// The request.
-        index: usize,
-        /// Tokens of its prompt.
-        tokens: usize,
-        /// Tokens a sequence may have.
-        context: u32,
-    },
-    /// The request alone needs more blocks than there are.
-    #[error(
-        "prompt {index} with its new tokens is {tokens} tokens long and needs {} blocks{}, the \
-         cache has {}",
-        .shortage.needed, of_group(shortage), .shortage.available
-    )]
-    DoesNotFit {
-        /// The request.
-        index: usize,
-        /// Tokens it has cached at its end.
-        tokens: u32,
-        /// What is too small, and what would do.
-        shortage: Shortage,
-    },
-    /// The sequence would be longer than the cache allows.
-    #[error(
-        "prompt {index} with its new tokens is {tokens} tokens long, a sequence of the cache has \
-         at most {max}"
-    )]
-    TooLong {
-        /// The request.
-        index: usize,
-        /// Tokens it has cached at its end.
-        tokens: u32,
-        /// Tokens a sequence of the cache may have.
-        max: u32,
-    },
-    /// The search is wider than the cache has sequences.
-    #[error("prompt {index} needs {needed} sequences at once, the cache has room for {available}")]
-    TooManyBeams {
-        /// The request.
-        index: usize,
-        /// Its beams.
-        needed: usize,
-        /// Sequences of the cache.
-        available: u32,
-    },
-    /// A prompt must have a token.
-    #[error("prompt {index} has no tokens")]
-    EmptyPrompt {
-        /// The request.
-        index: usize,
-    },
-    /// The model returned another number of rows than its batch says.
-    #[error("the model gave {got} rows of logits, expected {expected}")]
-    Logits {
-        /// Rows it returned.
-        got: usize,
-        /// Rows that the chunks of the batch name.
-        expected: usize,
-    },
-    /// No request can run, and none holds a block.
-    #[error("no sequence can go on")]
-    Stuck,
-}
-
-/// Names the group of a shortage, where there are several.
-fn of_group(shortage: &Shortage) -> String {
-    let Shortage { group, num_groups, .. } = shortage;
-    if *num_groups > 1 { format!(" of layer group {group}") } else { String::new() }
 }
 
 /// Runs requests over one cache and one model, in continuous batches.

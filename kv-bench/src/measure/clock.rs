@@ -21,8 +21,8 @@ pub(super) struct Samples {
 }
 
 impl Samples {
-    /// Times one round. `time` returns the seconds that a number of runs take together. The first round
-    /// warms up, and finds how many runs make a sample.
+    /// Times one round. `time` returns the seconds that a number of runs take together. The first
+    /// round warms up, and finds how many runs make a sample.
     pub(super) fn take(
         &mut self,
         mut time: impl FnMut(u32) -> Result<f64, Error>,

@@ -88,7 +88,7 @@ trait OnDevice {
     fn run<B: Roofline>(self, backends: Vec<B>) -> Result<Self::Output, Error>;
 }
 
-/// Opens the device of the options, on a CPU with every instruction set and every number of threads;
+/// Opens the device of the options, a CPU with every instruction set and every number of threads;
 /// `None` for one that cannot be measured.
 fn on_device<T: OnDevice>(options: &Options, task: T) -> Result<Option<T::Output>, Error> {
     match &options.backend {

@@ -203,7 +203,7 @@ impl<'a> Suite<'a> {
         Ok(lines)
     }
 
-    /// Measures one case and its roofline alternately; `run` returns the seconds of a number of runs.
+    /// Measures one case and its roofline alternately; `run` returns the seconds of several runs.
     fn measure_case<B: Roofline>(
         &mut self,
         case: &Case,
@@ -271,9 +271,9 @@ enum Bound {
     Not,
 }
 
-/// Reading is the roofline of what only reads, a copy of as many bytes that of what writes as much. K and V of
-/// the model and what comes out of a cache are the same memory for every layer, as they are in the
-/// operation itself.
+/// Reading is the roofline of what only reads, a copy of as many bytes that of what writes as much.
+/// K and V of the model and what comes out of a cache are the same memory for every layer, as they
+/// are in the operation itself.
 fn roofline_of(case: &Case) -> Bound {
     let walk = |from_moves, to_moves| Walk {
         bytes: case.work.bytes().div_ceil(2).next_multiple_of(4),

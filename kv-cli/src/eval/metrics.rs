@@ -126,7 +126,7 @@ mod tests {
     }
 
     /// Rounds to the nearest `f32`.
-    #[expect(clippy::as_conversions, clippy::cast_possible_truncation, reason = "rounding is meant")]
+    #[expect(clippy::as_conversions, clippy::cast_possible_truncation, reason = "rounding")]
     fn to_f32(x: f64) -> f32 {
         x as f32
     }
