@@ -1,6 +1,10 @@
-//! What the benches share: shapes, caches that are already full, tensors.
+//! Measures the KV cache: [`measure`] times its operations on any device for `kv bench`, and the
+//! rest is what the benches share: shapes, caches that are already full, tensors.
 #![forbid(unsafe_code)]
 pub mod life;
+pub mod measure;
+mod num;
+mod random;
 
 use kv::backend::Backend;
 pub use kv::eviction::Eviction;
@@ -8,6 +12,8 @@ use kv::{
     BlockOrder, CacheSpec, Error, KvCache, KvFormat, QkvFormat, SequenceId, StartOptions,
     StepInput, TensorView,
 };
+
+use random::Random;
 
 /// Tokens a block holds in every bench.
 pub const BLOCK_SIZE: u32 = 16;
@@ -106,14 +112,7 @@ impl Shape {
 
 /// `count` values between -1 and 1 that look random and are the same in every run.
 pub fn values(count: u64) -> Vec<f32> {
-    let mut state = 1_u32;
-    (0..count)
-        .map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            let [_, _, low, high] = state.to_le_bytes();
-            f32::from(i16::from_le_bytes([low, high])) / 32768.0
-        })
-        .collect()
+    (0..count).zip(Random::new(1)).map(|(_, value)| value).collect()
 }
 
 /// Whether benches run once each, as tests, and may use small shapes.

@@ -8,12 +8,12 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use kv::Device;
+use kv_runner::stored::Stored;
 
 pub(crate) use self::accuracy::{CalibrateArgs, EvalArgs};
-pub(crate) use self::bench::{BenchArgs, BlockOrder, BlockSize, Suite};
+pub(crate) use self::bench::BenchArgs;
 pub(crate) use self::replay::ReplayArgs;
 use crate::memory::Bytes;
-use crate::stored::Stored;
 
 /// Generate text with a KV cache, plan its memory, measure what its formats cost, what reuse saves
 /// and how fast a device is.

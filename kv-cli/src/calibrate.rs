@@ -3,12 +3,13 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::Context;
+use kv_runner::calibrate;
 use serde::Serialize;
 
 use crate::args::CalibrateArgs;
 use crate::loaded::Loaded;
 use crate::num::to_usize;
-use crate::{constants, output};
+use crate::{output, progress};
 
 /// The object `--json` prints.
 #[derive(Debug, Serialize)]
@@ -31,20 +32,20 @@ pub(crate) fn run(args: &CalibrateArgs) -> anyhow::Result<()> {
     let mut ids = loaded.read_tokens(&args.text)?;
     ids.truncate(to_usize(args.tokens));
     let Loaded { name, model, backend, .. } = &loaded;
-    let calibrators = constants::observe(model, backend, &ids, &[args.sinks])?;
+    let calibrators = progress::calibrate(model, backend, &ids, &[args.sinks])?;
     let calibrator = calibrators.first().context("one was made for one number of sinks")?;
     let describe = || args.text.display().to_string();
-    let bytes = constants::file(calibrator, model).with_context(describe)?;
+    let bytes = calibrate::to_file(calibrator, model).with_context(describe)?;
     write(&args.output, &bytes).with_context(|| args.output.display().to_string())?;
     let config = model.config();
     let report = Report {
         file: args.output.display().to_string(),
         model: name.clone(),
-        fingerprint: model.fingerprint()?,
+        fingerprint: model.fingerprint(),
         tokens: calibrator.num_tokens(),
         layers: config.layers(),
-        kv_heads: config.kv_heads,
-        head_dim: config.head_dim,
+        kv_heads: config.kv_heads(),
+        head_dim: config.head_dim(),
         bytes: bytes.len(),
     };
     if args.json {

@@ -2,13 +2,13 @@
 //! a long system prompt with and without reuse, measured in one run.
 mod reuse;
 
+use kv_runner::Generated;
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
 use crate::memory::Bytes;
 use crate::output;
-use crate::scheduler::Generated;
-use crate::session::{Session, Variant};
+use crate::session::{Session, Silent, Variant};
 
 /// The object `--compare --json` prints.
 #[derive(Debug, Serialize)]
@@ -54,7 +54,7 @@ pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> 
             let asked = Variant::new(args, layout);
             let runs = Variant { max_new_tokens, forget, ignore_eos: true, ..asked };
             let runs = Variant { reuse: !forget, ..runs };
-            let (generated, stats) = session.run(args, &runs, &mut |_| Ok(()))?;
+            let (generated, stats) = session.run(args, &runs, session.prompt_ids(), &mut Silent)?;
             let first = tokens.get_or_insert_with(|| generated.clone());
             let pairs = first.iter().zip(&generated);
             let first_ms = generated.iter().map(|generated| generated.first_token_ms);
@@ -78,7 +78,7 @@ pub(crate) fn run(args: &GenerateArgs, session: &Session) -> anyhow::Result<()> 
         }
     }
     let report = Report {
-        model: session.model_name.clone(),
+        model: session.loaded.name.clone(),
         backend: args.backend.to_string(),
         format: args.format.to_string(),
         sequences: session.prompts.len(),

@@ -2,14 +2,13 @@
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kv_runner::{Event, Finish, Generated, TextStream};
 
 use crate::args::GenerateArgs;
 use crate::num::to_u64;
 use crate::output;
 use crate::report::Report;
-use crate::scheduler::{Event, Finish, Generated};
-use crate::session::{Session, Variant};
-use crate::text::TextStream;
+use crate::session::{self, Session, Variant};
 
 pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     let session = Session::open(args)?;
@@ -19,7 +18,7 @@ pub(crate) fn run(args: &GenerateArgs) -> anyhow::Result<()> {
     let layout = if args.contiguous { session.contiguous(args) } else { session.paged(args)? };
     let variant = Variant::new(args, layout);
     let mut show = Show::new(args, &session, &variant);
-    let (generated, stats) = session.run(args, &variant, &mut |event| show.event(&event))?;
+    let (generated, stats) = session.run(args, &variant, session.prompt_ids(), &mut show)?;
     show.end();
     let report = Report::new(args, &session, &variant, &generated, &stats)?;
     if args.json {
@@ -62,21 +61,6 @@ impl<'s> Show<'s> {
         self.streams.len() == 1 && !self.is_json
     }
 
-    fn begin(&self) -> anyhow::Result<()> {
-        match self.session.prompts.as_slice() {
-            [prompt] if !self.is_json => output::text(&prompt.text),
-            _ => Ok(()),
-        }
-    }
-
-    fn event(&mut self, event: &Event<'_>) -> anyhow::Result<()> {
-        match event {
-            Event::Accepted => self.begin(),
-            Event::Token { index, token } => self.token(*index, *token),
-            Event::Finished { index, generated } => self.finished(*index, generated),
-        }
-    }
-
     fn token(&mut self, index: usize, token: u32) -> anyhow::Result<()> {
         if let Some(bar) = &self.bar {
             bar.inc(1);
@@ -88,7 +72,7 @@ impl<'s> Show<'s> {
         if self.stop.contains(&token) {
             return Ok(());
         }
-        let piece = stream.push(&self.session.text, token)?;
+        let piece = stream.push(&self.session.loaded.tokenizer, token)?;
         if is_streaming {
             return output::text(&piece);
         }
@@ -102,7 +86,7 @@ impl<'s> Show<'s> {
         let Some(((stream, text), prompt)) = parts.filter(|_| !self.is_json) else {
             return Ok(());
         };
-        let rest = stream.finish(&self.session.text)?;
+        let rest = stream.finish(&self.session.loaded.tokenizer)?;
         if is_streaming {
             return output::text(&format!("{rest}\n"));
         }
@@ -122,6 +106,24 @@ impl<'s> Show<'s> {
     fn end(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
+        }
+    }
+}
+
+impl session::Show for Show<'_> {
+    fn begin(&mut self) -> anyhow::Result<()> {
+        match self.session.prompts.as_slice() {
+            [prompt] if !self.is_json => output::text(&prompt.text),
+            _ => Ok(()),
+        }
+    }
+
+    fn event(&mut self, event: &Event) -> anyhow::Result<()> {
+        match event {
+            Event::Token { index, token } => self.token(*index, *token),
+            Event::Finished { index, generated } => self.finished(*index, generated),
+            // There is no other kind of event yet.
+            _ => Ok(()),
         }
     }
 }

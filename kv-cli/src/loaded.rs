@@ -1,20 +1,22 @@
 //! What every command that runs a model opens first: the model, its tokenizer and the device.
-use std::path::Path;
+use std::cell::Cell;
+use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use kv::{AnyBackend, Device};
+use kv_runner::{Decoder, Tokenizer, read_text};
 
-use crate::bundled;
-use crate::model::Decoder;
-use crate::text::{Text, read_text, tokenizer_path};
+use crate::{bundled, output};
 
 #[derive(Debug)]
 pub(crate) struct Loaded {
     /// The last part of the model's path.
     pub(crate) name: String,
     pub(crate) model: Decoder,
-    pub(crate) text: Text,
+    pub(crate) tokenizer: Tokenizer,
     pub(crate) backend: AnyBackend,
+    /// Whether it was said that a prompt brings its begin token itself.
+    noted_begin: Cell<bool>,
 }
 
 impl Loaded {
@@ -25,17 +27,39 @@ impl Loaded {
     ) -> anyhow::Result<Self> {
         let path = bundled::model_or_bundled(model)?;
         let backend = device.connect()?;
-        let text = Text::read(&tokenizer_path(&path, tokenizer)?)?;
+        let tokenizer = Tokenizer::read(&tokenizer_path(&path, tokenizer)?)?;
         let model = Decoder::read(&path)?;
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
-        Ok(Self { name, model, text, backend })
+        Ok(Self { name, model, tokenizer, backend, noted_begin: Cell::new(false) })
     }
 
-    /// All tokens of a text file, with the special tokens the tokenizer itself adds.
-    pub(crate) fn read_tokens(&self, path: &Path) -> anyhow::Result<Vec<u32>> {
-        let describe = || path.display().to_string();
-        let text = read_text(path)?;
-        let config = self.model.config();
-        self.text.encode(&text, config.vocab, config.bos).with_context(describe)
+    /// The tokens of a prompt, with the special tokens the tokenizer itself adds.
+    pub(crate) fn encode(&self, prompt: &str) -> anyhow::Result<Vec<u32>> {
+        let encoded = self.tokenizer.encode(prompt, self.model.config())?;
+        if let Some(begin) = encoded.repeated_begin
+            && !self.noted_begin.replace(true)
+        {
+            output::note(&format!("a prompt begins with {begin:?}, it is not added again"))?;
+        }
+        Ok(encoded.tokens)
     }
+
+    /// All tokens of a text file.
+    pub(crate) fn read_tokens(&self, path: &Path) -> anyhow::Result<Vec<u32>> {
+        let text = read_text(path)?;
+        self.encode(&text).with_context(|| path.display().to_string())
+    }
+}
+
+/// Where the tokenizer of a model is.
+fn tokenizer_path(model: &Path, given: Option<&Path>) -> anyhow::Result<PathBuf> {
+    if let Some(path) = given {
+        return Ok(path.to_owned());
+    }
+    let dir = if model.is_file() { model.parent().unwrap_or(Path::new(".")) } else { model };
+    let path = dir.join("tokenizer.json");
+    if model.is_file() && !path.is_file() {
+        bail!("{}: no tokenizer.json beside it, give --tokenizer FILE", model.display());
+    }
+    Ok(path)
 }

@@ -56,19 +56,6 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// Bytes that programs may still take, as the kernel of Linux says it; elsewhere a guess.
-pub(crate) fn available() -> u64 {
-    const GUESS: u64 = 8 << 30;
-    let facts = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    available_in(&facts).unwrap_or(GUESS)
-}
-
-fn available_in(facts: &str) -> Option<u64> {
-    let rest = facts.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kilobytes: u64 = rest.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kilobytes.checked_mul(1024)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,14 +88,5 @@ mod tests {
         assert_eq!(Bytes(1023).to_string(), "1023 B");
         assert_eq!(Bytes(1536).to_string(), "1.50 KiB");
         assert_eq!(Bytes(24 << 30).to_string(), "24.00 GiB");
-    }
-
-    #[test]
-    fn memory_is_what_the_kernel_says() {
-        let facts = "MemTotal:       24689764 kB\nMemAvailable:     2048 kB\nCached: 1 kB\n";
-        assert_eq!(available_in(facts), Some(2 << 20));
-        assert_eq!(available_in("MemAvailable: many kB\n"), None);
-        assert_eq!(available_in(""), None);
-        assert!(available() > 0);
     }
 }

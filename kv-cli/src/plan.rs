@@ -12,13 +12,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use kv::{CacheSpec, GroupSpec, KvFormat};
+use kv_runner::gguf::is_further_part;
+use kv_runner::read_text;
+use kv_runner::stored::{Stored, bits_per_value};
 use serde::Serialize;
 
 use crate::args::PlanArgs;
-use crate::gguf::is_further_part;
 use crate::memory::Bytes;
-use crate::stored::{Stored, bits_per_value};
-use crate::text::read_text;
 use crate::{bundled, output};
 use geometry::{Geometry, LayerKind};
 

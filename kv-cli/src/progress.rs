@@ -2,6 +2,11 @@
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kv::AnyBackend;
+use kv::quant::calibrate::Calibrator;
+use kv_runner::{Decoder, Error, calibrate};
+
+use crate::num::to_u64;
 
 /// A bar over `total` tokens; without a terminal one that is never seen.
 pub(crate) fn tokens(total: u64) -> ProgressBar {
@@ -16,6 +21,20 @@ pub(crate) fn requests(total: u64) -> ProgressBar {
 /// A bar over `total` rounds of measuring; without a terminal one that is never seen.
 pub(crate) fn rounds(total: u64) -> ProgressBar {
     bar(total, "{bar:40} {pos}/{len} rounds, {eta} {msg}")
+}
+
+/// [`calibrate::observe`] beside a bar.
+pub(crate) fn calibrate(
+    model: &Decoder,
+    backend: &AnyBackend,
+    ids: &[u32],
+    sinks: &[u32],
+) -> Result<Vec<Calibrator>, Error> {
+    let bar = tokens(to_u64(ids.len())).with_message("calibration");
+    let mut inc = |read| bar.inc(to_u64(read));
+    let calibrators = calibrate::observe(model, backend, ids, sinks, &mut inc)?;
+    bar.finish_and_clear();
+    Ok(calibrators)
 }
 
 fn bar(total: u64, template: &str) -> ProgressBar {

@@ -2,8 +2,7 @@
 use std::path::Path;
 
 use anyhow::{Context, bail};
-
-use crate::text::read_text;
+use kv_runner::read_text;
 
 /// What is continued when nothing else is asked for.
 const DEFAULT: &str = "Once upon a time";

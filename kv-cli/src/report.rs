@@ -1,9 +1,11 @@
 //! What one run of `kv generate` says at its end, for programs and for people.
+use kv_runner::scheduler::{self, Stats};
+use kv_runner::{Finish, Generated};
 use serde::Serialize;
 
 use crate::args::GenerateArgs;
+use crate::loaded::Loaded;
 use crate::memory::Bytes;
-use crate::scheduler::{self, Finish, Generated, Stats};
 use crate::session::{Session, Variant};
 
 /// The object `--json` prints.
@@ -30,7 +32,7 @@ struct Sequence {
     /// `length`, `eos` or `context`.
     finish: &'static str,
     reused_tokens: usize,
-    /// From the start of the run to its first token.
+    /// From its submission to its first token.
     ttft_ms: f64,
     /// What beam search ended with, best first; empty without it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -91,13 +93,14 @@ impl Report {
         generated: &[Generated],
         stats: &Stats,
     ) -> anyhow::Result<Self> {
+        let Loaded { name: model, tokenizer, .. } = &session.loaded;
         let mut sequences = Vec::with_capacity(generated.len());
         for (prompt, generated) in session.prompts.iter().zip(generated) {
             let show = |hypothesis: &scheduler::Hypothesis| {
                 Ok(Hypothesis {
                     tokens: hypothesis.tokens.clone(),
-                    text: session.text.decode(shown(&hypothesis.tokens, hypothesis.finish))?,
-                    finish: name(hypothesis.finish),
+                    text: tokenizer.decode(shown(&hypothesis.tokens, hypothesis.finish))?,
+                    finish: finish_name(hypothesis.finish),
                     log_prob: hypothesis.log_prob,
                     score: hypothesis.score,
                 })
@@ -107,15 +110,15 @@ impl Report {
                 prompt: prompt.text.clone(),
                 prompt_tokens: prompt.ids.clone(),
                 tokens: generated.tokens.clone(),
-                text: session.text.decode(shown(&generated.tokens, generated.finish))?,
-                finish: name(generated.finish),
+                text: tokenizer.decode(shown(&generated.tokens, generated.finish))?,
+                finish: finish_name(generated.finish),
                 reused_tokens: generated.reused,
                 ttft_ms: generated.first_token_ms,
                 hypotheses: hypotheses.collect::<anyhow::Result<_>>()?,
             });
         }
         Ok(Self {
-            model: session.model_name.clone(),
+            model: model.clone(),
             backend: args.backend.to_string(),
             format: args.format.to_string(),
             layout: variant.layout.to_string(),
@@ -237,7 +240,7 @@ fn shown(tokens: &[u32], finish: Finish) -> &[u32] {
     }
 }
 
-fn name(finish: Finish) -> &'static str {
+fn finish_name(finish: Finish) -> &'static str {
     match finish {
         Finish::Length => "length",
         Finish::Stop => "eos",

@@ -1,28 +1,22 @@
-//! Everything a run needs, opened once: the model, its tokenizer, the device, the prompts.
-use anyhow::Context;
-use kv::{
-    AnyBackend, CacheSpec, Calibration, Determinism, KvCache, PrefixReuse, PublishAt, SpecError,
+//! One `kv generate`: its model, its prompts, and its runs, each through a cache of its own.
+use anyhow::{Context, anyhow};
+use kv::Calibration;
+use kv_runner::scheduler::{Advice, BeamOptions, RequestSize, Stats};
+use kv_runner::stored::{Source, Stored, blocks_of};
+use kv_runner::{
+    CacheOptions, Event, Generated, Layout, Limits, Request, Sampler, ScheduleError, Scheduler,
+    calibrate,
 };
 
 use crate::args::{GenerateArgs, Paged};
-use crate::config::ModelConfig;
-use crate::constants;
 use crate::loaded::Loaded;
-use crate::model::Decoder;
 use crate::num::{to_u32, to_usize};
 use crate::prompts;
-use crate::sampler::Sampler;
-use crate::scheduler::{BeamOptions, Generated, Limits, News, Reading, Request, Scheduler, Stats};
-use crate::stored::{Source, Stored, blocks_of};
-use crate::text::Text;
 
 /// What is the same for every run of one command.
 #[derive(Debug)]
 pub(crate) struct Session {
-    pub(crate) model_name: String,
-    pub(crate) model: Decoder,
-    pub(crate) text: Text,
-    pub(crate) backend: AnyBackend,
+    pub(crate) loaded: Loaded,
     pub(crate) prompts: Vec<Prompt>,
     /// Constants of the stored format, where it was given some.
     calibration: Option<Calibration>,
@@ -32,24 +26,6 @@ pub(crate) struct Session {
 pub(crate) struct Prompt {
     pub(crate) text: String,
     pub(crate) ids: Vec<u32>,
-}
-
-/// How the cache's memory is cut.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Layout {
-    Paged(Paged),
-    Contiguous { sequences: u32, tokens: u32 },
-}
-
-impl std::fmt::Display for Layout {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Paged(Paged { block_size, num_blocks }) => {
-                write!(f, "paged {block_size},{num_blocks}")
-            }
-            Self::Contiguous { sequences, tokens } => write!(f, "contiguous {sequences}x{tokens}"),
-        }
-    }
 }
 
 /// What differs between runs.
@@ -94,25 +70,21 @@ impl Session {
     pub(crate) fn open(args: &GenerateArgs) -> anyhow::Result<Self> {
         let texts = prompts::collect(&args.prompt, args.prompts.as_deref())?;
         let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)?;
-        let Loaded { name: model_name, model, text, backend } = loaded;
-        let ModelConfig { vocab, bos, .. } = *model.config();
-        let encode = |prompt: String| {
-            let ids = text.encode(&prompt, vocab, bos)?;
-            Ok(Prompt { text: prompt, ids })
-        };
+        let encode = |text: String| Ok(Prompt { ids: loaded.encode(&text)?, text });
         let prompts = texts.into_iter().map(encode).collect::<anyhow::Result<_>>()?;
-        let mut session = Self { model_name, model, text, backend, prompts, calibration: None };
+        let mut session = Self { loaded, prompts, calibration: None };
         session.calibration = session.calibrate(&args.format)?;
         Ok(session)
     }
 
     /// The constants that a format comes with.
     fn calibrate(&self, stored: &Stored) -> anyhow::Result<Option<Calibration>> {
+        let Loaded { model, backend, .. } = &self.loaded;
         let first = self.prompts.first().map_or(&[][..], |prompt| &prompt.ids);
         Ok(match &stored.calibration {
-            Some(Source::File(path)) => Some(constants::load(path, &self.model)?),
+            Some(Source::File(path)) => Some(calibrate::load(path, model)?),
             Some(Source::Online) => {
-                let online = constants::online(&self.model, &self.backend, first, stored.sinks());
+                let online = calibrate::online(model, backend, first, stored.sinks());
                 Some(online.context("calib=online")?)
             }
             None => {
@@ -122,6 +94,11 @@ impl Session {
         })
     }
 
+    /// Tokens a sequence of the model may have.
+    fn context(&self) -> u32 {
+        self.loaded.model.config().context()
+    }
+
     /// Sequences that can run at once: the beams of one prompt at least.
     fn batch(&self, args: &GenerateArgs) -> u32 {
         let all = to_u32(self.prompts.len()).saturating_mul(args.beams);
@@ -129,17 +106,17 @@ impl Session {
     }
 
     pub(crate) fn contiguous(&self, args: &GenerateArgs) -> Layout {
-        Layout::Contiguous { sequences: self.batch(args), tokens: self.model.config().context }
+        Layout::Contiguous { sequences: self.batch(args), tokens: self.context() }
     }
 
     /// Blocks for the whole batch at the model's context, within bounds, but enough for each prompt
     /// alone.
     pub(crate) fn paged(&self, args: &GenerateArgs) -> anyhow::Result<Layout> {
-        if let Some(paged) = args.paged {
-            return Ok(Layout::Paged(paged));
+        if let Some(Paged { block_size, num_blocks }) = args.paged {
+            return Ok(Layout::Paged { block_size, num_blocks });
         }
-        let context = self.model.config().context;
-        let few = args.format.few_blocks(self.model.config(), BLOCK_SIZE)?;
+        let context = self.context();
+        let few = args.format.few_blocks(self.loaded.model.config(), BLOCK_SIZE)?;
         let slots = CACHE_BYTES.checked_div(few.memory().bytes_per_token.max(1)).unwrap_or(0);
         let affordable = slots.checked_div(BLOCK_SIZE.into()).unwrap_or(0);
         let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
@@ -149,77 +126,109 @@ impl Session {
             let tokens = prompt.saturating_add(args.max_new_tokens).min(context);
             let chunk = args.max_step_tokens.min(if args.no_cache { tokens } else { prompt });
             let width = args.beams;
-            let reading = Reading { prompt, chunk, tokens, width, forget: args.no_cache };
-            few.groups().iter().map(|group| reading.blocks(group)).max().unwrap_or(0)
+            let size = RequestSize { prompt, chunk, tokens, width, forget: args.no_cache };
+            few.groups().iter().map(|group| size.blocks(group)).max().unwrap_or(0)
         };
         let alone = self.prompts.iter().map(alone).max().unwrap_or(0);
         let num_blocks = wanted.min(affordable).max(alone).max(1);
-        Ok(Layout::Paged(Paged { block_size: BLOCK_SIZE, num_blocks }))
-    }
-
-    fn spec(&self, variant: &Variant, stored: &Stored) -> Result<CacheSpec, SpecError> {
-        let config = self.model.config();
-        stored.spec(config, |builder| {
-            let builder = builder
-                .max_seq_len(config.context)
-                // What a sequence says must not depend on its neighbours.
-                .determinism(Determinism::BatchInvariant)
-                .prefix_reuse(if variant.reuse { PrefixReuse::Partial } else { PrefixReuse::Off })
-                // Prompts that arrive together compute what they share once.
-                .publish_at(PublishAt::Begin);
-            match variant.layout {
-                Layout::Paged(Paged { block_size, num_blocks }) => {
-                    builder.paged(block_size, num_blocks)
-                }
-                Layout::Contiguous { sequences, tokens } => builder.contiguous(sequences, tokens),
-            }
-        })
+        Ok(Layout::Paged { block_size: BLOCK_SIZE, num_blocks })
     }
 
     /// Tokens that end a text in this run.
     pub(crate) fn stop(&self, variant: &Variant) -> Vec<u32> {
-        if variant.ignore_eos { Vec::new() } else { self.model.config().eos.clone() }
+        if variant.ignore_eos { Vec::new() } else { self.loaded.model.config().eos().to_vec() }
     }
 
-    /// Runs all prompts once, through a cache of their own.
+    /// Runs these prompts once, through a cache of their own. `begin` is called when all of them
+    /// are accepted, `show` with everything that comes of them.
     pub(crate) fn run(
         &self,
         args: &GenerateArgs,
         variant: &Variant,
-        news: &mut News<'_>,
-    ) -> anyhow::Result<(Vec<Generated>, Stats)> {
-        let prompts = self.prompts.iter().map(|prompt| prompt.ids.clone()).collect();
-        self.run_prompts(args, variant, prompts, news)
-    }
-
-    /// Runs these prompts once, through a cache of their own.
-    pub(crate) fn run_prompts(
-        &self,
-        args: &GenerateArgs,
-        variant: &Variant,
         prompts: Vec<Vec<u32>>,
-        news: &mut News<'_>,
+        show: &mut impl Show,
     ) -> anyhow::Result<(Vec<Generated>, Stats)> {
-        let (backend, spec) = (self.backend.clone(), self.spec(variant, &args.format)?);
-        let cache = match &self.calibration {
-            Some(calibration) => KvCache::with_calibration(backend, spec, calibration.clone())?,
-            None => KvCache::new(backend, spec)?,
+        let Loaded { model, backend, .. } = &self.loaded;
+        let options = CacheOptions {
+            layout: variant.layout,
+            stored: args.format.clone(),
+            reuse: variant.reuse,
         };
+        let cache = options.open(model, backend.clone(), self.calibration.as_ref())?;
         let limits = Limits {
             max_batch: to_usize(variant.max_batch),
             max_step_tokens: to_usize(args.max_step_tokens),
-            context: self.model.config().context,
+            context: self.context(),
             stop: self.stop(variant),
             forget: variant.forget,
             draft_tokens: to_usize(variant.draft_tokens),
         };
-        let request = |(index, prompt)| Request {
-            prompt,
-            max_new_tokens: variant.max_new_tokens,
-            sampler: Sampler::new(args.temperature, args.seed, index),
-            beams: variant.beams,
-        };
-        let requests = prompts.into_iter().enumerate().map(request).collect();
-        Scheduler::new(cache, &self.model, limits).run(requests, news)
+        let mut scheduler = Scheduler::new(cache, model, limits);
+        for (index, prompt) in prompts.into_iter().enumerate() {
+            let sampler = Sampler::new(args.temperature, args.seed, index);
+            let max_new_tokens = variant.max_new_tokens;
+            let request = Request { prompt, max_new_tokens, sampler, beams: variant.beams };
+            scheduler.submit(request).map_err(with_flags)?;
+        }
+        show.begin()?;
+        let mut generated = Vec::new();
+        while scheduler.has_work() {
+            for event in scheduler.step()? {
+                show.event(&event)?;
+                if let Event::Finished { index, generated: finished } = event {
+                    generated.push((index, finished));
+                }
+            }
+        }
+        generated.sort_by_key(|(index, _)| *index);
+        let generated = generated.into_iter().map(|(_, generated)| generated).collect();
+        Ok((generated, scheduler.stats()))
     }
+
+    /// The tokens of all prompts.
+    pub(crate) fn prompt_ids(&self) -> Vec<Vec<u32>> {
+        self.prompts.iter().map(|prompt| prompt.ids.clone()).collect()
+    }
+}
+
+/// Sees what comes of a run while it goes on.
+pub(crate) trait Show {
+    /// All requests can run.
+    fn begin(&mut self) -> anyhow::Result<()>;
+    /// A step brought this.
+    fn event(&mut self, event: &Event) -> anyhow::Result<()>;
+}
+
+/// Shows nothing.
+pub(crate) struct Silent;
+
+impl Show for Silent {
+    fn begin(&mut self) -> anyhow::Result<()> {
+        Ok(())
+    }
+
+    fn event(&mut self, _: &Event) -> anyhow::Result<()> {
+        Ok(())
+    }
+}
+
+/// A refusal, with the options that would let the request run.
+fn with_flags(error: ScheduleError) -> anyhow::Error {
+    let flags = match &error {
+        ScheduleError::DoesNotFit { shortage, .. } => {
+            let Advice { chunk, has_beams, paged, .. } = shortage.advice;
+            let chunk = chunk.map(|chunk| format!("--max-step-tokens {chunk}, "));
+            let paged = paged.map(|(size, blocks)| format!("--paged {size},{blocks}, "));
+            let beams = if has_beams { "fewer --beams, " } else { "" };
+            format!(
+                "{}{}{beams}or fewer --max-new-tokens would do",
+                chunk.unwrap_or_default(),
+                paged.unwrap_or_default()
+            )
+        }
+        ScheduleError::TooLong { .. } => "fewer --max-new-tokens would do".to_owned(),
+        ScheduleError::TooManyBeams { .. } => "fewer --beams would do".to_owned(),
+        _ => return error.into(),
+    };
+    anyhow!("{error}: {flags}")
 }

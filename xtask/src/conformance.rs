@@ -175,7 +175,8 @@ fn run_backend(
     }
     // The choice of crates is that of the other tests, so that what those have built is used; only
     // the runners of other backends are left out.
-    let mut command = shell::cargo(["test", "--workspace", "--exclude", suite::HEAVY]);
+    let mut command = shell::cargo(["test"]);
+    command.args(suite::LIGHT);
     let target = target_of(backend);
     for package in &workspace.packages {
         if package.name != package_of(backend) && has(package, target) {

@@ -9,10 +9,14 @@ use crate::emulator::Sanitizer;
 use crate::workspace::Workspace;
 use crate::{arm, conformance, emulator, kernels, readme, setup, shell, tidy, webgpu};
 
-/// The crate with the heavy dependencies: built once, in release, for its tests and for README
+/// The crates with the heavy dependencies: built once, in release, for their tests and for README
 /// alike. All other crates are always chosen together, because cargo builds a dependency again for
 /// every choice of crates that switches other features of it on.
-pub(crate) const HEAVY: &str = "kv-cli";
+pub(crate) const HEAVY: [&str; 2] = ["kv-runner", "kv-cli"];
+
+/// Leaves them out of a choice of crates.
+pub(crate) const LIGHT: [&str; 5] =
+    ["--workspace", "--exclude", "kv-runner", "--exclude", "kv-cli"];
 
 /// Switched on in every build of the light crates, for the same reason: the CUDA backend runs on
 /// the emulator too, `kv` opens every backend there is, and the CPU computes on rayon too.
@@ -47,7 +51,7 @@ const STAGES: &[Stage] = &[
     ("conformance of shaders", |_| webgpu::run().map(passed)),
     ("conformance of CUDA kernels on the emulator", conform_emulated),
     ("CUDA kernels under sanitizers", |_| emulator::test_kernels().map(passed)),
-    ("kv-cli in release", heavy_tests),
+    ("kv-runner and kv-cli in release", heavy_tests),
     ("rustdoc", rustdoc),
     ("features", features),
     ("README commands", |_| readme::run().map(passed)),
@@ -106,7 +110,7 @@ fn format(_: &Workspace) -> Result<Outcome> {
     cargo(&["fmt", "--all", "--check"])
 }
 
-/// The heavy crate too: what it depends on is only checked here, not built.
+/// The heavy crates too: what they depend on is only checked here, not built.
 fn clippy(_: &Workspace) -> Result<Outcome> {
     let mut command = shell::cargo(["clippy", "--workspace", "--all-targets"]);
     shell::run(command.args(FEATURES).args(["--", "--deny", "warnings"])).map(passed)
@@ -138,13 +142,14 @@ fn other_cpu(_: &Workspace) -> Result<Outcome> {
     Ok(Outcome::Skipped(why))
 }
 
-/// All tests but the heavy crate's, the conformance runners, which have a stage of their own, and
+/// All tests but the heavy crates', the conformance runners, which have a stage of their own, and
 /// doc tests, which cargo does not run beside named targets.
 fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
-    let mut args: Vec<&str> = vec!["test", "--workspace", "--exclude", HEAVY];
+    let mut args: Vec<&str> = vec!["test"];
+    args.extend(LIGHT);
     args.extend(FEATURES);
     args.extend(["--lib", "--bins", "--examples", "--benches"]);
-    let light = workspace.packages.iter().filter(|package| package.name != HEAVY);
+    let light = workspace.packages.iter().filter(|package| !HEAVY.contains(&&*package.name));
     let names = light.flat_map(|package| package.targets_of("test")).map(|test| &*test.name);
     // Several crates name a test target alike; cargo takes a name for all of them.
     let names: BTreeSet<&str> = names.filter(|name| !conformance::is_runner(name)).collect();
@@ -171,8 +176,8 @@ fn compile_kernels(workspace: &Workspace) -> Result<Outcome> {
 }
 
 fn doc_tests(_: &Workspace) -> Result<Outcome> {
-    let light = ["test", "--workspace", "--exclude", HEAVY, "--doc"];
-    shell::run(shell::cargo(light).args(FEATURES)).map(passed)
+    let mut command = shell::cargo(["test", "--doc"]);
+    shell::run(command.args(LIGHT).args(FEATURES)).map(passed)
 }
 
 fn conform(_: &Workspace) -> Result<Outcome> {
@@ -229,14 +234,10 @@ fn conform_emulated(_: &Workspace) -> Result<Outcome> {
 }
 
 fn heavy_tests(workspace: &Workspace) -> Result<Outcome> {
-    match workspace.package(HEAVY) {
-        Some(_) => {
-            let mut command = shell::cargo(["test", "--release", "--package", HEAVY]);
-            conformance::quiet_drivers(&mut command, workspace)?;
-            shell::run(&mut command).map(passed)
-        }
-        None => Ok(Outcome::Skipped(format!("{HEAVY}: not in this workspace yet"))),
-    }
+    let mut command = shell::cargo(["test", "--release"]);
+    command.args(HEAVY.iter().flat_map(|name| ["--package", name]));
+    conformance::quiet_drivers(&mut command, workspace)?;
+    shell::run(&mut command).map(passed)
 }
 
 fn rustdoc(_: &Workspace) -> Result<Outcome> {

@@ -3,9 +3,9 @@ use std::path::PathBuf;
 
 use clap::Args;
 use kv::Device;
+use kv_runner::stored::{SINKS, Stored};
 
 use super::{at_least_1, backend};
-use crate::stored::{SINKS, Stored};
 
 /// Measure what stored formats cost in accuracy: each against f32, on a text the model reads.
 ///

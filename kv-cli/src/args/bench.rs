@@ -1,17 +1,14 @@
 //! Arguments of `kv bench`.
-use std::fmt;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use clap::{Args, ValueEnum};
 use kv::Device;
 use kv::cpu::Isa;
-use serde::Serialize;
+use kv_bench::measure::{self, BlockSize, Formats, Options};
 
 use super::{at_least_1, backend};
 use crate::memory::Bytes;
-use crate::stored::Stored;
 
 /// Measure what a cache does on a device, each beside a plain copy of memory there: decode
 /// attention, new rows (one a sequence, and a prompt), copies of blocks.
@@ -49,7 +46,7 @@ pub(crate) struct BenchArgs {
     /// made for the values that are written. Unless given bf16, fp8-e4m3, int8 and l4, in a suite
     /// every one
     #[arg(long, visible_alias = "format", value_name = "NAME[/NAME],..", value_delimiter = ',')]
-    pub(crate) formats: Vec<Stored>,
+    pub(crate) formats: Vec<Formats>,
 
     /// Sequences that decode at once; 16 on a card and 4 elsewhere unless given. In a suite a list:
     /// 1,16,64, and 1,64,1000 for planning
@@ -81,7 +78,7 @@ pub(crate) struct BenchArgs {
 
     /// Tokens of a block; 16 unless given. In a suite a list, where `contiguous` is one block a
     /// sequence: 16,32,contiguous
-    #[arg(long, value_name = "N,..", value_delimiter = ',')]
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = block_size)]
     pub(crate) block_size: Vec<BlockSize>,
 
     /// How the rows of a block lie
@@ -125,24 +122,13 @@ pub(crate) struct BenchArgs {
 }
 
 /// Order of the rows of a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub(crate) enum BlockOrder {
     /// Head by head, the tokens of each together
     #[default]
     Hnd,
     /// Token by token, the heads of each together
     Nhd,
-}
-
-impl BlockOrder {
-    /// What is said of it behind the size of a block: nothing of the usual one.
-    pub(crate) fn suffix(self) -> &'static str {
-        match self {
-            Self::Hnd => "",
-            Self::Nhd => " nhd",
-        }
-    }
 }
 
 impl From<BlockOrder> for kv::BlockOrder {
@@ -173,32 +159,24 @@ pub(crate) enum Suite {
     All,
 }
 
-/// How the tokens of a sequence are cut.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(untagged)]
-pub(crate) enum BlockSize {
-    Tokens(u32),
-    /// One block a sequence.
-    Contiguous,
-}
-
-impl FromStr for BlockSize {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text.trim() {
-            "contiguous" => Ok(Self::Contiguous),
-            number => at_least_1(number).map(Self::Tokens),
+impl From<Suite> for measure::Suite {
+    fn from(suite: Suite) -> Self {
+        match suite {
+            Suite::Decode => Self::Decode,
+            Suite::Prefill => Self::Prefill,
+            Suite::Append => Self::Append,
+            Suite::Gather => Self::Gather,
+            Suite::Copy => Self::Copy,
+            Suite::Plan => Self::Plan,
+            Suite::All => Self::All,
         }
     }
 }
 
-impl fmt::Display for BlockSize {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Tokens(tokens) => tokens.fmt(f),
-            Self::Contiguous => f.pad("contiguous"),
-        }
+fn block_size(text: &str) -> Result<BlockSize, String> {
+    match text.trim() {
+        "contiguous" => Ok(BlockSize::Contiguous),
+        number => at_least_1(number).map(BlockSize::Tokens),
     }
 }
 
@@ -218,10 +196,27 @@ pub(crate) enum BenchArgsError {
 }
 
 impl BenchArgs {
-    /// Query heads unless given.
-    pub(crate) const Q_HEADS: u32 = 32;
-    /// Heads of K and V unless given.
-    pub(crate) const KV_HEADS: u32 = 8;
+    /// What is to be measured.
+    pub(crate) fn options(&self) -> Options {
+        Options {
+            backend: self.backend.clone(),
+            suites: self.suite.iter().map(|suite| (*suite).into()).collect(),
+            formats: self.formats.clone(),
+            batch: self.batch.clone(),
+            context: self.context.clone(),
+            layers: self.layers,
+            q_heads: self.q_heads.clone(),
+            kv_heads: self.kv_heads.clone(),
+            head_dim: self.head_dim.clone(),
+            block_size: self.block_size.clone(),
+            block_order: self.block_order.into(),
+            rounds: self.rounds,
+            threads: self.threads.clone(),
+            isa: self.isa.clone(),
+            full: self.full,
+            memory: self.memory.map(|Bytes(bytes)| bytes),
+        }
+    }
 
     /// Refuses arguments that do not fit each other.
     pub(super) fn check(&self) -> Result<(), BenchArgsError> {
@@ -276,8 +271,8 @@ impl BenchArgs {
         let or = |given: &[u32], default| {
             if given.is_empty() { vec![default] } else { given.to_vec() }
         };
-        for q_heads in or(&self.q_heads, Self::Q_HEADS) {
-            for kv_heads in or(&self.kv_heads, Self::KV_HEADS) {
+        for q_heads in or(&self.q_heads, Options::Q_HEADS) {
+            for kv_heads in or(&self.kv_heads, Options::KV_HEADS) {
                 if !q_heads.is_multiple_of(kv_heads) {
                     return Err(BenchArgsError::UnevenHeads { q_heads, kv_heads });
                 }

@@ -1,130 +1,90 @@
-//! `kv bench`: what a cache does on a device, beside a plain copy of memory there.
-//!
-//! Every operation and its limit are timed in turns, round by round, so that whatever else the
-//! machine does meets both.
-mod clock;
-mod grid;
-mod limit;
-mod lines;
-mod plain;
-mod planned;
+//! `kv bench`: what a cache does on a device, beside a plain copy of memory there, as `kv-bench`
+//! measures it.
 mod plot;
 mod report;
-mod rig;
 mod suite;
-mod work;
 
-use std::num::NonZeroUsize;
-use std::sync::Arc;
-use std::time::Instant;
-
-use anyhow::Context;
-use kv::DeviceError;
-use kv::cpu::{CpuBackend, CpuOptions, Isa};
-use kv::cuda::{CudaBackend, CudaOptions};
-use kv::wgpu::{AdapterName, WgpuBackend, WgpuOptions};
-use kv::{Adapter, Device};
+use anyhow::{Context, ensure};
+use indicatif::ProgressBar;
+use kv::BlockOrder;
+use kv_bench::measure::{self, LeftOut, Options, Progress};
 
 use crate::args::BenchArgs;
-use crate::num::to_u64;
-use crate::stored::Stored;
-use crate::{output, progress};
-use clock::Samples;
-use plain::PlainCopy;
-use report::{Line, Report};
-use rig::Rig;
-use work::{Operation, Shape, Work};
+use crate::memory::Bytes;
+use crate::{failure, output, progress};
 
 pub(crate) fn run(args: &BenchArgs) -> anyhow::Result<()> {
-    if !args.suite.is_empty() {
-        return suite::run(args);
+    let options = args.options();
+    let mut bar = Bar(ProgressBar::hidden());
+    if args.suite.is_empty() {
+        let report = measure::measure(&options, &mut bar)?;
+        bar.0.finish_and_clear();
+        return if args.json {
+            output::json(&report)
+        } else {
+            output::text(&report::show(&report))
+        };
     }
-    let report = match &args.backend {
-        Device::Cpu => {
-            let cpu = open_cpu(args.isa.first().copied(), args.threads.first().copied())?;
-            measure(args, cpu)
-        }
-        Device::Wgpu { adapter } => measure(args, open_wgpu(adapter)?),
-        Device::Cuda { index } => measure(args, CudaBackend::open(&CudaOptions::new(*index))?),
-        other => anyhow::bail!("{other} cannot be measured"),
-    }?;
+    if args.explain {
+        let lines = measure::explain(&options, &mut bar)?;
+        ensure!(!lines.is_empty(), "--explain needs the suite decode or prefill");
+        return output::text(&lines.join("\n"));
+    }
+    run_suites(args, &options, &mut bar)
+}
+
+fn run_suites(args: &BenchArgs, options: &Options, bar: &mut Bar) -> anyhow::Result<()> {
+    if let Some(path) = &args.plot {
+        output::check_writable(path)?;
+    }
+    let report = measure::measure_suites(options, bar)?;
+    bar.0.finish_and_clear();
+    if let Some(path) = &args.plot {
+        let svg = plot::draw(&report.lines())?;
+        std::fs::write(path, svg).with_context(|| path.display().to_string())?;
+    }
     if args.json {
-        return output::json(&report);
+        return output::json(&report.lines());
     }
-    output::text(&report.show())
+    output::text(&suite::show(&report))
 }
 
-fn open_cpu(isa: Option<Isa>, threads: Option<NonZeroUsize>) -> Result<CpuBackend, DeviceError> {
-    let mut options = CpuOptions::default();
-    if let Some(isa) = isa {
-        options = options.isa(isa);
+/// A bar of rounds; what is left out stands above it, on standard error.
+struct Bar(ProgressBar);
+
+impl Progress for Bar {
+    fn begin(&mut self, rounds: u64) {
+        self.0 = progress::rounds(rounds);
     }
-    if let Some(threads) = threads {
-        options = options.threads(threads.get());
+
+    fn advance(&mut self, rounds: u64) {
+        self.0.inc(rounds);
     }
-    CpuBackend::open(options)
+
+    fn left_out(&mut self, case: &str, why: &LeftOut) {
+        let line = format!("left out: {case}: {}", reason(why));
+        // A measurement goes on without standard error.
+        let _ = self.0.suspend(|| output::note(&line));
+    }
 }
 
-fn open_wgpu(adapter: &Adapter) -> Result<WgpuBackend, DeviceError> {
-    let name = match adapter {
-        Adapter::Index(index) => AdapterName::Index(*index),
-        Adapter::Named(name) => AdapterName::Named(name.clone()),
-    };
-    WgpuBackend::open(&WgpuOptions::new(name))
-}
-
-/// Measures every format on an opened device.
-fn measure<B: PlainCopy>(args: &BenchArgs, backend: B) -> anyhow::Result<Report> {
-    let facts = backend.describe();
-    let backend = Arc::new(backend);
-    let shape = Shape::new(args, facts.runs_on);
-    let formats = work::formats(args)?;
-    let turns = to_u64(formats.len().saturating_mul(Operation::FOUR.len()));
-    let bar = progress::rounds(turns.saturating_mul(u64::from(shape.rounds).saturating_add(1)));
-    let mut lines = Vec::new();
-    for stored in &formats {
-        let measured = measure_format(&shape, stored, &backend, || bar.inc(1));
-        lines.extend(measured.with_context(|| stored.formats())?);
-    }
-    bar.finish_and_clear();
-    Ok(Report::new(args.backend.to_string(), facts, shape, lines))
-}
-
-/// An operation, what it moves, its times, and those of the plain copy beside it.
-type Timed = (Operation, Work, [Samples; 2]);
-
-/// Measures one format; calls `turn` after every operation of every round.
-fn measure_format<B: PlainCopy>(
-    shape: &Shape,
-    stored: &Stored,
-    backend: &Arc<B>,
-    turn: impl Fn(),
-) -> anyhow::Result<Vec<Line>> {
-    let spec = work::spec(shape, stored)?;
-    let mut timed: Vec<Timed> = Vec::new();
-    for operation in Operation::FOUR {
-        timed.push((operation, work::work(shape, &spec, operation)?, Default::default()));
-    }
-    let mut rig = Rig::new(shape, stored, backend, &Operation::FOUR)?;
-    let most = timed.iter().map(|(_, work, _)| work.copied()).max().unwrap_or(0);
-    let (mut memory, mut queue) = (backend.reserve(most)?, backend.queue()?);
-    // The first round warms up.
-    for _ in 0..=shape.rounds {
-        for (operation, work, [samples, copies]) in &mut timed {
-            samples.take(|runs| rig.run(*operation, runs))?;
-            copies.take(|runs| {
-                let begin = Instant::now();
-                for _ in 0..runs {
-                    backend.copy(&mut queue, &mut memory, work.copied())?;
-                }
-                rig::drain(&mut queue)?;
-                Ok(begin.elapsed().as_secs_f64())
-            })?;
-            turn();
+fn reason(why: &LeftOut) -> String {
+    match why {
+        LeftOut::Memory { needed, allowed } => {
+            format!("{} of memory, {} are allowed", Bytes(*needed), Bytes(*allowed))
         }
+        LeftOut::Arithmetic { flops } => {
+            format!("{} GFLOP; give --context to have it", flops.div_euclid(1_000_000_000))
+        }
+        LeftOut::Device(error) => failure::chain(error),
+        _ => "it cannot be measured".to_owned(),
     }
-    let line = |(operation, work, samples): &Timed| {
-        Line::new(*operation, stored, *work, samples.each_ref().map(Samples::median))
-    };
-    Ok(timed.iter().map(line).collect())
+}
+
+/// What is shown of an order of blocks after their size: nothing of the usual one.
+fn suffix(order: BlockOrder) -> &'static str {
+    match order {
+        BlockOrder::Nhd => " nhd",
+        _ => "",
+    }
 }

@@ -2,12 +2,12 @@
 use std::error::Error;
 
 use anyhow::anyhow;
+use kv_bench::measure::{CaseLine, RooflineKind, middle};
 use plotters::prelude::{
     BLACK, ChartBuilder, Circle, Color, HSLColor, IntoDrawingArea, IntoFont, IntoLogRange,
     PathElement, Rectangle, SVGBackend, Text, WHITE,
 };
 
-use super::lines::{LimitKind, Line, middle};
 use crate::num::{to_f64, to_u32};
 
 const WIDTH: u32 = 1200;
@@ -23,13 +23,13 @@ struct Series {
 }
 
 /// Draws every case.
-pub(super) fn draw(lines: &[&Line]) -> anyhow::Result<String> {
+pub(super) fn draw(lines: &[&CaseLine]) -> anyhow::Result<String> {
     let mut svg = String::new();
     draw_to(&mut svg, lines).map_err(|error| anyhow!("the plot: {error}"))?;
     Ok(svg)
 }
 
-fn draw_to(svg: &mut String, lines: &[&Line]) -> Result<(), Box<dyn Error>> {
+fn draw_to(svg: &mut String, lines: &[&CaseLine]) -> Result<(), Box<dyn Error>> {
     let series = series(lines);
     let listed = to_u32(series.len()).saturating_add(6).saturating_mul(LIST.1);
     let height = HEIGHT.max(listed);
@@ -52,7 +52,7 @@ fn draw_to(svg: &mut String, lines: &[&Line]) -> Result<(), Box<dyn Error>> {
         .x_label_formatter(&|bytes| format!("{bytes:.0e}"))
         .y_label_formatter(&|us| format!("{us:.0e}"))
         .draw()?;
-    let limits = [(LimitKind::Read, "read limit", 0.9), (LimitKind::Copy, "copy limit", 0.4)];
+    let limits = [(RooflineKind::Read, "read limit", 0.9), (RooflineKind::Copy, "copy limit", 0.4)];
     let mut texts = Vec::new();
     for (kind, name, strength) in limits {
         let Some(rate) = middle(lines.iter().copied(), kind).filter(|rate| *rate > 0.0) else {
@@ -88,7 +88,7 @@ fn draw_to(svg: &mut String, lines: &[&Line]) -> Result<(), Box<dyn Error>> {
 }
 
 /// A hue for each operation, a shade for each of its formats.
-fn series(lines: &[&Line]) -> Vec<Series> {
+fn series(lines: &[&CaseLine]) -> Vec<Series> {
     let mut operations: Vec<&str> = Vec::new();
     for line in lines {
         if !operations.contains(&line.case) {
@@ -133,12 +133,14 @@ fn range(values: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::lines::tests::report;
+    use kv_bench::measure::Suite;
+
+    use super::super::suite::tests::report;
     use super::*;
 
     #[test]
     fn every_case_is_a_point() {
-        let report = report(&["--suite", "decode,append,plan", "--formats", "bf16,int8/l4"]);
+        let report = report(&[Suite::Decode, Suite::Append, Suite::Plan], &["bf16", "int8/l4"]);
         let lines = report.lines();
         let svg = draw(&lines).expect("a plot");
         assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"), "{svg}");
@@ -150,7 +152,7 @@ mod tests {
 
     #[test]
     fn plans_alone_have_no_bytes_and_a_place() {
-        let report = report(&["--suite", "plan", "--batch", "4"]);
+        let report = report(&[Suite::Plan], &[]);
         let lines = report.lines();
         let svg = draw(&lines).expect("a plot");
         assert_eq!(svg.matches("<circle ").count(), lines.len());

@@ -1,12 +1,12 @@
 //! What reuse saves a second request behind the system prompt of a first one.
+use kv_runner::Layout;
+use kv_runner::stored::blocks_of;
 use serde::Serialize;
 
-use crate::args::{GenerateArgs, Paged};
-use crate::config::ModelConfig;
+use crate::args::GenerateArgs;
 use crate::num::{to_u32, to_usize};
 use crate::output;
-use crate::session::{Layout, Session, Variant};
-use crate::stored::blocks_of;
+use crate::session::{Session, Silent, Variant};
 
 /// Tokens of the system prompt, where the model's context allows.
 const SYSTEM_TOKENS: usize = 500;
@@ -54,8 +54,9 @@ pub(super) fn measure(
     args: &GenerateArgs,
     session: &Session,
 ) -> anyhow::Result<Option<Comparison>> {
-    let ModelConfig { vocab, bos, context, .. } = *session.model.config();
-    let system_tokens = to_usize(context).saturating_sub(TAIL_TOKENS_MAX).min(SYSTEM_TOKENS);
+    let model = session.loaded.model.config();
+    let system_tokens =
+        to_usize(model.context()).saturating_sub(TAIL_TOKENS_MAX).min(SYSTEM_TOKENS);
     if system_tokens < SYSTEM_TOKENS_MIN {
         return Ok(None);
     }
@@ -63,24 +64,24 @@ pub(super) fn measure(
     let mut system = Vec::new();
     while system.len() < system_tokens {
         text.push_str(SYSTEM);
-        system = session.text.encode(&text, vocab, bos)?;
+        system = session.loaded.encode(&text)?;
     }
     system.truncate(system_tokens);
     let mut prompts = Vec::with_capacity(QUESTIONS.len());
     for question in QUESTIONS {
-        let mut question = session.text.encode(question, vocab, bos)?;
+        let mut question = session.loaded.encode(question)?;
         // It does not begin a text.
-        if question.first().copied() == bos {
+        if question.first().copied() == model.bos() {
             question.remove(0);
         }
         question.truncate(QUESTION_TOKENS_MAX);
         prompts.push([system.as_slice(), &question].concat());
     }
     let block_size = args.paged.map_or(16, |paged| paged.block_size);
-    let few = args.format.few_blocks(session.model.config(), block_size)?;
+    let few = args.format.few_blocks(model, block_size)?;
     let longest = prompts.iter().map(Vec::len).max().map_or(1, to_u32).saturating_add(1);
     let num_blocks = blocks_of(&few, longest).saturating_mul(2).max(2);
-    let layout = Layout::Paged(Paged { block_size, num_blocks });
+    let layout = Layout::Paged { block_size, num_blocks };
     let asked = Variant::new(args, layout);
     let asked = Variant { max_new_tokens: 1, max_batch: 1, ignore_eos: true, ..asked };
     let mut lines = Vec::new();
@@ -89,8 +90,7 @@ pub(super) fn measure(
         let runs = Variant { reuse, ..asked };
         let (mut times, mut last) = (Vec::new(), None);
         for _ in 0..REPETITIONS {
-            let (generated, _) =
-                session.run_prompts(args, &runs, prompts.clone(), &mut |_| Ok(()))?;
+            let (generated, _) = session.run(args, &runs, prompts.clone(), &mut Silent)?;
             let Some(second) = generated.into_iter().last() else {
                 continue;
             };

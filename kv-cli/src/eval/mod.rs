@@ -10,18 +10,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use candle_core::Tensor;
 use kv::{Calibration, KvFormat};
+use kv_runner::calibrate;
+use kv_runner::reader::{self, Reader};
+use kv_runner::stored::Stored;
 use rayon::prelude::*;
 
 use crate::args::EvalArgs;
-use crate::constants;
 use crate::loaded::Loaded;
 use crate::num::{to_u32, to_u64, to_usize};
 use crate::output;
 use crate::progress;
-use crate::reader::{self, Reader};
-use crate::stored::Stored;
 use metrics::{Distribution, Score, Summary};
 use report::{Line, Report};
 
@@ -66,7 +65,7 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let formats = formats(args, has_calibration)?;
     let loaded = Loaded::open(args.model.as_deref(), args.tokenizer.as_deref(), &args.backend)?;
     let ids = loaded.read_tokens(&args.text)?;
-    let windows = windows(args, &ids, loaded.model.config().context)?;
+    let windows = windows(args, &ids, loaded.model.config().context())?;
     let constants = calibrate(args, &loaded, &formats)?;
     let window = windows.first().map_or(0, |window| to_u32(window.len()));
     let cut = (args.block_size, window);
@@ -155,7 +154,7 @@ struct Constants {
 fn calibrate(args: &EvalArgs, loaded: &Loaded, formats: &[Format]) -> anyhow::Result<Constants> {
     let sinks: BTreeSet<_> = formats.iter().map(|format| format.stored.sinks()).collect();
     if let Some(path) = &args.calib {
-        let calibration = constants::load(path, &loaded.model)?;
+        let calibration = calibrate::load(path, &loaded.model)?;
         let by_sinks = sinks.into_iter().map(|sinks| (sinks, calibration.clone())).collect();
         return Ok(Constants { by_sinks, about: format!("constants from {}", path.display()) });
     }
@@ -165,7 +164,7 @@ fn calibrate(args: &EvalArgs, loaded: &Loaded, formats: &[Format]) -> anyhow::Re
     let mut ids = loaded.read_tokens(path)?;
     ids.truncate(to_usize(args.calib_tokens));
     let sinks: Vec<_> = sinks.into_iter().collect();
-    let calibrators = constants::observe(&loaded.model, &loaded.backend, &ids, &sinks)?;
+    let calibrators = progress::calibrate(&loaded.model, &loaded.backend, &ids, &sinks)?;
     let finished = calibrators
         .iter()
         .map(|calibrator| calibrator.finish().with_context(|| path.display().to_string()));
@@ -186,7 +185,7 @@ fn lanes<'m>(
         let device = &loaded.backend;
         let spec = reader::spec(&loaded.model, &stored, block_size, window);
         let reader = spec
-            .map_err(anyhow::Error::from)
+            .map_err(kv_runner::Error::from)
             .and_then(|spec| Reader::new(&loaded.model, device, spec, constants));
         let reader = reader.with_context(|| label.clone())?;
         Ok(Lane { label, reader, scores: Vec::new() })
@@ -213,10 +212,10 @@ fn evaluate<'m>(
         let next = window.get(1..).unwrap_or_default();
         for (chunk, next) in window.chunks(CHUNK).zip(next.chunks(CHUNK)) {
             let chunk = chunk.get(..next.len()).unwrap_or(chunk);
-            let expected = logits(loaded, &mut plain, chunk)?;
+            let expected = plain.logits(chunk)?;
             bar.inc(to_u64(chunk.len()));
             for lane in &mut lanes {
-                let got = logits(loaded, &mut lane.reader, chunk)?;
+                let got = lane.reader.logits(chunk)?;
                 let scores = compare(&expected, &got, next);
                 lane.scores.extend(scores.with_context(|| lane.label.clone())?);
                 bar.inc(to_u64(chunk.len()));
@@ -225,12 +224,6 @@ fn evaluate<'m>(
     }
     bar.finish_and_clear();
     Ok(lanes)
-}
-
-/// Logits after every token of a chunk, `[tokens, vocab]`.
-fn logits(loaded: &Loaded, reader: &mut Reader<'_>, chunk: &[u32]) -> anyhow::Result<Vec<f32>> {
-    let hidden: Tensor = reader.read(chunk, &mut |_| Ok(()))?;
-    Ok(loaded.model.logits(&hidden)?.flatten_all()?.to_vec1()?)
 }
 
 /// Scores of one chunk: rows of logits of f32 and of a format, and the tokens that follow.

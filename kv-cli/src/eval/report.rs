@@ -1,12 +1,12 @@
 //! What `kv eval` says at its end, for programs and for people.
 use kv::CacheSpec;
+use kv_runner::stored::bits_per_value;
 use serde::Serialize;
 
 use super::metrics::Summary;
 use crate::args::EvalArgs;
 use crate::loaded::Loaded;
 use crate::output;
-use crate::stored::bits_per_value;
 
 /// One element of the list `--json` prints.
 #[derive(Debug, Clone, Serialize)]

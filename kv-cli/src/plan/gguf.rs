@@ -2,12 +2,11 @@
 use std::path::Path;
 
 use anyhow::Context;
-use candle_core::quantized::gguf_file::Value;
+use kv_runner::gguf::{Head, Metadata};
 
 use super::geometry::{
     COUNT_MAX, Geometry, GeometryError, LAYERS_MAX, LayerKind, bounded, divide, note_of_others,
 };
-use crate::gguf::{Metadata, first_part};
 use crate::num::to_usize;
 
 /// Architectures without attention.
@@ -45,8 +44,8 @@ const RUNS: [(&str, u32); 10] = [
 const LLAMA4_CHUNK: u32 = 8192;
 
 pub(super) fn read(path: &Path) -> anyhow::Result<Geometry> {
-    let part = first_part(path)?;
-    let metadata = Metadata::new(&part.content);
+    let head = Head::read(path)?;
+    let metadata = head.metadata();
     let name = metadata.architecture();
     let geometry = geometry(&metadata).with_context(|| format!("general.architecture {name:?}"));
     geometry.with_context(|| path.display().to_string())
@@ -100,7 +99,7 @@ fn geometry(metadata: &Metadata<'_>) -> anyhow::Result<Geometry> {
     let without_shared = num_layers.saturating_sub(shared);
     let others = "state-space layers or have no attention";
     notes.extend(note_of_others(layers.len(), without_shared, others));
-    if metadata.value("decoder_block_count").is_some() || architecture == "t5" {
+    if metadata.has("decoder_block_count") || architecture == "t5" {
         notes.push("an encoder and a decoder: cross attention is not counted".to_owned());
     }
     let context = metadata.count("context_length")?.filter(|context| *context > 0);
@@ -175,7 +174,7 @@ fn by_layer(
     let Some(list) = metadata.counts(key)? else {
         return Ok(None);
     };
-    let is_list = matches!(metadata.value(key), Some(Value::Array(_)));
+    let is_list = metadata.is_list(key);
     if is_list && list.len() != to_usize(num_layers) {
         let (field, got) = (metadata.key(key), list.len());
         return Err(GeometryError::Entries { field, got, expected: num_layers }.into());
@@ -207,14 +206,7 @@ fn windows(metadata: &Metadata<'_>, num_layers: u32) -> anyhow::Result<Vec<Optio
     let default = (architecture == "llama4").then_some(LLAMA4_CHUNK);
     let size = given.or(chunk).or(default).map(|size| size.min(u32::MAX >> 2));
     let pattern = "attention.sliding_window_pattern";
-    let slides = if let Some(Value::Array(list)) = metadata.value(pattern) {
-        let slides = list.iter().map(|value| match value {
-            Value::Bool(slides) => Ok(*slides),
-            other => crate::gguf::whole(other).map(|n| n != 0).ok_or_else(|| {
-                metadata.wrong(pattern, "is not a list of true and false".to_owned())
-            }),
-        });
-        let slides = slides.collect::<Result<Vec<_>, _>>()?;
+    let slides = if let Some(slides) = metadata.flags(pattern)? {
         if slides.len() != to_usize(num_layers) {
             let (field, got) = (metadata.key(pattern), slides.len());
             return Err(GeometryError::Entries { field, got, expected: num_layers }.into());

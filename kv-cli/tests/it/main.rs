@@ -15,6 +15,7 @@ mod golden;
 mod models;
 mod plan;
 mod quantised;
+#[path = "../../../kv-runner/src/model/recorded.rs"]
 mod recorded;
 mod refusals;
 mod replay;

@@ -14,8 +14,9 @@ const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("kv-tier", &["kv-core"]),
     ("kv-testkit", &["kv-core", "kv-quant"]),
     ("kv", &["kv-core", "kv-quant", "kv-cpu", "kv-wgpu", "kv-cuda", "kv-tier"]),
-    ("kv-cli", &["kv"]),
+    ("kv-runner", &["kv"]),
     ("kv-bench", &["kv"]),
+    ("kv-cli", &["kv", "kv-runner", "kv-bench"]),
     ("xtask", &[]),
 ];
 

@@ -1,22 +1,23 @@
 //! Geometries from metadata alone, whole and damaged.
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails, as it should")]
-use std::collections::HashMap;
-
-use candle_core::quantized::gguf_file::{Content, VersionedMagic};
+use candle_core::quantized::gguf_file::{self, Value};
 
 use super::*;
 
-/// Metadata of this architecture, its own keys without the name in front.
-fn content(architecture: &str, keys: &[(&str, Value)]) -> Content {
-    let own = keys.iter().map(|(key, value)| (format!("{architecture}.{key}"), value.clone()));
+/// The head of a file of this architecture, its own keys without the name in front.
+fn written(architecture: &str, keys: &[(&str, Value)]) -> Head {
     let name = Value::String(architecture.to_owned());
-    let metadata = own.chain([("general.architecture".to_owned(), name)]).collect();
-    let tensor_infos = HashMap::new();
-    Content { magic: VersionedMagic::GgufV3, metadata, tensor_infos, tensor_data_offset: 0 }
+    let own: Vec<_> =
+        keys.iter().map(|(key, value)| (format!("{architecture}.{key}"), value)).collect();
+    let mut metadata = vec![("general.architecture", &name)];
+    metadata.extend(own.iter().map(|(key, value)| (key.as_str(), *value)));
+    let mut file = tempfile::NamedTempFile::new().expect("a file");
+    gguf_file::write(&mut file, &metadata, &[]).expect("written");
+    Head::read(file.path()).expect("a head")
 }
 
 fn read(architecture: &str, keys: &[(&str, Value)]) -> anyhow::Result<Geometry> {
-    geometry(&Metadata::new(&content(architecture, keys)))
+    geometry(&written(architecture, keys).metadata())
 }
 
 fn list(counts: &[u32]) -> Value {

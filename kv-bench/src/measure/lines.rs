@@ -1,0 +1,248 @@
+//! What [`measure_suites`](super::measure_suites) found.
+use kv::BlockOrder;
+use serde::Serialize;
+
+use super::clock::gb_per_s;
+use super::grid::Case;
+use super::options::BlockSize;
+use super::report::{Facts, order};
+
+/// What the rate of an operation is compared with: the most that the device's memory can do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[expect(clippy::exhaustive_enums, reason = "each is shown in a way of its own")]
+pub enum RooflineKind {
+    /// Reading memory; on a card, copying it.
+    Read,
+    /// Copying as many bytes.
+    Copy,
+}
+
+/// What one case took.
+#[derive(Debug, Clone, Copy)]
+#[expect(clippy::exhaustive_structs, reason = "a literal names each of the numbers")]
+pub struct Measured {
+    /// Of one layer.
+    pub seconds: f64,
+    /// The kind of its roofline, and 10^9 bytes a second.
+    pub limit: Option<(RooflineKind, f64)>,
+    /// Rounds that counted.
+    pub rounds: u32,
+}
+
+/// One case, as JSON has it: the first sixteen fields in this order are what others read.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct CaseLine {
+    /// Name of the operation.
+    pub case: &'static str,
+    /// Name of the device.
+    pub backend: String,
+    /// Instruction set of a CPU.
+    pub isa: Option<String>,
+    /// Threads of a CPU.
+    pub threads: Option<u32>,
+    /// Formats of K and V.
+    pub format: String,
+    /// Sequences.
+    pub batch: u32,
+    /// Tokens of each.
+    pub context: u32,
+    /// Query heads.
+    pub q_heads: u32,
+    /// Heads of K and V.
+    pub kv_heads: u32,
+    /// Values of one row.
+    pub head_dim: u32,
+    /// Slots of a block; of a contiguous cache those of a sequence.
+    pub block_size: u32,
+    /// Nanoseconds of one layer.
+    pub ns: f64,
+    /// Read and written.
+    pub bytes: u64,
+    /// 10^9 bytes a second.
+    pub gbps: f64,
+    /// 10^9 bytes a second of the roofline.
+    pub limit_gbps: Option<f64>,
+    /// The rate as a part of the roofline's.
+    pub fraction: Option<f64>,
+    /// Which roofline it is compared with.
+    pub limit: Option<RooflineKind>,
+    /// 10^9 operations a second, where there is arithmetic to count.
+    pub gflops: Option<f64>,
+    /// Bytes that are read.
+    pub bytes_read: u64,
+    /// Bytes that are written.
+    pub bytes_written: u64,
+    /// Whether a sequence is one block.
+    pub contiguous: bool,
+    /// Axes inside a block.
+    #[serde(serialize_with = "order")]
+    pub block_order: BlockOrder,
+    /// Layers of one step.
+    pub layers: u16,
+    /// Rounds that counted.
+    pub rounds: u32,
+}
+
+impl CaseLine {
+    fn new(backend: &str, choice: Option<&(String, u32)>, case: &Case, took: Measured) -> Self {
+        let Case { operation, stored, shape, block_size, work, .. } = case;
+        let gbps = gb_per_s(work.bytes(), took.seconds);
+        let limit_gbps = took.limit.map(|(_, rate)| rate);
+        Self {
+            case: operation.name(),
+            backend: backend.to_owned(),
+            isa: choice.map(|(isa, _)| isa.clone()),
+            threads: choice.map(|(_, threads)| *threads),
+            format: stored.to_string(),
+            batch: shape.batch,
+            context: shape.context,
+            q_heads: shape.q_heads,
+            kv_heads: shape.kv_heads,
+            head_dim: shape.head_dim,
+            block_size: *block_size,
+            ns: took.seconds * 1e9,
+            bytes: work.bytes(),
+            gbps,
+            limit_gbps,
+            fraction: limit_gbps.map(|limit| if limit > 0.0 { gbps / limit } else { 0.0 }),
+            limit: took.limit.map(|(kind, _)| kind),
+            gflops: (work.flops > 0).then(|| gb_per_s(work.flops, took.seconds)),
+            bytes_read: work.read,
+            bytes_written: work.written,
+            contiguous: shape.block_size == BlockSize::Contiguous,
+            block_order: shape.block_order,
+            layers: shape.layers,
+            rounds: took.rounds,
+        }
+    }
+}
+
+/// All cases on one device, in the order of the grid.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Part {
+    /// What the device says of itself.
+    pub facts: Facts,
+    /// Its instruction set and its threads, where there is a choice.
+    pub choice: Option<(String, u32)>,
+    /// One for each case.
+    pub lines: Vec<CaseLine>,
+}
+
+/// All devices, one after the other.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct SuiteReport {
+    /// Name of the device.
+    pub backend: String,
+    /// One for each instruction set and number of threads.
+    pub parts: Vec<Part>,
+}
+
+impl SuiteReport {
+    /// Begins without a device.
+    pub fn new(backend: String) -> Self {
+        Self { backend, parts: Vec::new() }
+    }
+
+    /// Adds a device; `choice` are its instruction set and its threads.
+    pub fn device(&mut self, facts: Facts, choice: Option<(String, u32)>) {
+        self.parts.push(Part { facts, choice, lines: Vec::new() });
+    }
+
+    /// Adds a case on the device that came last.
+    ///
+    /// # Panics
+    /// Before the first device.
+    pub fn push(&mut self, case: &Case, took: Measured) {
+        let part = self.parts.last_mut();
+        let part = part.unwrap_or_else(|| unreachable!("a case is measured on a device"));
+        part.lines.push(CaseLine::new(&self.backend, part.choice.as_ref(), case, took));
+    }
+
+    /// Returns the cases of all devices.
+    pub fn lines(&self) -> Vec<&CaseLine> {
+        self.parts.iter().flat_map(|part| &part.lines).collect()
+    }
+}
+
+/// Returns the middle one of all rooflines of one kind, in 10^9 bytes a second.
+pub fn middle<'a>(
+    lines: impl IntoIterator<Item = &'a CaseLine>,
+    kind: RooflineKind,
+) -> Option<f64> {
+    let is_its = |line: &&CaseLine| line.limit == Some(kind);
+    let mut rates: Vec<_> =
+        lines.into_iter().filter(is_its).filter_map(|line| line.limit_gbps).collect();
+    rates.sort_by(f64::total_cmp);
+    rates.get(rates.len().div_euclid(2)).copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::grid;
+    use super::super::options::{Options, Suite};
+    use super::super::report::RunsOn;
+    use super::super::work::Operation;
+    use super::*;
+    use crate::num::to_f64;
+
+    /// Every case of a suite at half of its roofline, 20 GB/s.
+    fn report(options: &Options) -> SuiteReport {
+        let facts = Facts {
+            device: "avx2 kernels, 2 threads".to_owned(),
+            kind: "CPU".to_owned(),
+            driver: None,
+            runs_on: RunsOn::Cpu,
+        };
+        let mut report = SuiteReport::new("cpu".to_owned());
+        report.device(facts, Some(("avx2".to_owned(), 2)));
+        for case in grid::cases(options, RunsOn::Cpu).expect("cases") {
+            let seconds = to_f64(case.work.bytes()) / 10e9;
+            let (seconds, limit) = match case.operation {
+                Operation::Plan => (1e-6, None),
+                Operation::Decode | Operation::Prefill => {
+                    (seconds, Some((RooflineKind::Read, 20.0)))
+                }
+                _ => (seconds, Some((RooflineKind::Copy, 20.0))),
+            };
+            report.push(&case, Measured { seconds, limit, rounds: 7 });
+        }
+        report
+    }
+
+    #[test]
+    fn json_has_the_keys_that_others_read_first_and_in_order() {
+        let suites = vec![Suite::Decode, Suite::Plan];
+        let report = report(&Options { suites, ..Options::default() });
+        let keys = "case backend isa threads format batch context q_heads kv_heads head_dim \
+                    block_size ns bytes gbps limit_gbps fraction";
+        for line in report.lines() {
+            let text = serde_json::to_string(line).expect("JSON");
+            let at = |key: &str| text.find(&format!("\"{key}\":")).expect(key);
+            let places: Vec<_> = keys.split_whitespace().map(at).collect();
+            assert!(places.is_sorted(), "{text}");
+            assert!(places.first() == Some(&1) && at("limit") > places[15], "{text}");
+            let value: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+            assert_eq!((&value["isa"], &value["threads"]), (&"avx2".into(), &2.into()));
+            let is_plan = value["case"] == "plan";
+            for key in ["limit_gbps", "fraction", "limit", "gflops"] {
+                assert_eq!(value[key].is_null(), is_plan, "{key}: {text}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_fraction_is_the_rate_by_its_limit() {
+        let (suites, batch) = (vec![Suite::Decode, Suite::Gather], vec![2]);
+        let few = Options { suites, batch, context: vec![8], ..Options::default() };
+        let report = report(&few);
+        for line in report.lines() {
+            assert!((line.fraction.expect("a limit") - 0.5).abs() < 1e-12, "{line:?}");
+            assert!((line.gbps - 10.0).abs() < 1e-9, "{line:?}");
+            assert_eq!(line.bytes, line.bytes_read + line.bytes_written);
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! The plain copy that operations are measured against: memory to memory, by the device's own
+//! means.
+use std::hint::black_box;
+
+use kv::backend::Backend;
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+use kv::backend::{Fence, Queue};
+use kv::cpu::CpuBackend;
+#[cfg(feature = "cuda")]
+use kv::cuda::CudaBackend;
+#[cfg(feature = "wgpu")]
+use kv::wgpu::WgpuBackend;
+use kv::{DeviceError, DeviceErrorKind};
+use rayon::iter::{IndexedParallelIterator, ParallelIterator};
+use rayon::slice::{ParallelSlice, ParallelSliceMut};
+
+use super::report::{Facts, RunsOn};
+
+/// A backend with a copy of memory that knows nothing of a cache.
+pub(super) trait PlainCopy: Backend {
+    /// What is copied, and where to.
+    type Memory;
+
+    /// What the report says of the device.
+    fn describe(&self) -> Facts;
+    /// Reserves memory to copy this number of bytes in, and fills what is read: pages that were
+    /// never written may all be the same one.
+    ///
+    /// # Errors
+    /// As [`Backend::alloc`].
+    fn reserve(&self, bytes: u64) -> Result<Self::Memory, DeviceError>;
+    /// Copies the first `bytes` bytes, a multiple of 4.
+    ///
+    /// # Errors
+    /// `OutOfRange` for more than were reserved, else the device's own.
+    fn copy(
+        &self,
+        queue: &mut Self::Queue,
+        memory: &mut Self::Memory,
+        bytes: u64,
+    ) -> Result<(), DeviceError>;
+}
+
+const OPERATION: &str = "plain copy";
+/// Bytes that are worth a thread.
+const PART: usize = 1 << 20;
+/// Bytes of the largest buffer that is reserved.
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+const PIECE: u64 = 1 << 30;
+/// Bytes that are sent to a device at once.
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+const SENT: usize = 1 << 24;
+
+/// A copy by all threads that the backend's kernels use.
+impl PlainCopy for CpuBackend {
+    type Memory = [Vec<u8>; 2];
+
+    fn describe(&self) -> Facts {
+        Facts {
+            device: format!("{} kernels, {} threads", self.isa(), self.capabilities().workers),
+            kind: "CPU".to_owned(),
+            driver: None,
+            runs_on: RunsOn::Cpu,
+        }
+    }
+
+    fn reserve(&self, bytes: u64) -> Result<Self::Memory, DeviceError> {
+        let refuse = || DeviceError::new(DeviceErrorKind::OutOfMemory, OPERATION);
+        let bytes = usize::try_from(bytes).map_err(|_| refuse())?;
+        let fill = |byte: u8| {
+            let mut memory = Vec::new();
+            memory.try_reserve_exact(bytes).map_err(|error| refuse().with_source(error))?;
+            memory.resize(bytes, byte);
+            Ok(memory)
+        };
+        Ok([fill(0x5A)?, fill(0xA5)?])
+    }
+
+    fn copy(
+        &self,
+        _queue: &mut Self::Queue,
+        [from, to]: &mut Self::Memory,
+        bytes: u64,
+    ) -> Result<(), DeviceError> {
+        let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let (Some(from), Some(to)) = (from.get(..len), to.get_mut(..len)) else {
+            return Err(out_of_range());
+        };
+        let workers = usize::try_from(self.capabilities().workers).unwrap_or(1).max(1);
+        let part = len.div_ceil(workers).max(PART);
+        if len <= part {
+            to.copy_from_slice(from);
+        } else {
+            let parts = to.par_chunks_mut(part).zip(from.par_chunks(part));
+            parts.for_each(|(to, from)| to.copy_from_slice(from));
+        }
+        black_box(to);
+        Ok(())
+    }
+}
+
+/// `copy_buffer_to_buffer`.
+#[cfg(feature = "wgpu")]
+impl PlainCopy for WgpuBackend {
+    type Memory = Vec<Piece<Self::Buffer>>;
+
+    fn describe(&self) -> Facts {
+        let facts = self.facts();
+        let is_software = facts.is_some_and(|facts| facts.is_cpu);
+        let say = |of: fn(&kv::wgpu::AdapterFacts) -> String| facts.map_or_else(String::new, of);
+        Facts {
+            device: say(|facts| facts.name.clone()),
+            kind: say(|facts| format!("{}, {}", facts.api, facts.kind)),
+            driver: facts.map(|facts| facts.driver.clone()),
+            runs_on: if is_software { RunsOn::Software } else { RunsOn::Card },
+        }
+    }
+    fn reserve(&self, bytes: u64) -> Result<Self::Memory, DeviceError> {
+        pieces(self, bytes)
+    }
+    fn copy(
+        &self,
+        queue: &mut Self::Queue,
+        memory: &mut Self::Memory,
+        bytes: u64,
+    ) -> Result<(), DeviceError> {
+        each(memory, bytes, |piece, len| queue.copy((&piece.from, 0), (&piece.to, 0), len))
+    }
+}
+
+/// The driver's copy.
+#[cfg(feature = "cuda")]
+impl PlainCopy for CudaBackend {
+    type Memory = Vec<Piece<Self::Buffer>>;
+
+    fn describe(&self) -> Facts {
+        let processors = self.capabilities().workers;
+        Facts {
+            device: self.card().to_owned(),
+            kind: format!("CUDA, {processors} multiprocessors"),
+            driver: None,
+            runs_on: RunsOn::Card,
+        }
+    }
+    fn reserve(&self, bytes: u64) -> Result<Self::Memory, DeviceError> {
+        pieces(self, bytes)
+    }
+    fn copy(
+        &self,
+        queue: &mut Self::Queue,
+        memory: &mut Self::Memory,
+        bytes: u64,
+    ) -> Result<(), DeviceError> {
+        each(memory, bytes, |piece, len| queue.copy((&piece.from, 0), (&piece.to, 0), len))
+    }
+}
+
+/// Two buffers of a device, as large as one buffer may be.
+#[cfg(any(feature = "cuda", feature = "wgpu", test))]
+#[derive(Debug)]
+pub(super) struct Piece<Buf> {
+    from: Buf,
+    to: Buf,
+    bytes: u64,
+}
+
+/// Buffers of this number of bytes together, those to read filled.
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+fn pieces<B: Backend>(backend: &B, bytes: u64) -> Result<Vec<Piece<B::Buffer>>, DeviceError> {
+    let most = backend.capabilities().buffer_bytes_max.min(PIECE);
+    // Whole words.
+    let most = most.saturating_sub(most % 4).max(4);
+    let content: Vec<u8> = (0..=250).cycle().take(SENT).collect();
+    let mut queue = backend.queue()?;
+    let (mut pieces, mut left) = (Vec::new(), bytes);
+    while left > 0 {
+        let bytes = left.min(most);
+        let [from, to] = [backend.alloc(bytes)?, backend.alloc(bytes)?];
+        let mut at = 0;
+        while at < bytes {
+            let rest = usize::try_from(bytes.saturating_sub(at)).unwrap_or(usize::MAX);
+            let part = content.get(..rest.min(SENT)).unwrap_or(&content);
+            queue.upload(&from, at, part)?;
+            queue.submit()?.wait()?;
+            at = at.saturating_add(crate::num::to_u64(part.len()));
+        }
+        pieces.push(Piece { from, to, bytes });
+        left = left.saturating_sub(bytes);
+    }
+    Ok(pieces)
+}
+
+/// Copies the first `bytes` bytes piece by piece.
+#[cfg(any(feature = "cuda", feature = "wgpu", test))]
+fn each<Buf>(
+    pieces: &[Piece<Buf>],
+    bytes: u64,
+    mut copy: impl FnMut(&Piece<Buf>, u64) -> Result<(), DeviceError>,
+) -> Result<(), DeviceError> {
+    let mut left = bytes;
+    for piece in pieces {
+        let len = left.min(piece.bytes);
+        copy(piece, len)?;
+        left = left.saturating_sub(len);
+    }
+    if left == 0 { Ok(()) } else { Err(out_of_range()) }
+}
+
+fn out_of_range() -> DeviceError {
+    DeviceError::new(DeviceErrorKind::OutOfRange, OPERATION)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kv::cpu::CpuOptions;
+
+    #[test]
+    fn a_copy_takes_as_many_bytes_as_it_says() {
+        for threads in [1, 3] {
+            let cpu = CpuBackend::open(CpuOptions::default().threads(threads)).expect("cpu");
+            let mut queue = cpu.queue().expect("a queue");
+            let mut memory = cpu.reserve(4 * 1024 * 1024).expect("memory");
+            let len = 3 * 1024 * 1024 + 4;
+            cpu.copy(&mut queue, &mut memory, len).expect("a copy");
+            let is_copied = |byte: &u8| *byte == 0x5A;
+            let copied = memory[1].iter().position(|byte| !is_copied(byte));
+            assert_eq!(copied.map(crate::num::to_u64), Some(len));
+            assert!(!memory[1][3 * 1024 * 1024 + 4..].iter().any(is_copied));
+            let error = cpu.copy(&mut queue, &mut memory, 1 << 30).expect_err("too much");
+            assert_eq!(error.kind(), DeviceErrorKind::OutOfRange);
+        }
+    }
+
+    #[test]
+    fn bytes_are_spread_over_pieces() {
+        let piece = |bytes| Piece { from: (), to: (), bytes };
+        let pieces = [piece(8), piece(8), piece(4)];
+        let lens = |bytes| {
+            let mut lens = Vec::new();
+            let done = each(&pieces, bytes, |_, len| {
+                lens.push(len);
+                Ok(())
+            });
+            done.map(|()| lens).map_err(|error| error.kind())
+        };
+        assert_eq!(lens(20), Ok(vec![8, 8, 4]));
+        assert_eq!(lens(12), Ok(vec![8, 4, 0]));
+        assert_eq!(lens(24), Err(DeviceErrorKind::OutOfRange));
+    }
+}

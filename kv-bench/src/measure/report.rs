@@ -1,0 +1,172 @@
+//! What [`measure`](super::measure) found.
+use kv::BlockOrder;
+use serde::{Serialize, Serializer};
+
+use super::clock::gb_per_s;
+use super::options::Formats;
+use super::work::{Operation, Shape, Work};
+
+/// What a device says of itself.
+#[derive(Debug, Clone, Serialize)]
+#[expect(clippy::exhaustive_structs, reason = "a report shows each of them")]
+pub struct Facts {
+    /// Its name, or its instruction set and threads.
+    pub device: String,
+    /// Discrete, integrated, or whatever it is.
+    pub kind: String,
+    /// The version of its driver, where it has one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub driver: Option<String>,
+    /// What does the work.
+    pub runs_on: RunsOn,
+}
+
+/// What does the work of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[expect(clippy::exhaustive_enums, reason = "each is measured in a way of its own")]
+pub enum RunsOn {
+    /// The CPU, with kernels made for it.
+    Cpu,
+    /// A card, where memory is what limits decoding.
+    Card,
+    /// A CPU that stands for a card.
+    Software,
+}
+
+/// Four operations in a few stored formats on one device.
+#[derive(Debug, Serialize)]
+#[non_exhaustive]
+pub struct Report {
+    /// Name of the device.
+    pub backend: String,
+    /// What it says of itself.
+    #[serde(flatten)]
+    pub facts: Facts,
+    /// What the figures are worth, where that is not plain.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub note: Option<&'static str>,
+    /// How large everything was.
+    #[serde(flatten)]
+    pub shape: Shape,
+    /// The formats of one operation beside each other.
+    pub lines: Vec<Line>,
+}
+
+/// What figures of a driver in software are worth.
+const SOFTWARE: &str = "A CPU runs the shaders of this adapter: what follows is the speed of a \
+                        driver in software, and says nothing of a card.";
+
+impl RunsOn {
+    /// Returns what figures of such a device are worth, where that is not plain.
+    pub fn note(self) -> Option<&'static str> {
+        (self == Self::Software).then_some(SOFTWARE)
+    }
+}
+
+/// One operation in one stored format. Times are medians of one run.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct Line {
+    /// Name of the operation.
+    pub operation: &'static str,
+    /// Formats of K and V.
+    pub format: String,
+    /// Bytes that it reads.
+    pub bytes_read: u64,
+    /// Bytes that it writes.
+    pub bytes_written: u64,
+    /// Microseconds.
+    pub us: f64,
+    /// 10^9 bytes a second, read and written alike.
+    pub gb_per_s: f64,
+    /// Bytes that the plain copy takes from one buffer to another; it reads and writes as many.
+    pub copy_bytes: u64,
+    /// Microseconds of the plain copy.
+    pub copy_us: f64,
+    /// 10^9 bytes a second of the plain copy.
+    pub copy_gb_per_s: f64,
+    /// The operation's rate as a part of the plain copy's.
+    pub of_copy: f64,
+}
+
+impl Line {
+    /// Makes a line of the seconds of the operation and of the plain copy beside it.
+    pub fn new(
+        operation: Operation,
+        stored: Formats,
+        work: Work,
+        [seconds, copy_seconds]: [f64; 2],
+    ) -> Self {
+        let rate = gb_per_s(work.bytes(), seconds);
+        let copy_rate = gb_per_s(work.copied().saturating_mul(2), copy_seconds);
+        Self {
+            operation: operation.name(),
+            format: stored.to_string(),
+            bytes_read: work.read,
+            bytes_written: work.written,
+            us: seconds * 1e6,
+            gb_per_s: rate,
+            copy_bytes: work.copied(),
+            copy_us: copy_seconds * 1e6,
+            copy_gb_per_s: copy_rate,
+            of_copy: if copy_rate > 0.0 { rate / copy_rate } else { 0.0 },
+        }
+    }
+}
+
+impl Report {
+    /// Makes a report of lines in any order.
+    pub fn new(backend: String, facts: Facts, shape: Shape, mut lines: Vec<Line>) -> Self {
+        let place =
+            |line: &Line| Operation::FOUR.iter().position(|one| one.name() == line.operation);
+        lines.sort_by_key(place);
+        Self { backend, note: facts.runs_on.note(), facts, shape, lines }
+    }
+}
+
+/// Writes an order of blocks by its name.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands over a reference")]
+pub(super) fn order<S: Serializer>(order: &BlockOrder, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&format!("{order:?}").to_ascii_lowercase())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rate_counts_what_is_read_and_written() {
+        let stored: Formats = "l4".parse().expect("a format");
+        let work = Work { read: 3_000_000_002, written: 1_000_000_000, flops: 0 };
+        let line = Line::new(Operation::Append, stored, work, [2.0, 4.0]);
+        assert_eq!((line.bytes_read, line.bytes_written), (3_000_000_002, 1_000_000_000));
+        assert_eq!(line.copy_bytes, 3_000_000_004, "whole words");
+        assert!((line.gb_per_s - 2.000_000_001).abs() < 1e-12);
+        assert!((line.copy_gb_per_s - 1.500_000_002).abs() < 1e-12);
+        assert!((line.of_copy - line.gb_per_s / line.copy_gb_per_s).abs() < 1e-12);
+        assert!((line.us - 2e6).abs() < 1e-6 && (line.copy_us - 4e6).abs() < 1e-6);
+        let none = Line::new(Operation::Append, stored, work, [0.0, 0.0]);
+        let rates = [none.gb_per_s, none.copy_gb_per_s, none.of_copy];
+        assert_eq!(rates.map(f64::to_bits), [0; 3]);
+    }
+
+    #[test]
+    fn formats_of_one_operation_stand_together() {
+        let facts = Facts {
+            device: "a card".to_owned(),
+            kind: "Vulkan".to_owned(),
+            driver: None,
+            runs_on: RunsOn::Card,
+        };
+        let shape = Shape::new(&super::super::Options::default(), RunsOn::Card);
+        let lines = ["bf16", "l4"].iter().flat_map(|format| {
+            let stored: Formats = format.parse().expect("a format");
+            Operation::FOUR.map(|one| Line::new(one, stored, Work::default(), [1.0, 1.0]))
+        });
+        let report = Report::new("wgpu:0".to_owned(), facts, shape, lines.collect());
+        let order: Vec<_> =
+            report.lines.iter().map(|line| (line.operation, line.format.as_str())).collect();
+        assert_eq!(order[..3], [("decode", "bf16"), ("decode", "l4"), ("append", "bf16")]);
+    }
+}

@@ -1,0 +1,335 @@
+//! A cache with contexts in it, and every operation that is timed on it.
+use std::sync::Arc;
+use std::time::Instant;
+
+use kv::backend::{Backend, Fence, Queue};
+use kv::plan::{BlockCopy, CopyArgs, CopyPlan, GatherArgs, GatherPlan, GatherRange};
+use kv::{
+    AttentionOptions, BlockId, CacheSpec, DType, DeviceError, GroupId, KvCache, KvStorage, Plane,
+    QkvFormat, SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
+};
+
+use super::error::Error;
+use super::options::Formats;
+use super::work::{self, Operation, Shape, VALUE_BYTES};
+use crate::num::{to_f32, to_u32};
+use crate::random::Random;
+
+/// The layers of one cache, all of one group.
+const GROUP: GroupId = GroupId(0);
+/// Values that are sent to a device at once.
+const SENT: u64 = 1 << 22;
+/// Tokens of a context that are written at once.
+const FILLED: u32 = 4096;
+
+/// The sequences of a batch, each one token short of its context or empty, and their spares.
+pub(super) struct Workload<'a, B: Backend> {
+    shape: &'a Shape,
+    cache: KvCache<Arc<B>>,
+    /// For what needs no step.
+    queue: B::Queue,
+    tensors: Tensors<B::Buffer>,
+}
+
+/// What a model would give and take, in device memory, as bf16.
+struct Tensors<Buf> {
+    /// `[tokens, kv_heads, head_dim]`, as many as are ever written at once.
+    k: Buf,
+    v: Buf,
+    /// `[tokens, q_heads, head_dim]`.
+    q: Buf,
+    out: Buf,
+    /// `[tokens, kv_heads, head_dim]`, of K and of V.
+    gathered: [Buf; 2],
+}
+
+/// Tokens of tensors.
+struct Sizes {
+    new: u64,
+    queries: u64,
+    gathered: u64,
+}
+
+impl Sizes {
+    fn new(shape: &Shape, operations: &[Operation]) -> Self {
+        let cached = if shape.is_filled { shape.context.saturating_sub(1) } else { 0 };
+        let mut sizes = Self { new: cached.min(FILLED).into(), queries: 0, gathered: 0 };
+        for operation in operations {
+            let (new, queries, gathered) = match operation {
+                Operation::Decode => (shape.batch.into(), shape.batch.into(), 0),
+                Operation::Prefill => (shape.batch_tokens(), shape.batch_tokens(), 0),
+                Operation::Append => (shape.batch.into(), 0, 0),
+                Operation::AppendPrompt => (shape.context.into(), 0, 0),
+                Operation::Gather => (0, 0, shape.batch_tokens()),
+                Operation::Copy | Operation::Plan => (0, 0, 0),
+            };
+            sizes.new = sizes.new.max(new);
+            sizes.queries = sizes.queries.max(queries);
+            sizes.gathered = sizes.gathered.max(gathered);
+        }
+        sizes
+    }
+}
+
+/// Values of this number of tokens.
+fn values(shape: &Shape, tokens: u64, heads: u32) -> u64 {
+    u64::from(shape.head_dim).saturating_mul(heads.into()).saturating_mul(tokens)
+}
+
+/// Bytes that a workload reserves.
+pub(super) fn bytes(shape: &Shape, spec: &CacheSpec, operations: &[Operation]) -> u64 {
+    let Sizes { new, queries, gathered } = Sizes::new(shape, operations);
+    let rows = values(shape, new.saturating_add(gathered), shape.kv_heads);
+    let tensors = rows.saturating_add(values(shape, queries, shape.q_heads));
+    let memory = spec.memory();
+    let cache = memory.bytes_total.saturating_add(memory.bytes_constants);
+    // Of each two: K and V, queries and outputs.
+    cache.saturating_add(tensors.saturating_mul(VALUE_BYTES).saturating_mul(2))
+}
+
+impl<'a, B: Backend> Workload<'a, B> {
+    /// Reserves all memory that `operations` need, and writes the contexts.
+    pub(super) fn new(
+        shape: &'a Shape,
+        stored: Formats,
+        backend: &Arc<B>,
+        operations: &[Operation],
+    ) -> Result<Self, Error> {
+        let spec = work::spec(shape, stored)?;
+        let mut queue = backend.queue()?;
+        let Sizes { new, queries, gathered } = Sizes::new(shape, operations);
+        // No buffer is empty.
+        let count = |tokens: u64, heads| values(shape, tokens.max(1), heads);
+        let rows = count(new, shape.kv_heads);
+        let queries = count(queries, shape.q_heads);
+        let gathered = count(gathered, shape.kv_heads).saturating_mul(VALUE_BYTES);
+        let tensors = Tensors {
+            k: random(&**backend, &mut queue, 1, rows)?,
+            v: random(&**backend, &mut queue, 2, rows)?,
+            q: random(&**backend, &mut queue, 3, queries)?,
+            out: backend.alloc(queries.saturating_mul(VALUE_BYTES))?,
+            gathered: [backend.alloc(gathered)?, backend.alloc(gathered)?],
+        };
+        let calibration = work::calibration(shape);
+        let cache = KvCache::with_calibration(Arc::clone(backend), spec, calibration)?;
+        let mut workload = Self { shape, cache, queue, tensors };
+        workload.fill()?;
+        Ok(workload)
+    }
+
+    fn fill(&mut self) -> Result<(), Error> {
+        let Self { shape, cache, tensors, .. } = self;
+        let cached = if shape.is_filled { shape.context.saturating_sub(1) } else { 0 };
+        for sequence in batch(shape) {
+            cache.start(sequence, &[], StartOptions::default())?;
+            let mut left = cached;
+            while left > 0 {
+                let tokens = left.min(FILLED);
+                let mut step = cache.begin_step(&[StepInput::count(sequence, tokens)])?;
+                write(&mut step, (shape, tensors), tokens)?;
+                step.commit()?;
+                drain(cache.queue_mut())?;
+                left = left.saturating_sub(tokens);
+            }
+        }
+        for sequence in spares(shape) {
+            cache.start(sequence, &[], StartOptions::default())?;
+        }
+        Ok(())
+    }
+
+    /// Seconds that a number of runs of an operation take, from the first call to the end of their
+    /// work. Planning is not among them, nor what a step brings to the device once for all layers.
+    pub(super) fn run(&mut self, operation: Operation, runs: u32) -> Result<f64, Error> {
+        let Self { shape, cache, queue, tensors, .. } = self;
+        let newest = |sequence| StepInput::count(sequence, 1);
+        let whole = |sequence| StepInput::count(sequence, shape.context);
+        let inputs: Vec<_> = match operation {
+            Operation::Decode | Operation::Append | Operation::Gather | Operation::Plan => {
+                batch(shape).map(newest).collect()
+            }
+            Operation::Prefill => batch(shape).map(whole).collect(),
+            Operation::AppendPrompt if shape.is_filled => {
+                spares(shape).take(1).map(whole).collect()
+            }
+            Operation::AppendPrompt => batch(shape).take(1).map(whole).collect(),
+            Operation::Copy => {
+                let from = batch(shape).zip(spares(shape)).map(|(from, _)| newest(from));
+                from.chain(spares(shape).map(whole)).collect()
+            }
+        };
+        // Dropped at the end, so that the cache is what it was.
+        let mut step = cache.begin_step(&inputs)?;
+        let tokens = to_u32(step.positions().len());
+        if matches!(operation, Operation::Decode | Operation::Prefill) {
+            write(&mut step, (shape, tensors), tokens)?;
+        }
+        drain(step.queue_mut())?;
+        let begin = Instant::now();
+        match operation {
+            Operation::Decode | Operation::Prefill => {
+                for _ in 0..runs {
+                    attend(&mut step, (shape, tensors), tokens)?;
+                }
+            }
+            Operation::Append | Operation::AppendPrompt => {
+                for _ in 0..runs {
+                    write(&mut step, (shape, tensors), tokens)?;
+                }
+            }
+            Operation::Gather => return gather(&step, queue, (shape, tensors), runs),
+            Operation::Copy => return copy_blocks::<B>(step.cache(), queue, (shape, runs)),
+            Operation::Plan => {}
+        }
+        drain(step.queue_mut())?;
+        Ok(begin.elapsed().as_secs_f64())
+    }
+}
+
+/// The sequences that decode.
+fn batch(shape: &Shape) -> impl Iterator<Item = SequenceId> + use<> {
+    (0..u64::from(shape.batch)).map(SequenceId)
+}
+
+/// The sequences after them, which are empty outside of a step.
+fn spares(shape: &Shape) -> impl Iterator<Item = SequenceId> + use<> {
+    let batch = u64::from(shape.batch);
+    (batch..batch.saturating_add(shape.spares.into())).map(SequenceId)
+}
+
+/// Writes the rows of a step, `tokens` of them, into every layer.
+fn write<B: Backend>(
+    step: &mut Step<'_, B>,
+    (shape, tensors): (&Shape, &Tensors<B::Buffer>),
+    tokens: u32,
+) -> Result<(), Error> {
+    let dims = [tokens, shape.kv_heads, shape.head_dim];
+    for layer in 0..shape.layers {
+        let [k, v] = [&tensors.k, &tensors.v]
+            .map(|buffer| TensorView::device(DType::Bf16, buffer, 0, &dims));
+        step.write(layer, k, v, QkvFormat::Thd)?;
+    }
+    Ok(())
+}
+
+/// A query for each of a step's tokens, in every layer.
+fn attend<B: Backend>(
+    step: &mut Step<'_, B>,
+    (shape, tensors): (&Shape, &Tensors<B::Buffer>),
+    tokens: u32,
+) -> Result<(), Error> {
+    let dims = [tokens, shape.q_heads, shape.head_dim];
+    let options = AttentionOptions::causal(to_f32(f64::from(shape.head_dim).sqrt().recip()));
+    for layer in 0..shape.layers {
+        let q = TensorView::device(DType::Bf16, &tensors.q, 0, &dims);
+        let out = TensorViewMut::device(DType::Bf16, &tensors.out, 0, &dims);
+        step.attend(layer, q, out, &options)?;
+    }
+    Ok(())
+}
+
+/// Seconds that it takes to bring all rows of a step's sequences out of every layer, K and V apart,
+/// `runs` times. [`KvCache::gather`] does the same for one plane, and plans it each time.
+fn gather<B: Backend>(
+    step: &Step<'_, Arc<B>>,
+    queue: &mut B::Queue,
+    (shape, tensors): (&Shape, &Tensors<B::Buffer>),
+    runs: u32,
+) -> Result<f64, Error> {
+    let plan = step
+        .attention_plan(GROUP)
+        .unwrap_or_else(|| unreachable!("a step has a plan of every group"));
+    let range = |sequence: &kv::plan::PlannedSequence| GatherRange {
+        row: sequence.row,
+        begin: 0,
+        len: sequence.kv_len,
+    };
+    let ranges: Vec<_> = plan.sequences().iter().map(range).collect();
+    let storage = storage(step.cache());
+    let begin = Instant::now();
+    for _ in 0..runs {
+        for layer in 0..usize::from(shape.layers) {
+            for (plane, out) in [Plane::Key, Plane::Value].into_iter().zip(&tensors.gathered) {
+                let view = storage.plane(layer, plane);
+                let view = view.unwrap_or_else(|| unreachable!("a layer has its planes"));
+                let plan = GatherPlan::new(view.layout(), plan.tables(), &ranges)?;
+                let dims = [plan.total(), shape.kv_heads, shape.head_dim];
+                let out = TensorViewMut::device(DType::Bf16, out, 0, &dims);
+                let args = GatherArgs::new(&plan, view, out, QkvFormat::Thd)?;
+                queue.gather(&plan, args)?;
+            }
+        }
+    }
+    drain(queue)?;
+    Ok(begin.elapsed().as_secs_f64())
+}
+
+/// Seconds that `runs` copies of sequences' blocks to those of as many spares take, in every
+/// layer. All have all their blocks while a step is open that brings them to their contexts.
+fn copy_blocks<B: Backend>(
+    cache: &KvCache<Arc<B>>,
+    queue: &mut B::Queue,
+    (shape, runs): (&Shape, u32),
+) -> Result<f64, Error> {
+    let table = |sequence| {
+        let table = cache.block_table(sequence, GROUP);
+        table.unwrap_or_else(|| unreachable!("a sequence of a workload has blocks"))
+    };
+    let storage = storage(cache);
+    let [layout, _] = storage.layouts();
+    let slots = work::slot_map(cache.spec()).slots(shape.context);
+    let mut copies = Vec::new();
+    for (from, to) in batch(shape).zip(spares(shape)) {
+        let mut left = slots;
+        let pair = |(from, to): (&BlockId, &BlockId)| {
+            let slots = left.min(layout.block_size());
+            left = left.saturating_sub(slots);
+            BlockCopy { from: *from, to: *to, slots }
+        };
+        let pairs = table(from).iter().zip(table(to)).map(pair);
+        copies.extend(pairs.filter(|copy| copy.slots > 0));
+        assert!(left == 0, "{left} slots of a context are in no block");
+    }
+    let plan = CopyPlan::new(layout, &copies)?;
+    let begin = Instant::now();
+    for _ in 0..runs {
+        queue.copy_blocks(&plan, CopyArgs::new(&plan, storage.view())?)?;
+    }
+    drain(queue)?;
+    Ok(begin.elapsed().as_secs_f64())
+}
+
+/// The storage of the only group.
+fn storage<B: Backend>(cache: &KvCache<B>) -> &KvStorage<B::Buffer> {
+    cache.storage(GROUP).unwrap_or_else(|| unreachable!("a cache has a group"))
+}
+
+/// Waits for all that a queue was given.
+pub(super) fn drain<Q: Queue>(queue: &mut Q) -> Result<(), DeviceError> {
+    queue.submit()?.wait()
+}
+
+/// Values between -1 and 1 in device memory that look random, as bf16.
+fn random<B: Backend>(
+    backend: &B,
+    queue: &mut B::Queue,
+    seed: u32,
+    count: u64,
+) -> Result<B::Buffer, DeviceError> {
+    let buffer = backend.alloc(count.saturating_mul(VALUE_BYTES))?;
+    // bf16 is the upper half of f32.
+    let mut bytes = Random::new(seed).flat_map(|value| {
+        let [_, _, low, high] = value.to_le_bytes();
+        [low, high]
+    });
+    let mut at = 0;
+    while at < count {
+        let now = SENT.min(count.saturating_sub(at));
+        let len = usize::try_from(now.saturating_mul(VALUE_BYTES)).unwrap_or(usize::MAX);
+        let part: Vec<u8> = bytes.by_ref().take(len).collect();
+        queue.upload(&buffer, at.saturating_mul(VALUE_BYTES), &part)?;
+        at = at.saturating_add(now);
+    }
+    drain(queue)?;
+    Ok(buffer)
+}

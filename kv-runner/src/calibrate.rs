@@ -1,0 +1,124 @@
+//! The constants of quantised storage: made from what a model computes, or read from a file.
+use std::path::Path;
+
+use candle_core::{D, IndexOp};
+use kv::quant::calibrate::Calibrator;
+use kv::quant::file::{self, Metadata};
+use kv::{AnyBackend, Calibration};
+
+use crate::error::{Error, InFile};
+use crate::model::{Decoder, Tapped};
+use crate::num::{to_u32, to_usize};
+use crate::reader::Reader;
+
+/// Tokens that go through the model at once.
+const CHUNK: usize = 256;
+/// Tokens of one sequence: a longer text is read in several, each from an empty cache.
+const SEQUENCE_MAX: usize = 2048;
+/// Tokens that constants made on the way come from.
+const ONLINE_TOKENS: u32 = 256;
+
+/// Reads the constants of a model from a file of [`to_file`].
+///
+/// # Errors
+/// [`Error::File`] with what is wrong: [`Error::Io`], or [`Error::CalibrationFile`], for one that
+/// was made for another model too.
+pub fn load(path: &Path, model: &Decoder) -> Result<Calibration, Error> {
+    let bytes = std::fs::read(path).in_file(path)?;
+    let (calibration, metadata) = file::read(&bytes).in_file(path)?;
+    metadata.check_model(&model.fingerprint()).in_file(path)?;
+    Ok(calibration)
+}
+
+/// Writes the constants of a model as the bytes of a file.
+///
+/// # Errors
+/// [`Error::Calibrate`] where the calibrator has seen too little.
+pub fn to_file(calibrator: &Calibrator, model: &Decoder) -> Result<Vec<u8>, Error> {
+    let metadata = Metadata::of(calibrator, model.fingerprint());
+    Ok(file::write(&calibrator.finish()?, &metadata)?)
+}
+
+/// Shows a text to a calibrator for each of these numbers of sinks. The model reads with an f32
+/// cache, so that the constants are those of its own rows. `progress` gets the number of tokens
+/// after each part that was read.
+///
+/// # Errors
+/// [`Error::Cache`] for a device that fails, [`Error::Calibrate`] for rows that are not finite.
+pub fn observe(
+    model: &Decoder,
+    backend: &AnyBackend,
+    ids: &[u32],
+    sinks: &[u32],
+    progress: &mut dyn FnMut(usize),
+) -> Result<Vec<Calibrator>, Error> {
+    let mut observer = Observer::new(model, sinks)?;
+    let sequence = SEQUENCE_MAX.min(to_usize(model.config().context));
+    let mut reader = Reader::f32(model, backend, to_u32(sequence.min(ids.len())))?;
+    for ids in ids.chunks(sequence.max(1)) {
+        reader.begin()?;
+        for (chunk, index) in ids.chunks(CHUNK).zip(0_usize..) {
+            let position = to_u32(index.saturating_mul(CHUNK));
+            reader.read(chunk, &mut |rows| observer.see(position, rows))?;
+            progress(chunk.len());
+        }
+    }
+    Ok(observer.calibrators)
+}
+
+/// Makes constants from the first tokens of a sequence: of its prompt, and where that is short, of
+/// what the model generates after it. They do not change after that.
+///
+/// # Errors
+/// As [`observe`]; [`Error::Calibrate`] too where the model's context is too short.
+pub fn online(
+    model: &Decoder,
+    backend: &AnyBackend,
+    prompt: &[u32],
+    sinks: u32,
+) -> Result<Calibration, Error> {
+    let mut observer = Observer::new(model, &[sinks])?;
+    let wanted = ONLINE_TOKENS.saturating_add(sinks).min(model.config().context);
+    let mut reader = Reader::f32(model, backend, wanted)?;
+    reader.begin()?;
+    let mut position = 0_u32;
+    let mut new = prompt.iter().copied().take(to_usize(wanted)).collect::<Vec<_>>();
+    while !new.is_empty() {
+        let hidden = reader.read(&new, &mut |rows| observer.see(position, rows))?;
+        position = position.saturating_add(to_u32(new.len()));
+        let last = hidden.i(new.len().saturating_sub(1)..)?;
+        new.clear();
+        if position < wanted {
+            new.extend(model.logits(&last)?.argmax(D::Minus1)?.to_vec1::<u32>()?);
+        }
+    }
+    let finished = observer.calibrators.iter().map(Calibrator::finish).next();
+    Ok(finished.unwrap_or_else(|| unreachable!("one was made for one number of sinks"))?)
+}
+
+/// Calibrators that see the same rows.
+struct Observer {
+    calibrators: Vec<Calibrator>,
+    q_heads: u32,
+}
+
+impl Observer {
+    fn new(model: &Decoder, sinks: &[u32]) -> Result<Self, Error> {
+        let config = model.config();
+        let head_dims = [config.head_dim; 2];
+        let calibrator = |sinks: &u32| {
+            let new = Calibrator::new(config.layers(), config.kv_heads, head_dims)?;
+            Ok(new.skip_first(*sinks))
+        };
+        let calibrators = sinks.iter().map(calibrator).collect::<Result<_, Error>>()?;
+        Ok(Self { calibrators, q_heads: config.heads })
+    }
+
+    fn see(&mut self, first_position: u32, rows: &Tapped<'_>) -> Result<(), Error> {
+        let Tapped { layer, q, k, v } = *rows;
+        for calibrator in &mut self.calibrators {
+            calibrator.observe(layer, first_position, k, v, q, self.q_heads)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,370 @@
+//! What a model is, read from its `config.json` and checked before anything is built from it.
+mod file;
+mod object;
+mod rope;
+
+use std::fmt;
+use std::path::Path;
+
+use crate::error::{Error, InFile};
+use crate::num::to_u64;
+use crate::rope::{RopeConfig, Scaling};
+use crate::text::read_text;
+use object::Object;
+
+/// Architectures that [`Decoder`](crate::Decoder) runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Architecture {
+    Llama,
+    Mistral,
+    Qwen2,
+    Qwen3,
+    Phi3,
+    Olmo2,
+    Granite,
+    SmolLm3,
+}
+
+impl Architecture {
+    /// All of them, with their `model_type` and the class that an entry of `architectures` names.
+    const ALL: [(Self, &str, &str); 8] = [
+        (Self::Llama, "llama", "LlamaForCausalLM"),
+        (Self::Mistral, "mistral", "MistralForCausalLM"),
+        (Self::Qwen2, "qwen2", "Qwen2ForCausalLM"),
+        (Self::Qwen3, "qwen3", "Qwen3ForCausalLM"),
+        (Self::Phi3, "phi3", "Phi3ForCausalLM"),
+        (Self::Olmo2, "olmo2", "Olmo2ForCausalLM"),
+        (Self::Granite, "granite", "GraniteForCausalLM"),
+        (Self::SmolLm3, "smollm3", "SmolLM3ForCausalLM"),
+    ];
+
+    /// What an error names as supported.
+    const NAMES: &str = "llama, mistral, qwen2, qwen3, phi3, olmo2, granite or smollm3";
+
+    /// The architecture of a `model_type`.
+    pub(crate) fn of_model_type(name: &str) -> Option<Self> {
+        Self::ALL.iter().find(|(_, model_type, _)| *model_type == name).map(|(known, ..)| *known)
+    }
+
+    /// The architecture of an entry of `architectures`.
+    fn of_class(name: &str) -> Option<Self> {
+        Self::ALL.iter().find(|(.., class)| *class == name).map(|(known, ..)| *known)
+    }
+
+    /// Its `model_type`.
+    pub(crate) fn name(self) -> &'static str {
+        let known = Self::ALL.iter().find(|(known, ..)| *known == self);
+        known.map_or("", |(_, model_type, _)| model_type)
+    }
+
+    /// Whether norms follow attention and MLP instead of preceding them.
+    pub(crate) fn norms_outputs(self) -> bool {
+        self == Self::Olmo2
+    }
+
+    /// Whether Q, K and V come from one matrix, and gate and up from another.
+    pub(crate) fn fuses_projections(self) -> bool {
+        self == Self::Phi3
+    }
+
+    /// Which norm Q and K pass before they turn.
+    pub(crate) fn qk_norm(self) -> Option<QkNorm> {
+        match self {
+            Self::Qwen3 => Some(QkNorm::Head),
+            Self::Olmo2 => Some(QkNorm::Projection),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Architecture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What one norm of Q or K spans.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum QkNorm {
+    /// The row of one head, with weights that all heads share.
+    Head,
+    /// The rows of all heads.
+    Projection,
+}
+
+/// Projections that have a bias.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Biases {
+    pub(crate) qkv: bool,
+    pub(crate) out: bool,
+    pub(crate) mlp: bool,
+}
+
+/// Constant factors between the parts of a model.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Multipliers {
+    /// Of the embedding.
+    pub(crate) embedding: f64,
+    /// Of the products of Q and K; `None` for one over the root of the head size.
+    pub(crate) attention: Option<f64>,
+    /// Of what attention and MLP add.
+    pub(crate) residual: f64,
+    /// Logits are divided by it.
+    pub(crate) logits: f64,
+}
+
+impl Default for Multipliers {
+    fn default() -> Self {
+        Self { embedding: 1.0, attention: None, residual: 1.0, logits: 1.0 }
+    }
+}
+
+/// What differs from layer to layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LayerKind {
+    /// Keys before its own position that a query sees, `None` for all.
+    pub(crate) window_left: Option<u32>,
+    /// Whether Q and K are rotated by their positions.
+    pub(crate) rotates: bool,
+}
+
+/// Shape and constants of a decoder. Every count is at least 1, and heads divide.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelConfig {
+    pub(crate) architecture: Architecture,
+    /// One for each layer.
+    pub(crate) layer_kinds: Vec<LayerKind>,
+    pub(crate) hidden: u32,
+    pub(crate) intermediate: u32,
+    pub(crate) heads: u32,
+    pub(crate) kv_heads: u32,
+    pub(crate) head_dim: u32,
+    pub(crate) vocab: u32,
+    pub(crate) context: u32,
+    pub(crate) norm_eps: f64,
+    /// Whether the embedding is also the output matrix.
+    pub(crate) tied: bool,
+    pub(crate) biases: Biases,
+    pub(crate) multipliers: Multipliers,
+    pub(crate) rope: RopeConfig,
+    pub(crate) bos: Option<u32>,
+    pub(crate) eos: Vec<u32>,
+}
+
+/// A model that is described wrongly, or in a way that is not supported.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A count that must be at least 1.
+    #[error("{field} is 0, at least 1 is needed")]
+    Zero {
+        /// The field.
+        field: &'static str,
+    },
+    /// A count beyond what can be computed with.
+    #[error("{field} is {got}, at most {max} is possible")]
+    TooLarge {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        got: u32,
+        /// The largest value.
+        max: u32,
+    },
+    /// A count that another one must divide.
+    #[error("{field} {got} is not a multiple of {of} {divisor}")]
+    NotDivisible {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        got: u32,
+        /// The field that must divide it.
+        of: &'static str,
+        /// The value of that.
+        divisor: u32,
+    },
+    /// A number that must be above 0.
+    #[error("{field} is {got}, a finite number above 0 is needed")]
+    NotPositive {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        got: f64,
+    },
+    /// The file does not name what it describes.
+    #[error("{field} is missing")]
+    Missing {
+        /// The field.
+        field: &'static str,
+    },
+    /// A JSON object has no such field.
+    #[error("missing field `{field}`")]
+    MissingField {
+        /// The field.
+        field: &'static str,
+    },
+    /// A name of something that is not supported.
+    #[error("{field} {got:?} is not supported, expected {expected}")]
+    Unsupported {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        got: String,
+        /// The names that are supported.
+        expected: &'static str,
+    },
+    /// A field whose value cannot be used.
+    #[error("{field} {problem}")]
+    Field {
+        /// The field, with its place in the file.
+        field: String,
+        /// What the value is, and what was expected.
+        problem: String,
+    },
+    /// Two fields that say different things of one number.
+    #[error("{first} is {first_value}, but {second} is {second_value}")]
+    Contradiction {
+        /// One field.
+        first: String,
+        /// Its value.
+        first_value: String,
+        /// The other field.
+        second: String,
+        /// Its value.
+        second_value: String,
+    },
+}
+
+impl ModelConfig {
+    /// Reads `config.json` of a model directory, and `generation_config.json` where there is one.
+    ///
+    /// # Errors
+    /// [`Error::File`] with what is wrong: [`Error::Io`], [`Error::Text`], [`Error::Json`],
+    /// [`Error::Config`].
+    pub fn read(dir: &Path) -> Result<Self, Error> {
+        let path = dir.join("config.json");
+        let text = read_text(&path)?;
+        let mut config = Self::parse(&text).in_file(&path)?;
+        let path = dir.join("generation_config.json");
+        if path.is_file() {
+            let text = read_text(&path)?;
+            let eos = Self::parse_generation(&text).in_file(&path)?;
+            config.eos = eos.unwrap_or(config.eos);
+        }
+        Ok(config)
+    }
+
+    pub(crate) fn parse(text: &str) -> Result<Self, Error> {
+        let value = serde_json::from_str(text)?;
+        Ok(file::model(&Object::new("", &value)?)?)
+    }
+
+    /// The stop tokens of `generation_config.json`, where it names some.
+    fn parse_generation(text: &str) -> Result<Option<Vec<u32>>, Error> {
+        let value = serde_json::from_str(text)?;
+        Ok(Object::new("", &value)?.ids("eos_token_id")?)
+    }
+
+    /// Returns the number of K and V heads.
+    pub fn kv_heads(&self) -> u32 {
+        self.kv_heads
+    }
+
+    /// Returns the values of one head's row.
+    pub fn head_dim(&self) -> u32 {
+        self.head_dim
+    }
+
+    /// Returns the most tokens one sequence may have.
+    pub fn context(&self) -> u32 {
+        self.context
+    }
+
+    /// Returns the token that begins a text, where the model has one.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// Returns the tokens that end a text.
+    pub fn eos(&self) -> &[u32] {
+        &self.eos
+    }
+
+    /// Returns the number of layers.
+    pub fn layers(&self) -> u16 {
+        // `check` has bounded it.
+        u16::try_from(self.layer_kinds.len()).unwrap_or(u16::MAX)
+    }
+
+    /// Factor of the products of Q and K.
+    pub(crate) fn attention_scale(&self) -> f64 {
+        self.multipliers.attention.unwrap_or_else(|| 1.0 / f64::from(self.head_dim).sqrt())
+    }
+
+    /// The checks that hold wherever a configuration came from.
+    pub(crate) fn check(self) -> Result<Self, ConfigError> {
+        bounded("head_dim", self.head_dim)?;
+        divide("rotary_dim", self.rope.rotary_dim, 2)?;
+        non_zero("rotary_dim", self.rope.rotary_dim)?;
+        non_zero("max_position_embeddings", self.context)?;
+        positive("rms_norm_eps", self.norm_eps)?;
+        positive("rope_theta", self.rope.theta)?;
+        if matches!(self.rope.scaling, Scaling::Yarn(_)) && self.rope.theta <= 1.0 {
+            let problem = format!("is {}, yarn needs a base above 1", self.rope.theta);
+            return Err(ConfigError::Field { field: "rope_theta".to_owned(), problem });
+        }
+        if let Scaling::LongRope { short, .. } = &self.rope.scaling {
+            let field = "rope_scaling short_factor";
+            for factor in short {
+                positive(field, *factor)?;
+            }
+            if to_u64(short.len()).saturating_mul(2) != u64::from(self.rope.rotary_dim) {
+                let (got, dim) = (short.len(), self.rope.rotary_dim);
+                let problem = format!("{got} factors for a rotary dimension of {dim}");
+                return Err(ConfigError::Field { field: field.to_owned(), problem });
+            }
+        }
+        Ok(self)
+    }
+}
+
+fn positive(field: &'static str, got: f64) -> Result<f64, ConfigError> {
+    if got.is_finite() && got > 0.0 {
+        Ok(got)
+    } else {
+        Err(ConfigError::NotPositive { field, got })
+    }
+}
+
+/// The number, when it is at least 1.
+pub(crate) fn non_zero(field: &'static str, n: u32) -> Result<u32, ConfigError> {
+    if n == 0 { Err(ConfigError::Zero { field }) } else { Ok(n) }
+}
+
+/// The number, when it is at least 1 and small enough that products of a few fit `u64`.
+fn bounded(field: &'static str, n: u32) -> Result<u32, ConfigError> {
+    let max = 1 << 20;
+    if n > max { Err(ConfigError::TooLarge { field, got: n, max }) } else { non_zero(field, n) }
+}
+
+/// The number of layers in the type the cache counts them in.
+pub(crate) fn layers(field: &'static str, got: u32) -> Result<u16, ConfigError> {
+    let max = u32::from(u16::MAX);
+    u16::try_from(got).map_err(|_| ConfigError::TooLarge { field, got, max })
+}
+
+/// `got / divisor` without a rest; heads are what everything is divided by.
+pub(crate) fn divide(field: &'static str, got: u32, divisor: u32) -> Result<u32, ConfigError> {
+    let of = match field {
+        "hidden_size" => "num_attention_heads",
+        "num_attention_heads" => "num_key_value_heads",
+        _ => "the number of a pair,",
+    };
+    match (got.checked_div(divisor), got.checked_rem(divisor)) {
+        (Some(quotient), Some(0)) => Ok(quotient),
+        _ => Err(ConfigError::NotDivisible { field, got, of, divisor }),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,239 @@
+//! A model in GGUF files: their metadata as a configuration, their tensors dequantised to f32 under
+//! the names Hugging Face gives them.
+//!
+//! Files of some architectures keep the rows of Q and K interleaved, so that pairs `(2i, 2i + 1)`
+//! turn together. The tokenizer inside a file is not read, but for the tokens that end a text; a
+//! `tokenizer.json` is asked for instead.
+mod config;
+mod metadata;
+mod parts;
+mod rope;
+#[cfg(test)]
+mod tests;
+
+use std::path::Path;
+
+use candle_core::Device;
+use candle_core::quantized::gguf_file::TensorInfo;
+
+use crate::config::{Architecture, ModelConfig};
+use crate::error::{Error, ForeignError, InFile};
+use crate::num::to_u64;
+use crate::weights::Weights;
+pub use metadata::Metadata;
+use parts::Part;
+pub use parts::is_further_part;
+
+/// Name under which the factors of a stretched model's frequencies are kept.
+pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+/// The factors of frequencies that hold up to the original context.
+const SHORT_FACTORS: &str = "rope_factors_short.weight";
+
+/// The most values of [`SHORT_FACTORS`]: more than any head has.
+const SHORT_FACTORS_MAX: usize = 1 << 16;
+
+/// The head of a GGUF file: its metadata, without the tensors.
+#[derive(Debug)]
+pub struct Head(Part);
+
+impl Head {
+    /// Reads the head of a model's file; of a model that is split, the first part's, which
+    /// describes all of it.
+    ///
+    /// # Errors
+    /// [`Error::File`] with what is wrong: [`Error::Io`], [`GgufError::NotReadable`],
+    /// [`GgufError::NotFirst`].
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        parts::first(path).map(Self)
+    }
+
+    /// Returns what the head says.
+    pub fn metadata(&self) -> Metadata<'_> {
+        Metadata::new(&self.0.content)
+    }
+}
+
+/// A GGUF file that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum GgufError {
+    /// Its head is damaged, or it is another kind of file.
+    #[error("not a readable GGUF file")]
+    NotReadable {
+        /// What the reader found.
+        source: ForeignError,
+    },
+    /// A tensor of more bytes than memory can have.
+    #[error("tensor {name} has shape {shape:?}, too large")]
+    TooLarge {
+        /// Its name.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// A tensor that cannot be read.
+    #[error("tensor {name}")]
+    Tensor {
+        /// Its name.
+        name: String,
+        /// What the reader found.
+        source: ForeignError,
+    },
+    /// A tensor that two parts of a model have.
+    #[error("tensor {name} is in another part too")]
+    Repeated {
+        /// Its name.
+        name: String,
+    },
+    /// A further part of a model was given in place of the first.
+    #[error("part {number} of a model in {count} files, give {first} instead")]
+    NotFirst {
+        /// Which part it is, from 1.
+        number: u32,
+        /// Parts of the model.
+        count: u32,
+        /// The name of the first part, as far as it is known.
+        first: String,
+    },
+    /// The first part's name does not tell the names of the others.
+    #[error(
+        "the first of {count} files (split.count), but its name does not end in \
+         -00001-of-{count:05}.gguf, by which the others are found"
+    )]
+    Name {
+        /// Parts of the model.
+        count: u32,
+    },
+    /// A part is not beside the first one.
+    #[error("part {number} of a model in {count} files is not there")]
+    MissingPart {
+        /// Which part it is, from 1.
+        number: u32,
+        /// Parts of the model.
+        count: u32,
+    },
+    /// A part that calls itself another one.
+    #[error(
+        "part {got} of {got_count} by split.no and split.count, expected {expected} of {count}"
+    )]
+    WrongPart {
+        /// Which part it says it is, from 1.
+        got: u32,
+        /// Of how many.
+        got_count: u32,
+        /// Which part its name says it is.
+        expected: u32,
+        /// Parts of the model.
+        count: u32,
+    },
+}
+
+impl GgufError {
+    fn tensor(name: &str, error: candle_core::Error) -> Self {
+        Self::Tensor { name: name.to_owned(), source: error.into() }
+    }
+
+    fn too_large(name: &str, info: &TensorInfo) -> Self {
+        Self::TooLarge { name: name.to_owned(), shape: info.shape.dims().to_vec() }
+    }
+}
+
+/// Reads the file, and the further parts of a model that is split, whole.
+pub(crate) fn read(path: &Path) -> Result<(ModelConfig, Weights), Error> {
+    let mut parts = parts::all(path)?;
+    let short = short_factors(&mut parts)?;
+    let contents: Vec<_> = parts.iter().map(|part| &part.content).collect();
+    let config = config::config(&contents, short).in_file(path)?;
+    let mut weights = Weights::default();
+    for part in &mut parts {
+        read_tensors(part, config.architecture, &mut weights)?;
+    }
+    Ok((config, weights))
+}
+
+fn read_tensors(
+    part: &mut Part,
+    architecture: Architecture,
+    weights: &mut Weights,
+) -> Result<(), Error> {
+    let Part { path, file, content } = part;
+    for (name, info) in &content.tensor_infos {
+        let Some(known) = hugging_face_name(architecture, name) else {
+            continue;
+        };
+        check_size(name, info).in_file(path)?;
+        let tensor = content
+            .tensor(file, name, &Device::Cpu)
+            .and_then(|tensor| tensor.dequantize(&Device::Cpu))
+            .map_err(|error| GgufError::tensor(name, error))
+            .in_file(path)?;
+        if weights.contains(&known) {
+            return Err(GgufError::Repeated { name: name.clone() }).in_file(path);
+        }
+        weights.insert(known, tensor);
+    }
+    Ok(())
+}
+
+/// Factors by pair of frequencies, where a part brings them.
+fn short_factors(parts: &mut [Part]) -> Result<Option<Vec<f64>>, Error> {
+    for Part { path, file, content } in parts {
+        let Some(info) = content.tensor_infos.get(SHORT_FACTORS) else {
+            continue;
+        };
+        let count = info.shape.dims().iter().try_fold(1_usize, |n, dim| n.checked_mul(*dim));
+        if count.is_none_or(|count| count > SHORT_FACTORS_MAX) {
+            return Err(GgufError::too_large(SHORT_FACTORS, info)).in_file(path);
+        }
+        let values = content
+            .tensor(file, SHORT_FACTORS, &Device::Cpu)
+            .and_then(|tensor| tensor.dequantize(&Device::Cpu)?.flatten_all()?.to_vec1::<f32>())
+            .map_err(|error| GgufError::tensor(SHORT_FACTORS, error))
+            .in_file(path)?;
+        return Ok(Some(values.into_iter().map(f64::from).collect()));
+    }
+    Ok(None)
+}
+
+/// The reader below multiplies extents without a check.
+fn check_size(name: &str, info: &TensorInfo) -> Result<(), GgufError> {
+    let elements = info.shape.dims().iter().try_fold(1_u64, |n, dim| n.checked_mul(to_u64(*dim)));
+    match elements.and_then(|n| n.checked_mul(4)) {
+        Some(bytes) if isize::try_from(bytes).is_ok() => Ok(()),
+        _ => Err(GgufError::too_large(name, info)),
+    }
+}
+
+/// What a tensor is called elsewhere, `None` for one that is not needed.
+fn hugging_face_name(architecture: Architecture, name: &str) -> Option<String> {
+    match name {
+        "token_embd.weight" => return Some("model.embed_tokens.weight".to_owned()),
+        "output_norm.weight" => return Some("model.norm.weight".to_owned()),
+        "output.weight" => return Some("lm_head.weight".to_owned()),
+        ROPE_FACTORS => return Some(ROPE_FACTORS.to_owned()),
+        _ => {}
+    }
+    let (layer, part) = name.strip_prefix("blk.")?.split_once('.')?;
+    let (part, kind) = part.rsplit_once('.')?;
+    let part = match part {
+        "attn_norm" => "input_layernorm",
+        // The same name for a norm before the MLP and for one of what attention gives.
+        "ffn_norm" | "post_attention_norm" => "post_attention_layernorm",
+        "post_ffw_norm" => "post_feedforward_layernorm",
+        "attn_q" => "self_attn.q_proj",
+        "attn_k" => "self_attn.k_proj",
+        "attn_v" => "self_attn.v_proj",
+        "attn_qkv" => "self_attn.qkv_proj",
+        "attn_q_norm" => "self_attn.q_norm",
+        "attn_k_norm" => "self_attn.k_norm",
+        "attn_output" => "self_attn.o_proj",
+        "ffn_gate" => "mlp.gate_proj",
+        // Gate and up in one.
+        "ffn_up" if architecture.fuses_projections() => "mlp.gate_up_proj",
+        "ffn_up" => "mlp.up_proj",
+        "ffn_down" => "mlp.down_proj",
+        _ => return None,
+    };
+    Some(format!("model.layers.{layer}.{part}.{kind}"))
+}

@@ -1,0 +1,178 @@
+//! Metadata of a GGUF file by key, with the numbers of every width as one.
+use std::collections::HashMap;
+
+use candle_core::quantized::gguf_file::{Content, Value};
+
+use crate::config::ConfigError;
+use crate::num::to_f64;
+
+/// The metadata of one GGUF file, with the numbers of every width as one.
+#[derive(Debug, Clone, Copy)]
+pub struct Metadata<'a> {
+    values: &'a HashMap<String, Value>,
+    /// `general.architecture`, which most keys begin with.
+    architecture: &'a str,
+}
+
+impl<'a> Metadata<'a> {
+    pub(super) fn new(content: &'a Content) -> Self {
+        let values = &content.metadata;
+        let architecture = match values.get("general.architecture") {
+            Some(Value::String(name)) => name.as_str(),
+            _ => "",
+        };
+        Self { values, architecture }
+    }
+
+    /// Returns `general.architecture`; empty where the file does not say it.
+    pub fn architecture(&self) -> &'a str {
+        self.architecture
+    }
+
+    /// Returns the full name of a key of the architecture.
+    pub fn key(&self, key: &str) -> String {
+        format!("{}.{key}", self.architecture)
+    }
+
+    /// The value of a key that is not of the architecture.
+    pub(super) fn general(&self, key: &str) -> Option<&'a Value> {
+        self.values.get(key)
+    }
+
+    /// The value of a key of the architecture.
+    pub(super) fn value(&self, key: &str) -> Option<&'a Value> {
+        self.values.get(&self.key(key))
+    }
+
+    pub(super) fn text(&self, key: &str) -> Option<&'a str> {
+        match self.value(key) {
+            Some(Value::String(text)) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// Whether the architecture's key is there.
+    pub fn has(&self, key: &str) -> bool {
+        self.value(key).is_some()
+    }
+
+    /// Whether the architecture's key holds a list.
+    pub fn is_list(&self, key: &str) -> bool {
+        matches!(self.value(key), Some(Value::Array(_)))
+    }
+
+    /// Reads one number; of a list, that which all of its entries are. `None` where the key is
+    /// absent.
+    ///
+    /// # Errors
+    /// [`ConfigError::Field`] for anything but whole numbers, and for a list whose entries differ.
+    pub fn count(&self, key: &str) -> Result<Option<u32>, ConfigError> {
+        let Some(list) = self.counts(key)? else {
+            return Ok(None);
+        };
+        match list.as_slice() {
+            [first, rest @ ..] if rest.iter().all(|count| count == first) => Ok(Some(*first)),
+            [] => Err(self.wrong(key, "has no entries".to_owned())),
+            list => Err(self.wrong(key, format!("is {}: it differs by layer", cut(list)))),
+        }
+    }
+
+    /// Reads one number or a list with one for each layer. `None` where the key is absent.
+    ///
+    /// # Errors
+    /// [`ConfigError::Field`] for anything but whole numbers.
+    pub fn counts(&self, key: &str) -> Result<Option<Vec<u32>>, ConfigError> {
+        let Some(value) = self.value(key) else {
+            return Ok(None);
+        };
+        let values = match value {
+            Value::Array(values) => values.as_slice(),
+            one => std::slice::from_ref(one),
+        };
+        let count = |value| {
+            whole(value).ok_or_else(|| {
+                self.wrong(key, "is not one whole number, or a list of them".to_owned())
+            })
+        };
+        values.iter().map(count).collect::<Result<_, _>>().map(Some)
+    }
+
+    /// Reads a list of true and false, or of numbers that are 0 for false. `None` where the key is
+    /// absent or holds no list.
+    ///
+    /// # Errors
+    /// [`ConfigError::Field`] for a list of anything else.
+    pub fn flags(&self, key: &str) -> Result<Option<Vec<bool>>, ConfigError> {
+        let Some(Value::Array(values)) = self.value(key) else {
+            return Ok(None);
+        };
+        let flag = |value: &Value| match value {
+            Value::Bool(flag) => Ok(*flag),
+            other => whole(other)
+                .map(|number| number != 0)
+                .ok_or_else(|| self.wrong(key, "is not a list of true and false".to_owned())),
+        };
+        values.iter().map(flag).collect::<Result<_, _>>().map(Some)
+    }
+
+    /// Reads a number of at least 1 that must be there; of a list, that which all entries are.
+    ///
+    /// # Errors
+    /// As [`Self::count`], and [`ConfigError::Field`] where the key is absent or 0.
+    pub fn required(&self, key: &str) -> Result<u32, ConfigError> {
+        match self.count(key)? {
+            None => Err(self.wrong(key, "is missing".to_owned())),
+            Some(0) => Err(self.wrong(key, "is 0, at least 1 is needed".to_owned())),
+            Some(count) => Ok(count),
+        }
+    }
+
+    /// A finite number, `None` where the key is absent.
+    pub(super) fn number(&self, key: &str) -> Result<Option<f64>, ConfigError> {
+        let number = match self.value(key) {
+            None => return Ok(None),
+            Some(Value::F32(x)) => Some(f64::from(*x)),
+            Some(Value::F64(x)) => Some(*x),
+            Some(other) => other.to_u64().ok().map(to_f64),
+        };
+        match number.filter(|number| number.is_finite()) {
+            Some(number) => Ok(Some(number)),
+            None => Err(self.wrong(key, "is not a finite number".to_owned())),
+        }
+    }
+
+    /// A number above 0, `None` where the key is absent or 0, which stands for absent too.
+    pub(super) fn positive(&self, key: &str) -> Result<Option<f64>, ConfigError> {
+        match self.number(key)? {
+            Some(number) if number < 0.0 => {
+                Err(self.wrong(key, format!("is {number}, a number above 0 is needed")))
+            }
+            number => Ok(number.filter(|number| *number > 0.0)),
+        }
+    }
+
+    /// An error that names the key in full.
+    pub(super) fn wrong(&self, key: &str, problem: String) -> ConfigError {
+        ConfigError::Field { field: self.key(key), problem }
+    }
+}
+
+/// A whole number that fits `u32`.
+pub(super) fn whole(value: &Value) -> Option<u32> {
+    let number = match value {
+        Value::I8(n) => u64::try_from(*n).ok(),
+        Value::I16(n) => u64::try_from(*n).ok(),
+        Value::I32(n) => u64::try_from(*n).ok(),
+        Value::I64(n) => u64::try_from(*n).ok(),
+        Value::Bool(_) => None,
+        other => other.to_u64().ok(),
+    };
+    number.and_then(|number| u32::try_from(number).ok())
+}
+
+/// A list of numbers as text, its end left out where it is long.
+fn cut(list: &[u32]) -> String {
+    let first: Vec<_> = list.iter().take(8).map(u32::to_string).collect();
+    let dots = if list.len() > 8 { ", .." } else { "" };
+    format!("[{}{dots}]", first.join(", "))
+}

@@ -1,0 +1,70 @@
+//! What tells one model from another, for files that are made for one.
+use candle_core::Tensor;
+use xxhash_rust::xxh3::Xxh3Default;
+
+use super::{Decoder, with_values};
+use crate::config::{Architecture, Multipliers};
+
+impl Decoder {
+    /// Returns a text that no other model has: the shape of its K and V, and a hash (XXH3, 128 bits
+    /// wide) of what their rows come from: the projections and their biases, the norms around them, the
+    /// rotary embedding, and what an architecture multiplies.
+    ///
+    /// The same weights in another container, or in a wider element type, are the same model; a
+    /// file that keeps the channels of K in another order is another one.
+    pub fn fingerprint(&self) -> String {
+        let config = &self.config;
+        let mut hash = Xxh3Default::new();
+        for number in [config.heads, config.kv_heads, config.head_dim, config.hidden] {
+            hash.update(&number.to_le_bytes());
+        }
+        hash.update(&config.norm_eps.to_le_bytes());
+        for frequency in self.rope.frequencies() {
+            hash.update(&frequency.to_le_bytes());
+        }
+        self.rope.hash_refinements(&mut |number| hash.update(&number.to_le_bytes()));
+        let Multipliers { embedding, residual, attention, .. } = config.multipliers;
+        if config.multipliers != Multipliers::default() {
+            for number in [embedding, residual, attention.unwrap_or_default()] {
+                hash.update(&number.to_le_bytes());
+            }
+        }
+        for layer in &self.layers {
+            let mut tensors: Vec<_> = layer.attention_norm.iter().collect();
+            for linear in [&layer.q, &layer.k, &layer.v] {
+                tensors.push(linear.weight());
+                tensors.extend(linear.bias());
+            }
+            tensors.extend(layer.q_norm.iter().chain(&layer.k_norm));
+            tensors.extend(layer.attention_out_norm.iter().chain(&layer.mlp_out_norm));
+            for tensor in tensors {
+                update(&mut hash, tensor);
+            }
+            if !layer.kind.rotates {
+                hash.update(b"no rotation");
+            }
+        }
+        let (layers, heads, head_dim) = (config.layers(), config.kv_heads, config.head_dim);
+        // Both are llama to a GGUF file.
+        let name = match config.architecture {
+            Architecture::Mistral => Architecture::Llama,
+            other => other,
+        };
+        format!("{name}-{layers}x{heads}x{head_dim}-{:032x}", hash.digest128())
+    }
+}
+
+fn update(hash: &mut Xxh3Default, tensor: &Tensor) {
+    for extent in tensor.dims() {
+        hash.update(&crate::num::to_u64(*extent).to_le_bytes());
+    }
+    // Little-endian everywhere, a piece at a time.
+    let mut bytes = Vec::new();
+    with_values(tensor, |values| {
+        for values in values.chunks(1 << 14) {
+            bytes.clear();
+            bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+            hash.update(&bytes);
+        }
+    });
+}

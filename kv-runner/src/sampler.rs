@@ -1,0 +1,146 @@
+//! The choice of the next token from logits.
+//!
+//! Every sequence has a generator of its own, seeded from the program's seed and the prompt's
+//! index, and draws once a token: what a sequence gets does not depend on its neighbours, on how
+//! its prompt was cut, or on being preempted.
+use crate::num::to_u32;
+
+/// Draws tokens of one sequence.
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    /// 0 takes the most likely token.
+    temperature: f64,
+    state: u64,
+}
+
+/// Logits from which no token can be chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SampleError {
+    /// There is no logit.
+    #[error("the model gave no logits")]
+    Empty,
+    /// A logit is NaN or infinite.
+    #[error("the model gave a logit that is not a number or infinite: its weights may be damaged")]
+    NotFinite,
+}
+
+impl Sampler {
+    /// A sampler at a temperature: 0 takes the most likely token, 1 samples from the model's own
+    /// distribution. Each `index` has a stream of its own, so that requests of one seed differ.
+    pub fn new(temperature: f64, seed: u64, index: usize) -> Self {
+        let stream = u64::try_from(index).unwrap_or(u64::MAX);
+        Self { temperature, state: mix(seed) ^ mix(stream.wrapping_add(GOLDEN)) }
+    }
+
+    /// A sampler that takes the most likely token.
+    pub fn greedy() -> Self {
+        Self::new(0.0, 0, 0)
+    }
+
+    /// Chooses the next token. The lowest id wins a tie.
+    ///
+    /// # Errors
+    /// [`SampleError`] for logits from which none can be chosen.
+    pub fn sample(&mut self, logits: &[f32]) -> Result<u32, SampleError> {
+        let max = check_logits(logits)?;
+        let best = logits.iter().zip(0..).find(|(logit, _)| **logit >= max).map_or(0, |(_, id)| id);
+        if self.temperature <= 0.0 {
+            return Ok(best);
+        }
+        let temperature = self.temperature;
+        let weight = |logit: &f32| (f64::from(logit - max) / temperature).exp();
+        let total: f64 = logits.iter().map(weight).sum();
+        let mut left = self.uniform() * total;
+        for (index, logit) in logits.iter().enumerate() {
+            left -= weight(logit);
+            if left < 0.0 {
+                return Ok(to_u32(index));
+            }
+        }
+        // Only rounding can bring us here.
+        Ok(best)
+    }
+
+    /// Uniform in `[0, 1)`, 53 bits.
+    fn uniform(&mut self) -> f64 {
+        self.state = self.state.wrapping_add(GOLDEN);
+        crate::num::to_f64(mix(self.state) >> 11) / crate::num::to_f64(1 << 53)
+    }
+}
+
+/// Refuses logits from which nothing can be chosen; the largest of the others.
+pub(crate) fn check_logits(logits: &[f32]) -> Result<f32, SampleError> {
+    let first = *logits.first().ok_or(SampleError::Empty)?;
+    if !logits.iter().all(|logit| logit.is_finite()) {
+        return Err(SampleError::NotFinite);
+    }
+    Ok(logits.iter().copied().fold(first, f32::max))
+}
+
+/// Output function of `SplitMix64` (Steele, Lea, Flood 2014).
+fn mix(state: u64) -> u64 {
+    let mut z = state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn greedy_takes_the_first_of_the_largest() {
+        let mut sampler = Sampler::new(0.0, 1, 0);
+        assert_eq!(sampler.sample(&[0.0, 3.0, 3.0, -1.0]), Ok(1));
+        assert_eq!(sampler.sample(&[-5.0]), Ok(0));
+    }
+
+    #[test]
+    fn bad_logits_are_refused() {
+        for temperature in [0.0, 1.0] {
+            let mut sampler = Sampler::new(temperature, 1, 0);
+            assert_eq!(sampler.sample(&[]), Err(SampleError::Empty));
+            assert_eq!(sampler.sample(&[0.0, f32::NAN]), Err(SampleError::NotFinite));
+            assert_eq!(sampler.sample(&[f32::INFINITY, 0.0]), Err(SampleError::NotFinite));
+        }
+    }
+
+    #[test]
+    fn draws_follow_the_distribution() {
+        let mut sampler = Sampler::new(2.0, 7, 3);
+        let (logits, draws) = ([0.0_f32, 2.0, -1.0, 4.0], 40_000);
+        let mut counts = [0_u32; 4];
+        for _ in 0..draws {
+            let token = sampler.sample(&logits).expect("finite");
+            counts[usize::try_from(token).expect("small")] += 1;
+        }
+        let total: f64 = logits.iter().map(|l| (f64::from(*l) / 2.0).exp()).sum();
+        for (logit, count) in logits.iter().zip(counts) {
+            let expected = (f64::from(*logit) / 2.0).exp() / total;
+            let got = f64::from(count) / f64::from(draws);
+            assert!((got - expected).abs() < 0.01, "{got} {expected}");
+        }
+    }
+
+    #[test]
+    fn a_stream_depends_on_seed_and_index_alone() {
+        let logits = [0.0; 1000];
+        let draw = |seed, index| {
+            let mut sampler = Sampler::new(1.0, seed, index);
+            (0..8).map(|_| sampler.sample(&logits).expect("finite")).collect::<Vec<_>>()
+        };
+        assert_eq!(draw(1, 0), draw(1, 0));
+        assert_ne!(draw(1, 0), draw(1, 1));
+        assert_ne!(draw(1, 0), draw(2, 0));
+    }
+
+    #[test]
+    fn a_tiny_temperature_is_greedy() {
+        let mut sampler = Sampler::new(f64::MIN_POSITIVE, 1, 0);
+        assert_eq!(sampler.sample(&[0.0, 1.0, 0.5]), Ok(1));
+    }
+}

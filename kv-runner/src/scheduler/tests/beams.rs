@@ -1,0 +1,232 @@
+//! Beam search against one that keeps no cache and no forks.
+use kv::KvFormat;
+
+use super::*;
+use crate::model::Decoder;
+use crate::reader::Reader;
+use crate::stored::Stored;
+
+/// Logits of every token, from the whole history.
+fn rough(history: &[u32]) -> Vec<f32> {
+    let mut state = hash(history);
+    (0..VOCAB)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            f32::from(u16::try_from(state >> 20).expect("12 bits")) / 1024.0
+        })
+        .collect()
+}
+
+/// As [`rough`], with few likely tokens, of which one may end the text.
+fn narrow(history: &[u32]) -> Vec<f32> {
+    let row = rough(history);
+    row.iter().enumerate().map(|(i, x)| if i < 6 { x * 2.0 } else { x / 4.0 - 3.0 }).collect()
+}
+
+type Text = (Vec<u32>, f64, Finish);
+
+/// The search as its definition says it: all candidates, sorted.
+fn brute_force(
+    rule: &dyn Fn(&[u32]) -> Vec<f32>,
+    prompt: &[u32],
+    new: usize,
+    stop: &[u32],
+    (width, penalty): (usize, f64),
+) -> Vec<Text> {
+    let mut live: Vec<(Vec<u32>, f64)> = vec![(Vec::new(), 0.0)];
+    let mut ended: Vec<Text> = Vec::new();
+    let score = |tokens: &[u32], sum: f64| {
+        sum / f64::from(u32::try_from(tokens.len()).expect("few")).powf(penalty)
+    };
+    for _ in 0..new {
+        let mut candidates = Vec::new();
+        for (tokens, sum) in &live {
+            let row = rule(&[prompt, tokens].concat());
+            let total: f64 = row.iter().map(|x| f64::from(*x).exp()).sum();
+            for (token, logit) in (0..).zip(&row) {
+                let text = [tokens.as_slice(), &[token]].concat();
+                candidates.push((text, sum + f64::from(*logit) - total.ln()));
+            }
+        }
+        candidates.sort_by(|a, b| b.1.total_cmp(&a.1));
+        live.clear();
+        for (rank, (text, sum)) in candidates.into_iter().take(2 * width).enumerate() {
+            if !stop.contains(text.last().expect("a token")) {
+                if live.len() < width {
+                    live.push((text, sum));
+                }
+            } else if rank < width && live.len() < width {
+                ended.push((text.clone(), score(&text, sum), Finish::Stop));
+            }
+        }
+        if ended.len() >= width {
+            live.clear();
+            break;
+        }
+    }
+    ended.extend(live.iter().map(|(text, sum)| (text.clone(), score(text, *sum), Finish::Length)));
+    ended.sort_by(|a, b| b.1.total_cmp(&a.1));
+    ended.truncate(width);
+    ended
+}
+
+fn with_beams(prompts: &[Vec<u32>], new: u32, width: u32, length_penalty: f64) -> Vec<Request> {
+    let mut requests = requests(prompts, new);
+    for request in &mut requests {
+        request.beams = Some(BeamOptions { width, length_penalty });
+    }
+    requests
+}
+
+fn check(generated: &Generated, expected: &[Text], what: &str) {
+    let texts = generated.hypotheses.iter().map(|h| (h.tokens.clone(), h.finish));
+    let expected_texts = expected.iter().map(|(text, _, finish)| (text.clone(), *finish));
+    assert_eq!(texts.collect::<Vec<_>>(), expected_texts.collect::<Vec<_>>(), "{what}");
+    for (hypothesis, (_, score, _)) in generated.hypotheses.iter().zip(expected) {
+        assert!((hypothesis.score - score).abs() < 1e-9, "{what}");
+    }
+    assert_eq!(generated.tokens, expected[0].0, "{what}");
+    assert_eq!(generated.finish, expected[0].2, "{what}");
+}
+
+#[test]
+fn every_cache_finds_what_brute_force_finds() {
+    let prompts = prompts(4);
+    let rules: [(Rule, _); 3] = [(rough, vec![]), (narrow, vec![3]), (narrow, vec![1, 4])];
+    for (rule, stop) in rules {
+        for (width, penalty) in [(1, 1.0), (2, 0.0), (3, 1.0), (5, 2.0)] {
+            let search = (to_usize(width), penalty);
+            let expected: Vec<_> = prompts
+                .iter()
+                .map(|prompt| brute_force(&rule, prompt, 12, &stop, search))
+                .collect();
+            for (block_size, num_blocks, reuse) in [
+                (1, 600, PrefixReuse::Partial),
+                (4, 200, PrefixReuse::Partial),
+                (4, 36, PrefixReuse::Partial),
+                (4, 36, PrefixReuse::Off),
+                (16, 100, PrefixReuse::FullBlocks),
+                (128, 12, PrefixReuse::Partial),
+            ] {
+                for (max_batch, max_step_tokens) in [(1, 1000), (12, 1000), (12, 7)] {
+                    let limits = limits(max_batch, max_step_tokens);
+                    let limits = Limits { stop: stop.clone(), ..limits };
+                    let requests = with_beams(&prompts, 12, width, penalty);
+                    let cache = cache_with(block_size, num_blocks, |spec| spec.prefix_reuse(reuse));
+                    let (generated, ..) = run_rule(rule, cache, requests, limits).expect("runs");
+                    for (generated, expected) in generated.iter().zip(&expected) {
+                        let what = format!("{width} {block_size} {max_batch} {max_step_tokens}");
+                        check(generated, expected, &what);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_finds_what_it_finds_by_reading_every_text_anew() {
+    let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/stories260K");
+    let model = Decoder::read(&dir).expect("a model");
+    let backend = Device::open("cpu").expect("the CPU");
+    let reader = Reader::f32(&model, &backend, 64).expect("a reader");
+    let reader = RefCell::new(reader);
+    let rule = |history: &[u32]| -> Vec<f32> {
+        let mut reader = reader.borrow_mut();
+        reader.begin().expect("begins");
+        let rows = reader.read(history, &mut |_| Ok(())).expect("reads");
+        let last = rows.narrow(0, history.len() - 1, 1).expect("a row");
+        model.logits(&last).and_then(|row| row.get(0)?.to_vec1()).expect("logits")
+    };
+    let prompts: Vec<Vec<u32>> = vec![vec![1, 403, 407, 261, 378], vec![1, 267, 337, 335, 311]];
+    for (width, stop) in [(2, vec![]), (3, vec![426])] {
+        let spec = Stored::plain(KvFormat::F32)
+            .spec(model.config(), |cache| cache.publish_at(PublishAt::Begin).paged(4, 60));
+        let spec = spec.expect("spec");
+        let cache = KvCache::new(backend.clone(), spec).expect("cache");
+        let limits = Limits { stop: stop.clone(), ..limits(6, 1000) };
+        let scheduler = Scheduler::<AnyBackend, _>::new(cache, &model, limits);
+        let requests = with_beams(&prompts, 10, width, 1.0);
+        let (generated, _) = scheduler.run(requests).expect("runs");
+        for (generated, prompt) in generated.iter().zip(&prompts) {
+            let expected = brute_force(&rule, prompt, 10, &stop, (to_usize(width), 1.0));
+            let texts = generated.hypotheses.iter().map(|h| h.tokens.clone());
+            let expected_texts: Vec<_> = expected.iter().map(|text| text.0.clone()).collect();
+            assert_eq!(texts.collect::<Vec<_>>(), expected_texts);
+            for (hypothesis, (_, score, _)) in generated.hypotheses.iter().zip(&expected) {
+                // Logits differ in their last bits with the number of rows.
+                assert!((hypothesis.score - score).abs() < 1e-4, "{}", hypothesis.score);
+            }
+        }
+    }
+}
+
+#[test]
+fn one_beam_is_the_greedy_text() {
+    let prompts = prompts(4);
+    let greedy = run_rule(rough, cache(4, 100), requests(&prompts, 20), limits(4, 1000));
+    let (greedy, ..) = greedy.expect("runs");
+    let requests = with_beams(&prompts, 20, 1, 1.0);
+    let (beam, ..) = run_rule(rough, cache(4, 100), requests, limits(4, 1000)).expect("runs");
+    for (beam, greedy) in beam.iter().zip(&greedy) {
+        assert_eq!(beam.tokens, greedy.tokens);
+    }
+}
+
+#[test]
+fn beams_that_gave_way_come_back_as_forks() {
+    let prompts = vec![vec![5; 40], vec![6; 40]];
+    let expected: Vec<_> =
+        prompts.iter().map(|prompt| brute_force(&rough, prompt, 30, &[], (4, 1.0))).collect();
+    for reuse in [PrefixReuse::Off, PrefixReuse::Partial] {
+        for max_step_tokens in [1000, 6] {
+            // One search of 40 + 29 tokens takes 10 blocks for its prompt and 8 for each beam at
+            // most.
+            let cache = cache_with(4, 42, |spec| spec.prefix_reuse(reuse));
+            let requests = with_beams(&prompts, 30, 4, 1.0);
+            let limits = limits(8, max_step_tokens);
+            let (generated, stats, _) = run_rule(rough, cache, requests, limits).expect("runs");
+            for (generated, expected) in generated.iter().zip(&expected) {
+                check(generated, expected, "after a preemption");
+            }
+            // With short steps the second one comes in too late to be in the way.
+            assert!(stats.preemptions > 0 || max_step_tokens < 1000);
+        }
+    }
+}
+
+#[test]
+fn beams_share_the_blocks_of_their_prompt() {
+    let prompts = vec![(0..100).map(|i| i % VOCAB).collect::<Vec<_>>()];
+    let peak = |width| {
+        let requests = with_beams(&prompts, 16, width, 1.0);
+        let (_, stats, _) =
+            run_rule(rough, cache(4, 100), requests, limits(8, 1000)).expect("runs");
+        stats.blocks_peak
+    };
+    let (one, four) = (peak(1), peak(4));
+    assert_eq!(one, 29);
+    assert!(f64::from(four) < 1.5 * f64::from(one), "{four}");
+}
+
+#[test]
+fn beams_that_can_never_fit_are_refused() {
+    let prompts = vec![vec![5; 40]];
+    let run = |num_blocks, max_sequences| {
+        let cache = cache_with(4, num_blocks, |spec| spec.max_sequences(max_sequences));
+        run_rule(rough, cache, with_beams(&prompts, 30, 4, 1.0), limits(1, 1000))
+    };
+    let error = run(41, 8).err().expect("refused");
+    assert!(error.to_string().contains("needs 42 blocks, the cache has 41"), "{error}");
+    let error = run(42, 3).err().expect("refused");
+    assert!(error.to_string().contains("needs 4 sequences at once"), "{error}");
+    run(42, 4).expect("runs");
+}
+
+#[test]
+fn a_damaged_model_is_no_search() {
+    let broken: Rule = |_| vec![f32::NAN; 50];
+    let requests = with_beams(&prompts(1), 5, 2, 1.0);
+    let error = run_rule(broken, cache(4, 50), requests, limits(2, 10)).err().expect("fails");
+    assert!(error.to_string().contains("not a number"), "{error}");
+}

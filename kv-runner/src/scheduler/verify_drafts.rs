@@ -1,0 +1,66 @@
+//! The tokens of a step, chosen from its logits before it is committed: draft tokens that are not
+//! what the sampler chooses are rejected.
+use super::queues::Queues;
+use super::task::Search;
+use super::{Limits, ScheduleError};
+use crate::error::Error;
+use crate::num::to_usize;
+
+/// What came of one chunk.
+#[derive(Debug, Default)]
+pub(super) struct Outcome {
+    /// Tokens of the chunk that stay.
+    pub(super) kept: u32,
+    pub(super) new: Vec<u32>,
+    /// Logits that wait for those of other beams.
+    pub(super) row: Option<Vec<f32>>,
+}
+
+impl Queues {
+    /// Chooses tokens by the logits of a step that is not committed yet. Draft tokens are accepted
+    /// up to the first that differs from what the sampler chooses.
+    ///
+    /// The sampler draws once for each token that is generated, as it does without drafts. So a
+    /// draft token `x` is accepted with probability `p(x)`, any other token is chosen with its own
+    /// probability, and a seed gives the same text with and without drafts.
+    pub(super) fn verify_drafts(
+        &mut self,
+        logits: Vec<Vec<f32>>,
+        limits: &Limits,
+    ) -> Result<Vec<Outcome>, Error> {
+        let expected = self.batch.chunks.iter().map(|chunk| to_usize(chunk.logits)).sum();
+        if logits.len() != expected {
+            return Err(ScheduleError::Logits { got: logits.len(), expected }.into());
+        }
+        let (mut rows, mut outcomes, mut end) = (logits.into_iter(), Vec::new(), 0_usize);
+        for chunk in &self.batch.chunks {
+            end = end.saturating_add(to_usize(chunk.tokens));
+            let mut outcome = Outcome { kept: chunk.tokens, ..Outcome::default() };
+            let mut rows = rows.by_ref().take(to_usize(chunk.logits));
+            let task = self
+                .running
+                .iter_mut()
+                .find(|task| task.sequences.iter().any(|sequence| sequence.id == chunk.sequence));
+            match task.map(|task| &mut task.search) {
+                None => {}
+                Some(Search::Beams(_)) => outcome.row = rows.next(),
+                Some(Search::Sample(sampler)) => {
+                    let drafts = end.saturating_sub(to_usize(chunk.drafts))..end;
+                    let mut drafts = self.batch.tokens.get(drafts).unwrap_or_default().iter();
+                    outcome.kept = chunk.tokens.saturating_sub(chunk.drafts);
+                    for row in rows.by_ref() {
+                        let token = sampler.sample(&row)?;
+                        outcome.new.push(token);
+                        if limits.stop.contains(&token) || drafts.next() != Some(&token) {
+                            break;
+                        }
+                        outcome.kept = outcome.kept.saturating_add(1);
+                    }
+                }
+            }
+            rows.for_each(drop);
+            outcomes.push(outcome);
+        }
+        Ok(outcomes)
+    }
+}

@@ -1,0 +1,352 @@
+//! Text to tokens and back, whole or as a stream; text files.
+use std::path::Path;
+
+use crate::config::ModelConfig;
+use crate::error::{Error, ForeignError, InFile};
+
+/// Byte order marks, the longer of two that begin alike first.
+const MARKS: [(&[u8], &str); 5] = [
+    (b"\xef\xbb\xbf", "UTF-8"),
+    (b"\xff\xfe\0\0", "UTF-32"),
+    (b"\0\0\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+];
+
+/// A text that cannot be read, or cannot be turned into tokens.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TextError {
+    /// A text file of another encoding, by its first bytes.
+    #[error("the file is {encoding} by its byte order mark, expected UTF-8")]
+    Encoding {
+        /// The encoding.
+        encoding: &'static str,
+    },
+    /// A text file of an encoding that its first bytes do not tell.
+    #[error("not UTF-8, the first wrong byte is at {at}")]
+    NotUtf8 {
+        /// The place of the byte.
+        at: usize,
+    },
+    /// A file that describes no tokenizer.
+    #[error("not a tokenizer.json")]
+    NotTokenizer {
+        /// What the reader found.
+        source: ForeignError,
+    },
+    /// The tokenizer failed on a text or on tokens.
+    #[error(transparent)]
+    Tokenizer(ForeignError),
+    /// A prompt without a token for a model without a first one.
+    #[error("the prompt is empty and the model has no bos_token_id")]
+    Empty,
+    /// A token beyond the model's vocabulary.
+    #[error("the tokenizer gives token {token}, the model knows {vocab}: do they belong together?")]
+    BeyondVocabulary {
+        /// The token.
+        token: u32,
+        /// Tokens of the vocabulary.
+        vocab: u32,
+    },
+}
+
+impl TextError {
+    fn tokenizer(error: tokenizers::Error) -> Self {
+        Self::Tokenizer(ForeignError::new(error))
+    }
+}
+
+/// Reads a text file of UTF-8, without its byte order mark.
+///
+/// # Errors
+/// [`Error::File`] with what is wrong: [`Error::Io`], [`TextError::Encoding`],
+/// [`TextError::NotUtf8`].
+pub fn read_text(path: &Path) -> Result<String, Error> {
+    let bytes = std::fs::read(path).in_file(path)?;
+    Ok(without_mark(&bytes).in_file(path)?.to_owned())
+}
+
+/// The text after a byte order mark of UTF-8; other marks are refused.
+fn without_mark(bytes: &[u8]) -> Result<&str, TextError> {
+    let found = MARKS.iter().find(|(mark, _)| bytes.starts_with(mark));
+    let text = match found {
+        None => bytes,
+        Some((mark, "UTF-8")) => bytes.strip_prefix(*mark).unwrap_or(bytes),
+        Some((_, encoding)) => return Err(TextError::Encoding { encoding }),
+    };
+    std::str::from_utf8(text).map_err(|error| TextError::NotUtf8 {
+        at: bytes.len().saturating_sub(text.len()).saturating_add(error.valid_up_to()),
+    })
+}
+
+/// The tokenizer of one model, from its `tokenizer.json`.
+#[derive(Debug)]
+pub struct Tokenizer(tokenizers::Tokenizer);
+
+/// A prompt as tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Encoded {
+    /// At least one.
+    pub tokens: Vec<u32>,
+    /// Special tokens that the prompt begins with and the tokenizer would have added once more, as
+    /// text. They are in [`Self::tokens`] once.
+    pub repeated_begin: Option<String>,
+}
+
+impl Tokenizer {
+    /// Reads a `tokenizer.json`. What it says about cutting and padding is for training, and is
+    /// left out.
+    ///
+    /// # Errors
+    /// [`Error::File`] with what is wrong: [`Error::Io`] or [`TextError`].
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        let text = read_text(path)?;
+        Self::parse(&text).in_file(path)
+    }
+
+    fn parse(text: &str) -> Result<Self, TextError> {
+        let refuse = |source| TextError::NotTokenizer { source };
+        // tokenizers 0.23 panics on some files that are no JSON at all.
+        serde_json::from_str::<serde::de::IgnoredAny>(text)
+            .map_err(|error| refuse(ForeignError::new(error)))?;
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(text)
+            .map_err(|error| refuse(ForeignError::new(error)))?;
+        tokenizer.with_truncation(None).map_err(TextError::tokenizer)?;
+        tokenizer.with_padding(None);
+        Ok(Self(tokenizer))
+    }
+
+    /// Turns a prompt into tokens of a model, with the special tokens the tokenizer itself adds,
+    /// but for those at the begin that the prompt brings itself. A prompt without tokens becomes
+    /// the model's first token alone.
+    ///
+    /// # Errors
+    /// [`TextError::Empty`] for a model without a first token, [`TextError::BeyondVocabulary`] for
+    /// a tokenizer of another model.
+    pub fn encode(&self, prompt: &str, model: &ModelConfig) -> Result<Encoded, Error> {
+        let mut tokens = self.tokens(prompt, true)?;
+        let added = added_before(&tokens, &self.tokens(prompt, false)?);
+        let repeated: Vec<u32> = tokens.drain(..added).collect();
+        let repeated_begin = if added > 0 { Some(self.decode(&repeated)?) } else { None };
+        if tokens.is_empty() {
+            tokens.push(model.bos.ok_or(TextError::Empty)?);
+        }
+        let vocab = model.vocab;
+        if let Some(token) = tokens.iter().copied().find(|token| *token >= vocab) {
+            return Err(TextError::BeyondVocabulary { token, vocab }.into());
+        }
+        Ok(Encoded { tokens, repeated_begin })
+    }
+
+    fn tokens(&self, prompt: &str, with_special: bool) -> Result<Vec<u32>, TextError> {
+        let encoding = self.0.encode(prompt, with_special);
+        Ok(encoding.map_err(TextError::tokenizer)?.get_ids().to_vec())
+    }
+
+    /// Returns the text of these tokens, special ones included.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenizer`].
+    pub fn decode(&self, tokens: &[u32]) -> Result<String, Error> {
+        Ok(self.0.decode(tokens, false).map_err(TextError::tokenizer)?)
+    }
+}
+
+/// Tokens that a tokenizer put before those of the `plain` text although it begins with them.
+fn added_before(ids: &[u32], plain: &[u32]) -> usize {
+    let most = ids.len().saturating_sub(plain.len());
+    let is_prefix = |count: &usize| {
+        let (before, behind) = ids.split_at(*count);
+        behind.starts_with(plain) && plain.starts_with(before)
+    };
+    (1..=most).rev().find(is_prefix).unwrap_or(0)
+}
+
+/// The text of a sequence that grows token by token.
+///
+/// A token may be part of a character, and a decoder may treat the first token of a text in a way
+/// of its own. So each piece is the difference of two decodings that begin with the piece before it
+/// (never inside a character: one broken byte breaks all bytes beside it), and a piece that ends
+/// inside a character waits for the rest.
+#[derive(Debug)]
+pub struct TextStream {
+    ids: Vec<u32>,
+    /// Where decoding begins.
+    begin: usize,
+    /// Tokens whose text is out already.
+    shown: usize,
+}
+
+/// A character has at most four bytes: what is still no character after that never will be.
+const WAIT_MAX: usize = 4;
+
+impl TextStream {
+    /// Begins after the tokens of a prompt, whose own text is not repeated.
+    pub fn after(prompt: &[u32]) -> Self {
+        Self { ids: prompt.to_vec(), begin: 0, shown: prompt.len() }
+    }
+
+    /// Adds a token and returns the text that is certain now.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`].
+    pub fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<String, Error> {
+        self.ids.push(token);
+        let waiting = self.ids.len().saturating_sub(self.shown);
+        self.advance(tokenizer, waiting >= WAIT_MAX)
+    }
+
+    /// Returns the text that was still waiting.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::decode`].
+    pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String, Error> {
+        self.advance(tokenizer, true)
+    }
+
+    fn advance(&mut self, tokenizer: &Tokenizer, even_broken: bool) -> Result<String, Error> {
+        let decode = |end| tokenizer.decode(self.ids.get(self.begin..end).unwrap_or_default());
+        let (old, new) = (decode(self.shown)?, decode(self.ids.len())?);
+        if !even_broken && new.ends_with(char::REPLACEMENT_CHARACTER) {
+            return Ok(String::new());
+        }
+        // The old text may end in a broken character that the new token repairs.
+        let repaired = || new.strip_prefix(old.trim_end_matches(char::REPLACEMENT_CHARACTER));
+        let piece = new.strip_prefix(&old).or_else(repaired).unwrap_or_default().to_owned();
+        self.begin = self.shown;
+        self.shown = self.ids.len();
+        Ok(piece)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    fn dir() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/stories260K")
+    }
+
+    fn bundled() -> Tokenizer {
+        Tokenizer::read(&dir().join("tokenizer.json")).expect("the bundled tokenizer")
+    }
+
+    fn model(vocab: u32, bos: Option<u32>) -> ModelConfig {
+        ModelConfig { vocab, bos, ..ModelConfig::read(&dir()).expect("the bundled model") }
+    }
+
+    fn encode(prompt: &str) -> Vec<u32> {
+        bundled().encode(prompt, &model(512, Some(1))).expect("tokens").tokens
+    }
+
+    #[test]
+    fn pieces_of_a_stream_are_whole_characters_and_add_up() {
+        let text = bundled();
+        let written =
+            "Tom said: h\u{e9}llo \u{4e16}\u{754c} \u{1f389}\u{1f468}\u{200d}\u{1f469}! ok";
+        let ids = encode(written);
+        assert!(ids.len() > 30, "most of these characters are several tokens");
+        for split in [1, 4, 6] {
+            let (prompt, rest) = ids.split_at(split);
+            let mut stream = TextStream::after(prompt);
+            let mut shown = String::new();
+            for id in rest {
+                let piece = stream.push(&text, *id).expect("a piece");
+                assert!(!piece.contains(char::REPLACEMENT_CHARACTER), "{piece:?} after {shown:?}");
+                shown.push_str(&piece);
+            }
+            shown.push_str(&stream.finish(&text).expect("the rest"));
+            let all = text.decode(&ids).expect("text");
+            assert!(all.ends_with(&shown), "{all:?} {shown:?}");
+            let prompt = text.decode(prompt).expect("text");
+            assert_eq!(format!("{prompt}{shown}"), all);
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_no_character_do_not_stop_the_stream() {
+        let text = bundled();
+        // The byte tokens of a lead byte that nothing continues, then plain text.
+        let lead = 3 + 0xE4;
+        let plain = encode("the end");
+        let mut stream = TextStream::after(&[1]);
+        let mut shown = String::new();
+        for id in [lead, lead].iter().chain(&plain[1..]) {
+            shown.push_str(&stream.push(&text, *id).expect("a piece"));
+        }
+        assert!(shown.ends_with("the end"), "{shown:?}");
+    }
+
+    #[test]
+    fn a_prompt_that_begins_with_the_begin_token_has_it_once() {
+        let plain = encode("Once");
+        assert_eq!((plain[0], plain.len() > 1), (1, true));
+        let begun = encode("<s>Once");
+        assert_eq!(begun.iter().filter(|id| **id == 1).count(), 1, "{begun:?}");
+        assert_eq!(encode("<s>"), [1]);
+        let said = |prompt| bundled().encode(prompt, &model(512, Some(1))).expect("tokens");
+        assert_eq!(said("<s>Once").repeated_begin.as_deref(), Some("<s>"));
+        assert_eq!(said("Once").repeated_begin, None);
+        let inside = encode("Once <s>");
+        assert_eq!(inside.iter().filter(|id| **id == 1).count(), 2, "{inside:?}");
+        // What is written twice is meant twice.
+        let twice = encode("<s><s>Once");
+        assert_eq!(twice.iter().filter(|id| **id == 1).count(), 2, "{twice:?}");
+    }
+
+    #[test]
+    fn only_what_a_tokenizer_adds_at_the_begin_is_dropped() {
+        assert_eq!(added_before(&[1, 1, 7], &[1, 7]), 1);
+        assert_eq!(added_before(&[1, 1], &[1]), 1);
+        assert_eq!(added_before(&[1, 2, 1, 2, 7, 9], &[1, 2, 7]), 2);
+        for (ids, plain) in [
+            (&[1, 7][..], &[7][..]),
+            (&[7, 7], &[7, 7]),
+            (&[7, 1], &[7]),
+            (&[1], &[]),
+            (&[], &[]),
+            (&[1, 7, 9], &[1, 8]),
+        ] {
+            assert_eq!(added_before(ids, plain), 0, "{ids:?} {plain:?}");
+        }
+    }
+
+    #[test]
+    fn marks_are_taken_off_or_refused() {
+        for (bytes, text) in
+            [(&b"\xef\xbb\xbfab"[..], "ab"), (b"ab", "ab"), (b"\xef\xbb\xbf", ""), (b"", "")]
+        {
+            assert_eq!(without_mark(bytes).expect("UTF-8"), text, "{bytes:?}");
+        }
+        for (bytes, encoding) in [
+            (&b"\xff\xfea\0"[..], "UTF-16"),
+            (b"\xfe\xff\0a", "UTF-16"),
+            (b"\xff\xfe\0\0a\0\0\0", "UTF-32"),
+            (b"\0\0\xfe\xff\0\0\0a", "UTF-32"),
+        ] {
+            let refused = without_mark(bytes).expect_err("another encoding");
+            assert!(
+                matches!(refused, TextError::Encoding { encoding: got } if got == encoding),
+                "{bytes:?}: {refused}"
+            );
+        }
+        let refused = without_mark(b"\xef\xbb\xbfa\xffb").expect_err("no UTF-8");
+        assert!(matches!(refused, TextError::NotUtf8 { at: 4 }), "{refused}");
+    }
+
+    #[test]
+    fn an_empty_prompt_is_the_begin_token() {
+        assert_eq!(bundled().encode("", &model(512, None)).expect("tokens").tokens, [1]);
+    }
+
+    #[test]
+    fn a_token_beyond_the_vocabulary_is_refused() {
+        let error =
+            bundled().encode("Once upon a time", &model(300, None)).expect_err("403 is beyond");
+        assert!(error.to_string().contains("the model knows 300"), "{error}");
+    }
+}
