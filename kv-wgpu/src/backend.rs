@@ -1,6 +1,7 @@
 //! Opening a device.
 use std::sync::Arc;
 
+use kv_core::backend::kernels::FORMATS;
 use kv_core::backend::{Backend, Capabilities};
 use kv_core::{DeviceError, DeviceErrorKind};
 
@@ -90,7 +91,8 @@ impl WgpuBackend {
             .with_binding_bytes_max(limits.max_storage_buffer_binding_size)
             .with_blocking_wait()
             .with_workers(WORKERS)
-            .with_head_dims(DIM_STEP, DIM_MAX);
+            .with_head_dims(DIM_STEP, DIM_MAX)
+            .with_formats(FORMATS);
         Self { shared: Arc::new(shared), capabilities, facts: None }
     }
 

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
+pub(crate) use kv_core::backend::kernels::unsupported;
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::pipelines::Pipelines;
@@ -149,9 +150,4 @@ fn told(operation: &'static str, error: wgpu::Error) -> DeviceError {
         }
     };
     DeviceError::new(kind, operation).with_detail(words).with_source(error)
-}
-
-/// What cannot be done here.
-pub(crate) fn unsupported(operation: &'static str, why: impl Into<String>) -> DeviceError {
-    DeviceError::new(DeviceErrorKind::Unsupported, operation).with_detail(why)
 }

@@ -12,9 +12,12 @@
 //! 8. the same input twice gives the same bits (`attend/repeatable`);
 //! 9. attention reads no block in which none of its queries sees a key, not even to mask it
 //!    afterwards (`attend/unseen_slots_are_never_read`);
-//! 10. storage whose `head_dim` the device does not take is refused before anything of a cache is
-//!     allocated (`cache/head_dims_not_taken`); all others are taken by every operation.
+//! 10. storage whose `head_dim` or stored format the device does not take is refused before
+//!     anything of a cache is allocated (`cache/head_dims_not_taken`, `cache/formats_not_taken`);
+//!     all others are taken by every operation.
 mod any;
+#[doc(hidden)]
+pub mod kernels;
 mod null;
 
 use std::fmt;
@@ -25,6 +28,7 @@ pub use any::{AnyBackend, AnyBuffer, AnyFence, AnyQueue, AnyReadback};
 pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullReadback};
 
 use crate::error::DeviceError;
+use crate::format::KvFormat;
 use crate::ids::GroupId;
 use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
@@ -54,11 +58,13 @@ pub struct Capabilities {
     pub head_dim_multiple: u32,
     /// Largest `head_dim` of K and of V; `u32::MAX` without a limit.
     pub head_dim_max: u32,
+    /// Stored formats that every operation takes; `None` where the device takes each of them.
+    pub formats: Option<&'static [KvFormat]>,
 }
 
 impl Capabilities {
-    /// Starts from the smallest promise, but for `head_dim`s, all of which are taken; a backend
-    /// raises fields it can keep.
+    /// Starts from the smallest promise, but for `head_dim`s and stored formats, all of which are
+    /// taken; a backend raises fields it can keep.
     pub fn minimal() -> Self {
         Self {
             buffer_bytes_max: 0,
@@ -69,6 +75,7 @@ impl Capabilities {
             host_outputs: false,
             head_dim_multiple: 1,
             head_dim_max: u32::MAX,
+            formats: None,
         }
     }
     /// Sets the largest buffer, in bytes.
@@ -113,6 +120,12 @@ impl Capabilities {
         (self.head_dim_multiple, self.head_dim_max) = (multiple.max(1), max);
         self
     }
+    /// Takes only these stored formats.
+    #[must_use]
+    pub fn with_formats(mut self, formats: &'static [KvFormat]) -> Self {
+        self.formats = Some(formats);
+        self
+    }
     /// Workers that [`PlanBuffers::plan`](crate::plan::PlanBuffers::plan) should cut for, each of
     /// which counts as taking one kv head of a part.
     pub fn workers_of_heads(&self, num_kv_heads: u32) -> u32 {
@@ -124,6 +137,10 @@ impl Capabilities {
     /// Whether rows of so many values can be stored and read.
     pub fn takes_head_dim(&self, head_dim: u32) -> bool {
         head_dim <= self.head_dim_max && head_dim.is_multiple_of(self.head_dim_multiple.max(1))
+    }
+    /// Whether rows of this format can be stored and read.
+    pub fn takes_format(&self, format: KvFormat) -> bool {
+        self.formats.is_none_or(|formats| formats.contains(&format))
     }
 }
 
