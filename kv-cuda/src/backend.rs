@@ -57,6 +57,7 @@ impl CudaBackend {
             .with_buffer_bytes_max(facts.memory)
             .with_binding_bytes_max(u64::MAX)
             .with_blocking_wait()
+            .with_host_outputs()
             .with_workers(facts.multiprocessors)
             .with_head_dims(1, op::head_dim_max(facts.shared_bytes_max))
             .with_formats(FORMATS);

@@ -7,11 +7,12 @@ use std::sync::Arc;
 
 pub(crate) use kv_core::backend::kernels::{Room, unsupported};
 use kv_core::backend::kernels::{
-    axes_code, check_plane, dtype_code, plane_align, wide_head_stride, wide_per_block,
+    axes_code, check_plane, device_output, dtype_code, plane_align, wide_head_stride,
+    wide_per_block,
 };
 use kv_core::{
-    DeviceError, PlaneLayout, PlaneView, QkvFormat, TensorData, TensorDataMut, TokenRows,
-    TokenTensor, TokenTensorMut,
+    DeviceError, PlaneLayout, PlaneView, QkvFormat, TensorData, TokenRows, TokenTensor,
+    TokenTensorMut,
 };
 
 use crate::buffer::CudaBuffer;
@@ -91,7 +92,7 @@ impl Call<'_> {
         Ok((rows(tensor.rows(), 0), source))
     }
 
-    /// An output, which lies in device memory.
+    /// An output, which lies in device memory or was exchanged for memory of the queue.
     pub(crate) fn output(
         self,
         tensor: &mut TokenTensorMut<'_, CudaBuffer>,
@@ -99,15 +100,9 @@ impl Call<'_> {
     ) -> Result<Tensor, DeviceError> {
         room.check(tensor.rows(), self.operation)?;
         let (reached, shape) = (tensor.bytes_reached(), *tensor.rows());
-        match tensor.data() {
-            TensorDataMut::Host(_) => {
-                Err(unsupported(self.operation, "an output in host memory: download it instead"))
-            }
-            TensorDataMut::Device { buffer, offset } => {
-                let address = self.on(buffer, (*offset, reached), shape.dtype().size())?;
-                Ok(rows(&shape, address))
-            }
-        }
+        let (buffer, offset) = device_output(tensor);
+        let address = self.on(buffer, (offset, reached), shape.dtype().size())?;
+        Ok(rows(&shape, address))
     }
 
     /// A plane.

@@ -21,6 +21,8 @@ pub(crate) struct Shared {
     pub(crate) waiter: Waiter,
     /// Whether subgroups may be used, and whether neighbours were found in them.
     pub(crate) may_use_subgroups: bool,
+    /// Whether a thread may block until work is done.
+    pub(crate) may_wait: bool,
     pub(crate) neighbours: OnceLock<bool>,
     fate: Arc<Fate>,
 }
@@ -60,6 +62,7 @@ impl Shared {
             pipelines: Pipelines::default(),
             waiter,
             may_use_subgroups,
+            may_wait: cfg!(not(target_family = "wasm")),
             neighbours: OnceLock::new(),
             fate,
         }

@@ -5,11 +5,12 @@
 //! because they may have been checked at different times and shaders check nothing.
 pub(crate) use kv_core::backend::kernels::Room;
 use kv_core::backend::kernels::{
-    axes_code, check_plane, dtype_code, plane_align, wide_head_stride, wide_per_block,
+    axes_code, check_plane, device_output, dtype_code, plane_align, wide_head_stride,
+    wide_per_block,
 };
 use kv_core::{
-    DeviceError, PlaneLayout, PlaneView, QkvFormat, TensorData, TensorDataMut, TokenRows,
-    TokenTensor, TokenTensorMut,
+    DeviceError, PlaneLayout, PlaneView, QkvFormat, TensorData, TokenRows, TokenTensor,
+    TokenTensorMut,
 };
 
 use crate::buffer::WgpuBuffer;
@@ -73,7 +74,7 @@ impl Call<'_> {
         Ok((self.rows(tensor.rows(), begin)?, slot))
     }
 
-    /// An output, which lies in device memory.
+    /// An output, which lies in device memory or was exchanged for memory of the queue.
     pub(crate) fn output(
         &mut self,
         tensor: &mut TokenTensorMut<'_, WgpuBuffer>,
@@ -81,16 +82,10 @@ impl Call<'_> {
     ) -> Result<(Tensor, Slot), DeviceError> {
         room.check(tensor.rows(), self.operation)?;
         let (reached, shape) = (tensor.bytes_reached(), *tensor.rows());
-        match tensor.data() {
-            TensorDataMut::Host(_) => {
-                Err(unsupported(self.operation, "an output in host memory: download it instead"))
-            }
-            TensorDataMut::Device { buffer, offset } => {
-                let size = to_u32(shape.dtype().size());
-                let (slot, begin) = self.slot(buffer, (*offset, reached), (size, true))?;
-                Ok((self.rows(&shape, begin)?, slot))
-            }
-        }
+        let (buffer, offset) = device_output(tensor);
+        let size = to_u32(shape.dtype().size());
+        let (slot, begin) = self.slot(buffer, (offset, reached), (size, true))?;
+        Ok((self.rows(&shape, begin)?, slot))
     }
 
     /// The numbers of a plane, which must be what the plan was checked against.

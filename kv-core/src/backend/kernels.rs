@@ -6,7 +6,7 @@ use crate::element::DType;
 use crate::error::{DeviceError, DeviceErrorKind};
 use crate::format::{KvFormat, ScaleGroup, Scaling};
 use crate::geometry::{BlockOrder, PlaneLayout, QkvFormat};
-use crate::tensor::TokenRows;
+use crate::tensor::{TensorDataMut, TokenRows, TokenTensorMut};
 
 /// Stored formats that the kernels of `kv-cuda` and `kv-wgpu` read and write; both refuse all
 /// others. A test of each compares it with the constants of its sources.
@@ -93,6 +93,18 @@ pub fn check_plane(
         return Err(unsupported(operation, format!("format {format}: kernels do not have it")));
     }
     Ok(())
+}
+
+/// Returns the buffer of an output, and the byte at which its rows begin.
+///
+/// # Panics
+/// If it lies in host memory: [`HostOutputs`](crate::backend::HostOutputs) exchanges those first.
+#[expect(clippy::panic, reason = "our own mistake: every call exchanges its host outputs")]
+pub fn device_output<'t, Buf>(tensor: &'t mut TokenTensorMut<'_, Buf>) -> (&'t Buf, u64) {
+    match tensor.data() {
+        TensorDataMut::Device { buffer, offset } => (buffer, *offset),
+        TensorDataMut::Host(_) => panic!("outputs in host memory were exchanged for a buffer"),
+    }
 }
 
 /// Alignment that kernels need of the buffers of a plane, in bytes: rows of codes are read two

@@ -14,8 +14,11 @@
 //!    afterwards (`attend/unseen_slots_are_never_read`);
 //! 10. storage whose `head_dim` or stored format the device does not take is refused before
 //!     anything of a cache is allocated (`cache/head_dims_not_taken`, `cache/formats_not_taken`);
-//!     all others are taken by every operation.
+//!     all others are taken by every operation;
+//! 11. an output in host memory holds its rows when the call returns, to the bit those that it has
+//!     in device memory (`attend/host_outputs`, `gather/host_outputs`, `convert/host_outputs`).
 mod any;
+mod host_outputs;
 #[doc(hidden)]
 pub mod kernels;
 mod null;
@@ -25,6 +28,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 pub use any::{AnyBackend, AnyBuffer, AnyFence, AnyQueue, AnyReadback};
+pub use host_outputs::HostOutputs;
 pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullReadback};
 
 use crate::error::DeviceError;
@@ -52,7 +56,8 @@ pub struct Capabilities {
     /// Whether a worker takes all kv heads of a part. If not, heads keep workers busy too, and
     /// contexts are cut into fewer parts.
     pub heads_together: bool,
-    /// Whether outputs may lie in host memory.
+    /// Whether outputs may lie in host memory. A device that writes its own memory alone waits for
+    /// them inside the call, and refuses them where a thread may not wait ([`HostOutputs`]).
     pub host_outputs: bool,
     /// `head_dim`s of K and V are multiples of this; 1 where every one is taken.
     pub head_dim_multiple: u32,

@@ -1,7 +1,7 @@
 //! The life of sequences and steps, and what is refused.
 use kv_core::{
     AttentionOptions, CacheError, DType, DeviceErrorKind, KvCache, KvFormat, LayerId, PlanError,
-    QkvFormat, StartOptions, StepInput,
+    QkvFormat, StartOptions, StepInput, TensorView, TensorViewMut,
 };
 
 use super::{case, small};
@@ -23,6 +23,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("cache/refusals_change_nothing", refusals),
         case("cache/head_dims_not_taken", head_dims),
         case("cache/formats_not_taken", formats),
+        case("cache/host_tensors_alone", host_tensors),
     ]
 }
 
@@ -323,5 +324,29 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
             refused(format!("head_dims {k} and {v}"), made, unsupported)?;
         }
     }
+    Ok(Outcome::Holds)
+}
+
+/// README's example: a program whose tensors all lie in host memory.
+fn host_tensors<B: Device>(backend: &B) -> CaseResult {
+    let spec = small().layers(1).kv_heads(1).head_dim(4).build()?;
+    let mut cache = KvCache::new(backend.clone(), spec)?;
+    let prompt = [11, 22];
+    let reused = cache.start(seq(1), &prompt, StartOptions::default())?;
+    let mut step = cache.begin_step(&[StepInput::tokens(seq(1), &prompt[reused..])])?;
+    let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+    let (q, mut out, mut lse) = ([0.0_f32; 8], [0.0_f32; 8], [1.0_f32; 2]);
+    let view = |data| TensorView::host::<f32>(data, &[2, 1, 4]);
+    step.write(0, view(&k), view(&v), QkvFormat::Thd)?;
+    let (to, lse_to) =
+        (TensorViewMut::host(&mut out, &[2, 1, 4]), TensorViewMut::host(&mut lse, &[2, 1]));
+    step.attend_lse(0, view(&q), to, lse_to, &AttentionOptions::causal(0.7))?;
+    step.commit()?;
+    same("outputs", out, [1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 5.0, 6.0])?;
+    ensure(lse[0] == 0.0 && (lse[1] - 2.0_f32.ln()).abs() < 1e-5, || format!("lse {lse:?}"))?;
+    let mut rows = [0.0_f32; 4];
+    let to = TensorViewMut::host(&mut rows, &[1, 1, 4]);
+    cache.gather(0, kv_core::Plane::Value, &[(seq(1), 1, 1)], to, QkvFormat::Thd)?;
+    same("gathered rows", rows, [5.0, 6.0, 7.0, 8.0])?;
     Ok(Outcome::Holds)
 }
