@@ -376,3 +376,35 @@ fn plain_rows_of_any_type_and_alignment_are_moved() {
         }
     }
 }
+
+#[test]
+fn a_number_that_no_format_has_is_reported() {
+    let mut device = Device::open(7);
+    let plane = Plane {
+        base: device.put(&[0_u8; 64]),
+        block_bytes: 64,
+        token_stride: 16,
+        head_stride: 16,
+        blocks_per_segment: 1,
+        num_blocks: 1,
+        block_size: 4,
+        num_kv_heads: 1,
+        head_dim: 8,
+        format: FORMATS.len() as u32,
+        row_bytes: 16,
+        wide_slots: 1,
+        wide_per_block: 4,
+        ..Plane::default()
+    };
+    let out = device.put(&[0.0_f32; 8]);
+    let params = GatherParams {
+        plane,
+        out: ragged(out, 0, 1, (1, 8)),
+        ranges: device.put(&[Range { len: 1, ..Range::default() }]),
+        tables: device.put(&[0_u32]),
+        num_ranges: 1,
+        total: 1,
+    };
+    let error = device.try_launch("gather_rows", [1; 3], 4 * 32, &params).unwrap_err();
+    assert!(error.to_string().contains("no stored format has the number 21"), "{error}");
+}
