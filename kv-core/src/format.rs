@@ -102,6 +102,41 @@ impl KvFormat {
         NAMES.iter().map(|(format, _)| *format)
     }
 
+    /// Name and number of the format in the sources of GPU kernels: constants `KV_FMT_<name>` and
+    /// `FMT_<name>`. A number is never given to another format.
+    #[doc(hidden)]
+    pub const fn kernel_constant(self) -> (&'static str, u32) {
+        match self {
+            Self::F32 => ("F32", 0),
+            Self::F16 => ("F16", 1),
+            Self::Bf16 => ("BF16", 2),
+            Self::Fp8E4m3(Scaling::Tensor) => ("E4M3", 3),
+            Self::Fp8E4m3(Scaling::Head) => ("E4M3_HEAD", 4),
+            Self::Fp8E4m3(Scaling::Row) => ("E4M3_ROW", 5),
+            Self::Fp8E5m2(Scaling::Tensor) => ("E5M2", 6),
+            Self::Fp8E5m2(Scaling::Head) => ("E5M2_HEAD", 7),
+            Self::Fp8E5m2(Scaling::Row) => ("E5M2_ROW", 8),
+            Self::Int8(Scaling::Row) => ("INT8_ROW", 9),
+            Self::Int8(Scaling::Tensor) => ("INT8", 10),
+            Self::Int8(Scaling::Head) => ("INT8_HEAD", 11),
+            Self::L6(ScaleGroup::Row) => ("L6", 12),
+            Self::L6(ScaleGroup::Group32) => ("L6_G32", 13),
+            Self::L4(ScaleGroup::Row) => ("L4", 14),
+            Self::L4(ScaleGroup::Group32) => ("L4_G32", 15),
+            Self::L3(ScaleGroup::Row) => ("L3", 16),
+            Self::L3(ScaleGroup::Group32) => ("L3_G32", 17),
+            Self::Q8_0 => ("Q8_0", 18),
+            Self::Q4_0 => ("Q4_0", 19),
+            Self::Nvfp4 => ("NVFP4", 20),
+        }
+    }
+
+    /// The number of [`Self::kernel_constant`].
+    #[doc(hidden)]
+    pub const fn kernel_code(self) -> u32 {
+        self.kernel_constant().1
+    }
+
     /// Bytes of one row of `head_dim` values. Even for every format with scales or codes.
     pub fn row_bytes(self, head_dim: u32) -> u64 {
         let dim = u64::from(head_dim);
@@ -256,6 +291,16 @@ mod tests {
             assert_eq!(format.to_string().parse::<KvFormat>().unwrap(), format);
         }
         assert!("l5".parse::<KvFormat>().unwrap_err().to_string().contains("l6[-g32]"));
+    }
+
+    #[test]
+    fn kernel_codes_are_distinct_and_plain_formats_come_first() {
+        let mut codes: Vec<_> = KvFormat::all().map(KvFormat::kernel_code).collect();
+        let plain: Vec<_> = KvFormat::PLAIN.iter().map(|format| format.kernel_code()).collect();
+        assert_eq!(plain, [0, 1, 2], "kernels compare with the last of them");
+        codes.sort_unstable();
+        codes.dedup();
+        assert_eq!(codes.len(), KvFormat::all().len());
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::fmt;
 use crate::backend::{Backend, Capabilities, Queue};
 use crate::calibration::PlaneConstants;
 use crate::error::{DeviceError, DeviceErrorKind};
+use crate::format::KvFormat;
 use crate::geometry::PlaneLayout;
 use crate::num::to_u64;
 use view::{Handles, StorageSource};
@@ -54,19 +55,26 @@ impl<Buf> PlaneBuffers<Buf> {
     }
 }
 
-/// What is taken is said too: a caller may have another format or padding to choose.
-fn check_head_dims(
-    capabilities: &Capabilities,
-    layouts: &[PlaneLayout; 2],
-) -> Result<(), DeviceError> {
+/// Refuses planes whose rows the device cannot store, and says what it takes: a caller may have
+/// another format or padding to choose.
+fn check_rows(capabilities: &Capabilities, layouts: &[PlaneLayout; 2]) -> Result<(), DeviceError> {
+    let unsupported = |problem: String| {
+        DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes").with_detail(problem)
+    };
     for (layout, plane) in layouts.iter().zip([Plane::Key, Plane::Value]) {
         let dim = layout.head_dim();
         if !capabilities.takes_head_dim(dim) {
             let (multiple, max) = (capabilities.head_dim_multiple, capabilities.head_dim_max);
-            let problem =
-                format!("head_dim {dim} of {plane}, multiples of {multiple} up to {max} are taken");
-            return Err(DeviceError::new(DeviceErrorKind::Unsupported, "allocate planes")
-                .with_detail(problem));
+            return Err(unsupported(format!(
+                "head_dim {dim} of {plane}, multiples of {multiple} up to {max} are taken"
+            )));
+        }
+        let format = layout.format();
+        if !capabilities.takes_format(format) {
+            let taken = capabilities.formats.unwrap_or_default().iter();
+            let taken: Vec<_> = taken.map(KvFormat::to_string).collect();
+            let taken = taken.join(", ");
+            return Err(unsupported(format!("format {format} of {plane}, taken are: {taken}")));
         }
     }
     Ok(())
@@ -76,14 +84,14 @@ impl<Buf> KvStorage<Buf> {
     /// Cuts the planes for a device; no layer has memory yet.
     ///
     /// # Errors
-    /// [`DeviceErrorKind::Unsupported`] for a `head_dim` that the device does not take, and when a
-    /// single block exceeds what it can bind.
+    /// [`DeviceErrorKind::Unsupported`] for a `head_dim` or a stored format that the device does
+    /// not take, and when a single block exceeds what it can bind.
     pub fn new<B: Backend<Buffer = Buf>>(
         backend: &B,
         layouts: [PlaneLayout; 2],
     ) -> Result<Self, DeviceError> {
         let capabilities = backend.capabilities();
-        check_head_dims(capabilities, &layouts)?;
+        check_rows(capabilities, &layouts)?;
         let max = capabilities.buffer_bytes_max.min(capabilities.binding_bytes_max);
         // K and V are cut alike, so that one block lies in the same segment of both.
         let block = layouts.iter().map(PlaneLayout::block_bytes).max().unwrap_or(1);

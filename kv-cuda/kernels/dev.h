@@ -49,6 +49,8 @@ KV_DEV float kv_sub_rn(float a, float b) { return __fsub_rn(a, b); }
 KV_DEV float kv_mul_rn(float a, float b) { return __fmul_rn(a, b); }
 KV_DEV float kv_div_rn(float a, float b) { return __fdiv_rn(a, b); }
 KV_DEV i32 kv_float_to_int_rn(float x) { return __float2int_rn(x); }  // saturates; 0 for NaN
+// A stored format that no case is for: the host launches no kernel with one, and the emulator checks that.
+[[noreturn]] KV_DEV void kv_unknown_format(u32) { __builtin_unreachable(); }
 KV_DEV u32 kv_popc(u32 x) { return __popc(x); }
 KV_DEV u32 kv_clz(u32 x) { return __clz(x); }
 KV_DEV float kv_sqrt(float x) { float y; asm("sqrt.rn.f32 %0,%1;" : "=f"(y) : "f"(x)); return y; }

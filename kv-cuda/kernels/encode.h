@@ -183,7 +183,8 @@ KV_DEV void kv_encode_codes(u32 format, u32 row_bytes, u32 scales_begin, float i
     case KV_FMT_L3_G32: kv_encode_lloyd_groups<3>(e); break;
     case KV_FMT_Q8_0: kv_encode_ggml(false, e); break;
     case KV_FMT_Q4_0: kv_encode_ggml(true, e); break;
-    default: kv_encode_nvfp4(inv_scale, e); break;  // KV_FMT_NVFP4
+    case KV_FMT_NVFP4: kv_encode_nvfp4(inv_scale, e); break;
+    default: kv_unknown_format(format);
   }
   kv_syncwarp();
   for (u32 i = e.lane; i < row_bytes / 2; i += 32) ((u16*)to)[i] = ((const u16*)e.bytes)[i];

@@ -67,10 +67,11 @@ KV_DEV float kv_level_at(u32 format, const u8* row, u32 scales_begin, u32 dim, f
       const u32 code = block[2 + i % 16] >> (i / 16 % 2 * 4) & 15;
       return ((float)code - 8.f) * kv_half_at(block);
     }
-    default: {  // KV_FMT_NVFP4
+    case KV_FMT_NVFP4: {
       const u32 code = row[i / 2] >> (i % 2 * 4);
       return kv_e2m1_decode(code) * (kv_e4m3_decode(scales[i / 16]) * scale);
     }
+    default: kv_unknown_format(format);
   }
 }
 
@@ -208,7 +209,8 @@ KV_DEV void kv_run(u32 format, const u8* row, u32 scales_begin, float scale, u32
       return kv_run_bytes(block + 2 + at, out, [=](u32 code) { return (float)(i8)code * factor; });
     }
     case KV_FMT_Q4_0: return kv_run_q4_0(row + group * 18, at, out);
-    default: return kv_run_nvfp4(row + begin / 2, scales + begin / 16, scale, out);  // KV_FMT_NVFP4
+    case KV_FMT_NVFP4: return kv_run_nvfp4(row + begin / 2, scales + begin / 16, scale, out);
+    default: kv_unknown_format(format);
   }
 }
 

@@ -6,7 +6,7 @@
 enum KvAxes : u32 { KV_BSHD = 0, KV_SBHD = 1, KV_THD = 2 };
 enum KvDtype : u32 { KV_F32 = 0, KV_F16 = 1, KV_BF16 = 2 };
 
-// Encodings of a row, in the order of kv-core's `KvFormat::all`.
+// Encodings of a row: kv-core's `KvFormat::kernel_constant`, by name. The host refuses all others.
 enum KvFormat : u32 {
   KV_FMT_F32 = 0, KV_FMT_F16 = 1, KV_FMT_BF16 = 2,
   KV_FMT_E4M3 = 3, KV_FMT_E4M3_HEAD = 4, KV_FMT_E4M3_ROW = 5,

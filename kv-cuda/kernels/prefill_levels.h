@@ -248,7 +248,8 @@ KV_DEV_CALL void kv_decode_tile(const KvCodedTile& tile) {
       case KV_FMT_L3_G32: kv_decode_rows<KV_FMT_L3_G32>(tile, plane, wide); break;
       case KV_FMT_Q8_0: kv_decode_rows<KV_FMT_Q8_0>(tile, plane, wide); break;
       case KV_FMT_Q4_0: kv_decode_rows<KV_FMT_Q4_0>(tile, plane, wide); break;
-      default: kv_decode_rows<KV_FMT_NVFP4>(tile, plane, wide);
+      case KV_FMT_NVFP4: kv_decode_rows<KV_FMT_NVFP4>(tile, plane, wide); break;
+      default: kv_unknown_format(own);
     }
   }
 }

@@ -3,6 +3,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use kv_core::DeviceError;
+use kv_core::backend::kernels::FORMATS;
 use kv_core::backend::{Backend, Capabilities};
 
 use crate::buffer::CudaBuffer;
@@ -56,8 +57,10 @@ impl CudaBackend {
             .with_buffer_bytes_max(facts.memory)
             .with_binding_bytes_max(u64::MAX)
             .with_blocking_wait()
+            .with_host_outputs()
             .with_workers(facts.multiprocessors)
-            .with_head_dims(1, op::head_dim_max(facts.shared_bytes_max));
+            .with_head_dims(1, op::head_dim_max(facts.shared_bytes_max))
+            .with_formats(FORMATS);
         Self { gpu, capabilities, waiter: Arc::new(Waiter::default()) }
     }
 

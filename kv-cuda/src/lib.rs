@@ -4,10 +4,11 @@
 //! 8.0 or later. Nothing of CUDA is needed to build it; the driver is looked up when a device is
 //! opened, and a machine without one gets [`Unsupported`](kv_core::DeviceErrorKind::Unsupported).
 //!
-//! A [`CudaQueue`] is a stream. Inputs in host memory are staged through page-locked memory;
-//! outputs lie in device memory. The plan of a step goes to the device once, when the step begins,
-//! and all layers share it; with [`StepLimits`] its lists keep their addresses, as a captured graph
-//! of launches needs it.
+//! A [`CudaQueue`] is a stream. Inputs in host memory are staged through page-locked memory. An
+//! output in host memory is written to memory of the queue, and downloaded before the call returns:
+//! a wait for every call, and refused while launches are captured. The plan of a step goes to the
+//! device once, when the step begins, and all layers share it; with [`StepLimits`] its lists keep
+//! their addresses, as a captured graph of launches needs it.
 //!
 //! Device memory comes from a pool, which can be reserved when the device is opened
 //! ([`CudaOptions::reserved_bytes`]). Dropping a buffer waits for nothing: its memory is used again

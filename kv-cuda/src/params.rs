@@ -3,6 +3,7 @@
 //! Addresses are those of the device; strides and sizes count bytes. The emulator's library tells
 //! the sizes that the C++ compiler gave these structures, and a test compares them.
 use bytemuck::{Pod, Zeroable};
+use kv_core::KvFormat;
 
 /// An address in device memory; 0 for what is not there.
 pub(crate) type Address = u64;
@@ -236,7 +237,35 @@ params! {
 impl Plane {
     /// Whether rows are stored as they come: rounded at most.
     pub(crate) fn is_plain(&self) -> bool {
-        // The first three formats are f32, f16 and bf16.
-        self.format < 3 && self.transforms == 0
+        let is_plain = |format: &KvFormat| format.kernel_code() == self.format;
+        KvFormat::PLAIN.iter().any(is_plain) && self.transforms == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kv_core::backend::kernels::{axes_code, dtype_code};
+    use kv_core::{DType, QkvFormat};
+
+    const HEADER: &str = include_str!("../kernels/params.h");
+
+    #[test]
+    fn formats_have_the_numbers_of_the_kernels() {
+        kv_testkit::assert_kernel_formats(HEADER, "KV_FMT_");
+    }
+
+    #[test]
+    fn element_types_and_axes_have_the_numbers_of_the_kernels() {
+        let constants = kv_testkit::kernel_constants(HEADER);
+        for (name, dtype) in
+            [("KV_F32", DType::F32), ("KV_F16", DType::F16), ("KV_BF16", DType::Bf16)]
+        {
+            assert_eq!(constants.get(name), Some(&dtype_code(dtype)), "{name}");
+        }
+        for (name, format) in
+            [("KV_BSHD", QkvFormat::Bshd), ("KV_SBHD", QkvFormat::Sbhd), ("KV_THD", QkvFormat::Thd)]
+        {
+            assert_eq!(constants.get(name), Some(&axes_code(format)), "{name}");
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! The lane of work: a stream, and the memory its calls share.
 use std::sync::Arc;
 
-use kv_core::backend::Queue;
+use kv_core::backend::{HostOutputs, Queue};
 use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, PlanId, WriteArgs, WritePlan,
@@ -35,6 +35,8 @@ pub struct CudaQueue {
     staging: Staging,
     steps: Steps,
     scratch: Scratch,
+    /// Outputs on their way to host memory.
+    outputs: Scratch,
     /// Counters that are zero between launches.
     counters: Scratch,
     pub(crate) pack: Pack,
@@ -65,6 +67,7 @@ impl CudaQueue {
             pins,
             steps: Steps::new(gpu),
             scratch: Scratch::new(gpu),
+            outputs: Scratch::new(gpu),
             counters: Scratch::new(gpu),
             pack: Pack::default(),
             constants: Constants::new(gpu),
@@ -227,6 +230,17 @@ impl CudaQueue {
         self.scratch.send((self.stream.as_mut(), &mut self.staging), &self.pack)
     }
 
+    /// Memory in which outputs of so many bytes wait for the host.
+    fn outputs(&mut self, bytes: Option<u64>) -> Result<Option<CudaBuffer>, DeviceError> {
+        let Some(bytes) = bytes else { return Ok(None) };
+        if self.held.is_on() {
+            let why = "an output in host memory: replays write device memory alone";
+            return Err(crate::tensors::unsupported("capture", why));
+        }
+        self.outputs.reserve(bytes)?;
+        Ok(self.outputs.memory().cloned())
+    }
+
     /// Memory of so many counters, which are zero.
     pub(crate) fn counters(&mut self, count: u64) -> Result<Address, DeviceError> {
         let bytes = count.max(1).saturating_mul(4);
@@ -337,9 +351,13 @@ impl Queue for CudaQueue {
     fn attend(
         &mut self,
         plan: &AttentionPlan<'_>,
-        args: AttendArgs<'_, CudaBuffer>,
+        mut args: AttendArgs<'_, CudaBuffer>,
     ) -> Result<(), DeviceError> {
-        op::attend::attend(self, plan, args)
+        let buffer = self.outputs(HostOutputs::bytes(args.outputs()))?;
+        let mut args = args; // for as long as the buffer
+        let host = HostOutputs::take(args.outputs(), buffer.as_ref());
+        op::attend::attend(self, plan, args)?;
+        host.fetch(self, buffer.as_ref())
     }
 
     fn copy_blocks(
@@ -353,17 +371,25 @@ impl Queue for CudaQueue {
     fn gather(
         &mut self,
         plan: &GatherPlan<'_>,
-        args: GatherArgs<'_, CudaBuffer>,
+        mut args: GatherArgs<'_, CudaBuffer>,
     ) -> Result<(), DeviceError> {
-        op::gather::gather(self, plan, args)
+        let buffer = self.outputs(HostOutputs::bytes(args.outputs()))?;
+        let mut args = args; // for as long as the buffer
+        let host = HostOutputs::take(args.outputs(), buffer.as_ref());
+        op::gather::gather(self, plan, args)?;
+        host.fetch(self, buffer.as_ref())
     }
 
     fn convert(
         &mut self,
         plan: &ConvertPlan,
-        args: ConvertArgs<'_, CudaBuffer>,
+        mut args: ConvertArgs<'_, CudaBuffer>,
     ) -> Result<(), DeviceError> {
-        op::convert::convert(self, plan, args)
+        let buffer = self.outputs(HostOutputs::bytes(args.outputs()))?;
+        let mut args = args; // for as long as the buffer
+        let host = HostOutputs::take(args.outputs(), buffer.as_ref());
+        op::convert::convert(self, plan, args)?;
+        host.fetch(self, buffer.as_ref())
     }
 
     fn flush(&mut self) -> Result<(), DeviceError> {

@@ -5,48 +5,24 @@
 //! because they may have been checked at different times and kernels check nothing.
 use std::sync::Arc;
 
+pub(crate) use kv_core::backend::kernels::{Room, unsupported};
+use kv_core::backend::kernels::{
+    axes_code, check_plane, device_output, dtype_code, plane_align, wide_head_stride,
+    wide_per_block,
+};
 use kv_core::{
-    BlockOrder, DType, DeviceError, DeviceErrorKind, KvFormat, PlaneLayout, PlaneView, QkvFormat,
-    TensorData, TensorDataMut, TokenRows, TokenTensor, TokenTensorMut,
+    DeviceError, PlaneLayout, PlaneView, QkvFormat, TensorData, TokenRows, TokenTensor,
+    TokenTensorMut,
 };
 
 use crate::buffer::CudaBuffer;
 use crate::capture::{self, Held};
 use crate::constants::Constants;
 use crate::gpu::Gpu;
-use crate::num::{to_u32, to_u64, to_usize};
+use crate::num::{to_u64, to_usize};
 use crate::params::{Address, Plane, Tensor};
 use crate::scratch::{At, Pack};
 use crate::step::Way;
-
-/// What cannot be done here.
-pub(crate) fn unsupported(operation: &'static str, why: impl Into<String>) -> DeviceError {
-    DeviceError::new(DeviceErrorKind::Unsupported, operation).with_detail(why)
-}
-
-/// What a plan demands of the rows of a tensor.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Room {
-    /// Entries of the batch.
-    pub(crate) entries: usize,
-    /// Tokens of the longest.
-    pub(crate) longest: u32,
-    /// Tokens of all.
-    pub(crate) total: u32,
-}
-
-impl Room {
-    fn check(self, rows: &TokenRows, operation: &'static str) -> Result<(), DeviceError> {
-        let fits = match rows.format() {
-            QkvFormat::Thd => rows.tokens() >= self.total,
-            _ => to_usize(rows.batch()) >= self.entries && rows.tokens() >= self.longest,
-        };
-        if fits {
-            return Ok(());
-        }
-        Err(unsupported(operation, "the arguments were checked against another plan"))
-    }
-}
 
 /// Where an input is: in device memory, or in a pack that is yet to be sent.
 #[derive(Debug, Clone, Copy)]
@@ -116,7 +92,7 @@ impl Call<'_> {
         Ok((rows(tensor.rows(), 0), source))
     }
 
-    /// An output, which lies in device memory.
+    /// An output, which lies in device memory or was exchanged for memory of the queue.
     pub(crate) fn output(
         self,
         tensor: &mut TokenTensorMut<'_, CudaBuffer>,
@@ -124,15 +100,9 @@ impl Call<'_> {
     ) -> Result<Tensor, DeviceError> {
         room.check(tensor.rows(), self.operation)?;
         let (reached, shape) = (tensor.bytes_reached(), *tensor.rows());
-        match tensor.data() {
-            TensorDataMut::Host(_) => {
-                Err(unsupported(self.operation, "an output in host memory: download it instead"))
-            }
-            TensorDataMut::Device { buffer, offset } => {
-                let address = self.on(buffer, (*offset, reached), shape.dtype().size())?;
-                Ok(rows(&shape, address))
-            }
-        }
+        let (buffer, offset) = device_output(tensor);
+        let address = self.on(buffer, (offset, reached), shape.dtype().size())?;
+        Ok(rows(&shape, address))
     }
 
     /// A plane.
@@ -144,13 +114,7 @@ impl Call<'_> {
         (constants, way): (&mut Constants, &mut Way<'_>),
     ) -> Result<Plane, DeviceError> {
         let layout = view.layout();
-        let alike = planned.is_none_or(|planned| {
-            planned.block_size() == layout.block_size() && planned.slot_map() == layout.slot_map()
-        });
-        if layout.num_blocks() < num_blocks || !alike {
-            let why = "the plan was checked against another geometry than the plane's";
-            return Err(unsupported(self.operation, why));
-        }
+        check_plane(layout, (num_blocks, planned), self.operation)?;
         let mut plane = shape(layout);
         if layout.has_constants() {
             let Some(buffer) = view.constants() else {
@@ -177,40 +141,21 @@ impl Call<'_> {
             let why = format!("the plane has no buffer for segment {index}");
             return Err(unsupported(self.operation, why));
         };
-        // Rows of codes are read two bytes at a time.
-        let size = if view.layout().format() == KvFormat::F32 { 4 } else { 2 };
-        self.on(buffer, (0, view.layout().segment_bytes(index)), size)
+        let layout = view.layout();
+        self.on(buffer, (0, layout.segment_bytes(index)), to_usize(plane_align(layout)))
     }
-}
-
-/// Number of an element type, as `KvDtype` has it.
-pub(crate) fn dtype(dtype: DType) -> u32 {
-    match dtype {
-        DType::F16 => 1,
-        DType::Bf16 => 2,
-        // Tensors of token rows are of one of the three, by the core's check.
-        _ => 0,
-    }
-}
-
-/// Number of a stored format, as `KvFormat` of the kernels has it.
-pub(crate) fn format(format: KvFormat) -> u32 {
-    to_u32(KvFormat::all().position(|known| known == format).unwrap_or(usize::MAX))
 }
 
 fn rows(rows: &TokenRows, data: Address) -> Tensor {
     let size = to_u64(rows.dtype().size());
-    let (axes, batch_stride) = match rows.format() {
-        QkvFormat::Bshd => (0, rows.batch_stride()),
-        QkvFormat::Sbhd => (1, rows.batch_stride()),
-        _ => (2, 0),
-    };
+    let is_ragged = rows.format() == QkvFormat::Thd;
+    let batch_stride = if is_ragged { 0 } else { rows.batch_stride() };
     Tensor {
         data,
         batch_stride: batch_stride.saturating_mul(size),
         token_stride: rows.token_stride().saturating_mul(size),
-        axes,
-        dtype: dtype(rows.dtype()),
+        axes: axes_code(rows.format()),
+        dtype: dtype_code(rows.dtype()),
         batch: rows.batch(),
         tokens: rows.tokens(),
         heads: rows.heads(),
@@ -221,31 +166,27 @@ fn rows(rows: &TokenRows, data: Address) -> Tensor {
 /// The numbers of a layout, without addresses.
 pub(crate) fn shape(layout: &PlaneLayout) -> Plane {
     let map = layout.slot_map();
-    let (format_, dim) = (layout.format(), layout.head_dim());
+    let (format, dim) = (layout.format(), layout.head_dim());
     let narrow = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-    let wide_head_stride = match layout.order() {
-        BlockOrder::Nhd => layout.row_bytes().saturating_mul(map.wide_slots().into()),
-        _ => layout.head_stride(),
-    };
     Plane {
         block_bytes: layout.block_bytes(),
         token_stride: layout.token_stride(),
         head_stride: layout.head_stride(),
-        wide_head_stride,
+        wide_head_stride: wide_head_stride(layout),
         mean_begin: layout.mean_begin(0),
         blocks_per_segment: layout.blocks_per_segment(),
         num_blocks: layout.num_blocks(),
         block_size: layout.block_size(),
         num_kv_heads: layout.num_kv_heads(),
         head_dim: dim,
-        format: format(format_),
+        format: format.kernel_code(),
         row_bytes: narrow(layout.row_bytes()),
-        scales_begin: narrow(format_.scales_begin(dim)),
+        scales_begin: narrow(format.scales_begin(dim)),
         transforms: layout.transforms().into(),
         block_means: layout.has_block_means().into(),
         sinks: map.sinks(),
         wide_slots: map.wide_slots(),
-        wide_per_block: layout.block_size().checked_div(map.wide_slots()).unwrap_or(1).max(1),
+        wide_per_block: wide_per_block(layout),
         has_tail: map.has_tail().into(),
         ..Plane::default()
     }

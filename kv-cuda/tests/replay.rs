@@ -303,6 +303,34 @@ fn a_capture_shares_no_plan_with_what_runs_around_it() {
     assert_eq!(out(&mut captured), out(&mut plain));
 }
 
+/// A replay could not write them again; the capture goes on without.
+#[test]
+fn a_capture_refuses_outputs_in_host_memory() {
+    let Some(mut side) = Side::new(KvFormat::F16, None) else { return };
+    side.cache.queue_mut().set_step_limits(LIMITS);
+    side.prefill(seq(1), 40);
+    side.decode(&[seq(1)], false, None);
+    let mut step = side.cache.begin_step(&[StepInput::count(seq(1), 1)]).unwrap();
+    step.queue_mut().begin_capture().unwrap();
+    layers(&mut step, (&side.inputs, &side.out), None);
+    let dims = [BATCH, Q_HEADS, DIM];
+    let mut host = vec![f16::ONE; dims.iter().product::<u32>().try_into().unwrap()];
+    let q = TensorView::device(DType::F16, &side.inputs[0], 0, &dims);
+    let out = TensorViewMut::host(&mut host, &dims);
+    let refused = step.attend(0, q, out, &AttentionOptions::causal(0.125)).unwrap_err();
+    let refused = match refused {
+        kv_core::CacheError::Device(error) => error,
+        other => unreachable!("{other}"),
+    };
+    assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
+    assert!(refused.to_string().contains("host memory"), "{refused}");
+    assert!(host.iter().all(|value| *value == f16::ONE));
+    side.graph = Some(step.queue_mut().end_capture().unwrap());
+    step.queue_mut().replay(side.graph.as_ref().unwrap()).unwrap();
+    step.mark_written();
+    step.commit().unwrap();
+}
+
 /// Blocks of a sequence beyond the limits come with its step, and what is fixed stays where it is.
 #[test]
 fn a_sequence_longer_than_the_limits_runs_and_is_not_captured() {

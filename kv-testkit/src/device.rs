@@ -147,8 +147,7 @@ impl<Buf> Staged<Buf> {
         Ok(Self { layout, tensor, buffer })
     }
 
-    /// An output full of NaN: on the device, or on the host where `place` says so and the backend
-    /// can.
+    /// An output full of NaN.
     pub(crate) fn output<B: Backend<Buffer = Buf>>(
         backend: &B,
         queue: &mut B::Queue,
@@ -156,8 +155,6 @@ impl<Buf> Staged<Buf> {
         place: Place,
     ) -> Result<Self, DeviceError> {
         let tensor = Tensor::filled(dtype, layout.num_elements(), f32::NAN);
-        let host = place == Place::Host && backend.capabilities().host_outputs;
-        let place = if host { Place::Host } else { Place::Device };
         Self::new(backend, queue, (layout, tensor), place)
     }
 

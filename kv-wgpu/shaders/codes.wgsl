@@ -1,6 +1,6 @@
 // Numbers of 8 bits and fewer: kv-quant's minifloat.rs and lloyd.rs.
 
-// Encodings of a row, in the order of kv-core's `KvFormat::all`.
+// Encodings of a row: kv-core's `KvFormat::kernel_constant`, by name. The host refuses all others.
 const FMT_F32: u32 = 0u;
 const FMT_F16: u32 = 1u;
 const FMT_BF16: u32 = 2u;
@@ -24,6 +24,12 @@ const FMT_Q4_0: u32 = 19u;
 const FMT_NVFP4: u32 = 20u;
 
 const NAN: u32 = 0x7fc00000u;
+
+// What there is to read in a format that no case is for.
+fn unknown_format() -> vec4<f32> {
+    var bits = NAN;
+    return vec4<f32>(bitcast<f32>(bits));
+}
 
 fn e4m3_decode(code: u32) -> f32 {
     let fields = code & 0x7fu;

@@ -229,6 +229,7 @@ fn encode_codes(wide: bool, inv_scale: f32, dim: u32, local: u32) {
         case FMT_L6, FMT_L4, FMT_L3: { encode_lloyd(lloyd_bits(FORMAT), dim, local); }
         case FMT_L6_G32, FMT_L4_G32, FMT_L3_G32: { encode_groups(lloyd_bits(FORMAT), dim, local); }
         case FMT_Q8_0, FMT_Q4_0: { encode_ggml(dim, local); }
-        default: { encode_nvfp4(inv_scale, dim, local); }
+        case FMT_NVFP4: { encode_nvfp4(inv_scale, dim, local); }
+        default: {}
     }
 }

@@ -75,11 +75,12 @@ fn $name_levels(format: u32, row: u32, scales_begin: u32, dim: u32, scale: f32, 
             let codes = bytes_of($name_bytes(block + 2u + i % 16u) >> (i / 16u % 2u * 4u)) & vec4<u32>(15u);
             return (vec4<f32>(codes) - 8.0) * f16_decode($name_half(block));
         }
-        default: {
+        case FMT_NVFP4: {
             let bits = $name_half(row + i / 2u);
             let codes = vec4<u32>(bits, bits >> 4u, bits >> 8u, bits >> 12u) & vec4<u32>(15u);
             return e2m1_decode_four(codes) * (e4m3_decode($name_byte(scales + i / 16u)) * scale);
         }
+        default: { return unknown_format(); }
     }
 }
 

@@ -1,6 +1,7 @@
 //! Opening a device.
 use std::sync::Arc;
 
+use kv_core::backend::kernels::FORMATS;
 use kv_core::backend::{Backend, Capabilities};
 use kv_core::{DeviceError, DeviceErrorKind};
 
@@ -83,14 +84,20 @@ impl WgpuBackend {
     }
 
     fn new(device: wgpu::Device, queue: wgpu::Queue, subgroups: bool) -> Self {
-        let shared = Shared::new(device, queue, subgroups);
+        Self::of(Shared::new(device, queue, subgroups))
+    }
+
+    pub(crate) fn of(shared: Shared) -> Self {
         let limits = &shared.limits;
-        let capabilities = Capabilities::minimal()
+        let minimal = Capabilities::minimal();
+        let waiting = |c: Capabilities| c.with_blocking_wait().with_host_outputs();
+        let minimal = if shared.may_wait { waiting(minimal) } else { minimal };
+        let capabilities = minimal
             .with_buffer_bytes_max(limits.max_buffer_size)
             .with_binding_bytes_max(limits.max_storage_buffer_binding_size)
-            .with_blocking_wait()
             .with_workers(WORKERS)
-            .with_head_dims(DIM_STEP, DIM_MAX);
+            .with_head_dims(DIM_STEP, DIM_MAX)
+            .with_formats(FORMATS);
         Self { shared: Arc::new(shared), capabilities, facts: None }
     }
 

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
+pub(crate) use kv_core::backend::kernels::unsupported;
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::pipelines::Pipelines;
@@ -20,6 +21,8 @@ pub(crate) struct Shared {
     pub(crate) waiter: Waiter,
     /// Whether subgroups may be used, and whether neighbours were found in them.
     pub(crate) may_use_subgroups: bool,
+    /// Whether a thread may block until work is done.
+    pub(crate) may_wait: bool,
     pub(crate) neighbours: OnceLock<bool>,
     fate: Arc<Fate>,
 }
@@ -59,6 +62,7 @@ impl Shared {
             pipelines: Pipelines::default(),
             waiter,
             may_use_subgroups,
+            may_wait: cfg!(not(target_family = "wasm")),
             neighbours: OnceLock::new(),
             fate,
         }
@@ -149,9 +153,4 @@ fn told(operation: &'static str, error: wgpu::Error) -> DeviceError {
         }
     };
     DeviceError::new(kind, operation).with_detail(words).with_source(error)
-}
-
-/// What cannot be done here.
-pub(crate) fn unsupported(operation: &'static str, why: impl Into<String>) -> DeviceError {
-    DeviceError::new(DeviceErrorKind::Unsupported, operation).with_detail(why)
 }

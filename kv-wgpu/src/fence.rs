@@ -5,7 +5,7 @@ use std::task::{Context, Poll};
 use kv_core::backend::{Fence, Readback};
 use kv_core::{DeviceError, DeviceErrorKind};
 
-use crate::device::Shared;
+use crate::device::{Shared, unsupported};
 use crate::num::{bytes, to_u64};
 use crate::signal::Signal;
 
@@ -38,6 +38,9 @@ fn wait(
     (signal, index): (&Signal, &wgpu::SubmissionIndex),
     operation: &'static str,
 ) -> Result<(), DeviceError> {
+    if !shared.may_wait {
+        return Err(unsupported(operation, "this thread may not block: poll"));
+    }
     loop {
         if let Some(done) = signal.get() {
             shared.require(operation)?;

@@ -9,9 +9,11 @@
 //! read by the host. All queues of a device share its one WebGPU queue, and run in the order in
 //! which they are submitted.
 //!
-//! Outputs lie in device memory; inputs may lie in host memory, and go along with the submission.
-//! Neither 16-bit floats nor subgroups are needed: rows of 16 and 8 bits are packed into words.
-//! Where there are subgroups, sums among neighbours go through them.
+//! Inputs in host memory go along with the submission. An output in host memory is written to
+//! memory of the queue, and downloaded before the call returns: a submission and a wait for every
+//! call. Where a thread may not wait, it is refused. Neither 16-bit floats nor subgroups are
+//! needed: rows of 16 and 8 bits are packed into words. Where there are subgroups, sums among
+//! neighbours go through them.
 #![forbid(unsafe_code)]
 
 mod adapter;

@@ -1,7 +1,7 @@
 //! The lane of work: what is recorded, and the memory its calls share.
 use std::sync::Arc;
 
-use kv_core::backend::Queue;
+use kv_core::backend::{HostOutputs, Queue};
 use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
@@ -24,6 +24,8 @@ pub struct WgpuQueue {
     pub(crate) steps: Steps,
     /// What calls leave for their own next dispatch.
     pub(crate) scratch: Scratch,
+    /// Outputs on their way to host memory.
+    outputs: Scratch,
 }
 
 impl WgpuQueue {
@@ -32,6 +34,7 @@ impl WgpuQueue {
             recorder: Recorder::new(shared),
             steps: Steps::default(),
             scratch: Scratch::default(),
+            outputs: Scratch::default(),
         }
     }
 
@@ -76,6 +79,22 @@ impl WgpuQueue {
     /// A call's view of its tensors and planes.
     pub(crate) fn call(&mut self, operation: &'static str) -> Call<'_> {
         Call { recorder: &mut self.recorder, operation }
+    }
+
+    /// Memory in which outputs of so many bytes wait for the host.
+    fn outputs(
+        &mut self,
+        bytes: Option<u64>,
+        operation: &'static str,
+    ) -> Result<Option<WgpuBuffer>, DeviceError> {
+        let Some(bytes) = bytes else { return Ok(None) };
+        let shared = &self.recorder.shared;
+        if !shared.may_wait {
+            let why = "an output in host memory, for which this thread would have to wait: \
+                       write device memory, and await a download";
+            return Err(unsupported(operation, why));
+        }
+        self.outputs.reserve(shared, bytes, operation).map(Some)
     }
 
     fn shared(&self) -> &Arc<Shared> {
@@ -159,10 +178,15 @@ impl Queue for WgpuQueue {
     fn attend(
         &mut self,
         plan: &AttentionPlan<'_>,
-        args: AttendArgs<'_, WgpuBuffer>,
+        mut args: AttendArgs<'_, WgpuBuffer>,
     ) -> Result<(), DeviceError> {
-        self.begin("attend")?;
-        op::attend::attend(self, plan, args)
+        const ATTEND: &str = "attend";
+        self.begin(ATTEND)?;
+        let buffer = self.outputs(HostOutputs::bytes(args.outputs()), ATTEND)?;
+        let mut args = args; // for as long as the buffer
+        let host = HostOutputs::take(args.outputs(), buffer.as_ref());
+        op::attend::attend(self, plan, args)?;
+        host.fetch(self, buffer.as_ref())
     }
 
     fn copy_blocks(
@@ -177,19 +201,29 @@ impl Queue for WgpuQueue {
     fn gather(
         &mut self,
         plan: &GatherPlan<'_>,
-        args: GatherArgs<'_, WgpuBuffer>,
+        mut args: GatherArgs<'_, WgpuBuffer>,
     ) -> Result<(), DeviceError> {
-        self.begin("gather")?;
-        op::gather::gather(self, plan, args)
+        const GATHER: &str = "gather";
+        self.begin(GATHER)?;
+        let buffer = self.outputs(HostOutputs::bytes(args.outputs()), GATHER)?;
+        let mut args = args; // for as long as the buffer
+        let host = HostOutputs::take(args.outputs(), buffer.as_ref());
+        op::gather::gather(self, plan, args)?;
+        host.fetch(self, buffer.as_ref())
     }
 
     fn convert(
         &mut self,
         plan: &ConvertPlan,
-        args: ConvertArgs<'_, WgpuBuffer>,
+        mut args: ConvertArgs<'_, WgpuBuffer>,
     ) -> Result<(), DeviceError> {
-        self.begin("convert")?;
-        op::convert::convert(self, plan, args)
+        const CONVERT: &str = "convert";
+        self.begin(CONVERT)?;
+        let buffer = self.outputs(HostOutputs::bytes(args.outputs()), CONVERT)?;
+        let mut args = args; // for as long as the buffer
+        let host = HostOutputs::take(args.outputs(), buffer.as_ref());
+        op::convert::convert(self, plan, args)?;
+        host.fetch(self, buffer.as_ref())
     }
 
     fn flush(&mut self) -> Result<(), DeviceError> {

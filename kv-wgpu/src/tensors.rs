@@ -3,9 +3,14 @@
 //! The core has checked shapes against a plan. What is checked here is what only the device knows:
 //! whose memory a buffer is and how far it reaches; and that plan and arguments belong together,
 //! because they may have been checked at different times and shaders check nothing.
+pub(crate) use kv_core::backend::kernels::Room;
+use kv_core::backend::kernels::{
+    axes_code, check_plane, device_output, dtype_code, plane_align, wide_head_stride,
+    wide_per_block,
+};
 use kv_core::{
-    BlockOrder, DType, DeviceError, KvFormat, PlaneLayout, PlaneView, QkvFormat, TensorData,
-    TensorDataMut, TokenRows, TokenTensor, TokenTensorMut,
+    DeviceError, PlaneLayout, PlaneView, QkvFormat, TensorData, TokenRows, TokenTensor,
+    TokenTensorMut,
 };
 
 use crate::buffer::WgpuBuffer;
@@ -17,30 +22,6 @@ use crate::recording::{Recorder, Slot};
 /// `head_dim`s are multiples of this, and at most [`DIM_MAX`].
 pub(crate) const DIM_STEP: u32 = 4;
 pub(crate) const DIM_MAX: u32 = 256;
-
-/// What a plan demands of the rows of a tensor.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Room {
-    /// Entries of the batch.
-    pub(crate) entries: usize,
-    /// Tokens of the longest.
-    pub(crate) longest: u32,
-    /// Tokens of all.
-    pub(crate) total: u32,
-}
-
-impl Room {
-    fn check(self, rows: &TokenRows, operation: &'static str) -> Result<(), DeviceError> {
-        let fits = match rows.format() {
-            QkvFormat::Thd => rows.tokens() >= self.total,
-            _ => to_usize(rows.batch()) >= self.entries && rows.tokens() >= self.longest,
-        };
-        if fits {
-            return Ok(());
-        }
-        Err(unsupported(operation, "the arguments were checked against another plan"))
-    }
-}
 
 /// One call's view of tensors and planes.
 #[derive(Debug)]
@@ -93,7 +74,7 @@ impl Call<'_> {
         Ok((self.rows(tensor.rows(), begin)?, slot))
     }
 
-    /// An output, which lies in device memory.
+    /// An output, which lies in device memory or was exchanged for memory of the queue.
     pub(crate) fn output(
         &mut self,
         tensor: &mut TokenTensorMut<'_, WgpuBuffer>,
@@ -101,16 +82,10 @@ impl Call<'_> {
     ) -> Result<(Tensor, Slot), DeviceError> {
         room.check(tensor.rows(), self.operation)?;
         let (reached, shape) = (tensor.bytes_reached(), *tensor.rows());
-        match tensor.data() {
-            TensorDataMut::Host(_) => {
-                Err(unsupported(self.operation, "an output in host memory: download it instead"))
-            }
-            TensorDataMut::Device { buffer, offset } => {
-                let size = to_u32(shape.dtype().size());
-                let (slot, begin) = self.slot(buffer, (*offset, reached), (size, true))?;
-                Ok((self.rows(&shape, begin)?, slot))
-            }
-        }
+        let (buffer, offset) = device_output(tensor);
+        let size = to_u32(shape.dtype().size());
+        let (slot, begin) = self.slot(buffer, (offset, reached), (size, true))?;
+        Ok((self.rows(&shape, begin)?, slot))
     }
 
     /// The numbers of a plane, which must be what the plan was checked against.
@@ -121,13 +96,7 @@ impl Call<'_> {
         planned: Option<&PlaneLayout>,
     ) -> Result<Plane, DeviceError> {
         let layout = view.layout();
-        let alike = planned.is_none_or(|planned| {
-            planned.block_size() == layout.block_size() && planned.slot_map() == layout.slot_map()
-        });
-        if layout.num_blocks() < num_blocks || !alike {
-            let why = "the plan was checked against another geometry than the plane's";
-            return Err(unsupported(self.operation, why));
-        }
+        check_plane(layout, (num_blocks, planned), self.operation)?;
         // A cache has none such, but a plane of the caller's own buffers may be.
         let dim = layout.head_dim();
         if dim > DIM_MAX || !dim.is_multiple_of(DIM_STEP) {
@@ -149,9 +118,8 @@ impl Call<'_> {
             return Err(unsupported(self.operation, why));
         };
         let layout = view.layout();
-        let size = if layout.format() == KvFormat::F32 { 4 } else { 2 };
         let range = (0, layout.segment_bytes(index));
-        let (slot, data) = self.slot(buffer, range, (size, is_written))?;
+        let (slot, data) = self.slot(buffer, range, (plane_align(layout), is_written))?;
         let first = index.saturating_mul(layout.blocks_per_segment());
         let end = first.saturating_add(layout.blocks_per_segment()).min(layout.num_blocks());
         Ok((Plane { data, first, end, ..*plane }, slot))
@@ -179,11 +147,8 @@ impl Call<'_> {
 
     fn rows(&self, rows: &TokenRows, data: u32) -> Result<Tensor, DeviceError> {
         let size = to_u64(rows.dtype().size());
-        let (axes, batch_stride) = match rows.format() {
-            QkvFormat::Bshd => (0, rows.batch_stride()),
-            QkvFormat::Sbhd => (1, rows.batch_stride()),
-            _ => (2, 0),
-        };
+        let is_ragged = rows.format() == QkvFormat::Thd;
+        let batch_stride = if is_ragged { 0 } else { rows.batch_stride() };
         let narrow = |elements: u64| {
             u32::try_from(elements.saturating_mul(size))
                 .map_err(|_| unsupported(self.operation, "a stride of 4 GiB or more"))
@@ -192,8 +157,8 @@ impl Call<'_> {
             data,
             batch_stride: narrow(batch_stride)?,
             token_stride: narrow(rows.token_stride())?,
-            axes,
-            dtype: dtype(rows.dtype()),
+            axes: axes_code(rows.format()),
+            dtype: dtype_code(rows.dtype()),
             batch: rows.batch(),
             tokens: rows.tokens(),
             heads: rows.heads(),
@@ -203,48 +168,29 @@ impl Call<'_> {
     }
 }
 
-/// Number of an element type, as shaders have it.
-pub(crate) fn dtype(dtype: DType) -> u32 {
-    match dtype {
-        DType::F16 => 1,
-        DType::Bf16 => 2,
-        // Tensors of token rows are of one of the three, by the core's check.
-        _ => 0,
-    }
-}
-
-/// Number of a stored format, as shaders have it.
-pub(crate) fn format(format: KvFormat) -> u32 {
-    to_u32(KvFormat::all().position(|known| known == format).unwrap_or(usize::MAX))
-}
-
 /// The numbers of a layout; those of a segment are [`Call::segment`]'s. Sizes fit: a segment is no
 /// larger than a binding.
 fn shape(layout: &PlaneLayout) -> Plane {
     let map = layout.slot_map();
-    let (format_, dim) = (layout.format(), layout.head_dim());
+    let (format, dim) = (layout.format(), layout.head_dim());
     let narrow = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-    let wide_head_stride = match layout.order() {
-        BlockOrder::Nhd => layout.row_bytes().saturating_mul(map.wide_slots().into()),
-        _ => layout.head_stride(),
-    };
     Plane {
         block_bytes: narrow(layout.block_bytes()),
         token_stride: narrow(layout.token_stride()),
         head_stride: narrow(layout.head_stride()),
-        wide_head_stride: narrow(wide_head_stride),
+        wide_head_stride: narrow(wide_head_stride(layout)),
         mean_begin: narrow(layout.mean_begin(0)),
         block_size: layout.block_size(),
         num_kv_heads: layout.num_kv_heads(),
         head_dim: dim,
-        format: format(format_),
+        format: format.kernel_code(),
         row_bytes: narrow(layout.row_bytes()),
-        scales_begin: narrow(format_.scales_begin(dim)),
+        scales_begin: narrow(format.scales_begin(dim)),
         transforms: layout.transforms().into(),
         block_means: layout.has_block_means().into(),
         sinks: map.sinks(),
         wide_slots: map.wide_slots(),
-        wide_per_block: layout.block_size().checked_div(map.wide_slots()).unwrap_or(1).max(1),
+        wide_per_block: wide_per_block(layout),
         has_tail: map.has_tail().into(),
         ..Plane::default()
     }

@@ -8,20 +8,21 @@
 //! use kv::{AttentionOptions, CacheSpec, Device, KvCache, QkvFormat, SequenceId, StartOptions};
 //! use kv::{StepInput, TensorView, TensorViewMut};
 //!
-//! let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(16, 64).build()?;
+//! let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(4).paged(16, 64).build()?;
 //! let mut cache = KvCache::new(Device::open("cpu")?, spec)?;
 //! let (seq, prompt) = (SequenceId(0), [11, 22]);
 //! let reused = cache.start(seq, &prompt, StartOptions::default())?; // tokens that need no step
 //! let mut step = cache.begin_step(&[StepInput::tokens(seq, &prompt[reused..])])?;
 //! assert_eq!(step.positions(), [0, 1]); // what RoPE needs
-//! let (k, v) = ([1.0_f32, 0.0, 0.0, 1.0], [1.0_f32, 2.0, 3.0, 4.0]); // [tokens, heads, dim]
-//! let (q, mut out) = ([0.0_f32; 4], [0.0_f32; 4]);
-//! let view = |data| TensorView::host::<f32>(data, &[2, 1, 2]);
+//! let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+//! let (q, mut out) = ([0.0_f32; 8], [0.0_f32; 8]);
+//! let view = |data| TensorView::host::<f32>(data, &[2, 1, 4]); // [tokens, heads, head_dim]
 //! step.write(0, view(&k), view(&v), QkvFormat::Thd)?;
-//! let out_view = TensorViewMut::host(&mut out, &[2, 1, 2]);
+//! let out_view = TensorViewMut::host(&mut out, &[2, 1, 4]);
 //! step.attend(0, view(&q), out_view, &AttentionOptions::causal(0.7))?;
 //! step.commit()?; // lengths advance
-//! assert_eq!(out, [1.0, 2.0, 2.0, 3.0]); // token 0 sees itself, token 1 the mean of both
+//! // Token 0 sees itself, token 1 the mean of both.
+//! assert_eq!(out, [1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 5.0, 6.0]);
 //! # }
 //! # Ok::<(), kv::Error>(())
 //! ```

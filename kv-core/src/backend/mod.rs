@@ -12,9 +12,15 @@
 //! 8. the same input twice gives the same bits (`attend/repeatable`);
 //! 9. attention reads no block in which none of its queries sees a key, not even to mask it
 //!    afterwards (`attend/unseen_slots_are_never_read`);
-//! 10. storage whose `head_dim` the device does not take is refused before anything of a cache is
-//!     allocated (`cache/head_dims_not_taken`); all others are taken by every operation.
+//! 10. storage whose `head_dim` or stored format the device does not take is refused before
+//!     anything of a cache is allocated (`cache/head_dims_not_taken`, `cache/formats_not_taken`);
+//!     all others are taken by every operation;
+//! 11. an output in host memory holds its rows when the call returns, to the bit those that it has
+//!     in device memory (`attend/host_outputs`, `gather/host_outputs`, `convert/host_outputs`).
 mod any;
+mod host_outputs;
+#[doc(hidden)]
+pub mod kernels;
 mod null;
 
 use std::fmt;
@@ -22,9 +28,11 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 pub use any::{AnyBackend, AnyBuffer, AnyFence, AnyQueue, AnyReadback};
+pub use host_outputs::HostOutputs;
 pub use null::{NullBackend, NullBuffer, NullControl, NullFence, NullQueue, NullReadback};
 
 use crate::error::DeviceError;
+use crate::format::KvFormat;
 use crate::ids::GroupId;
 use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
@@ -48,17 +56,20 @@ pub struct Capabilities {
     /// Whether a worker takes all kv heads of a part. If not, heads keep workers busy too, and
     /// contexts are cut into fewer parts.
     pub heads_together: bool,
-    /// Whether outputs may lie in host memory.
+    /// Whether outputs may lie in host memory. A device that writes its own memory alone waits for
+    /// them inside the call, and refuses them where a thread may not wait ([`HostOutputs`]).
     pub host_outputs: bool,
     /// `head_dim`s of K and V are multiples of this; 1 where every one is taken.
     pub head_dim_multiple: u32,
     /// Largest `head_dim` of K and of V; `u32::MAX` without a limit.
     pub head_dim_max: u32,
+    /// Stored formats that every operation takes; `None` where the device takes each of them.
+    pub formats: Option<&'static [KvFormat]>,
 }
 
 impl Capabilities {
-    /// Starts from the smallest promise, but for `head_dim`s, all of which are taken; a backend
-    /// raises fields it can keep.
+    /// Starts from the smallest promise, but for `head_dim`s and stored formats, all of which are
+    /// taken; a backend raises fields it can keep.
     pub fn minimal() -> Self {
         Self {
             buffer_bytes_max: 0,
@@ -69,6 +80,7 @@ impl Capabilities {
             host_outputs: false,
             head_dim_multiple: 1,
             head_dim_max: u32::MAX,
+            formats: None,
         }
     }
     /// Sets the largest buffer, in bytes.
@@ -113,6 +125,12 @@ impl Capabilities {
         (self.head_dim_multiple, self.head_dim_max) = (multiple.max(1), max);
         self
     }
+    /// Takes only these stored formats.
+    #[must_use]
+    pub fn with_formats(mut self, formats: &'static [KvFormat]) -> Self {
+        self.formats = Some(formats);
+        self
+    }
     /// Workers that [`PlanBuffers::plan`](crate::plan::PlanBuffers::plan) should cut for, each of
     /// which counts as taking one kv head of a part.
     pub fn workers_of_heads(&self, num_kv_heads: u32) -> u32 {
@@ -124,6 +142,10 @@ impl Capabilities {
     /// Whether rows of so many values can be stored and read.
     pub fn takes_head_dim(&self, head_dim: u32) -> bool {
         head_dim <= self.head_dim_max && head_dim.is_multiple_of(self.head_dim_multiple.max(1))
+    }
+    /// Whether rows of this format can be stored and read.
+    pub fn takes_format(&self, format: KvFormat) -> bool {
+        self.formats.is_none_or(|formats| formats.contains(&format))
     }
 }
 

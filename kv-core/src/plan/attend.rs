@@ -309,6 +309,10 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
     pub fn lse(&mut self) -> Option<&mut TokenTensorMut<'a, Buf>> {
         self.lse.as_mut()
     }
+    /// What is written: the output rows, and the log-sum-exp where it is asked for.
+    pub fn outputs(&mut self) -> [Option<&mut TokenTensorMut<'a, Buf>>; 2] {
+        [Some(&mut self.out), self.lse.as_mut()]
+    }
     /// Keys.
     pub fn k_plane(&self) -> &PlaneView<'a, Buf> {
         &self.k_plane

@@ -105,6 +105,10 @@ impl<'a, Buf> ConvertArgs<'a, Buf> {
     pub fn dst(&mut self) -> &mut TokenTensorMut<'a, Buf> {
         &mut self.dst
     }
+    /// What is written: the target alone.
+    pub fn outputs(&mut self) -> [Option<&mut TokenTensorMut<'a, Buf>>; 2] {
+        [Some(&mut self.dst), None]
+    }
     pub(crate) fn into_parts(self) -> (TokenTensor<'a, Buf>, TokenTensorMut<'a, Buf>) {
         (self.src, self.dst)
     }

@@ -114,6 +114,10 @@ impl<'a, Buf> GatherArgs<'a, Buf> {
     pub fn out(&mut self) -> &mut TokenTensorMut<'a, Buf> {
         &mut self.out
     }
+    /// What is written: the output alone.
+    pub fn outputs(&mut self) -> [Option<&mut TokenTensorMut<'a, Buf>>; 2] {
+        [Some(&mut self.out), None]
+    }
     pub(crate) fn into_parts(self) -> (PlaneView<'a, Buf>, TokenTensorMut<'a, Buf>) {
         (self.plane, self.out)
     }

@@ -133,6 +133,18 @@ impl TokenRows {
         Ok(Self { format, dtype, batch, tokens, heads, dim, batch_stride, token_stride })
     }
 
+    /// The same rows without gaps between them.
+    fn dense(&self) -> Self {
+        let row = u64::from(self.heads).saturating_mul(u64::from(self.dim));
+        let of = |count: u32| u64::from(count).saturating_mul(row);
+        let (batch_stride, token_stride) = match self.format {
+            QkvFormat::Thd => (0, row),
+            QkvFormat::Bshd => (of(self.tokens), row),
+            QkvFormat::Sbhd => (row, of(self.batch)),
+        };
+        Self { batch_stride, token_stride, ..*self }
+    }
+
     /// Bytes from the first element to the end of the last row, `None` when that overflows.
     fn bytes_reached(&self) -> Option<u64> {
         if self.batch == 0 || self.tokens == 0 {
@@ -288,6 +300,25 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
     pub fn data(&mut self) -> &mut TensorDataMut<'a, Buf> {
         &mut self.data
     }
+    /// Bytes of all rows without gaps, of an output in host memory.
+    pub(crate) fn host_bytes(&self) -> Option<u64> {
+        match &self.data {
+            TensorDataMut::Host(_) => Some(self.rows.dense().bytes_reached().unwrap_or(u64::MAX)),
+            TensorDataMut::Device { .. } => None,
+        }
+    }
+    /// Exchanges an output in host memory for rows without gaps, `offset` bytes into `buffer`.
+    pub(crate) fn exchange(&mut self, buffer: &'a Buf, offset: u64) -> Option<HostRows<'a>> {
+        if let TensorDataMut::Device { .. } = &self.data {
+            return None;
+        }
+        let dense = self.rows.dense();
+        let rows = std::mem::replace(&mut self.rows, dense);
+        match std::mem::replace(&mut self.data, TensorDataMut::Device { buffer, offset }) {
+            TensorDataMut::Host(bytes) => Some(HostRows { rows, bytes }),
+            TensorDataMut::Device { .. } => None,
+        }
+    }
     /// The same tensor with its buffer handle exchanged.
     pub(crate) fn try_map<T: 'a, E>(
         self,
@@ -300,5 +331,36 @@ impl<'a, Buf> TokenTensorMut<'a, Buf> {
             }
         };
         Ok(TokenTensorMut { rows: self.rows, data })
+    }
+}
+
+/// An output in host memory whose rows a device writes elsewhere first.
+#[derive(Debug)]
+pub(crate) struct HostRows<'a> {
+    rows: TokenRows,
+    bytes: &'a mut [u8],
+}
+
+impl HostRows<'_> {
+    /// Copies every row of `staged`, which has them without gaps; bytes between rows stay.
+    pub(crate) fn fill(self, staged: &[u8]) {
+        let (rows, dense) = (self.rows, self.rows.dense());
+        let size = rows.dtype.size();
+        let row = usize::try_from(u64::from(rows.heads).saturating_mul(rows.dim.into()));
+        let row = row.unwrap_or(usize::MAX).saturating_mul(size);
+        for entry in 0..usize::try_from(rows.batch).unwrap_or(usize::MAX) {
+            for token in 0..rows.tokens {
+                let range = |rows: &TokenRows| {
+                    let begin = rows.offset(entry, 0, token).saturating_mul(size);
+                    begin..begin.saturating_add(row)
+                };
+                let target = self.bytes.get_mut(range(&rows));
+                let found = target.zip(staged.get(range(&dense)));
+                assert!(found.is_some(), "a checked tensor reaches its rows, and so do dense rows");
+                if let Some((target, source)) = found {
+                    target.copy_from_slice(source);
+                }
+            }
+        }
     }
 }

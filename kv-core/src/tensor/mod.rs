@@ -10,7 +10,7 @@ mod tests;
 use std::fmt;
 
 use crate::element::{DType, Element};
-pub(crate) use checked::TokenRequirement;
+pub(crate) use checked::{HostRows, TokenRequirement};
 pub use checked::{TokenRows, TokenTensor, TokenTensorMut};
 
 /// Extents of up to four axes.
@@ -154,11 +154,17 @@ impl<'a, Buf> TensorView<'a, Buf> {
 }
 
 impl<'a, Buf> TensorViewMut<'a, Buf> {
-    /// A dense tensor in host memory.
+    /// A dense tensor in host memory, which holds its rows when the call that writes it returns.
+    ///
+    /// On a GPU that call submits the work recorded so far, waits until it is done and copies the
+    /// rows: a synchronisation for every layer, where an output in device memory needs none. It is
+    /// refused as [`Unsupported`](crate::DeviceErrorKind::Unsupported) while launches are captured
+    /// and where a thread may not wait
+    /// ([`host_outputs`](crate::backend::Capabilities::host_outputs)).
     pub fn host<T: Element>(values: &'a mut [T], dims: &[u32]) -> Self {
         Self::host_bytes(T::DTYPE, bytemuck::cast_slice_mut(values), dims)
     }
-    /// A dense tensor in host memory, given as bytes.
+    /// A dense tensor in host memory, given as bytes; see [`Self::host`].
     pub fn host_bytes(dtype: DType, bytes: &'a mut [u8], dims: &[u32]) -> Self {
         Self { data: TensorDataMut::Host(bytes), meta: Meta::dense(dtype, dims) }
     }

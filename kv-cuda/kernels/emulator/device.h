@@ -54,6 +54,7 @@ inline i32 kv_float_to_int_rn(float x) {
   if (x >= 2147483648.0f) return 0x7fffffff;
   return x < -2147483648.0f ? -0x7fffffff - 1 : i32(std::nearbyint(x));
 }
+[[noreturn]] void kv_unknown_format(u32 format, kvemu::Site site = kvemu::Site::here());
 inline u32 kv_popc(u32 x) { return u32(__builtin_popcount(x)); }
 inline u32 kv_clz(u32 x) { return x == 0 ? 32 : u32(__builtin_clz(x)); }
 inline u32 kv_prmt(u32 a, u32 b, u32 selector) {

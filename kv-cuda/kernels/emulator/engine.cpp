@@ -199,3 +199,7 @@ u32 Engine::random(u32 below) {
 }
 
 }  // namespace kvemu
+
+void kv_unknown_format(u32 format, kvemu::Site site) {
+  kvemu::engine->fail("no stored format has the number %u, at %s:%d", format, site.file, site.line);
+}

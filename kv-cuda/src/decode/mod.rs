@@ -41,20 +41,24 @@ macro_rules! kernels {
     };
 }
 
-/// Numbers of `KvDtype` and `KvFormat`, as in `params.h`.
+/// Numbers of element types and stored formats in kernels.
 mod code {
-    pub(super) const DTYPE_F16: u32 = 1;
-    pub(super) const DTYPE_BF16: u32 = 2;
-    pub(super) const F16: u32 = 1;
-    pub(super) const BF16: u32 = 2;
-    pub(super) const E4M3: [u32; 2] = [3, 4];
-    pub(super) const E5M2: [u32; 2] = [6, 7];
-    pub(super) const INT8: [u32; 2] = [10, 11];
+    use kv_core::KvFormat::{Bf16, F16 as Half, Fp8E4m3, Fp8E5m2, Int8, L4 as Lloyd4};
+    use kv_core::Scaling::{Head, Row, Tensor};
+    use kv_core::{DType, ScaleGroup, backend::kernels::dtype_code};
+
+    pub(super) const DTYPE_F16: u32 = dtype_code(DType::F16);
+    pub(super) const DTYPE_BF16: u32 = dtype_code(DType::Bf16);
+    pub(super) const F16: u32 = Half.kernel_code();
+    pub(super) const BF16: u32 = Bf16.kernel_code();
+    pub(super) const E4M3: [u32; 2] = [Fp8E4m3(Tensor).kernel_code(), Fp8E4m3(Head).kernel_code()];
+    pub(super) const E5M2: [u32; 2] = [Fp8E5m2(Tensor).kernel_code(), Fp8E5m2(Head).kernel_code()];
+    pub(super) const INT8: [u32; 2] = [Int8(Tensor).kernel_code(), Int8(Head).kernel_code()];
     // With a scale of its own in every row.
-    pub(super) const E4M3_ROW: u32 = 5;
-    pub(super) const E5M2_ROW: u32 = 8;
-    pub(super) const INT8_ROW: u32 = 9;
-    pub(super) const L4: u32 = 14;
+    pub(super) const E4M3_ROW: u32 = Fp8E4m3(Row).kernel_code();
+    pub(super) const E5M2_ROW: u32 = Fp8E5m2(Row).kernel_code();
+    pub(super) const INT8_ROW: u32 = Int8(Row).kernel_code();
+    pub(super) const L4: u32 = Lloyd4(ScaleGroup::Row).kernel_code();
 }
 
 /// How a decoding kernel is started, with as many thread blocks as the plan has slots.

@@ -1,5 +1,6 @@
 //! Device memory as vectors.
 use bytemuck::Pod;
+use kv_core::DeviceError;
 
 use crate::emulated::{Emulator, EmulatorOptions};
 use crate::gpu::{Gpu, Launch, Stream};
@@ -54,10 +55,21 @@ impl Device {
         shared: u32,
         params: &T,
     ) {
+        self.try_launch(kernel, grid, shared, params).unwrap();
+    }
+
+    /// As [`Self::launch`]; what the emulator reports.
+    pub(super) fn try_launch<T: Pod>(
+        &mut self,
+        kernel: &'static str,
+        grid: [u32; 3],
+        shared: u32,
+        params: &T,
+    ) -> Result<(), DeviceError> {
         let threads = if kernel == "copy_blocks" { 256 } else { 128 };
         let launch = Launch { kernel, grid, threads, shared_bytes: shared };
         // SAFETY: tests name addresses of memory they have put, as large as what they say of it.
-        unsafe { self.stream.launch(&launch, bytemuck::bytes_of(params)) }.unwrap();
+        unsafe { self.stream.launch(&launch, bytemuck::bytes_of(params)) }
     }
 }
 

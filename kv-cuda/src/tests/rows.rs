@@ -1,5 +1,6 @@
 //! Every stored format against kv-quant, bit for bit: `write_plain`, `write_rows`, `gather_rows`.
 use half::{bf16, f16};
+use kv_core::backend::kernels::FORMATS;
 use kv_core::calibration::{HeadConstants, PlaneConstants};
 use kv_core::{BlockOrder, KvFormat, Place, PlaneLayout, PlaneShape};
 use kv_quant::{block, row, transform};
@@ -316,10 +317,9 @@ const ORDERS: [BlockOrder; 2] = [BlockOrder::Nhd, BlockOrder::Hnd];
 
 #[test]
 fn every_format_is_that_of_the_host() {
-    let formats: Vec<KvFormat> = KvFormat::all().collect();
-    for (i, format) in formats.iter().enumerate() {
+    for (i, format) in FORMATS.iter().enumerate() {
         for (j, dim) in [128, 64, 1, 5, 31, 33, 80, 100, 256].into_iter().enumerate() {
-            let other = formats[(i + j + 1) % formats.len()];
+            let other = FORMATS[(i + j + 1) % FORMATS.len()];
             let dims = if j % 2 == 0 { [dim, dim] } else { [dim, dim + 8] };
             let case = Case {
                 formats: [*format, other],
@@ -338,10 +338,10 @@ fn every_format_is_that_of_the_host() {
 
 #[test]
 fn rows_are_transformed_and_sinks_are_wide() {
-    for (i, format) in KvFormat::all().enumerate() {
+    for (i, format) in FORMATS.iter().enumerate() {
         for (j, dim) in [128, 7, 80, 96].into_iter().enumerate() {
             let case = Case {
-                formats: [format, KvFormat::F16],
+                formats: [*format, KvFormat::F16],
                 dims: [dim, dim],
                 heads: 2,
                 dtype: (j as u32) % 3,
@@ -375,4 +375,36 @@ fn plain_rows_of_any_type_and_alignment_are_moved() {
             }
         }
     }
+}
+
+#[test]
+fn a_number_that_no_format_has_is_reported() {
+    let mut device = Device::open(7);
+    let plane = Plane {
+        base: device.put(&[0_u8; 64]),
+        block_bytes: 64,
+        token_stride: 16,
+        head_stride: 16,
+        blocks_per_segment: 1,
+        num_blocks: 1,
+        block_size: 4,
+        num_kv_heads: 1,
+        head_dim: 8,
+        format: FORMATS.len() as u32,
+        row_bytes: 16,
+        wide_slots: 1,
+        wide_per_block: 4,
+        ..Plane::default()
+    };
+    let out = device.put(&[0.0_f32; 8]);
+    let params = GatherParams {
+        plane,
+        out: ragged(out, 0, 1, (1, 8)),
+        ranges: device.put(&[Range { len: 1, ..Range::default() }]),
+        tables: device.put(&[0_u32]),
+        num_ranges: 1,
+        total: 1,
+    };
+    let error = device.try_launch("gather_rows", [1; 3], 4 * 32, &params).unwrap_err();
+    assert!(error.to_string().contains("no stored format has the number 21"), "{error}");
 }

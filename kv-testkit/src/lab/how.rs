@@ -35,7 +35,7 @@ pub struct How {
     pub q_dtype: DType,
     /// Where k, v and q are.
     pub inputs: Place,
-    /// Where out is, if the backend can.
+    /// Where out and the log-sum-exp are.
     pub outputs: Place,
     /// Padding of all tensors.
     pub room: Room,

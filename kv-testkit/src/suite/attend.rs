@@ -26,6 +26,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("attend/repeatable", repeatable),
         case("attend/does_not_change_the_cache", leaves_cache),
         case("attend/cross_attention", cross),
+        case("attend/host_outputs", host_outputs),
     ]
 }
 
@@ -342,5 +343,32 @@ fn cross<B: Device>(backend: &B) -> CaseResult {
     lab.release(1)?;
     lab.step(&inputs, &how)?;
     lab.check()?;
+    Ok(Outcome::Holds)
+}
+
+/// Outputs in host memory hold, to the bit, what the same call writes to device memory; what lies
+/// between their rows stays as it was, which reading them back checks.
+fn host_outputs<B: Device>(backend: &B) -> CaseResult {
+    for q_format in FORMATS {
+        for q_dtype in DTYPES {
+            for lse in [true, false] {
+                let run = |outputs| -> Result<_, CaseError> {
+                    let room = Room { batch: 1, tokens: 2, gap: 2 };
+                    let how = How { q_format, q_dtype, outputs, room, lse, ..How::default() };
+                    let mut lab = Lab::new(backend, small().build()?, 16)?;
+                    lab.fill(1, 9)?;
+                    lab.start(2)?;
+                    let prefill = lab.step(&[tokens(1, 12), tokens(2, 3)], &how)?;
+                    Ok([prefill, lab.step(&[tokens(2, 1), tokens(1, 1)], &how)?])
+                };
+                let [host, device] = [run(Place::Host)?, run(Place::Device)?];
+                ensure(host == device, || {
+                    format!(
+                        "{q_format:?}, {q_dtype}, lse {lse}: {host:?}, on the device {device:?}"
+                    )
+                })?;
+            }
+        }
+    }
     Ok(Outcome::Holds)
 }

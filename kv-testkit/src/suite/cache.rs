@@ -1,7 +1,7 @@
 //! The life of sequences and steps, and what is refused.
 use kv_core::{
-    AttentionOptions, CacheError, DType, DeviceErrorKind, LayerId, PlanError, QkvFormat,
-    StartOptions, StepInput,
+    AttentionOptions, CacheError, DType, DeviceErrorKind, KvCache, KvFormat, LayerId, PlanError,
+    QkvFormat, StartOptions, StepInput, TensorView, TensorViewMut,
 };
 
 use super::{case, small};
@@ -22,6 +22,8 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("cache/exhaustion_changes_nothing", exhaustion),
         case("cache/refusals_change_nothing", refusals),
         case("cache/head_dims_not_taken", head_dims),
+        case("cache/formats_not_taken", formats),
+        case("cache/host_tensors_alone", host_tensors),
     ]
 }
 
@@ -267,6 +269,32 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
+/// A device that takes some stored formats refuses a cache of any other, in K, in V and in any
+/// group, and says which.
+fn formats<B: Device>(backend: &B) -> CaseResult {
+    const TAKEN: &[KvFormat] = &[KvFormat::F32, KvFormat::Bf16];
+    let limited = limited(backend, |capabilities| capabilities.with_formats(TAKEN));
+    for k in KvFormat::PLAIN {
+        for v in KvFormat::PLAIN {
+            let spec = small().format(KvFormat::F32).group([1], |group| group.formats(*k, *v));
+            let spec = spec.build()?;
+            if TAKEN.contains(k) && TAKEN.contains(v) {
+                let mut lab = Lab::new(&limited, spec, 12)?;
+                lab.start(1)?;
+                lab.step(&[tokens(1, 3)], &How::default()).at(format!("{k} and {v}"))?;
+                continue;
+            }
+            let named = |error: &CacheError| {
+                device_error(DeviceErrorKind::Unsupported)(error)
+                    && error.to_string().contains("format f16")
+            };
+            let made = KvCache::new(limited.clone(), spec);
+            refused(format!("{k} and {v}"), made, named)?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
 /// A device that takes some `head_dim`s refuses all others at once, and takes all of those.
 fn head_dims<B: Device>(backend: &B) -> CaseResult {
     let own = backend.capabilities();
@@ -277,7 +305,7 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
     for dim in wrong.into_iter().filter_map(|(dim, is_wrong)| is_wrong.then_some(dim)) {
         for dims in [(dim, step), (step, dim)] {
             let spec = small().layers(1).head_dims(dims.0, dims.1).paged(1, 1).build()?;
-            let made = kv_core::KvCache::new(backend.clone(), spec);
+            let made = KvCache::new(backend.clone(), spec);
             refused(format!("head_dims {dims:?}"), made, unsupported)?;
         }
     }
@@ -292,9 +320,33 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
             lab.start(1)?;
             lab.step(&[tokens(1, 3)], &How::default()).at(format!("head_dims {k} and {v}"))?;
         } else {
-            let made = kv_core::KvCache::new(limited.clone(), spec);
+            let made = KvCache::new(limited.clone(), spec);
             refused(format!("head_dims {k} and {v}"), made, unsupported)?;
         }
     }
+    Ok(Outcome::Holds)
+}
+
+/// README's example: a program whose tensors all lie in host memory.
+fn host_tensors<B: Device>(backend: &B) -> CaseResult {
+    let spec = small().layers(1).kv_heads(1).head_dim(4).build()?;
+    let mut cache = KvCache::new(backend.clone(), spec)?;
+    let prompt = [11, 22];
+    let reused = cache.start(seq(1), &prompt, StartOptions::default())?;
+    let mut step = cache.begin_step(&[StepInput::tokens(seq(1), &prompt[reused..])])?;
+    let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+    let (q, mut out, mut lse) = ([0.0_f32; 8], [0.0_f32; 8], [1.0_f32; 2]);
+    let view = |data| TensorView::host::<f32>(data, &[2, 1, 4]);
+    step.write(0, view(&k), view(&v), QkvFormat::Thd)?;
+    let (to, lse_to) =
+        (TensorViewMut::host(&mut out, &[2, 1, 4]), TensorViewMut::host(&mut lse, &[2, 1]));
+    step.attend_lse(0, view(&q), to, lse_to, &AttentionOptions::causal(0.7))?;
+    step.commit()?;
+    same("outputs", out, [1.0, 2.0, 3.0, 4.0, 3.0, 4.0, 5.0, 6.0])?;
+    ensure(lse[0] == 0.0 && (lse[1] - 2.0_f32.ln()).abs() < 1e-5, || format!("lse {lse:?}"))?;
+    let mut rows = [0.0_f32; 4];
+    let to = TensorViewMut::host(&mut rows, &[1, 1, 4]);
+    cache.gather(0, kv_core::Plane::Value, &[(seq(1), 1, 1)], to, QkvFormat::Thd)?;
+    same("gathered rows", rows, [5.0, 6.0, 7.0, 8.0])?;
     Ok(Outcome::Holds)
 }

@@ -4,7 +4,7 @@ use kv_core::plan::{ConvertArgs, ConvertPlan};
 use kv_core::{CacheError, DType, PlanError, QkvFormat};
 
 use super::case;
-use crate::case::{At, Case, CaseError, CaseResult, Outcome, refused};
+use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused};
 use crate::device::{Device, Place, Staged};
 use crate::lab::{DTYPES, FORMATS, check_rows};
 use crate::oracle::round::round_f32;
@@ -16,6 +16,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("convert/nine_axis_pairs", pairs),
         case("convert/nine_dtype_pairs", dtypes),
         case("convert/room_and_places", rooms),
+        case("convert/host_outputs", host_outputs),
         case("convert/refuses_bad_lengths", refusals),
     ]
 }
@@ -120,6 +121,25 @@ fn rooms<B: Device>(backend: &B) -> CaseResult {
         let ends = [end(), end()];
         let lens: Vec<_> = (0..rng.within(1, 5)).map(|_| rng.below(6) as usize).collect();
         check(backend, &lens, [rng.within(1, 3) as usize, rng.pick(&[1, 4, 7, 16])], ends)?;
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Rows in host memory are, to the bit, those that the same call writes to device memory.
+fn host_outputs<B: Device>(backend: &B) -> CaseResult {
+    let rows: Vec<_> = [3, 1].map(|len| Rng::new(len).normals(len as usize * 8)).into();
+    for format in FORMATS {
+        for dtype in DTYPES {
+            let room = Room { batch: 1, tokens: 1, gap: 2 };
+            let convert = |place| {
+                let to = End { format, dtype, room, place };
+                convert(backend, &rows, [2, 4], [End::of(QkvFormat::Thd, DType::F32), to])
+            };
+            let [host, device] = [convert(Place::Host)?, convert(Place::Device)?];
+            ensure(host == device, || {
+                format!("{format:?} {dtype}: {host:?}, on the device {device:?}")
+            })?;
+        }
     }
     Ok(Outcome::Holds)
 }

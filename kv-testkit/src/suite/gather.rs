@@ -1,8 +1,8 @@
 //! Reading cached rows back.
-use kv_core::{CacheError, DType, KvFormat, PlanError, Plane, QkvFormat, SequenceId};
+use kv_core::{CacheError, DType, KvFormat, PlanError, Plane, QkvFormat, Scaling, SequenceId};
 
 use super::{ORDERS, case, small};
-use crate::case::{At, Case, CaseError, CaseResult, Outcome, refused};
+use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused};
 use crate::device::{Device, Place, Staged, dim};
 use crate::lab::{DTYPES, FORMATS, Lab, agree, seq};
 use crate::tokens::{Room, TokenLayout};
@@ -11,6 +11,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
         case("gather/every_axis_order_and_dtype", forms),
         case("gather/ranges", ranges),
+        case("gather/host_outputs", host_outputs),
         case("gather/refuses_what_is_not_there", refusals),
     ]
 }
@@ -35,7 +36,7 @@ pub(crate) fn check<B: Device>(
 ) -> Result<(), CaseError> {
     let Form { format, dtype, room, place } = form;
     let lens: Vec<_> = ranges.iter().map(|range| range.2 as usize).collect();
-    let capabilities = kv_core::Backend::capabilities(&lab.backend).clone();
+    let capabilities = lab.backend.capabilities().clone();
     for (index, plane) in [Plane::Key, Plane::Value].into_iter().enumerate() {
         let shape = lab.layers()[layer].clone();
         let layout = TokenLayout::new(format, &lens, [shape.heads, shape.dims[index]], room);
@@ -97,6 +98,35 @@ fn ranges<B: Device>(backend: &B) -> CaseResult {
             }
         }
         check(&mut lab, 0, &[], form(format))?;
+    }
+    Ok(Outcome::Holds)
+}
+
+/// Rows in host memory are, to the bit, those that the same call writes to device memory.
+fn host_outputs<B: Device>(backend: &B) -> CaseResult {
+    let stored = [KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8E4m3(Scaling::Row)];
+    for stored in stored {
+        let mut lab = Lab::new(backend, small().format(stored).build()?, 4)?;
+        lab.fill(1, 9)?;
+        lab.fill(2, 4)?;
+        let ranges = [(seq(1), 2, 6), (seq(2), 0, 4)];
+        for format in FORMATS {
+            for dtype in DTYPES {
+                let mut read = |place| -> Result<_, CaseError> {
+                    let room = Room { batch: 1, tokens: 1, gap: 2 };
+                    let layout = TokenLayout::new(format, &[6, 4], [2, 8], room);
+                    let (backend, queue) = (lab.backend.clone(), lab.cache.queue_mut());
+                    let mut out = Staged::output(&backend, queue, (layout, dtype), place)?;
+                    lab.cache.gather(0, Plane::Value, &ranges, out.view_mut(), format)?;
+                    let queue = lab.cache.queue_mut();
+                    Ok(out.read(backend.capabilities(), queue)?.bytes().to_vec())
+                };
+                let [host, device] = [read(Place::Host)?, read(Place::Device)?];
+                ensure(host == device, || {
+                    format!("{stored} as {format:?} {dtype}: {host:?}, on the device {device:?}")
+                })?;
+            }
+        }
     }
     Ok(Outcome::Holds)
 }

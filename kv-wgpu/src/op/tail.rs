@@ -23,7 +23,8 @@ fn encode_kernel(format: KvFormat) -> Kernel {
 #[cfg(test)]
 pub(super) fn kernels() -> Vec<Kernel> {
     let mut all = vec![stage_kernel()];
-    all.extend(KvFormat::all().map(encode_kernel));
+    let formats = kv_core::backend::kernels::FORMATS.iter();
+    all.extend(formats.map(|format| encode_kernel(*format)));
     all.dedup();
     all
 }

@@ -9,7 +9,7 @@ use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
 use crate::recording::Slot;
 use crate::steps::Step;
-use crate::tensors::{self, Room};
+use crate::tensors::Room;
 
 pub(super) const OPERATION: &str = "write_kv";
 
@@ -34,12 +34,13 @@ pub(super) fn specialised(kernel: Kernel, format: KvFormat) -> Kernel {
     if !alike.is_quantised() {
         return kernel;
     }
-    kernel.flags(&["CODES"]).with("FORMAT", tensors::format(alike))
+    kernel.flags(&["CODES"]).with("FORMAT", alike.kernel_code())
 }
 
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
-    let mut all: Vec<_> = KvFormat::all().map(kernel).collect();
+    let formats = kv_core::backend::kernels::FORMATS.iter();
+    let mut all: Vec<_> = formats.map(|format| kernel(*format)).collect();
     all.dedup();
     all.into_iter().chain(super::tail::kernels()).collect()
 }

@@ -1,6 +1,8 @@
-//! Structures of the host are those of the shaders.
+//! Structures and numbers of the host are those of the shaders.
 use std::collections::BTreeSet;
 
+use kv_core::backend::kernels::{axes_code, dtype_code};
+use kv_core::{DType, QkvFormat};
 use naga::{Scalar, TypeInner};
 
 use crate::op::kernels;
@@ -97,4 +99,19 @@ fn every_field_lies_where_shaders_read_it() {
     }
     let missing: Vec<_> = FIELDS.iter().filter(|(name, _)| !seen.contains(name)).collect();
     assert!(missing.is_empty(), "no shader has {missing:?}");
+}
+
+#[test]
+fn formats_have_the_numbers_of_the_shaders() {
+    kv_testkit::assert_kernel_formats(include_str!("../../shaders/codes.wgsl"), "FMT_");
+}
+
+#[test]
+fn element_types_and_axes_have_the_numbers_of_the_shaders() {
+    let constants = kv_testkit::kernel_constants(include_str!("../../shaders/params.wgsl"));
+    for (name, dtype) in [("F32", DType::F32), ("F16", DType::F16), ("BF16", DType::Bf16)] {
+        assert_eq!(constants.get(name), Some(&dtype_code(dtype)), "{name}");
+    }
+    // Shaders tell this one from the two others, which their strides describe.
+    assert_eq!(constants.get("THD"), Some(&axes_code(QkvFormat::Thd)));
 }

@@ -4,7 +4,6 @@ use kv_core::KvFormat;
 
 use crate::params::Plane;
 use crate::pipelines::Kernel;
-use crate::tensors;
 
 /// Values that are staged side by side.
 const CHUNK: u32 = 32;
@@ -23,7 +22,7 @@ pub(super) struct Side {
 impl Side {
     pub(super) fn of(plane: &Plane) -> Self {
         // In blocks of 34 and 18 bytes nothing ever does.
-        let ggml = [KvFormat::Q8_0, KvFormat::Q4_0].map(tensors::format);
+        let ggml = [KvFormat::Q8_0, KvFormat::Q4_0].map(KvFormat::kernel_code);
         let Plane { data, block_bytes, token_stride, head_stride, .. } = *plane;
         let places = [data, block_bytes, token_stride, head_stride];
         let others = [plane.wide_head_stride, plane.mean_begin];
@@ -98,12 +97,13 @@ pub(super) fn merge(has_lse: bool, dtype: u32, has_transforms: bool) -> Kernel {
 /// Every format, short and long, with and without what makes rows special, in every shape.
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
+    use kv_core::backend::kernels::FORMATS;
     let form = |format, head_dim, is_aligned| {
         let side = Side { format, head_dim, is_aligned };
         let rows = Rows { count: 4, is_few: true };
         Form { k: side, v: side, rows, has_extras: is_aligned }
     };
-    let formats = KvFormat::all().map(tensors::format);
+    let formats = FORMATS.iter().map(|format| format.kernel_code());
     let cases = formats.flat_map(|format| [form(format, 64, true), form(format, 256, false)]);
     let mixed =
         Form { v: Side { format: 1, head_dim: 128, is_aligned: true }, ..form(0, 192, true) };

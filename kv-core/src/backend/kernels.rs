@@ -1,0 +1,149 @@
+//! What the host sides of GPU backends share: the numbers that kernels are given, and the checks
+//! that only plan and arguments together allow.
+//!
+//! Kernels check nothing, and plan and arguments may have been checked at different times.
+use crate::element::DType;
+use crate::error::{DeviceError, DeviceErrorKind};
+use crate::format::{KvFormat, ScaleGroup, Scaling};
+use crate::geometry::{BlockOrder, PlaneLayout, QkvFormat};
+use crate::tensor::{TensorDataMut, TokenRows, TokenTensorMut};
+
+/// Stored formats that the kernels of `kv-cuda` and `kv-wgpu` read and write; both refuse all
+/// others. A test of each compares it with the constants of its sources.
+pub const FORMATS: &[KvFormat] = &[
+    KvFormat::F32,
+    KvFormat::F16,
+    KvFormat::Bf16,
+    KvFormat::Fp8E4m3(Scaling::Tensor),
+    KvFormat::Fp8E4m3(Scaling::Head),
+    KvFormat::Fp8E4m3(Scaling::Row),
+    KvFormat::Fp8E5m2(Scaling::Tensor),
+    KvFormat::Fp8E5m2(Scaling::Head),
+    KvFormat::Fp8E5m2(Scaling::Row),
+    KvFormat::Int8(Scaling::Row),
+    KvFormat::Int8(Scaling::Tensor),
+    KvFormat::Int8(Scaling::Head),
+    KvFormat::L6(ScaleGroup::Row),
+    KvFormat::L6(ScaleGroup::Group32),
+    KvFormat::L4(ScaleGroup::Row),
+    KvFormat::L4(ScaleGroup::Group32),
+    KvFormat::L3(ScaleGroup::Row),
+    KvFormat::L3(ScaleGroup::Group32),
+    KvFormat::Q8_0,
+    KvFormat::Q4_0,
+    KvFormat::Nvfp4,
+];
+
+/// Makes the error for what a device cannot do.
+pub fn unsupported(operation: &'static str, why: impl Into<String>) -> DeviceError {
+    DeviceError::new(DeviceErrorKind::Unsupported, operation).with_detail(why)
+}
+
+/// What a plan demands of the rows of a tensor.
+#[derive(Debug, Clone, Copy)]
+#[expect(clippy::exhaustive_structs, reason = "backends make it")]
+pub struct Room {
+    /// Entries of the batch.
+    pub entries: usize,
+    /// Tokens of the longest.
+    pub longest: u32,
+    /// Tokens of all.
+    pub total: u32,
+}
+
+impl Room {
+    /// Checks that a tensor has the rows that the plan of this call demands.
+    ///
+    /// # Errors
+    /// `Unsupported` for a tensor that was checked against another plan.
+    pub fn check(self, rows: &TokenRows, operation: &'static str) -> Result<(), DeviceError> {
+        let batch = usize::try_from(rows.batch()).unwrap_or(usize::MAX);
+        let fits = match rows.format() {
+            QkvFormat::Thd => rows.tokens() >= self.total,
+            QkvFormat::Bshd | QkvFormat::Sbhd => {
+                batch >= self.entries && rows.tokens() >= self.longest
+            }
+        };
+        if fits {
+            return Ok(());
+        }
+        Err(unsupported(operation, "the arguments were checked against another plan"))
+    }
+}
+
+/// Checks that a plane has the blocks that a plan names, cut as the plan was, in a format that
+/// kernels have: a cache has no others, but a plane over buffers of the caller's may.
+///
+/// # Errors
+/// `Unsupported`.
+pub fn check_plane(
+    layout: &PlaneLayout,
+    (num_blocks, planned): (u32, Option<&PlaneLayout>),
+    operation: &'static str,
+) -> Result<(), DeviceError> {
+    let is_alike = planned.is_none_or(|planned| {
+        planned.block_size() == layout.block_size() && planned.slot_map() == layout.slot_map()
+    });
+    if layout.num_blocks() < num_blocks || !is_alike {
+        let why = "the plan was checked against another geometry than the plane's";
+        return Err(unsupported(operation, why));
+    }
+    let format = layout.format();
+    if !FORMATS.contains(&format) {
+        return Err(unsupported(operation, format!("format {format}: kernels do not have it")));
+    }
+    Ok(())
+}
+
+/// Returns the buffer of an output, and the byte at which its rows begin.
+///
+/// # Panics
+/// If it lies in host memory: [`HostOutputs`](crate::backend::HostOutputs) exchanges those first.
+#[expect(clippy::panic, reason = "our own mistake: every call exchanges its host outputs")]
+pub fn device_output<'t, Buf>(tensor: &'t mut TokenTensorMut<'_, Buf>) -> (&'t Buf, u64) {
+    match tensor.data() {
+        TensorDataMut::Device { buffer, offset } => (buffer, *offset),
+        TensorDataMut::Host(_) => panic!("outputs in host memory were exchanged for a buffer"),
+    }
+}
+
+/// Alignment that kernels need of the buffers of a plane, in bytes: rows of codes are read two
+/// bytes at a time.
+pub fn plane_align(layout: &PlaneLayout) -> u32 {
+    if layout.format() == KvFormat::F32 { 4 } else { 2 }
+}
+
+/// Number of an element type in kernels.
+///
+/// # Panics
+/// If it is not a type that token rows may have, which the core has checked.
+pub const fn dtype_code(dtype: DType) -> u32 {
+    assert!(dtype.is_float(), "rows of tokens are f32, f16 or bf16");
+    match dtype {
+        DType::F32 | DType::U32 => 0,
+        DType::F16 => 1,
+        DType::Bf16 => 2,
+    }
+}
+
+/// Number of the order of a tensor's axes in kernels.
+pub fn axes_code(format: QkvFormat) -> u32 {
+    match format {
+        QkvFormat::Bshd => 0,
+        QkvFormat::Sbhd => 1,
+        QkvFormat::Thd => 2,
+    }
+}
+
+/// Bytes from a head to the next of its token, in a row kept in 16 bits among codes.
+pub fn wide_head_stride(layout: &PlaneLayout) -> u64 {
+    match layout.order() {
+        BlockOrder::Nhd => layout.row_bytes().saturating_mul(layout.slot_map().wide_slots().into()),
+        BlockOrder::Hnd => layout.head_stride(),
+    }
+}
+
+/// Rows kept in 16 bits among codes that a block has room for.
+pub fn wide_per_block(layout: &PlaneLayout) -> u32 {
+    layout.block_size().checked_div(layout.slot_map().wide_slots()).unwrap_or(1).max(1)
+}

@@ -1,0 +1,164 @@
+//! Which calls prefill takes, and how kernels are cut.
+use kv_core::backend::kernels::FORMATS;
+
+use super::*;
+
+const FORMAT_F32: u32 = KvFormat::F32.kernel_code();
+const L6: u32 = KvFormat::L6(ScaleGroup::Row).kernel_code();
+const ROOM: u32 = 99 << 10;
+
+fn params(dtype: u32, formats: [u32; 2], dim: u32) -> AttendParams {
+    let tensor = Tensor { data: 4096, dtype, dim, token_stride: 2048, ..Tensor::default() };
+    let [k_plane, v_plane] = formats.map(|format| Plane {
+        base: 4096,
+        block_bytes: 4096,
+        token_stride: 512,
+        head_stride: 512,
+        head_dim: dim,
+        format,
+        ..Plane::default()
+    });
+    AttendParams { q: tensor, out: tensor, k_plane, v_plane, ..AttendParams::default() }
+}
+
+fn kernel(params: &AttendParams) -> Option<&'static str> {
+    Prefill::of(params, ROOM).map(|taker| taker.kernel)
+}
+
+#[test]
+fn rows_of_the_queries_type_are_copied_where_they_lie_well() {
+    let params = params(F16, [F16; 2], 128);
+    assert_eq!(kernel(&params), Some("prefill_f16_128"));
+    let mut crooked = params;
+    crooked.v_plane.token_stride += 2;
+    assert_eq!(kernel(&crooked), Some("prefill_coded_128"));
+    let mut turned = params;
+    turned.k_plane.transforms = 1;
+    assert_eq!(kernel(&turned), Some("prefill_coded_128"));
+    let mut crooked = params;
+    crooked.q.data += 2;
+    assert_eq!(kernel(&crooked), None);
+}
+
+#[test]
+fn codes_of_every_format_are_decoded() {
+    let quantised = FORMATS.iter().filter(|format| format.is_quantised());
+    let numbers: Vec<_> = quantised.map(|format| format.kernel_code()).collect();
+    for dim in PREFILL_DIMS {
+        for k in numbers.iter().copied() {
+            for v in numbers.iter().copied() {
+                let name = |dtype| kernel(&params(dtype, [k, v], dim));
+                let coded = format!("prefill_coded_{dim}");
+                assert_eq!(name(F16), Some(coded.as_str()));
+                assert_eq!(name(BF16), Some(coded.as_str()));
+                assert_eq!(name(FORMAT_F32), None);
+            }
+        }
+    }
+}
+
+#[test]
+fn plain_rows_are_decoded_where_they_have_room() {
+    let code = BF16 + 1;
+    assert_eq!(kernel(&params(BF16, [BF16, BF16], 64)), Some("prefill_bf16_64"));
+    assert_eq!(kernel(&params(BF16, [F16, code], 64)), Some("prefill_coded_64"));
+    assert_eq!(kernel(&params(F16, [code, F16], 64)), Some("prefill_coded_64"));
+    assert_eq!(kernel(&params(F16, [code, BF16], 64)), None);
+    assert_eq!(kernel(&params(BF16, [FORMAT_F32, code], 64)), None);
+}
+
+#[test]
+fn a_log_sum_exp_needs_exact_scores() {
+    for (format, is_exact) in [
+        ("f16", true),
+        ("fp8-e4m3", true),
+        ("int8-head", true),
+        ("l6", false),
+        ("l6-g32", false),
+        ("l3-g32", false),
+        ("q8_0", false),
+        ("q4_0", false),
+        ("nvfp4", true),
+    ] {
+        let code = format.parse::<KvFormat>().unwrap().kernel_code();
+        let mut params = params(BF16, [code, L6], 64);
+        params.lse = Tensor { data: 4096, ..Tensor::default() };
+        assert_eq!(kernel(&params).is_some(), is_exact, "{format}");
+        params.k_plane.transforms = 1;
+        assert_eq!(kernel(&params), None, "{format}");
+    }
+}
+
+#[test]
+fn what_no_kernel_has_is_left() {
+    let code = [BF16 + 1; 2];
+    assert_eq!(kernel(&params(BF16, code, 72)), None);
+    let mut uneven = params(BF16, code, 64);
+    uneven.v_plane.head_dim = 80;
+    assert_eq!(kernel(&uneven), None);
+    let mut means = params(BF16, code, 64);
+    means.k_plane.block_means = 1;
+    assert_eq!(kernel(&means), None);
+    let mut tail = params(BF16, code, 64);
+    (tail.k_plane.sinks, tail.k_plane.has_tail) = (4, 1);
+    assert_eq!(kernel(&tail), Some("prefill_coded_64"));
+    let little = Prefill::of(&params(BF16, code, 256), 48 << 10);
+    assert_eq!(little, None);
+}
+
+#[test]
+fn shared_memory_is_what_the_sources_say() {
+    // By hand: 2 * 128 * (128 + 4 * 64) + 64 * 32 + 32, 2 * 256 * (64 + 4 * 32) + 32 * 32 + 32,
+    // and 2 * 256 * (64 + 2 * 32) + 32 * 64 + 800.
+    let bytes = |params| Prefill::of(&params, ROOM).map(|taker| taker.shared_bytes);
+    assert_eq!(bytes(params(F16, [F16; 2], 128)), Some(100_384));
+    assert_eq!(bytes(params(F16, [F16; 2], 256)), Some(99_360));
+    assert_eq!(bytes(params(F16, [BF16 + 1; 2], 256)), Some(68_384));
+}
+
+#[test]
+fn tiles_are_as_large_as_registers_and_shared_memory_allow() {
+    let code = BF16 + 1;
+    for (dim, copied, decoded) in [
+        (64, [128, 64, 2], [64, 64, 1]),
+        (80, [128, 64, 2], [64, 64, 1]),
+        (96, [128, 64, 2], [64, 64, 1]),
+        (128, [128, 64, 2], [64, 64, 1]),
+        (192, [64, 32, 2], [64, 32, 1]),
+        (256, [64, 32, 2], [64, 32, 1]),
+    ] {
+        for (is_copied, expected) in [(true, copied), (false, decoded)] {
+            let Tiles { rows, tokens, buffers } = Tiles::of(dim, is_copied);
+            assert_eq!([rows, tokens, buffers], expected, "{dim}");
+        }
+        // Cards with the least of it, `sm_86` and `sm_89`, have this for a thread block.
+        for format in [F16, code] {
+            let params = params(F16, [format; 2], dim);
+            assert!(Prefill::of(&params, 101_376).is_some(), "{dim}");
+        }
+    }
+}
+
+#[test]
+fn a_grid_has_a_block_for_every_unit_of_rows() {
+    let extent = Extent { total_q: 100, sequences: 3, ..Extent::default() };
+    let grid = |format, dim| {
+        let mut params = params(F16, [format; 2], dim);
+        (params.group, params.k_plane.num_kv_heads) = (4, 2);
+        prefill(Prefill::of(&params, ROOM).unwrap(), &params, &extent).grid
+    };
+    assert_eq!(grid(F16, 128), [6, 2, 1]);
+    assert_eq!(grid(F16, 256), [9, 2, 1]);
+    assert_eq!(grid(BF16 + 1, 128), [9, 2, 1]);
+}
+
+#[test]
+fn the_largest_head_dim_fits_and_the_next_does_not() {
+    let extent = Extent::default();
+    for (max, dim) in [(101_376, 1728), (232_448, 5824)] {
+        assert_eq!(head_dim_max(max), dim);
+        let bytes = |dim| rows(&params(F16, [F16; 2], dim), &extent, 1).shared_bytes;
+        assert!(bytes(dim) <= max && bytes(dim + 1) > max, "{dim}");
+    }
+    assert_eq!(head_dim_max(1024), 0);
+}
