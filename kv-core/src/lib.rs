@@ -44,7 +44,8 @@ mod format;
 pub mod front;
 mod geometry;
 mod ids;
-mod num;
+#[doc(hidden)]
+pub mod num;
 pub mod plan;
 pub mod reuse;
 mod slot_map;
