@@ -45,7 +45,8 @@ pub mod front;
 mod geometry;
 mod ids;
 mod invariant;
-mod num;
+#[doc(hidden)]
+pub mod num;
 pub mod plan;
 pub mod reuse;
 mod slot_map;

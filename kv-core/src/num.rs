@@ -1,22 +1,42 @@
-//! Number conversions that cannot lose value on the machines we support.
+//! Conversions between integer widths, for the crates of this workspace.
 
-// Block numbers and token counts are `u32`; a host with a narrower address space cannot hold them.
+// Token counts and offsets are `u32` and `u64`; memory of a narrower host cannot hold them.
 const _: () = assert!(usize::BITS >= 32 && usize::BITS <= 64, "usize must be 32 or 64 bits wide");
 
-/// Widens a count or an index to `usize`.
-pub(crate) const fn to_usize(n: u32) -> usize {
+/// Widens a count or an index.
+pub const fn to_usize(n: u32) -> usize {
     #[expect(clippy::as_conversions, reason = "widening, by the assertion above")]
     {
         n as usize
     }
 }
 
-/// Widens a length to `u64`.
-pub(crate) const fn to_u64(n: usize) -> u64 {
+/// Widens a length.
+pub const fn to_u64(n: usize) -> u64 {
     #[expect(clippy::as_conversions, reason = "widening, by the assertion above")]
     {
         n as u64
     }
+}
+
+/// Narrows a length that an earlier check has bounded.
+///
+/// # Panics
+/// When that check is wrong.
+pub fn to_u32(n: usize) -> u32 {
+    let narrow = u32::try_from(n);
+    assert!(narrow.is_ok(), "{n} passed its check and does not fit 32 bits");
+    narrow.unwrap_or_default()
+}
+
+/// Narrows a number of bytes of host memory, or an offset into it.
+///
+/// # Panics
+/// When it does not fit a pointer, which no memory's size does.
+pub fn to_offset(n: u64) -> usize {
+    let narrow = usize::try_from(n);
+    assert!(narrow.is_ok(), "{n} bytes are more than this host addresses");
+    narrow.unwrap_or_default()
 }
 
 /// Bytes that a list takes, room for more included.
@@ -34,10 +54,4 @@ pub(crate) fn recycle<T>(list: &mut Vec<T>) {
     if capacity > kept && len <= capacity / 4 {
         list.shrink_to(len.saturating_mul(2).max(kept));
     }
-}
-
-/// Narrows a length that an earlier check has bounded; saturates if that check is wrong.
-pub(crate) fn to_u32(n: usize) -> u32 {
-    debug_assert!(u32::try_from(n).is_ok(), "a length passed its check and does not fit u32");
-    u32::try_from(n).unwrap_or(u32::MAX)
 }

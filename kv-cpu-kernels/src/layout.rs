@@ -5,7 +5,7 @@
 //! decoder.
 use kv_core::{DType, KvFormat, ScaleGroup, Scaling};
 
-use crate::num::{offset, to_usize};
+use kv_core::num::{to_offset, to_usize};
 
 /// Type of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -124,8 +124,8 @@ impl RowLayout {
         Some(Self {
             encoding: Encoding::of(format)?,
             dim: to_usize(dim),
-            bytes: offset(format.row_bytes(dim)),
-            scales: offset(format.scales_begin(dim)),
+            bytes: to_offset(format.row_bytes(dim)),
+            scales: to_offset(format.scales_begin(dim)),
             has_scale: matches!(
                 format,
                 KvFormat::Fp8E4m3(Scaling::Row)
@@ -175,11 +175,26 @@ impl RowLayout {
         self.bytes
     }
     /// Offset of the scales, which lie after the codes.
-    pub(crate) fn scales(&self) -> usize {
+    pub fn scales(&self) -> usize {
         self.scales
     }
     /// Whether one f16 scales the whole row.
     pub fn has_scale(&self) -> bool {
         self.has_scale
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_format_has_an_encoding() {
+        let layout = |format| RowLayout::of(format, 64).unwrap();
+        let mut seen: Vec<_> = KvFormat::all().map(|f| layout(f).encoding().index()).collect();
+        seen.push(RowLayout::plain(Element::Bf16, 64).in_pairs().encoding().index());
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen, (0..Encoding::COUNT).collect::<Vec<_>>());
     }
 }

@@ -41,6 +41,7 @@
 //! assert_eq!(scores[..2], [4.0, 4.0]);
 //! # Ok::<_, Box<dyn std::error::Error>>(())
 //! ```
+#![allow(unsafe_code, reason = "instruction sets: docs/unsafe.md")]
 #[cfg(any(target_arch = "x86_64", test, feature = "testing"))]
 pub mod amx;
 mod convert;
@@ -49,8 +50,6 @@ mod features;
 mod kernels;
 mod layout;
 mod load;
-#[doc(hidden)]
-pub mod num;
 mod prefetch;
 mod pv;
 mod qk;

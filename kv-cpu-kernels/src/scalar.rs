@@ -10,8 +10,8 @@
 )]
 use half::{bf16, f16};
 
-use crate::num::to_usize;
 use crate::simd::Simd;
+use kv_core::num::to_usize;
 
 /// A vector of one.
 #[derive(Debug, Clone, Copy)]

@@ -201,7 +201,7 @@ pub(crate) trait Simd: Copy {
     /// 1. They are readable, and so are the two bytes before each. Alignment is not needed.
     #[inline(always)]
     unsafe fn gather_f16(self, from: *const u8, stride: u32) -> Self::F {
-        let stride = crate::num::to_usize(stride);
+        let stride = kv_core::num::to_usize(stride);
         let mut bits = [0; LANES_MAX];
         for i in 0..Self::LANES {
             let at = from.wrapping_add(i * stride).cast::<[u8; 2]>();

@@ -8,7 +8,7 @@ use kv_core::{DeviceError, PlaneView, TensorData, TensorDataMut, TokenTensor, To
 
 use crate::buffer::{CpuBuffer, Memory};
 use crate::layout::unsupported;
-use kv_cpu_kernels::num;
+use kv_core::num;
 
 /// A range of bytes that an operation has entered in its [`Access`], or has from a host slice.
 #[derive(Debug, Clone, Copy)]

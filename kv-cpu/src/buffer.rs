@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use kv_core::{DeviceError, DeviceErrorKind};
 use memmap2::MmapMut;
 
-use kv_cpu_kernels::num;
+use kv_core::num;
 
 /// Alignment of memory allocated here: a cache line, and the widest vector.
 const ALIGN: usize = 64;
@@ -192,7 +192,7 @@ impl CpuBuffer {
     ) -> Result<(usize, usize), DeviceError> {
         match offset.checked_add(bytes) {
             Some(end) if end <= num::to_u64(self.len) => {
-                Ok((num::offset(offset), num::offset(bytes)))
+                Ok((num::to_offset(offset), num::to_offset(bytes)))
             }
             _ => Err(DeviceError::new(DeviceErrorKind::OutOfRange, operation)
                 .with_detail(format!("{bytes} bytes at {offset} of a buffer of {}", self.len))),

@@ -64,6 +64,7 @@
 //! # Ok(())
 //! # }
 //! ```
+#![allow(unsafe_code, reason = "memory that several threads write: docs/unsafe.md")]
 mod access;
 mod aligned;
 mod attend;

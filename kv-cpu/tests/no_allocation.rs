@@ -1,6 +1,7 @@
 //! A decode step allocates nothing between `begin_step` and `commit`, host side and kernels
 //! included, once the buffers of the first steps have reached their size.
 #![expect(
+    unsafe_code,
     clippy::unwrap_used,
     clippy::indexing_slicing,
     clippy::arithmetic_side_effects,

@@ -11,9 +11,9 @@ use kv_core::DeviceError;
 use crate::buffer::CudaBuffer;
 use crate::capture::{self, Held};
 use crate::gpu::Gpu;
-use crate::num::to_u64;
 use crate::params::Address;
 use crate::step::Way;
+use kv_core::num::to_u64;
 
 /// More lists than any model has; where there are more, the caller changes them all the time.
 const KEPT: usize = 4096;

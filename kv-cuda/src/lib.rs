@@ -19,6 +19,7 @@
 //!
 //! The same host code and the same kernels run on the CPU with the feature `emulated`
 //! (`CudaBackend::emulated`): slow, for tests, and without a card.
+#![allow(unsafe_code, reason = "the driver: docs/unsafe.md")]
 mod backend;
 mod buffer;
 mod capture;
@@ -31,7 +32,6 @@ mod driver;
 mod emulated;
 mod fence;
 mod gpu;
-mod num;
 mod op;
 mod params;
 mod pins;

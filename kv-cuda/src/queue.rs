@@ -14,7 +14,6 @@ use crate::constants::Constants;
 use crate::decode::Work;
 use crate::fence::{CudaFence, CudaReadback};
 use crate::gpu::{Gpu, Launch, Stream};
-use crate::num::{bytes, to_u64};
 use crate::op;
 use crate::params::Address;
 use crate::pins::Pins;
@@ -23,6 +22,7 @@ use crate::staging::Staging;
 use crate::step::{StepLimits, StepPlan, Steps, Way};
 use crate::tensors::Call;
 use crate::waiter::Waiter;
+use kv_core::num::{to_offset, to_u64};
 
 /// A lane of work. Keeps its buffers from call to call: none is allocated once they have met their
 /// size.
@@ -302,7 +302,7 @@ impl Queue for CudaQueue {
     ) -> Result<CudaReadback, DeviceError> {
         self.require_no_capture("a download")?;
         let from = src.on(&self.gpu, (at, len), "download")?;
-        let len = bytes(len);
+        let len = to_offset(len);
         if len == 0 {
             return Ok(CudaReadback { copy: None, len });
         }

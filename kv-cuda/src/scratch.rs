@@ -9,9 +9,9 @@ use kv_core::DeviceError;
 
 use crate::buffer::CudaBuffer;
 use crate::gpu::{Gpu, Stream};
-use crate::num::{bytes, to_u64};
 use crate::params::Address;
 use crate::staging::Staging;
+use kv_core::num::{to_offset, to_u64};
 
 /// Every list begins at a multiple of this.
 const ALIGN: usize = 256;
@@ -122,7 +122,7 @@ impl Scratch {
         pack: &Pack,
     ) -> Result<Address, DeviceError> {
         let base = self.reserve(pack.len().max(1))?;
-        debug_assert!(pack.bytes.len() <= bytes(pack.len()), "the lists are part of the pack");
+        debug_assert!(pack.bytes.len() <= to_offset(pack.len()), "the lists are part of the pack");
         // SAFETY: the memory has room for the whole pack.
         unsafe { staging.upload(stream, base, &pack.bytes)? };
         Ok(base)

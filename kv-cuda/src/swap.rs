@@ -15,10 +15,10 @@ use crate::backend::CudaBackend;
 use crate::buffer::CudaBuffer;
 use crate::fence::CudaFence;
 use crate::gpu::{Gpu, HostCopy, Pinned, Stream};
-use crate::num::{bytes, to_u32, to_usize};
 use crate::params::Address;
 use crate::tensors::unsupported;
 use crate::waiter::Waiter;
+use kv_core::num::{to_offset, to_u32, to_usize};
 
 /// Swap space: room in page-locked host memory for blocks of one group, and the stream that copies
 /// them.
@@ -121,7 +121,8 @@ impl CudaBackend {
             return Err(unsupported(SWAP, "no layer of the group has memory"));
         }
         // Page-locked memory has no allocation of nothing.
-        let room = block_bytes.checked_mul(u64::from(capacity)).map_or(usize::MAX, bytes).max(1);
+        let room =
+            block_bytes.checked_mul(u64::from(capacity)).map_or(usize::MAX, to_offset).max(1);
         if isize::try_from(room).is_err() {
             let asked = format!("{capacity} blocks of {block_bytes} bytes");
             return Err(DeviceError::new(DeviceErrorKind::OutOfMemory, SWAP).with_detail(asked));
@@ -272,9 +273,9 @@ impl CudaSwap {
         // Within the room, whose size was checked when it was reserved.
         let begin = u64::from(host).saturating_mul(self.block_bytes).saturating_add(plane.begin);
         Ok(HostCopy {
-            host: room.base().wrapping_add(bytes(begin)),
+            host: room.base().wrapping_add(to_offset(begin)),
             device: segment.saturating_add(offset),
-            bytes: bytes(layout.block_bytes()),
+            bytes: to_offset(layout.block_bytes()),
         })
     }
 }

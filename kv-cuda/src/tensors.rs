@@ -19,10 +19,10 @@ use crate::buffer::CudaBuffer;
 use crate::capture::{self, Held};
 use crate::constants::Constants;
 use crate::gpu::Gpu;
-use crate::num::{to_u64, to_usize};
 use crate::params::{Address, Plane, Tensor};
 use crate::scratch::{At, Pack};
 use crate::step::Way;
+use kv_core::num::{to_u32, to_u64, to_usize};
 
 /// Where an input is: in device memory, or in a pack that is yet to be sent.
 #[derive(Debug, Clone, Copy)]
@@ -81,7 +81,7 @@ impl Call<'_> {
                 if self.held.is_on() {
                     return Err(capture::refused("a tensor in host memory"));
                 }
-                let reached = crate::num::bytes(tensor.bytes_reached());
+                let reached = kv_core::num::to_offset(tensor.bytes_reached());
                 Source::Packed(pack.push(bytes.get(..reached).unwrap_or(bytes)))
             }
             TensorData::Device { buffer, offset } => {

@@ -6,7 +6,7 @@
 use kv_core::DeviceError;
 
 use crate::device::Shared;
-use crate::num::{bytes, to_u64};
+use kv_core::num::{to_offset, to_u64};
 
 /// Bytes of an ordinary buffer.
 const CHUNK: u64 = 1 << 18;
@@ -64,9 +64,9 @@ impl Arena {
             return Err(crate::device::unsupported("keep bytes", "no room"));
         };
         let offset = begin_in(chunk).unwrap_or(0);
-        chunk.bytes.resize(bytes(offset), 0);
+        chunk.bytes.resize(to_offset(offset), 0);
         chunk.bytes.extend_from_slice(values);
-        chunk.bytes.resize(bytes(offset.saturating_add(size)), 0);
+        chunk.bytes.resize(to_offset(offset.saturating_add(size)), 0);
         Ok(Piece { buffer: chunk.buffer.clone(), offset, size })
     }
 

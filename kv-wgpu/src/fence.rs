@@ -6,8 +6,8 @@ use kv_core::backend::{Fence, Readback};
 use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::device::{Shared, unsupported};
-use crate::num::{bytes, to_u64};
 use crate::signal::Signal;
+use kv_core::num::{to_offset, to_u64};
 
 /// Signals that work submitted before is done.
 #[derive(Debug, Clone)]
@@ -131,7 +131,7 @@ impl WgpuReadback {
             DeviceError::new(DeviceErrorKind::Lost, READ).with_source(error)
         })?;
         let end = copy.skip.saturating_add(self.len);
-        let range = bytes(copy.skip)..bytes(end);
+        let range = to_offset(copy.skip)..to_offset(end);
         let taken = view.get(range).map(<[u8]>::to_vec);
         taken.ok_or_else(|| {
             let why = format!("bytes up to {end} of {}", to_u64(view.len()));

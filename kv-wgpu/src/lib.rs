@@ -22,7 +22,6 @@ mod backend;
 mod buffer;
 mod device;
 mod fence;
-mod num;
 mod op;
 mod params;
 mod pipelines;

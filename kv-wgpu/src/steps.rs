@@ -8,10 +8,10 @@ use kv_core::block::BlockTables;
 use kv_core::plan::{PlanBuffers, PlanId};
 
 use crate::device::Shared;
-use crate::num::to_u32;
 use crate::params::Plan;
 use crate::recording::{Recorder, Slot};
 use crate::scratch::Scratch;
+use kv_core::num::to_u32;
 
 /// Batches that are kept: a step has one for each group of layers.
 const KEPT: usize = 8;

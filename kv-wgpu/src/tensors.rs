@@ -15,9 +15,9 @@ use kv_core::{
 
 use crate::buffer::WgpuBuffer;
 use crate::device::unsupported;
-use crate::num::{bytes, to_u32, to_u64, to_usize};
 use crate::params::{Plane, Tensor};
 use crate::recording::{Recorder, Slot};
+use kv_core::num::{to_offset, to_u32, to_u64, to_usize};
 
 /// `head_dim`s are multiples of this, and at most [`DIM_MAX`].
 pub(crate) const DIM_STEP: u32 = 4;
@@ -57,7 +57,7 @@ impl Call<'_> {
         let reached = tensor.bytes_reached();
         let (slot, begin) = match tensor.data() {
             TensorData::Host(given) => {
-                let given = given.get(..bytes(reached)).unwrap_or(given);
+                let given = given.get(..to_offset(reached)).unwrap_or(given);
                 let piece = self.recorder.push(given)?;
                 let most = self.recorder.shared.limits.max_storage_buffer_binding_size;
                 if piece.size > most {

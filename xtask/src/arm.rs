@@ -5,7 +5,8 @@ use std::ffi::OsString;
 
 use anyhow::{Result, bail};
 
-use crate::{setup, shell};
+use crate::programs::{self, Program};
+use crate::{conformance, setup, shell};
 
 /// What they are built for.
 pub(crate) const TARGET: &str = "aarch64-unknown-linux-gnu";
@@ -19,11 +20,9 @@ pub(crate) const TOOLS: &str = "Arm emulator";
 /// Whether this is such a CPU, which needs no emulator.
 pub(crate) const IS_HERE: bool = cfg!(target_arch = "aarch64");
 
-/// Targets and tests: kernels against plain code, then the suite on the backend's own type.
-const PARTS: [(&[&str], &str); 2] = [
-    (&["--package", "kv-cpu-kernels", "--lib"], ""),
-    (&["--package", "kv-cpu", "--test", "conformance"], "cpu::"),
-];
+/// Crates and targets whose tests run on it: kernels against plain code, and the suite.
+const TARGETS: &[&str] =
+    &["--package=kv-cpu-kernels", "--package=kv-cpu", "--test=kernels", "--test=conformance"];
 
 /// Why they cannot run here; `None` where they can.
 pub(crate) fn lacks() -> Option<String> {
@@ -36,22 +35,33 @@ pub(crate) fn lacks() -> Option<String> {
     setup::lacks(TARGET).or_else(|| setup::lacks(TOOLS))
 }
 
-/// Runs the tests that have these words in their names; without any, those of `cargo xtask test`.
+/// Builds the programs.
+pub(crate) fn build() -> Result<Vec<Program>> {
+    let mut args = vec!["--target", TARGET];
+    args.extend(TARGETS);
+    let variables = [
+        (format!("{IN_VARIABLES}_LINKER"), LINKER),
+        (format!("{IN_VARIABLES}_RUSTFLAGS"), "-Ctarget-feature=+crt-static"),
+    ];
+    programs::build(&args, &variables)
+}
+
+/// Runs the tests that have these words in their names; without any, those of `cargo xtask test`:
+/// all of the kernels', and of the suite what looks at a kernel.
 pub(crate) fn run(names: &[OsString]) -> Result<()> {
     if let Some(why) = lacks() {
         bail!("{why}");
     }
-    for (targets, usual) in PARTS {
-        let mut command = shell::cargo(["test", "--target", TARGET]);
-        command.args(targets).arg("--");
-        if names.is_empty() && !usual.is_empty() {
-            command.arg(usual);
+    let programs = build()?;
+    if programs.len() < 2 {
+        bail!("cargo built {} programs of two", programs.len());
+    }
+    for program in programs {
+        let mut command = program.run_by(Some(EMULATOR));
+        if names.is_empty() && conformance::is_runner(&program.target) {
+            command.args(conformance::kernel_cases("cpu::"));
         }
-        command.args(names);
-        command.env(format!("{IN_VARIABLES}_LINKER"), LINKER);
-        command.env(format!("{IN_VARIABLES}_RUNNER"), EMULATOR);
-        command.env(format!("{IN_VARIABLES}_RUSTFLAGS"), "-Ctarget-feature=+crt-static");
-        shell::run(&mut command)?;
+        shell::run(command.args(names))?;
     }
     Ok(())
 }

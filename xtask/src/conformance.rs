@@ -12,8 +12,9 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
 use crate::emulator::{self, Sanitizer};
+use crate::programs::{self, Program};
+use crate::shell;
 use crate::workspace::{Package, Workspace};
-use crate::{shell, suite};
 
 /// Name of the runner among a backend crate's test targets.
 pub(crate) const TEST_TARGET: &str = "conformance";
@@ -30,6 +31,42 @@ pub(crate) const EMULATED: &str = "emulated";
 /// Whether a test target is a runner, which a stage of its own runs.
 pub(crate) fn is_runner(target: &str) -> bool {
     [TEST_TARGET, EMULATED].contains(&target)
+}
+
+/// Areas of the suite that reach kernels only in shapes that the other areas cover: they are about
+/// blocks, sequences and queues.
+const NO_KERNELS: [&str; 12] = [
+    "buffer/",
+    "cache/",
+    "erased/",
+    "failure/",
+    "front/",
+    "life/",
+    "lives/",
+    "queue/",
+    "random/",
+    "reuse/",
+    "segments/",
+    "vectors/vllm/",
+];
+
+/// Left out where the erased type is run: cases that take long because they compare many values,
+/// which erasure passes on by the call.
+const MANY_VALUES: [&str; 4] = ["random/", "quant/prefill_", "quant/head_dim_", "quant/unseen_"];
+
+/// Arguments of a runner for the cases that look at a kernel, of those with this prefix.
+pub(crate) fn kernel_cases(prefix: &str) -> Vec<OsString> {
+    without(prefix, &NO_KERNELS)
+}
+
+/// Arguments of a runner for the cases that the erased type of a backend runs.
+pub(crate) fn erased_cases(backend: &str) -> Vec<OsString> {
+    without(&format!("any({backend})::"), &MANY_VALUES)
+}
+
+fn without(prefix: &str, parts: &[&str]) -> Vec<OsString> {
+    let skips = parts.iter().flat_map(|part| ["--skip".into(), format!("::{part}").into()]);
+    std::iter::once(prefix.into()).chain(skips).collect()
 }
 
 /// What to run.
@@ -173,21 +210,13 @@ fn run_backend(
         }
         _ => {}
     }
-    // The choice of crates is that of the other tests, so that what those have built is used; only
-    // the runners of other backends are left out.
-    let mut command = shell::cargo(["test"]);
-    command.args(suite::LIGHT);
-    let target = target_of(backend);
-    for package in &workspace.packages {
-        if package.name != package_of(backend) && has(package, target) {
-            command.args(["--exclude", &package.name]);
-        }
-    }
-    command.args(suite::FEATURES);
+    let mut command = match runner(workspace, backend) {
+        Ok(program) => program.command(),
+        Err(error) => return Ok(outcome(None, Err(error))),
+    };
     if backend == EMULATED {
         emulate(&mut command, options.sanitizer)?;
     }
-    command.args(["--test", target, "--"]);
     if asked {
         // A device that cannot be opened is then a failure, not a skipped case.
         command.args(["--backend", backend]);
@@ -206,20 +235,25 @@ fn run_backend(
     Ok(outcome(read_report(&report).as_ref(), ended))
 }
 
+/// Builds the runner of a backend, without those of other backends.
+fn runner(workspace: &Workspace, backend: &str) -> Result<Program> {
+    let (package, target) = (package_of(backend), target_of(backend));
+    let others = workspace.packages.iter().filter(|other| other.name != package);
+    let others: Vec<_> = others.filter(|o| has(o, target)).map(|o| &*o.name).collect();
+    let programs = programs::light(&others, &["--test", target])?;
+    let found = programs.into_iter().find(|p| p.package == package && p.target == target);
+    found.with_context(|| format!("cargo built no {target} of {package}"))
+}
+
 /// Builds the emulator's library and tells the runner where it is.
 fn emulate(command: &mut Command, sanitizer: Sanitizer) -> Result<()> {
     command.env(emulator::SETTING, emulator::library(sanitizer)?);
-    let Some(runtime) = emulator::runtime(sanitizer)? else {
-        return Ok(());
-    };
     // The sanitizer has to be in the program before anything else, and the program is not compiled
-    // with it. Only the runner gets it, not cargo.
-    let rustc = shell::output(shell::program("rustc").arg("-vV")).unwrap_or_default();
-    let host = rustc.lines().find_map(|line| line.strip_prefix("host: "));
-    let host = host.context("rustc does not tell its host")?.replace('-', "_").to_uppercase();
-    let options = "ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1";
-    let runner = format!("env {options} LD_PRELOAD={}", runtime.display());
-    command.env(format!("CARGO_TARGET_{host}_RUNNER"), runner);
+    // with it.
+    if let Some(runtime) = emulator::runtime(sanitizer)? {
+        command.env("ASAN_OPTIONS", "detect_leaks=0").env("LD_PRELOAD", runtime);
+        command.env("UBSAN_OPTIONS", "print_stacktrace=1");
+    }
     Ok(())
 }
 
@@ -292,12 +326,20 @@ mod tests {
     }
 
     #[test]
+    fn left_out_areas_are_named_from_their_beginning() {
+        let args = kernel_cases("cpu::");
+        assert_eq!(args.len(), 1 + 2 * NO_KERNELS.len());
+        assert_eq!(args[..3], ["cpu::", "--skip", "::buffer/"]);
+        assert_eq!(erased_cases("cpu")[..3], ["any(cpu)::", "--skip", "::random/"]);
+    }
+
+    #[test]
     fn absent_backends_say_why() {
         let mut workspace = workspace(&[("kv-cpu", &[])]);
         assert_eq!(why_not(&workspace, "cuda").unwrap(), "not in this workspace yet");
         assert!(why_not(&workspace, "cpu").unwrap().contains("no tests/conformance.rs"));
         let (name, kind) = (TEST_TARGET.to_owned(), "test".to_owned());
-        workspace.packages[0].targets.push(Target { name, kind, source: PathBuf::new() });
+        workspace.packages[0].targets.push(Target { name, kind });
         assert_eq!(why_not(&workspace, "cpu"), None);
     }
 

@@ -18,7 +18,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::shell;
 use crate::workspace::Workspace;
-pub(crate) use kernel_tests::run as test_kernels;
+pub(crate) use kernel_tests::{build_all as build_kernel_tests, run as test_kernels};
 
 /// Where the kernels lie, from the repository's root.
 pub(crate) const KERNELS: &str = "kv-cuda/kernels";

@@ -11,6 +11,8 @@ mod conformance;
 mod emulator;
 mod gpu;
 mod kernels;
+mod lanes;
+mod programs;
 mod readme;
 mod setup;
 mod shell;
@@ -28,7 +30,10 @@ use lexopt::{Arg, Parser, ValueExt};
 const HELP: &str = "\
 Usage: cargo xtask COMMAND
 
-  test                 everything a change must pass, in order, each stage with its time
+  check                format, clippy, tidy, unit tests of core, quant and cpu, and the CPU's suite
+                       on its best instruction set: minutes, for while one works
+  test                 everything a change must pass, each stage with its time
+  stage NAME           one stage of `test`, by its name in the table that this prints
   conformance          the shared suite on every backend of this workspace
       --backend NAME   only this one (repeatable); fails when it is absent or cannot be opened
                        `emulated` is CUDA's kernels on the CPU, and needs g++
@@ -43,7 +48,6 @@ Usage: cargo xtask COMMAND
   arm                  the CPU backend on an emulated Arm CPU: kernels' tests, then the suite
       [-- ARG...]      instead, what has this in its name
   tidy                 rules about files, crates and documents that no compiler checks
-      --fix            first break comments anew where lines are too long
   setup                what the suites need on this machine, installed where that is possible
   kernels              every CUDA kernel compiled for every architecture, with its registers
       --only UNIT      only this file of kv-cuda/kernels
@@ -70,11 +74,13 @@ Usage: cargo xtask COMMAND
 ";
 
 enum Command {
+    Check,
     Test,
+    Stage(String),
     Conformance(conformance::Options),
     Emulator(emulator::Options),
     Arm(Vec<OsString>),
-    Tidy { fix: bool },
+    Tidy,
     Setup,
     Bench(Vec<OsString>),
     Kernels(Vec<OsString>),
@@ -101,7 +107,9 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> Result<ExitCode> {
     match command {
+        Command::Check => suite::check()?,
         Command::Test => suite::run()?,
+        Command::Stage(name) => suite::run_one(&name)?,
         Command::Conformance(options) => {
             // Its last line is the total, so a failure says nothing after it.
             let total = conformance::run(&options)?;
@@ -109,12 +117,7 @@ fn run(command: Command) -> Result<ExitCode> {
         }
         Command::Emulator(options) => emulator::run(&options)?,
         Command::Arm(names) => arm::run(&names)?,
-        Command::Tidy { fix } => {
-            if fix {
-                tidy::fix()?;
-            }
-            tidy::run()?;
-        }
+        Command::Tidy => tidy::run()?,
         Command::Setup => setup::run()?,
         Command::Bench(args) => bench::run(&args)?,
         Command::Kernels(args) => kernels::run(&args)?,
@@ -143,15 +146,16 @@ fn parse(mut parser: Parser) -> Result<Command> {
         "arm" => return parse_arm(parser),
         "kernels" => return parse_kernels(parser),
         "gpu" => return parse_gpu(parser),
+        "check" => Command::Check,
         "test" => Command::Test,
-        "tidy" => Command::Tidy { fix: false },
+        "stage" => Command::Stage(parser.value()?.string()?),
+        "tidy" => Command::Tidy,
         "setup" => Command::Setup,
         "help" => Command::Help,
         other => bail!("unknown command {other:?}"),
     };
     match (parser.next()?, command) {
         (None, command) => Ok(command),
-        (Some(Arg::Long("fix")), Command::Tidy { .. }) => Ok(Command::Tidy { fix: true }),
         (Some(Arg::Short('h') | Arg::Long("help")), _) => Ok(Command::Help),
         (Some(other), _) => Err(other.unexpected().into()),
     }
@@ -340,9 +344,15 @@ mod tests {
 
     #[test]
     fn wrong_usage_is_refused() {
-        for line in
-            ["", "tests", "test now", "tidy --fast", "test --fix", "conformance --backends cpu"]
-        {
+        for line in [
+            "",
+            "tests",
+            "test now",
+            "stage",
+            "tidy --fix",
+            "test --fix",
+            "conformance --backends x",
+        ] {
             assert!(parsed(line).is_err(), "{line:?}");
         }
     }

@@ -1,13 +1,15 @@
-//! `cargo xtask test`: everything a change must pass, cheapest first, each stage with its time.
-use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
+//! `cargo xtask test`: everything a change must pass, as two lanes of stages, each with its time;
+//! `cargo xtask check`: what a change must pass before it is shown to anyone, in two minutes.
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
 use crate::conformance::Options;
 use crate::emulator::Sanitizer;
+use crate::lanes::{Lane, Outcome, Stage};
+use crate::programs::{self, Program};
 use crate::workspace::Workspace;
-use crate::{arm, conformance, emulator, kernels, readme, setup, shell, tidy, webgpu};
+use crate::{arm, conformance, emulator, kernels, lanes, readme, setup, shell, tidy, webgpu};
 
 /// The crates with the heavy dependencies: built once, in release, for their tests and for README
 /// alike. All other crates are always chosen together, because cargo builds a dependency again for
@@ -26,61 +28,86 @@ pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated,kv/wgpu,
 const SELF_TEST: emulator::Options =
     emulator::Options { sanitizer: None, self_test: true, tests: false };
 
-/// How a stage ended.
-enum Outcome {
-    Passed,
-    Skipped(String),
+/// What runs beside what: a stage starts when the one before it in its lane and those after its
+/// name have passed. Stages that compile keep both cores of a small machine busy most of the time,
+/// stages that run fill the rest, and neither waits for the other's lock.
+const STAGES: &[Stage] = &[
+    compile("tools", &[], tools),
+    compile("format", &[], format),
+    compile("tidy", &[], |_| tidy::run().map(passed)),
+    compile("licences", &[], licences),
+    compile("spelling", &[], spelling),
+    compile("clippy", &[], clippy),
+    compile("build of the CUDA emulator", &[], build_emulator),
+    compile("build of tests", &[], build_tests),
+    compile("build of kv-runner and kv-cli in release", &[], build_heavy),
+    compile("build of CUDA kernels with sanitizers", &[], build_sanitized),
+    compile("build of CPU kernels for Arm", &[], build_arm),
+    compile("doc tests", &[], doc_tests),
+    compile("rustdoc", &[], rustdoc),
+    compile("features", &[], features),
+    run_stage("CUDA emulator", &["tools"], |_| emulator::run(&SELF_TEST).map(passed)),
+    run_stage("CUDA kernels", &[], compile_kernels),
+    run_stage("unit and API tests, benches once", &["build of tests"], unit_tests),
+    run_stage("conformance", &["build of tests"], conform),
+    run_stage("conformance of all CPU kernels", &["build of tests"], conform_kernels),
+    run_stage("conformance of shaders", &["build of tests"], |_| webgpu::run().map(passed)),
+    run_stage("conformance of CUDA kernels on the emulator", &["build of tests"], conform_emulated),
+    run_stage(
+        "kv-runner and kv-cli in release",
+        &["build of kv-runner and kv-cli in release"],
+        heavy_tests,
+    ),
+    run_stage("README commands", &["build of kv-runner and kv-cli in release"], |_| {
+        readme::run().map(passed)
+    }),
+    run_stage("CUDA kernels under sanitizers", &["build of CUDA kernels with sanitizers"], |_| {
+        emulator::test_kernels().map(passed)
+    }),
+    run_stage("CPU kernels on an emulated Arm CPU", &["build of CPU kernels for Arm"], other_cpu),
+];
+
+/// Those of `cargo xtask check`, one after another.
+const CHECKS: &[Stage] = &[
+    compile("format", &[], format),
+    compile("tidy", &[], |_| tidy::run().map(passed)),
+    compile("clippy", &[], clippy),
+    compile("unit tests of core, quant and cpu", &[], check_units),
+    compile("conformance of the best CPU kernels", &[], check_conformance),
+];
+
+/// Crates whose tests `cargo xtask check` runs.
+const CHECKED: [&str; 4] = ["kv-core", "kv-quant", "kv-cpu-kernels", "kv-cpu"];
+
+const fn compile(
+    name: &'static str,
+    after: &'static [&'static str],
+    run: fn(&Workspace) -> Result<Outcome>,
+) -> Stage {
+    Stage { name, lane: Lane::Compile, after, run }
 }
 
-type Stage = (&'static str, fn(&Workspace) -> Result<Outcome>);
-
-const STAGES: &[Stage] = &[
-    ("tools", tools),
-    ("format", format),
-    ("tidy", |_| tidy::run().map(passed)),
-    ("clippy", clippy),
-    ("licences", licences),
-    ("spelling", spelling),
-    ("CPU kernels for Arm, on an emulator", other_cpu),
-    ("CUDA emulator", |_| emulator::run(&SELF_TEST).map(passed)),
-    ("CUDA kernels", compile_kernels),
-    ("unit and API tests, benches once", unit_tests),
-    ("doc tests", doc_tests),
-    ("conformance", conform),
-    ("conformance of all CPU kernels", conform_kernels),
-    ("conformance of shaders", |_| webgpu::run().map(passed)),
-    ("conformance of CUDA kernels on the emulator", conform_emulated),
-    ("CUDA kernels under sanitizers", |_| emulator::test_kernels().map(passed)),
-    ("kv-runner and kv-cli in release", heavy_tests),
-    ("rustdoc", rustdoc),
-    ("features", features),
-    ("README commands", |_| readme::run().map(passed)),
-];
+const fn run_stage(
+    name: &'static str,
+    after: &'static [&'static str],
+    run: fn(&Workspace) -> Result<Outcome>,
+) -> Stage {
+    Stage { name, lane: Lane::Run, after, run }
+}
 
 /// Runs every stage; stops at the first that fails.
 pub(crate) fn run() -> Result<()> {
-    let workspace = Workspace::load()?;
-    let start = Instant::now();
-    let mut lines = Vec::new();
-    for (name, stage) in STAGES {
-        println!("\n== {name}");
-        let stage_start = Instant::now();
-        let outcome = stage(&workspace);
-        let words = match &outcome {
-            Ok(Outcome::Passed) => String::new(),
-            Ok(Outcome::Skipped(why)) => format!(" (skipped: {why})"),
-            Err(_) => " FAILED".to_owned(),
-        };
-        let line = format!("{}  {name}{words}", seconds(stage_start.elapsed()));
-        println!("{line}");
-        lines.push(line);
-        if let Err(error) = outcome {
-            println!("\n{}", lines.join("\n"));
-            return Err(error).with_context(|| format!("stage \"{name}\""));
-        }
-    }
-    println!("\n{}\n{}  all passed", lines.join("\n"), seconds(start.elapsed()));
-    Ok(())
+    lanes::run(STAGES)
+}
+
+/// Runs one stage alone: `cargo xtask test` does so for each, in a process of its own.
+pub(crate) fn run_one(name: &str) -> Result<()> {
+    lanes::run_one(STAGES, name)
+}
+
+/// Runs the stages of `cargo xtask check`.
+pub(crate) fn check() -> Result<()> {
+    lanes::run_in_order(CHECKS)
 }
 
 /// Prints how long a part of a stage took.
@@ -131,10 +158,23 @@ fn spelling(_: &Workspace) -> Result<Outcome> {
     }
 }
 
+fn build_emulator(_: &Workspace) -> Result<Outcome> {
+    emulator::library(Sanitizer::None).map(passed)
+}
+
+fn build_sanitized(_: &Workspace) -> Result<Outcome> {
+    emulator::build_kernel_tests().map(passed)
+}
+
+/// Every test program that later stages run.
+fn build_tests(workspace: &Workspace) -> Result<Outcome> {
+    programs::build_all(&lanes::programs_file(workspace)).map(passed)
+}
+
 /// Where no emulator is to be had they are only checked.
-fn other_cpu(_: &Workspace) -> Result<Outcome> {
+fn build_arm(_: &Workspace) -> Result<Outcome> {
     let Some(why) = arm::lacks() else {
-        return arm::run(&[]).map(passed);
+        return arm::build().map(passed);
     };
     if setup::lacks(arm::TARGET).is_none() {
         cargo(&["check", "--package", "kv-cpu", "--target", arm::TARGET])?;
@@ -142,24 +182,52 @@ fn other_cpu(_: &Workspace) -> Result<Outcome> {
     Ok(Outcome::Skipped(why))
 }
 
-/// All tests but the heavy crates', the conformance runners, which have a stage of their own, and
-/// doc tests, which cargo does not run beside named targets.
-fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
-    let mut args: Vec<&str> = vec!["test"];
-    args.extend(LIGHT);
-    args.extend(FEATURES);
-    args.extend(["--lib", "--bins", "--examples", "--benches"]);
-    let light = workspace.packages.iter().filter(|package| !HEAVY.contains(&&*package.name));
-    let names = light.flat_map(|package| package.targets_of("test")).map(|test| &*test.name);
-    // Several crates name a test target alike; cargo takes a name for all of them.
-    let names: BTreeSet<&str> = names.filter(|name| !conformance::is_runner(name)).collect();
-    for name in names {
-        args.extend(["--test", name]);
+fn other_cpu(_: &Workspace) -> Result<Outcome> {
+    match arm::lacks() {
+        Some(why) => Ok(Outcome::Skipped(why)),
+        None => arm::run(&[]).map(passed),
     }
+}
+
+/// All tests but the heavy crate's and the conformance runners, which have stages of their own.
+fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
+    let programs = programs::light::<&str>(&[], &[])?;
     let library = emulator::library(Sanitizer::None)?;
-    let mut command = shell::cargo(args);
-    conformance::quiet_drivers(&mut command, workspace)?;
-    shell::run(command.env(emulator::SETTING, library)).map(passed)
+    for program in programs.iter().filter(|program| !conformance::is_runner(&program.target)) {
+        let mut command = program.command();
+        conformance::quiet_drivers(&mut command, workspace)?;
+        run_program(program, command.env(emulator::SETTING, &library))?;
+    }
+    Ok(Outcome::Passed)
+}
+
+fn run_program(program: &Program, command: &mut std::process::Command) -> Result<()> {
+    println!("{}: {} {}", program.package, program.kind, program.target);
+    shell::run(command)
+}
+
+fn checked_programs() -> Result<Vec<Program>> {
+    let mut args: Vec<&str> = CHECKED.iter().flat_map(|name| ["--package", *name]).collect();
+    args.extend(["--features", "kv-cpu/rayon", "--lib", "--tests"]);
+    programs::build(&args, &[])
+}
+
+fn check_units(_: &Workspace) -> Result<Outcome> {
+    for program in checked_programs()? {
+        if !conformance::is_runner(&program.target) {
+            run_program(&program, &mut program.command())?;
+        }
+    }
+    Ok(Outcome::Passed)
+}
+
+/// On the backend's own type.
+fn check_conformance(_: &Workspace) -> Result<Outcome> {
+    let programs = checked_programs()?;
+    let runner = programs.iter().find(|program| conformance::is_runner(&program.target));
+    let Some(runner) = runner else { bail!("kv-cpu has no conformance runner") };
+    run_program(runner, runner.command().args(["cpu::", "--quiet"]))?;
+    Ok(Outcome::Passed)
 }
 
 /// Archives in the tree were compiled without a spill, and a unit test of kv-cuda says whether they
@@ -180,11 +248,16 @@ fn doc_tests(_: &Workspace) -> Result<Outcome> {
     shell::run(command.args(LIGHT).args(FEATURES)).map(passed)
 }
 
+/// Everything on the backend's own type, and erased what says that calls are passed on.
 fn conform(_: &Workspace) -> Result<Outcome> {
-    clean("cpu", &conformance::run_variation("cpu", "with its best kernels", &Options::default())?)
+    let own = Options { args: vec!["cpu::".into()], ..Options::default() };
+    clean("cpu", &conformance::run_variation("cpu", "with its best kernels", &own)?)?;
+    let erased = Options { args: conformance::erased_cases("cpu"), ..Options::default() };
+    clean("any(cpu)", &conformance::run_variation("cpu", "erased", &erased)?)
 }
 
-/// The stage before has used the best kernels of this machine, and has erased them too.
+/// What looks at a kernel; the stage before has used the best kernels of this machine for all of
+/// the suite.
 fn conform_kernels(_: &Workspace) -> Result<Outcome> {
     #[cfg(target_arch = "x86_64")]
     let below_best: &[&str] = if !is_x86_feature_detected!("avx512f") {
@@ -200,7 +273,8 @@ fn conform_kernels(_: &Workspace) -> Result<Outcome> {
     let below_best: &[&str] = &[];
     for isa in std::iter::once(&"scalar").chain(below_best) {
         let env = vec![("KV_CPU_ISA", (*isa).into())];
-        let options = Options { args: vec!["cpu::".into()], env, ..Options::default() };
+        let args = conformance::kernel_cases("cpu::");
+        let options = Options { args, env, ..Options::default() };
         let what = format!("with {isa} kernels");
         clean(isa, &conformance::run_variation("cpu", &what, &options)?)?;
     }
@@ -233,9 +307,20 @@ fn conform_emulated(_: &Workspace) -> Result<Outcome> {
     clean(conformance::EMULATED, &conformance::run(&options)?)
 }
 
+/// The programs of README's commands and their tests.
+fn build_heavy(_: &Workspace) -> Result<Outcome> {
+    let packages = heavy_packages();
+    cargo(&[&["test", "--no-run", "--release"], &*packages].concat())?;
+    cargo(&["build", "--release", "--package", "kv-cli"])
+}
+
+fn heavy_packages() -> Vec<&'static str> {
+    HEAVY.iter().flat_map(|name| ["--package", *name]).collect()
+}
+
 fn heavy_tests(workspace: &Workspace) -> Result<Outcome> {
     let mut command = shell::cargo(["test", "--release"]);
-    command.args(HEAVY.iter().flat_map(|name| ["--package", name]));
+    command.args(heavy_packages());
     conformance::quiet_drivers(&mut command, workspace)?;
     shell::run(&mut command).map(passed)
 }
@@ -252,5 +337,17 @@ fn features(workspace: &Workspace) -> Result<Outcome> {
     match workspace.package("kv") {
         Some(_) => cargo(&["check", "--package", "kv", "--no-default-features"]),
         None => Ok(Outcome::Skipped("kv: not in this workspace yet".to_owned())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A stage that waits for one behind it in its own lane, or for none there is, never starts.
+    #[test]
+    fn every_stage_can_start() {
+        lanes::check_order(STAGES);
+        lanes::check_order(CHECKS);
     }
 }

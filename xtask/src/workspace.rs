@@ -37,7 +37,6 @@ pub(crate) struct Dependency {
 pub(crate) struct Target {
     pub(crate) name: String,
     pub(crate) kind: String,
-    pub(crate) source: PathBuf,
 }
 
 impl Workspace {
@@ -88,11 +87,7 @@ fn dependency(value: &Value) -> Result<Dependency> {
 
 fn target(value: &Value) -> Result<Target> {
     let kind = list(value, "kind").next().and_then(Value::as_str).unwrap_or_default();
-    Ok(Target {
-        name: text(value, "name")?,
-        kind: kind.to_owned(),
-        source: text(value, "src_path")?.into(),
-    })
+    Ok(Target { name: text(value, "name")?, kind: kind.to_owned() })
 }
 
 fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
@@ -137,7 +132,7 @@ pub(crate) mod tests {
                     {"name": "b", "kind": null, "path": "/b", "req": "^0.1.0"},
                     {"name": "serde", "kind": "dev", "req": "*"},
                 ],
-                "targets": [{"name": "it", "kind": ["test"], "src_path": "/a/tests/it.rs"}],
+                "targets": [{"name": "it", "kind": ["test"]}],
             }],
         });
         let workspace = Workspace::parse(&metadata).unwrap();

@@ -287,6 +287,11 @@ impl Gemm {
         self.shape.row_words()
     }
 
+    /// Terms of bf16 that a query value is split into.
+    pub fn terms(&self) -> usize {
+        self.shape.terms
+    }
+
     /// Packs the query rows of one head.
     ///
     /// # Panics

@@ -27,9 +27,9 @@ pub(crate) use self::nvfp4::Nvfp4;
 pub(crate) use self::plain::{Bf16, Bf16Pairs, F16, F32, Plain, Valuewise, load_part, store_part};
 
 use crate::layout::RowLayout;
-use crate::num::to_u32;
 use crate::rows::KeyRows;
 use crate::simd::{LANES_MAX, Simd};
+use kv_core::num::to_u32;
 
 /// Values of a group: loops walk rows in such steps, and packed formats pack as many together.
 pub(crate) const GROUP: usize = 32;

@@ -8,11 +8,11 @@
     clippy::indexing_slicing,
     reason = "rows and tokens are counted by the work item that owns the memory"
 )]
+use kv_core::num::to_u32;
 use kv_core::plan::PlannedSequence;
 use kv_cpu_kernels::amx::{
     BLOCK, ColumnOrder, GEMM_TOKENS, Gemm, Memory, NARROW_TOKENS, Narrow, QueryRows, TILE_TOKENS,
 };
-use kv_cpu_kernels::num::to_u32;
 use kv_cpu_kernels::{OnlineSoftmax, Prefetch, Softmax};
 
 use super::call::AttendCall;

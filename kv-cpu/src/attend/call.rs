@@ -1,7 +1,7 @@
 //! What all work items of one call share, and how a query row ends.
+use kv_core::num::{to_u64, to_usize};
 use kv_core::plan::{AttentionOptions, AttentionPlan, PlannedSequence};
 use kv_core::{DeviceError, PlaneLayout};
-use kv_cpu_kernels::num::{to_u64, to_usize};
 use kv_cpu_kernels::{Element, Logits, OUTPUT_PAD, Partial, QUERY_PAD};
 use kv_quant::transform;
 
@@ -144,7 +144,7 @@ impl<'a> AttendCall<'a> {
     /// The kv head of a query head.
     pub(super) fn kv_head(&self, head: u32) -> u32 {
         let kv_head = to_usize(head).checked_div(self.heads.group);
-        kv_cpu_kernels::num::to_u32(kv_head.unwrap_or(0))
+        kv_core::num::to_u32(kv_head.unwrap_or(0))
     }
 
     /// Writes the rows of sequences whose queries see no key.

@@ -5,8 +5,8 @@
     clippy::indexing_slicing,
     reason = "rows and heads are counted by the work item that owns the memory"
 )]
+use kv_core::num::to_u32;
 use kv_core::plan::PlannedSequence;
-use kv_cpu_kernels::num::to_u32;
 use kv_cpu_kernels::{
     Element, KeyRows, OnlineSoftmax, Prefetch, Pv, Qk, RowLayout, SCORE_PAD, Softmax, TileRows,
 };

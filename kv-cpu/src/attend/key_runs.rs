@@ -8,9 +8,9 @@
     reason = "indices come from the plan's guarantees and the work item's own bounds"
 )]
 use arrayvec::ArrayVec;
+use kv_core::num::{to_offset, to_u32, to_usize};
 use kv_core::plan::PlannedSequence;
 use kv_core::{PlaneLayout, SlotMap};
-use kv_cpu_kernels::num::{offset, to_u32, to_usize};
 use kv_cpu_kernels::{KeyRows, Prefetch, PrefetchTarget, RowLayout, TileRows};
 
 use super::call::AttendCall;
@@ -131,17 +131,17 @@ impl<'a> BlockRuns<'a> {
         while position < end {
             let slot = layout.slot_map().place_in(position, sequence.coded);
             let at = layout.row_begin(slot, 0);
-            self.per_head = offset(layout.row_begin(slot, 1)) - offset(at);
+            self.per_head = to_offset(layout.row_begin(slot, 1)) - to_offset(at);
             // Rows in 16 bits are few and leave gaps; the others follow each other to the end of a
             // block.
             let tokens = if slot.is_wide {
                 self.stride = plane.rows(true).bytes();
                 1
             } else {
-                self.stride = offset(layout.token_stride());
+                self.stride = to_offset(layout.token_stride());
                 (layout.block_size() - slot.inside).min(end - position)
             };
-            let rest = offset(layout.block_bytes()) - offset(at);
+            let rest = to_offset(layout.block_bytes()) - to_offset(at);
             let block = plane.get(table[to_usize(slot.index)].0, at, rest);
             self.runs.push((block, to_usize(tokens)));
             position += tokens;

@@ -27,8 +27,8 @@ mod tiled;
 mod visible;
 
 use kv_core::DeviceError;
+use kv_core::num::to_usize;
 use kv_core::plan::{AttendArgs, AttentionPlan, PlannedSequence};
-use kv_cpu_kernels::num::to_usize;
 use kv_cpu_kernels::{Kernels, OnlineSoftmax, Partial, RowLayout};
 use kv_quant::transform;
 

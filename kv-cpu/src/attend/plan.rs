@@ -6,7 +6,7 @@
     clippy::arithmetic_side_effects,
     reason = "counts of rows and heads that fit memory, and divisors that are not 0"
 )]
-use kv_cpu_kernels::num::{to_u32, to_usize};
+use kv_core::num::{to_u32, to_usize};
 
 use super::call::AttendCall;
 use super::strategy::AMX_BLOCK;

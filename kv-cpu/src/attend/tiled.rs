@@ -6,8 +6,8 @@
     clippy::indexing_slicing,
     reason = "rows and tokens are counted by the work item that owns the memory"
 )]
+use kv_core::num::{to_u32, to_usize};
 use kv_core::plan::PlannedSequence;
-use kv_cpu_kernels::num::{to_u32, to_usize};
 use kv_cpu_kernels::{
     Element, Kernels, KeyRows, OUTPUT_PAD, OnlineSoftmax, Prefetch, Pv, Qk, RowLayout, Softmax,
     TileRows,

@@ -1,7 +1,7 @@
 //! Rows of K and V in the blocks of a plane.
 use kv_core::calibration::{HeadConstants, PlaneConstants};
+use kv_core::num::{to_offset, to_u64, to_usize};
 use kv_core::{DeviceError, KvFormat, PlaneLayout, PlaneView};
-use kv_cpu_kernels::num::{offset, to_u64, to_usize};
 use kv_cpu_kernels::{Element, Encoding, RowLayout};
 use kv_quant::block;
 
@@ -118,7 +118,7 @@ impl<'a> PlaneRows<'a> {
     /// plane.
     pub(crate) fn mean(&self, block: u32, head: u32) -> &'a [u8] {
         let layout = self.view.layout();
-        let bytes = offset(KvFormat::F16.row_bytes(layout.head_dim()));
+        let bytes = to_offset(KvFormat::F16.row_bytes(layout.head_dim()));
         self.get(block, layout.mean_begin(head), bytes)
     }
     /// The same, decoded; zero outside the plane.
@@ -134,7 +134,7 @@ impl<'a> PlaneRows<'a> {
         let layout = self.view.layout();
         let (segment, at) = layout.locate(block);
         let inside = begin.checked_add(to_u64(len))? <= layout.block_bytes();
-        let first = offset(at.checked_add(begin)?);
+        let first = to_offset(at.checked_add(begin)?);
         let buffer = self.view.segment(segment)?;
         let fits = first.checked_add(len)? <= buffer.len() && block < layout.num_blocks();
         (inside && fits).then(|| buffer.base().wrapping_add(first))

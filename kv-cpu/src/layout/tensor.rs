@@ -5,9 +5,9 @@
 //! checks all the same, one a row.
 use std::marker::PhantomData;
 
+use kv_core::num::to_usize;
 use kv_core::{DeviceError, QkvFormat, TokenRows};
 use kv_cpu_kernels::Element;
-use kv_cpu_kernels::num::to_usize;
 
 use super::{element, unsupported};
 use crate::access::{Locked, Span};

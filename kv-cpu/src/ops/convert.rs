@@ -7,7 +7,7 @@ use crate::buffer::CpuBuffer;
 use crate::context::Cpu;
 use crate::layout::{Room, RowAt, RowsIn, RowsOut};
 use crate::scratch::Workspace;
-use kv_cpu_kernels::num::to_usize;
+use kv_core::num::to_usize;
 
 const OPERATION: &str = "convert";
 /// Tokens that one thread takes at a time.

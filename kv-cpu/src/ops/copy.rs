@@ -7,7 +7,7 @@ use crate::buffer::CpuBuffer;
 use crate::context::Cpu;
 use crate::layout::PlaneRows;
 use crate::scratch::Workspace;
-use kv_cpu_kernels::num::{offset, to_u64};
+use kv_core::num::{to_offset, to_u64};
 
 const OPERATION: &str = "copy_blocks";
 /// Fewer bytes than this are copied faster by one thread.
@@ -50,17 +50,17 @@ fn copy_block(plane: &PlaneRows<'_>, copy: &BlockCopy) {
     };
     for head in 0..runs {
         let begin = layout.head_stride().saturating_mul(u64::from(head));
-        let from = plane.get(copy.from.0, begin, offset(run));
+        let from = plane.get(copy.from.0, begin, to_offset(run));
         // SAFETY: the plane is locked for writing; a copy plan writes no block twice and reads none
         // that it writes, and each copy is one unit.
-        let to = unsafe { plane.get_mut(copy.to.0, begin, offset(run)) };
+        let to = unsafe { plane.get_mut(copy.to.0, begin, to_offset(run)) };
         if from.len() == to.len() {
             to.copy_from_slice(from);
         }
     }
     if layout.has_block_means() && slots < layout.block_size() {
         let begin = layout.mean_begin(0);
-        let bytes = offset(layout.block_bytes().saturating_sub(begin));
+        let bytes = to_offset(layout.block_bytes().saturating_sub(begin));
         let from = plane.get(copy.from.0, begin, bytes);
         // SAFETY: as above.
         let to = unsafe { plane.get_mut(copy.to.0, begin, bytes) };

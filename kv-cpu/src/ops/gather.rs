@@ -10,7 +10,7 @@ use crate::layout::unsupported;
 use crate::layout::{PlaneRows, Room, RowAt, RowScale, RowsOut};
 use crate::scratch::Scratch;
 use crate::scratch::Workspace;
-use kv_cpu_kernels::num::to_usize;
+use kv_core::num::to_usize;
 
 const OPERATION: &str = "gather";
 /// Tokens that one thread takes at a time.

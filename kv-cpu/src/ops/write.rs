@@ -10,8 +10,8 @@ use crate::context::Cpu;
 use crate::layout::{PlaneRows, Room, RowAt, RowsIn};
 use crate::scratch::Scratch;
 use crate::scratch::Workspace;
+use kv_core::num::to_usize;
 use kv_cpu_kernels::PastCaches;
-use kv_cpu_kernels::num::to_usize;
 use kv_cpu_kernels::{Element, RowLayout};
 
 const OPERATION: &str = "write_kv";
@@ -147,8 +147,7 @@ fn write_token(
         kv_core::BlockOrder::Nhd if !found.is_wide => heads,
         _ => 1,
     };
-    let row_bytes =
-        kv_cpu_kernels::num::offset(layout.row_bytes()).saturating_mul(to_usize(together));
+    let row_bytes = kv_core::num::to_offset(layout.row_bytes()).saturating_mul(to_usize(together));
     let mut head = 0;
     while head < heads {
         let from = rows.get(at, head, together);

@@ -11,7 +11,7 @@ use kv_quant::transform;
 use crate::context::Cpu;
 use crate::layout::{PlaneRows, RowAt, RowsIn};
 use crate::scratch::Scratch;
-use kv_cpu_kernels::num::{offset, to_usize};
+use kv_core::num::{to_offset, to_usize};
 use kv_cpu_kernels::{Element, RowLayout};
 
 /// One plane of one sequence and head.
@@ -141,7 +141,7 @@ impl<'a> Grow<'a> {
                     self.read(position, values);
                     mean.add(values);
                 }
-                let bytes = offset(KvFormat::F16.row_bytes(layout.head_dim()));
+                let bytes = to_offset(KvFormat::F16.row_bytes(layout.head_dim()));
                 let to = self.bytes(block, layout.mean_begin(self.head), bytes);
                 let finished = mean.finish();
                 if !to.is_empty() {

@@ -6,10 +6,10 @@ use super::pad::{self, Owned};
 use super::warps4;
 use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
-use crate::num::to_u32;
 use crate::params::{ConvertParams, Entry};
 use crate::queue::{CudaQueue, Parts};
 use crate::tensors::Room;
+use kv_core::num::to_u32;
 
 const OPERATION: &str = "convert";
 

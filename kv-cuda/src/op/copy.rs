@@ -5,9 +5,9 @@ use kv_core::plan::{CopyArgs, CopyPlan};
 use super::MAX_YZ;
 use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
-use crate::num::to_u32;
 use crate::params::{BlockCopy, CopyParams, Plane};
 use crate::queue::{CudaQueue, Parts};
+use kv_core::num::to_u32;
 
 const OPERATION: &str = "copy_blocks";
 

@@ -6,10 +6,10 @@ use super::pad::{self, Owned};
 use super::{round16, warps4};
 use crate::buffer::CudaBuffer;
 use crate::gpu::Launch;
-use crate::num::to_u32;
 use crate::params::{Entry, GatherParams, Range};
 use crate::queue::{CudaQueue, Parts};
 use crate::tensors::Room;
+use kv_core::num::to_u32;
 
 const OPERATION: &str = "gather";
 

@@ -11,9 +11,9 @@ use super::{StepLimits, StepPlan, Way};
 use crate::buffer::CudaBuffer;
 use crate::decode::{Work, room};
 use crate::gpu::{Gpu, Launch};
-use crate::num::{to_u32, to_u64};
 use crate::params::{Address, Piece, TableParams};
 use crate::scratch::{Pack, Scratch};
+use kv_core::num::{to_u32, to_u64};
 
 /// The lists of one batch, and the tables they point into.
 #[derive(Debug)]

@@ -3,9 +3,9 @@ use kv_core::plan::{KvSplit, PlanBuffers, PlannedSequence};
 
 use super::tables::Change;
 use super::{Extent, StepLimits, StepPlan};
-use crate::num::{to_u32, to_u64, to_usize};
 use crate::params::{Address, Counts, Entry, Plan, Sequence, Split};
 use crate::scratch::{At, Pack};
+use kv_core::num::{to_u32, to_u64, to_usize};
 
 /// How many elements each list has room for.
 #[derive(Debug, Clone, Copy)]

@@ -9,9 +9,9 @@ use kv_core::{DeviceError, DeviceErrorKind};
 use super::StepLimits;
 use crate::buffer::CudaBuffer;
 use crate::gpu::Gpu;
-use crate::num::{to_u32, to_usize};
 use crate::params::Address;
 use crate::scratch::Scratch;
+use kv_core::num::{to_u32, to_usize};
 
 /// One entry that is not as it should be: `tables[at] = block`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]

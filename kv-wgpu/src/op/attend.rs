@@ -7,7 +7,6 @@ use kv_core::plan::{AttendArgs, AttentionOptions, AttentionPlan, Mask};
 use super::pad::{self, Owned};
 use crate::buffer::WgpuBuffer;
 use crate::device::unsupported;
-use crate::num::to_u32;
 use crate::params::{AttendParams, MergeParams, Plane, Sight, Tensor};
 use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
@@ -17,6 +16,7 @@ use crate::tensors::Room;
 #[cfg(test)]
 pub(crate) use form::kernels;
 use form::{Form, Rows, Side};
+use kv_core::num::to_u32;
 
 const OPERATION: &str = "attend";
 /// Bytes of partial results, at most: longer prompts take several rounds.

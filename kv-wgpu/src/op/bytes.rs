@@ -3,10 +3,10 @@
 use kv_core::DeviceError;
 
 use crate::buffer::WgpuBuffer;
-use crate::num::to_u64;
 use crate::params::BytesParams;
 use crate::pipelines::Kernel;
 use crate::recording::{Recorder, Slot};
+use kv_core::num::to_u64;
 
 const UPLOAD: &str = "upload";
 const ZERO: &str = "zero";

@@ -4,12 +4,12 @@ use kv_core::plan::{ConvertArgs, ConvertPlan};
 
 use super::pad::{self, Owned};
 use crate::buffer::WgpuBuffer;
-use crate::num::to_u32;
 use crate::params::ConvertParams;
 use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
 use crate::recording::Slot;
 use crate::tensors::Room;
+use kv_core::num::to_u32;
 
 const OPERATION: &str = "convert";
 

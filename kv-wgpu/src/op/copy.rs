@@ -3,11 +3,11 @@ use kv_core::plan::{BlockCopy, CopyArgs, CopyPlan};
 use kv_core::{BlockOrder, DeviceError, PlaneLayout};
 
 use crate::buffer::WgpuBuffer;
-use crate::num::to_u32;
 use crate::params::CopyParams;
 use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
 use crate::recording::Slot;
+use kv_core::num::to_u32;
 
 const OPERATION: &str = "copy_blocks";
 /// Bytes that a workgroup copies.

@@ -7,11 +7,11 @@ use kv_core::{DeviceError, KvFormat};
 
 use super::write::{OPERATION, Put, specialised};
 use crate::device::unsupported;
-use crate::num::to_u32;
 use crate::params::{Plane, WriteParams};
 use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
 use crate::recording::{Recorder, Slot};
+use kv_core::num::to_u32;
 
 fn stage_kernel() -> Kernel {
     Kernel::new("stage_tail.wgsl")

@@ -12,7 +12,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 
 use super::self_test::{passes, program};
-use super::{KERNELS, Sanitizer, build, emulator_units, kernels, sources, units};
+use super::{KERNELS, Sanitizer, build, emulator_units, kernels, library, sources, units};
 use crate::suite::note;
 use crate::workspace::Workspace;
 use crate::{conformance, shell};
@@ -47,6 +47,19 @@ const PARTS: &[&str] = &[
 
 /// Variable that tells the emulator where to write how often each kernel was launched.
 const LAUNCHES: &str = "KV_EMU_LAUNCHES";
+
+/// Builds what [`run`] runs.
+pub(crate) fn build_all() -> Result<()> {
+    for amount in AMOUNTS {
+        for source in sources(&Path::new(KERNELS).join("tests"), "cpp")? {
+            let start = Instant::now();
+            link(&source, &name_of(&source), amount.sanitizer)?;
+            let watch = amount.sanitizer.name();
+            note(&format!("{} ({watch}): built", name_of(&source)), start.elapsed());
+        }
+    }
+    library(Sanitizer::Address).map(drop)
+}
 
 /// What CI runs; fails also where a kernel was launched by none of it.
 pub(crate) fn run() -> Result<()> {
@@ -83,11 +96,9 @@ fn run_programs(
     launches: Option<&Path>,
 ) -> Result<()> {
     for source in sources(&Path::new(KERNELS).join("tests"), "cpp")? {
-        let name = source.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        let start = Instant::now();
+        let name = name_of(&source);
         let path = link(&source, &name, sanitizer)?;
         let watch = sanitizer.name();
-        note(&format!("{name} ({watch}): built"), start.elapsed());
         let start = Instant::now();
         let chosen = cases.iter().find(|(program, ..)| *program == name);
         let runs = chosen.map_or_else(
@@ -100,6 +111,10 @@ fn run_programs(
         note(&format!("{name} ({watch}): passed"), start.elapsed());
     }
     Ok(())
+}
+
+fn name_of(source: &Path) -> String {
+    source.file_stem().unwrap_or_default().to_string_lossy().into_owned()
 }
 
 /// A program of one test, all kernels and the emulator.

@@ -1,5 +1,8 @@
-//! Rules about whole crates: who may depend on whom, and who may write `unsafe`.
-use super::{Problem, strip};
+//! Rules about whole crates: who may depend on whom.
+//!
+//! `cargo deny` could hold a part of the table (`bans.deny` with `wrappers`), where it is installed.
+//! It cannot tell a dependency of tests from one of users, and a new crate would be free of rules.
+use super::Problem;
 use crate::workspace::{Package, Workspace};
 
 /// Crates of ours that a crate may depend on. Dependencies point down only: a crate stands below
@@ -25,9 +28,6 @@ const TESTS_MAY_USE: &str = "kv-testkit";
 
 /// External crates that kv-core uses, all of them: every user of the project compiles these.
 const KV_CORE_EXTERNAL: &[&str] = &["bytemuck", "half", "hashbrown", "thiserror", "xxhash-rust"];
-
-/// Crates that talk to instruction sets and devices; all others forbid `unsafe`.
-const MAY_USE_UNSAFE: &[&str] = &["kv-cpu", "kv-cpu-kernels", "kv-wgpu", "kv-cuda"];
 
 /// Checks the dependencies between crates.
 pub(super) fn check(workspace: &Workspace) -> Vec<Problem> {
@@ -80,19 +80,6 @@ fn check_external(package: &Package, allowed: &[&str]) -> Vec<Problem> {
     more.chain(gone).collect()
 }
 
-/// Checks the root file of a library or program.
-pub(super) fn check_root(package: &str, place: &str, text: &str) -> Option<Problem> {
-    if MAY_USE_UNSAFE.contains(&package) || strip::code(text).contains("#![forbid(unsafe_code)]") {
-        return None;
-    }
-    Some(Problem::new(place, 0, "does not say #![forbid(unsafe_code)]"))
-}
-
-/// Whether files of the crate in this folder may say `unsafe`.
-pub(super) fn may_use_unsafe(place: &str) -> bool {
-    place.split('/').next().is_some_and(|folder| MAY_USE_UNSAFE.contains(&folder))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -136,14 +123,5 @@ mod tests {
         assert_eq!(problems.len(), 2, "{problems:?}");
         assert!(problems[0].contains("depends on tokio"));
         assert!(problems[1].contains("no longer depends on thiserror"));
-    }
-
-    #[test]
-    fn unsafe_is_forbidden_but_where_listed() {
-        assert!(check_root("kv", "kv/src/lib.rs", "//! #![forbid(unsafe_code)]\n").is_some());
-        assert!(check_root("kv", "kv/src/lib.rs", "//! Doc.\n#![forbid(unsafe_code)]\n").is_none());
-        assert!(check_root("kv-cpu", "kv-cpu/src/lib.rs", "//! Doc.\n").is_none());
-        assert!(may_use_unsafe("kv-cpu/src/attend/avx2.rs"));
-        assert!(!may_use_unsafe("kv-core/src/lib.rs"));
     }
 }

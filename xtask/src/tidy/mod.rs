@@ -4,8 +4,6 @@
 mod crates;
 mod markdown;
 mod source;
-mod strip;
-mod wrap;
 
 use std::fmt;
 use std::fs;
@@ -41,24 +39,6 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Breaks comments anew where lines are too long.
-pub(crate) fn fix() -> Result<()> {
-    for path in files_below(&shell::root())? {
-        if path.extension().is_none_or(|extension| extension != "rs") {
-            continue;
-        }
-        let text =
-            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        let wrapped = wrap::wrap(&text, source::COLUMNS_MAX);
-        if wrapped != text {
-            println!("{}", path.display());
-            fs::write(&path, wrapped)
-                .with_context(|| format!("cannot write {}", path.display()))?;
-        }
-    }
-    Ok(())
-}
-
 /// Checks every rule; warns of what is only unusual.
 pub(crate) fn run() -> Result<()> {
     let root = shell::root();
@@ -87,7 +67,6 @@ pub(crate) fn run() -> Result<()> {
             _ => {}
         }
     }
-    problems.extend(crate_roots(&root, &workspace)?);
     for warning in &warnings {
         println!("warning: {warning}");
     }
@@ -99,19 +78,6 @@ pub(crate) fn run() -> Result<()> {
     }
     println!("tidy: {files} files, {} crates, no problem", workspace.packages.len());
     Ok(())
-}
-
-fn crate_roots(root: &Path, workspace: &Workspace) -> Result<Vec<Problem>> {
-    let mut problems = Vec::new();
-    for package in &workspace.packages {
-        for target in package.targets_of("lib").chain(package.targets_of("bin")) {
-            let text = fs::read_to_string(&target.source)
-                .with_context(|| format!("cannot read {}", target.source.display()))?;
-            let place = place(root, &target.source);
-            problems.extend(crates::check_root(&package.name, &place, &text));
-        }
-    }
-    Ok(problems)
 }
 
 fn place(root: &Path, path: &Path) -> String {

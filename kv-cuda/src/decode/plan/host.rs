@@ -5,8 +5,8 @@
               constants or at least 1"
 )]
 use super::Work;
-use crate::num::to_u32;
 use crate::params::{Piece, Sequence};
+use kv_core::num::to_u32;
 
 /// Tokens of a tile.
 const TILE: u32 = 64;

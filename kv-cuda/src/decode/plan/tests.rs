@@ -175,8 +175,8 @@ mod device {
     use super::*;
     use crate::emulated::{Emulator, EmulatorOptions};
     use crate::gpu::Gpu;
-    use crate::num::{to_u32, to_u64};
     use crate::params::{Address, Counts, Plan};
+    use kv_core::num::{to_u32, to_u64};
 
     fn address<T>(list: &[T]) -> Address {
         to_u64(list.as_ptr().expose_provenance())

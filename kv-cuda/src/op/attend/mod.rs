@@ -13,11 +13,11 @@ pub(super) use self::launches::head_dim_max;
 use super::pad::{self, Owned};
 use crate::buffer::CudaBuffer;
 use crate::decode::{self, Shape, Work};
-use crate::num::to_u32;
 use crate::params::{AttendParams, DecodeParams, Tensor};
 use crate::queue::{CudaQueue, Parts};
 use crate::step::{Extent, StepPlan};
 use crate::tensors::{Room, unsupported};
+use kv_core::num::to_u32;
 
 const OPERATION: &str = "attend";
 /// Queries of an entry up to which it is decoding. The core cuts the contexts of no other entries.

@@ -3,7 +3,6 @@ use half::f16;
 use kv_core::Scaling;
 
 use super::*;
-use crate::{Element, Encoding};
 
 fn layout(format: KvFormat, dim: usize) -> RowLayout {
     RowLayout::of(format, dim as u32).unwrap()
@@ -134,13 +133,4 @@ fn pairs_of_bf16_are_its_values_in_another_order() {
             assert_eq!(values, row.values[0], "{kernels:?} {dim}: split");
         }
     }
-}
-
-#[test]
-fn every_format_has_an_encoding() {
-    let mut seen: Vec<_> = KvFormat::all().map(|f| layout(f, 64).encoding().index()).collect();
-    seen.push(RowLayout::plain(Element::Bf16, 64).in_pairs().encoding().index());
-    seen.sort_unstable();
-    seen.dedup();
-    assert_eq!(seen, (0..Encoding::COUNT).collect::<Vec<_>>());
 }

@@ -2,7 +2,7 @@
 use half::{bf16, f16};
 
 use super::*;
-use crate::Element;
+use kv_cpu_kernels::Element;
 
 fn encoded(element: Element, values: &[f32]) -> Vec<u8> {
     let two =
@@ -11,6 +11,7 @@ fn encoded(element: Element, values: &[f32]) -> Vec<u8> {
         Element::F32 => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
         Element::F16 => two(|x| f16::from_f32(x).to_bits()),
         Element::Bf16 => two(|x| bf16::from_f32(x).to_bits()),
+        other => panic!("no encoding of {other:?} here"),
     }
 }
 

@@ -1,6 +1,11 @@
 //! Every loop on every instruction set that this CPU has, and the emulated one, against plain code.
 //! Seeds are fixed.
+//!
+//! These are integration tests so that the kernels are compiled once: unit tests would compile the
+//! crate, with every instance of every loop, a second time.
 #![expect(
+    clippy::unwrap_used,
+    clippy::indexing_slicing,
     clippy::as_conversions,
     clippy::arithmetic_side_effects,
     clippy::cast_possible_truncation,
@@ -8,7 +13,7 @@
     clippy::float_cmp,
     reason = "tests: numbers are small, and what is compared is exact"
 )]
-mod exponentials;
+mod amx;
 mod formats;
 mod pv;
 mod qk;
@@ -17,7 +22,7 @@ mod tensors;
 
 use kv_core::KvFormat;
 
-use crate::{Isa, Kernels, KeyRows, PrefetchTarget, RowLayout, TileRows};
+use kv_cpu_kernels::{Isa, Kernels, KeyRows, PrefetchTarget, RowLayout, TileRows};
 
 /// The kernels of every instruction set of this CPU, and the emulated ones.
 fn all_kernels() -> impl Iterator<Item = Kernels> {

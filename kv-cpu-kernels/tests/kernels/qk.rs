@@ -2,7 +2,7 @@
 use half::bf16;
 
 use super::*;
-use crate::{Prefetch, QUERY_PAD, Qk, SCORE_PAD};
+use kv_cpu_kernels::{Prefetch, QUERY_PAD, Qk, SCORE_PAD};
 
 const SCORE_STRIDE: usize = 64;
 
@@ -30,7 +30,7 @@ impl<'k> Queries<'k> {
                 *value = if is_bf16 { bf16::from_f32(x).to_f32() } else { x };
             }
             if is_bf16 {
-                let in_pairs = k.layout.encoding() == crate::Encoding::Bf16Pairs;
+                let in_pairs = k.layout.encoding() == kv_cpu_kernels::Encoding::Bf16Pairs;
                 Kernels::emulated().query_words(row, (dim, in_pairs), words);
             }
             expected.push(k.values.iter().map(|key| dot(&row[..dim], key)).collect());

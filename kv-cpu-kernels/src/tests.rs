@@ -1,4 +1,11 @@
 //! Exponentials and hyperbolic tangents over dense grids.
+#![expect(
+    clippy::as_conversions,
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::float_cmp,
+    reason = "tests: numbers are small, and what is compared is exact"
+)]
 use crate::simd::Simd;
 
 /// Runs a test on every vector type of this CPU, and the emulated one. Primitives are not inlined

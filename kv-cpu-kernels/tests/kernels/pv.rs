@@ -1,6 +1,6 @@
 //! Weighted sums of rows of V.
 use super::*;
-use crate::{OUTPUT_PAD, Prefetch, Pv};
+use kv_cpu_kernels::{OUTPUT_PAD, Prefetch, Pv};
 
 const WEIGHT_STRIDE: usize = TOKENS_MAX + 3;
 

@@ -1,6 +1,6 @@
 //! The online softmax, step by step, against one softmax in `f64`.
 use super::*;
-use crate::{Logits, OnlineSoftmax, Partial, Softmax};
+use kv_cpu_kernels::{Logits, OnlineSoftmax, Partial, Softmax};
 
 const OUT: usize = 32;
 

@@ -1,0 +1,279 @@
+//! Stages in two lanes: what compiles in one, what runs what was compiled in the other.
+//!
+//! Each stage is a process of its own, whose output is kept in a file and shown at its end, so that
+//! two that run side by side do not mix their lines. Knows no stage by name.
+use std::env;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::mpsc::{self, Sender};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::workspace::Workspace;
+use crate::{programs, shell};
+
+/// One check, or what it needs.
+pub(crate) struct Stage {
+    pub(crate) name: &'static str,
+    pub(crate) lane: Lane,
+    /// Stages that have to pass first, besides those before it in its lane.
+    pub(crate) after: &'static [&'static str],
+    pub(crate) run: fn(&Workspace) -> Result<Outcome>,
+}
+
+/// Which other stages a stage runs beside: those of the other lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lane {
+    /// Compiles, by cargo or by a C++ compiler.
+    Compile,
+    /// Runs what was compiled.
+    Run,
+}
+
+/// How a stage ended that did not fail.
+pub(crate) enum Outcome {
+    Passed,
+    Skipped(String),
+}
+
+/// How the process of a stage ended.
+struct Ended {
+    index: usize,
+    took: Duration,
+    /// Everything it printed.
+    said: String,
+    passed: bool,
+}
+
+/// Opens the last line of a stage that was skipped.
+const SKIPPED: &str = "skipped: ";
+
+/// Where the stage that builds test programs notes them.
+pub(crate) fn programs_file(workspace: &Workspace) -> PathBuf {
+    folder(workspace).join("programs.json")
+}
+
+fn folder(workspace: &Workspace) -> PathBuf {
+    workspace.target_dir.join("stages")
+}
+
+/// Runs all stages, those of both lanes side by side; starts none any more when one has failed.
+pub(crate) fn run(stages: &[Stage]) -> Result<()> {
+    let workspace = Workspace::load()?;
+    let folder = folder(&workspace);
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let start = Instant::now();
+    let (sender, receiver) = mpsc::channel();
+    let mut order = Order::new(stages);
+    let mut rows = Vec::new();
+    let mut failed = None;
+    loop {
+        if failed.is_none() {
+            for index in order.start() {
+                begin(stages, index, &workspace, &sender)?;
+            }
+        }
+        if !order.is_running() {
+            break;
+        }
+        let ended: Ended = receiver.recv().context("a stage ended without a word")?;
+        order.end(ended.index);
+        let stage = stages.get(ended.index).context("no such stage")?;
+        let row = show(stage, &ended);
+        rows.push((ended.index, row));
+        if !ended.passed {
+            failed.get_or_insert(stage.name);
+        }
+    }
+    rows.sort_by_key(|(index, _)| *index);
+    println!("\n| stage | lane | seconds | |\n|---|---|---|---|");
+    rows.iter().for_each(|(_, row)| println!("{row}"));
+    if let Some(name) = failed {
+        bail!("stage \"{name}\"");
+    }
+    assert!(order.is_done(), "every stage has run, as none failed");
+    println!("\n{:>7.1} s  all passed", start.elapsed().as_secs_f64());
+    Ok(())
+}
+
+/// Runs stages one after another in this process, printing as they go.
+pub(crate) fn run_in_order(stages: &[Stage]) -> Result<()> {
+    let workspace = Workspace::load()?;
+    let start = Instant::now();
+    let mut lines = Vec::new();
+    for stage in stages {
+        println!("\n== {}", stage.name);
+        let began = Instant::now();
+        let outcome = (stage.run)(&workspace).with_context(|| format!("stage \"{}\"", stage.name));
+        let why = match outcome? {
+            Outcome::Passed => String::new(),
+            Outcome::Skipped(why) => format!(" ({SKIPPED}{why})"),
+        };
+        lines.push(format!("{:>7.1} s  {}{why}", began.elapsed().as_secs_f64(), stage.name));
+    }
+    println!("\n{}\n{:>7.1} s  all passed", lines.join("\n"), start.elapsed().as_secs_f64());
+    Ok(())
+}
+
+/// Runs one stage in this process.
+pub(crate) fn run_one(stages: &[Stage], name: &str) -> Result<()> {
+    let Some(stage) = stages.iter().find(|stage| stage.name == name) else {
+        let names: Vec<_> = stages.iter().map(|stage| stage.name).collect();
+        bail!("unknown stage {name:?}, known:\n  {}", names.join("\n  "));
+    };
+    if let Outcome::Skipped(why) = (stage.run)(&Workspace::load()?)? {
+        println!("{SKIPPED}{why}");
+    }
+    Ok(())
+}
+
+/// Starts the process of a stage, and a thread that waits for it.
+fn begin(
+    stages: &[Stage],
+    index: usize,
+    workspace: &Workspace,
+    sender: &Sender<Ended>,
+) -> Result<()> {
+    let stage = stages.get(index).context("no such stage")?;
+    println!("   ... {}", stage.name);
+    let path = folder(workspace).join(format!("{index}.txt"));
+    let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
+    let mut command = shell::program(env::current_exe().context("this program has no path")?);
+    command.args(["stage", stage.name]).stdin(Stdio::null());
+    command.env("CARGO_MANIFEST_DIR", shell::root().join("xtask"));
+    command.stderr(file.try_clone()?).stdout(file);
+    // What ran before has noted what it built; alone, a stage builds what it runs.
+    if stage.lane == Lane::Run {
+        programs::use_built(&mut command, &programs_file(workspace));
+    }
+    let start = Instant::now();
+    let mut child = command.spawn().context("cannot start a stage")?;
+    let sender = sender.clone();
+    std::thread::spawn(move || {
+        let passed = child.wait().is_ok_and(|status| status.success());
+        let ended = Ended { index, took: start.elapsed(), said: read(&path), passed };
+        // Nobody listens any more when starting another stage has failed.
+        let _ = sender.send(ended);
+    });
+    Ok(())
+}
+
+fn read(path: &Path) -> String {
+    let bytes = fs::read(path).unwrap_or_else(|error| format!("{error}\n").into());
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Prints what a stage said, and its row of the table.
+fn show(stage: &Stage, ended: &Ended) -> String {
+    let seconds = format!("{:.1}", ended.took.as_secs_f64());
+    println!("\n== {}\n{}", stage.name, ended.said.trim_end());
+    println!("{seconds:>7} s  {}{}", stage.name, if ended.passed { "" } else { " FAILED" });
+    let skipped = ended.said.lines().last().filter(|line| line.starts_with(SKIPPED));
+    let lane = if stage.lane == Lane::Compile { "compile" } else { "run" };
+    let remark = if ended.passed { skipped.unwrap_or_default() } else { "FAILED" };
+    format!("| {} | {lane} | {seconds} | {remark} |", stage.name)
+}
+
+/// Which stages may start: the next of each lane, when what it needs has passed.
+struct Order<'s> {
+    stages: &'s [Stage],
+    begun: Vec<bool>,
+    done: Vec<bool>,
+}
+
+impl<'s> Order<'s> {
+    fn new(stages: &'s [Stage]) -> Self {
+        Self { stages, begun: vec![false; stages.len()], done: vec![false; stages.len()] }
+    }
+
+    /// Takes the stages that start now.
+    fn start(&mut self) -> Vec<usize> {
+        let lanes = [Lane::Compile, Lane::Run];
+        let next: Vec<_> = lanes.into_iter().filter_map(|lane| self.next(lane)).collect();
+        for index in &next {
+            if let Some(begun) = self.begun.get_mut(*index) {
+                *begun = true;
+            }
+        }
+        next
+    }
+
+    fn next(&self, lane: Lane) -> Option<usize> {
+        let of_lane = self.stages.iter().enumerate().filter(|(_, stage)| stage.lane == lane);
+        let (index, stage) = of_lane.into_iter().find(|(index, _)| !self.has_ended(*index))?;
+        let has_passed = |name: &&str| {
+            let index = self.stages.iter().position(|stage| stage.name == *name);
+            index.is_some_and(|index| self.has_ended(index))
+        };
+        let is_free = self.begun.get(index) == Some(&false);
+        (is_free && stage.after.iter().all(has_passed)).then_some(index)
+    }
+
+    fn has_ended(&self, index: usize) -> bool {
+        self.done.get(index) == Some(&true)
+    }
+
+    fn end(&mut self, index: usize) {
+        if let Some(done) = self.done.get_mut(index) {
+            *done = true;
+        }
+    }
+
+    fn is_running(&self) -> bool {
+        self.begun != self.done
+    }
+
+    fn is_done(&self) -> bool {
+        self.done.iter().all(|done| *done)
+    }
+}
+
+/// Goes through all stages as if each took as long as any other.
+#[cfg(test)]
+pub(crate) fn check_order(stages: &[Stage]) {
+    let mut order = Order::new(stages);
+    while !order.is_done() {
+        let started = order.start();
+        assert!(!started.is_empty(), "stages that never start");
+        started.into_iter().for_each(|index| order.end(index));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn stage(name: &'static str, lane: Lane, after: &'static [&'static str]) -> Stage {
+        Stage { name, lane, after, run: |_| Ok(Outcome::Passed) }
+    }
+
+    #[test]
+    fn lanes_run_side_by_side_in_their_orders() {
+        let stages = [
+            stage("build", Lane::Compile, &[]),
+            stage("docs", Lane::Compile, &[]),
+            stage("self-test", Lane::Run, &[]),
+            stage("tests", Lane::Run, &["build"]),
+        ];
+        let mut order = Order::new(&stages);
+        assert_eq!(order.start(), [0, 2]);
+        assert!(order.start().is_empty());
+        order.end(2);
+        assert!(order.start().is_empty(), "tests wait for their build");
+        order.end(0);
+        assert_eq!(order.start(), [1, 3]);
+        assert!(order.is_running() && !order.is_done());
+        order.end(1);
+        order.end(3);
+        assert!(!order.is_running() && order.is_done());
+    }
+
+    #[test]
+    fn an_unknown_stage_lists_the_known_ones() {
+        let stages = [stage("build", Lane::Compile, &[])];
+        let error = run_one(&stages, "built").unwrap_err().to_string();
+        assert!(error.contains("\"built\"") && error.contains("build"), "{error}");
+    }
+}

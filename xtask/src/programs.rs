@@ -1,0 +1,160 @@
+//! Test programs of the light crates: built by cargo, started here.
+//!
+//! `cargo test` builds and runs in one go and holds its lock while it builds. Started directly, a
+//! program runs beside a build, and one command builds all of them, so that both happen at once.
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::{shell, suite};
+
+/// Variable that names a file with cargo's messages: programs are read from it, not built.
+const BUILT: &str = "KV_XTASK_PROGRAMS";
+
+/// A test program, as cargo describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Program {
+    /// Name of the crate.
+    pub(crate) package: String,
+    pub(crate) target: String,
+    /// `lib`, `bin`, `test`, `bench`, `example`.
+    pub(crate) kind: String,
+    path: PathBuf,
+    /// Folder of the crate, in which cargo starts it.
+    folder: PathBuf,
+}
+
+impl Program {
+    /// Starts it as `cargo test` does.
+    pub(crate) fn command(&self) -> Command {
+        self.run_by(None)
+    }
+
+    /// Starts it through another program, an emulator of its CPU.
+    pub(crate) fn run_by(&self, runner: Option<&str>) -> Command {
+        let mut command = match runner {
+            None => shell::program(&self.path),
+            Some(runner) => {
+                let mut command = shell::program(runner);
+                command.arg(&self.path);
+                command
+            }
+        };
+        command.current_dir(&self.folder).env("CARGO_MANIFEST_DIR", &self.folder);
+        command
+    }
+
+    /// Reads one line of cargo's messages; `None` where it is about something else.
+    fn parse(line: &str) -> Option<Self> {
+        let message: Value = serde_json::from_str(line).ok()?;
+        let path = message.get("executable")?.as_str()?;
+        let kind = message.pointer("/target/kind/0")?.as_str()?;
+        // A test or bench with a `main` of its own is built without the harness.
+        let is_test = message.pointer("/profile/test")?.as_bool()?;
+        if !is_test && !["test", "bench"].contains(&kind) {
+            return None;
+        }
+        let folder = Path::new(message.get("manifest_path")?.as_str()?).parent()?;
+        Some(Self {
+            package: folder.file_name()?.to_str()?.to_owned(),
+            target: message.pointer("/target/name")?.as_str()?.to_owned(),
+            kind: kind.to_owned(),
+            path: path.into(),
+            folder: folder.to_owned(),
+        })
+    }
+}
+
+/// Builds these targets of the light crates, but for crates that are left out.
+pub(crate) fn light<S: AsRef<str>>(without: &[S], targets: &[&str]) -> Result<Vec<Program>> {
+    if let Some(file) = env::var_os(BUILT) {
+        let text = fs::read_to_string(&file)
+            .with_context(|| format!("cannot read {}", Path::new(&file).display()))?;
+        return Ok(parse(&text));
+    }
+    Ok(parse(&messages(&light_args(without, targets), &[])?))
+}
+
+/// Builds all test programs of the light crates, and notes them for [`use_built`].
+pub(crate) fn build_all(file: &Path) -> Result<()> {
+    let targets = ["--lib", "--bins", "--examples", "--tests", "--benches"];
+    let text = messages(&light_args::<&str>(&[], &targets), &[])?;
+    fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
+}
+
+/// Builds what these arguments of `cargo test` choose.
+pub(crate) fn build(args: &[&str], variables: &[(String, &str)]) -> Result<Vec<Program>> {
+    Ok(parse(&messages(args, variables)?))
+}
+
+/// Tells a program of ours where [`build_all`] has noted what is built.
+pub(crate) fn use_built(command: &mut Command, file: &Path) {
+    command.env(BUILT, file);
+}
+
+fn light_args<'a, S: AsRef<str>>(without: &'a [S], targets: &[&'a str]) -> Vec<&'a str> {
+    let mut args = suite::LIGHT.to_vec();
+    for package in without {
+        args.extend(["--exclude", package.as_ref()]);
+    }
+    args.extend(suite::FEATURES);
+    args.extend(targets);
+    args
+}
+
+/// What cargo says of a build, a message a line.
+fn messages(args: &[&str], variables: &[(String, &str)]) -> Result<String> {
+    let mut command = shell::cargo(["test", "--no-run"]);
+    command.args(args).envs(variables.iter().map(|(name, value)| (name, value)));
+    println!("$ {}", shell::line(&command));
+    command.arg("--message-format=json-render-diagnostics").stderr(Stdio::inherit());
+    let output = command.output().context("cannot start cargo")?;
+    if !output.status.success() {
+        bail!("`{}` failed ({})", shell::line(&command), output.status);
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+fn parse(messages: &str) -> Vec<Program> {
+    messages.lines().filter_map(Program::parse).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tests_and_benches_are_programs_and_plain_binaries_are_not() {
+        let message = |name: &str, kind: &str, is_test: bool, executable: Option<&str>| {
+            serde_json::json!({
+                "reason": "compiler-artifact",
+                "manifest_path": "/w/kv-cpu/Cargo.toml",
+                "target": {"name": name, "kind": [kind]},
+                "profile": {"test": is_test},
+                "executable": executable,
+            })
+            .to_string()
+        };
+        let text = [
+            message("kv_cpu", "lib", false, None),
+            message("kv_cpu", "lib", true, Some("/t/kv_cpu-1")),
+            message("conformance", "test", false, Some("/t/conformance-1")),
+            message("steps", "bench", false, Some("/t/steps-1")),
+            message("xtask", "bin", false, Some("/t/xtask")),
+            message("kernels", "example", false, Some("/t/kernels-1")),
+            "{\"reason\":\"build-finished\",\"success\":true}".to_owned(),
+            "no JSON".to_owned(),
+        ];
+        let found = parse(&text.join("\n"));
+        let targets: Vec<_> = found.iter().map(|program| &*program.target).collect();
+        assert_eq!(targets, ["kv_cpu", "conformance", "steps"]);
+        assert!(found.iter().all(|program| program.package == "kv-cpu"));
+        assert_eq!(found[0].command().get_current_dir(), Some(Path::new("/w/kv-cpu")));
+        let emulated = found[0].run_by(Some("qemu-aarch64"));
+        assert_eq!(emulated.get_args().collect::<Vec<_>>(), ["/t/kv_cpu-1"]);
+    }
+}
