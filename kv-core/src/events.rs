@@ -52,7 +52,7 @@ pub enum EventKind {
     /// Nothing of any group can be reused any more.
     Cleared,
     /// Events `from..to` were dropped because nobody took them in time: what was known of the cache
-    /// is void until [`KvCache::snapshot`](crate::KvCache::snapshot) is applied.
+    /// is void until [`CacheState::snapshot`](crate::CacheState::snapshot) is applied.
     Lost {
         /// First one dropped.
         from: u64,

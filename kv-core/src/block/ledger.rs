@@ -13,7 +13,7 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// For blocks of a cache with this [encoding key](crate::KvCache::encoding_key), keeping at
+    /// For blocks of a cache with this [encoding key](crate::CacheState::encoding_key), keeping at
     /// most `events` events.
     pub fn new(encoding: u128, events: usize) -> Self {
         let namespaces = Namespaces::new(encoding);

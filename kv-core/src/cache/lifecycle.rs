@@ -30,9 +30,11 @@ impl<B: Backend> KvCache<B> {
         prompt: &[u32],
         options: StartOptions<'_>,
     ) -> Result<usize, CacheError> {
-        self.recover();
+        let state = self.recovered();
+        state.check_closed("start")?;
+        state.check_start(sequence, prompt, &options)?;
         self.wipe()?;
-        self.state.start(sequence, prompt, options)
+        self.state.start_checked(sequence, prompt, options)
     }
 
     /// Begins `child` with everything `parent` has committed. All blocks are shared; the last
@@ -107,7 +109,9 @@ impl<B: Backend> KvCache<B> {
     /// [`Self::truncate`].
     pub fn unpin(&mut self, pin: PinId) -> Result<bool, CacheError> {
         let was_pinned = self.recovered().unpin(pin)?;
-        self.wipe()?;
+        if was_pinned {
+            self.wipe()?;
+        }
         Ok(was_pinned)
     }
 
@@ -146,7 +150,9 @@ impl<B: Backend> KvCache<B> {
     /// [`Self::truncate`].
     pub fn reset_prefixes(&mut self) -> Result<bool, CacheError> {
         let is_reset = self.recovered().reset_prefixes()?;
-        self.wipe()?;
+        if is_reset {
+            self.wipe()?;
+        }
         Ok(is_reset)
     }
 

@@ -113,8 +113,9 @@ impl<B: Backend> KvCache<B> {
         options: StartOptions<'_>,
     ) -> Result<usize, CacheError> {
         self.state.check_open("start")?;
+        self.state.check_start(sequence, prompt, &options)?;
         self.wipe()?;
-        self.state.start_in_step(sequence, prompt, options)
+        self.state.start_in_step_checked(sequence, prompt, options)
     }
 
     /// Prepares the device for the entries `added`, whose blocks are taken.

@@ -54,7 +54,7 @@ impl<B: Backend> KvCache<B> {
     /// tokens of the first sequence are observed on their way in, and from here on the constants
     /// stay. Rows that were codes are rounded a second time. Of a sliding window, the blocks that
     /// a sequence still holds are touched and no others; a block that several sequences share is
-    /// encoded once. Afterwards [`Self::encoding_key`] is another one, nothing cached before can be
+    /// encoded once. Afterwards [`encoding_key`] is another one, nothing cached before can be
     /// reused, and the live sequences offer nothing more.
     ///
     /// The exchange applies whole or not at all. While it runs, the old bytes of every block it
@@ -67,6 +67,8 @@ impl<B: Backend> KvCache<B> {
     /// [`CacheError::Calibration`]; [`PlanError::State`] while a step is open, for layers on
     /// demand, or when a sequence with a tail was cut inside codes; the device's own, among them
     /// `Unsupported` where a thread may not wait for it. Nothing changed.
+    ///
+    /// [`encoding_key`]: crate::CacheState::encoding_key
     pub fn recalibrate(&mut self, calibration: Calibration) -> Result<(), CacheError> {
         self.recover();
         let constants = self.check_exchange(calibration)?;

@@ -210,7 +210,8 @@ impl<B: Backend> KvCache<B> {
     ///
     /// ```
     /// use kv_core::backend::NullBackend;
-    /// use kv_core::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions, StepInput, TensorView};
+    /// use kv_core::{CacheSpec, KvCache, QkvFormat, SequenceId, StartOptions};
+    /// use kv_core::{StepInput, TensorView};
     ///
     /// let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(2).paged(16, 8).build()?;
     /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
@@ -248,7 +249,7 @@ impl<B: Backend> KvCache<B> {
     /// The step that is held, `None` when none is. Dropping what this returns leaves the step open.
     pub fn step(&mut self) -> Option<Step<'_, B>> {
         self.recover();
-        self.state.is_step_open().then_some(Step { cache: self })
+        self.state.is_step_open().then(|| Step { cache: self })
     }
 
     /// Ends the step that is held: [`Step::commit`].

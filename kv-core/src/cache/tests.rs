@@ -223,6 +223,25 @@ fn a_block_is_wiped_before_it_is_handed_out_again() {
 }
 
 #[test]
+fn calls_that_change_nothing_leave_the_device_alone() {
+    let mut cache = two_groups(true);
+    start(&mut cache, SEQ[0]);
+    append(&mut cache, &[(SEQ[0], 3)]).unwrap();
+    let gone = cache.pin_prefix(&[], StartOptions::default());
+    assert!(cache.unpin(gone.id).unwrap());
+    let control = cache.backend().control();
+    control.fail_after(0);
+    assert!(cache.truncate(SEQ[0], 1).is_err(), "a block waits to be zeroed");
+    let before = (control.recorded(), cache.unwiped().len());
+    assert!(!cache.reset_prefixes().unwrap(), "a sequence holds blocks");
+    assert!(!cache.unpin(gone.id).unwrap());
+    let again = cache.start(SEQ[0], &[], StartOptions::default()).unwrap_err();
+    assert_eq!(again.to_string(), "sequence 0 exists already");
+    assert_eq!((control.recorded(), cache.unwiped().len()), before);
+    assert_eq!(before.1, 1);
+}
+
+#[test]
 fn two_caches_share_a_device() {
     let backend = Arc::new(NullBackend::new());
     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(4, 4).build().unwrap();

@@ -123,11 +123,11 @@ impl CacheState {
         Ok(to_usize(reused))
     }
 
-    /// Blocks of one group that [`Self::begin_step`] would take for `inputs`, and those it can
+    /// Blocks of one group that [`Self::begin`] would take for `inputs`, and those it can
     /// take. It succeeds, as far as blocks go, when every group [fits](BlockDemand::fits).
     ///
     /// # Errors
-    /// [`PlanError::UnknownSequence`], and those of [`Self::begin_step`] for a count out of bounds.
+    /// [`PlanError::UnknownSequence`], and those of [`Self::begin`] for a count out of bounds.
     pub fn blocks_for_step(
         &self,
         group: GroupId,

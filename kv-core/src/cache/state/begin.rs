@@ -8,7 +8,6 @@ use crate::cache::state::{Added, CacheState, GROUP, StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
 use crate::ids::SequenceId;
 use crate::invariant::Invariant;
-use crate::num::to_usize;
 use crate::plan::{BatchEntry, SplitPolicy};
 use crate::spec::PublishAt;
 
@@ -68,9 +67,20 @@ impl CacheState {
         options: StartOptions<'_>,
     ) -> Result<usize, CacheError> {
         self.check_open("start")?;
-        let (_, started) = self.start_row(sequence, prompt, options)?;
+        self.check_start(sequence, prompt, &options)?;
+        self.start_in_step_checked(sequence, prompt, options)
+    }
+
+    /// As [`Self::start_in_step`], after [`Self::check_start`].
+    pub(in crate::cache) fn start_in_step_checked(
+        &mut self,
+        sequence: SequenceId,
+        prompt: &[u32],
+        options: StartOptions<'_>,
+    ) -> Result<usize, CacheError> {
+        let started = self.start_checked(sequence, prompt, options)?;
         self.open.undo.push(Undo::Started { sequence });
-        Ok(to_usize(started))
+        Ok(started)
     }
 
     /// Opens a step and takes the blocks of its batch; changes nothing when it is refused.

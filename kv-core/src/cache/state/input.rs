@@ -1,10 +1,14 @@
 //! What sequences bring to a step, and the bounds of its counts.
 use crate::cache::state::step_state::OpenEntry;
+#[cfg(doc)]
+use crate::error::CacheError;
 use crate::error::PlanError;
 use crate::ids::SequenceId;
 use crate::num::to_u64;
 use crate::plan::BatchEntry;
 use crate::spec::CacheSpec;
+#[cfg(doc)]
+use crate::{KvCache, Step};
 
 /// What one sequence brings to a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -41,7 +41,7 @@ pub struct StartOptions<'a> {
     pub backoff_blocks: u32,
     /// Computes the whole prompt, and offers none of it to others.
     pub no_reuse: bool,
-    /// The sequence was [preempted](KvCache::preempt) before: its lookup counts apart.
+    /// The sequence was [preempted](CacheState::preempt) before: its lookup counts apart.
     pub resumed: bool,
 }
 
@@ -113,22 +113,32 @@ impl CacheState {
         options: StartOptions<'_>,
     ) -> Result<usize, CacheError> {
         self.check_closed("start")?;
-        self.start_row(sequence, prompt, options).map(|(_, tokens)| to_usize(tokens))
+        self.check_start(sequence, prompt, &options)?;
+        self.start_checked(sequence, prompt, options)
     }
 
-    /// As [`Self::start`], and the row of the new sequence.
-    pub(super) fn start_row(
+    /// Refuses a sequence that cannot start, however many blocks there are.
+    pub(in crate::cache) fn check_start(
+        &self,
+        sequence: SequenceId,
+        prompt: &[u32],
+        options: &StartOptions<'_>,
+    ) -> Result<(), PlanError> {
+        let asked = to_u64(prompt.len()).max(u64::from(options.reserve));
+        let max = self.spec.max_seq_len();
+        if asked > u64::from(max) {
+            return Err(PlanError::SequenceTooLong { sequence, len: 0, new: asked, max });
+        }
+        self.check_new(sequence)
+    }
+
+    /// As [`Self::start`], after [`Self::check_start`].
+    pub(in crate::cache) fn start_checked(
         &mut self,
         sequence: SequenceId,
         prompt: &[u32],
         options: StartOptions<'_>,
-    ) -> Result<(u32, u32), CacheError> {
-        let asked = to_u64(prompt.len()).max(u64::from(options.reserve));
-        let max = self.spec.max_seq_len();
-        if asked > u64::from(max) {
-            return Err(PlanError::SequenceTooLong { sequence, len: 0, new: asked, max }.into());
-        }
-        self.check_new(sequence)?;
+    ) -> Result<usize, CacheError> {
         let mut lookup = std::mem::take(&mut self.lookup);
         let is_off = options.no_reuse || self.spec.prefix_reuse() == PrefixReuse::Off;
         let space = (!is_off).then(|| self.ledger.join(options.salt, options.adapter));
@@ -139,12 +149,12 @@ impl CacheState {
             lookup.history.clear();
         }
         self.lookup = lookup;
-        let (row, tokens) = started?;
+        let tokens = started?;
         if !is_off && !prompt.is_empty() {
             self.note_lookup(to_u32(prompt.len()), options.resumed);
         }
         self.note_peak();
-        Ok((row, tokens))
+        Ok(to_usize(tokens))
     }
 
     /// How many tokens of `prompt` a sequence would take over that started now. Changes nothing: no
@@ -194,13 +204,13 @@ impl CacheState {
         lookup.found.search(&self.groups, &mut lookup.history, limits, reuse);
     }
 
-    /// Makes the sequence of what was found, or changes nothing.
+    /// Makes the sequence of what was found, and returns its tokens; or changes nothing.
     fn take_found(
         &mut self,
         sequence: SequenceId,
         lookup: &mut Lookup,
         options: &StartOptions<'_>,
-    ) -> Result<(u32, u32), CacheError> {
+    ) -> Result<u32, CacheError> {
         let Lookup { found, history } = lookup;
         for group in self.groups.iter().filter(|_| options.reserve > 0) {
             let map = group.slot_map();
@@ -243,7 +253,7 @@ impl CacheState {
         }
         self.sequences.at_mut(row).reserved = options.reserve;
         self.sequences.swap_history(row, history);
-        Ok((row, tokens))
+        Ok(tokens)
     }
 
     /// Begins `child` with everything `parent` has committed. All blocks are shared; the last
