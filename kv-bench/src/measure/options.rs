@@ -148,7 +148,7 @@ mod tests {
             ("bf16", "bf16", 0),
             (" int8/l4", "int8/l4", 4),
             ("l4/l4", "l4", 4),
-            ("int8", "int8", 0),
+            ("int8-head", "int8-head", 0),
         ] {
             let formats: Formats = text.parse().unwrap();
             assert_eq!((formats.to_string().as_str(), formats.sinks()), (shown, sinks));

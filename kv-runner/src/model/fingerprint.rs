@@ -6,9 +6,9 @@ use super::{Decoder, with_values};
 use crate::config::{Architecture, Multipliers};
 
 impl Decoder {
-    /// Returns a text that no other model has: the shape of its K and V, and a hash (XXH3, 128 bits
-    /// wide) of what their rows come from: the projections and their biases, the norms around them, the
-    /// rotary embedding, and what an architecture multiplies.
+    /// Returns a text that no other model has: the shape of its K and V, and a hash (XXH3, 128
+    /// bits) of what their rows come from: the projections and their biases, the norms around them,
+    /// the rotary embedding, and what an architecture multiplies.
     ///
     /// The same weights in another container, or in a wider element type, are the same model; a
     /// file that keeps the channels of K in another order is another one.
