@@ -22,7 +22,7 @@ use crate::gpu::Gpu;
 use crate::params::{Address, Plane, Tensor};
 use crate::scratch::{At, Pack};
 use crate::step::Way;
-use kv_core::num::{to_u32, to_u64, to_usize};
+use kv_core::num::{to_u64, to_usize};
 
 /// Where an input is: in device memory, or in a pack that is yet to be sent.
 #[derive(Debug, Clone, Copy)]

@@ -1,4 +1,4 @@
-//! The commands of README.md, run as they are written.
+//! The commands of README.md and docs/cli.md, run as they are written.
 //!
 //! A fence marked `sh` holds commands that work on a fresh checkout, one a line; anything else,
 //! such as a command that takes long, stands in a fence marked `text`.
@@ -11,26 +11,40 @@ use crate::{shell, suite};
 /// Commands that would run what is running.
 const RUNNING: [&str; 1] = ["cargo xtask test"];
 
+/// Documents whose commands run.
+const DOCUMENTS: [&str; 2] = ["README.md", "docs/cli.md"];
+
 /// Runs every command; a failure names the command.
 pub(crate) fn run() -> Result<()> {
-    let path = shell::root().join("README.md");
-    let text = std::fs::read_to_string(&path)
-        .with_context(|| format!("cannot read {}", path.display()))?;
-    let commands = commands(&text);
-    for needed in RUNNING {
-        if !commands.contains(&needed) {
-            bail!("README.md no longer says `{needed}` in a fence marked `sh`");
+    let [readme, _] = DOCUMENTS;
+    for document in DOCUMENTS {
+        let path = shell::root().join(document);
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        let commands = commands(&text);
+        if commands.is_empty() {
+            bail!("{document} has no fence marked `sh`");
+        }
+        for needed in RUNNING {
+            if document == readme && !commands.contains(&needed) {
+                bail!("{document} no longer says `{needed}` in a fence marked `sh`");
+            }
+        }
+        for line in commands {
+            run_line(line)?;
         }
     }
-    for line in commands {
-        if RUNNING.contains(&line) {
-            println!("$ {line}   (is what runs now)");
-            continue;
-        }
-        let start = Instant::now();
-        shell::run(shell::program("sh").args(["-c", line]))?;
-        suite::note(line, start.elapsed());
+    Ok(())
+}
+
+fn run_line(line: &str) -> Result<()> {
+    if RUNNING.contains(&line) {
+        println!("$ {line}   (is what runs now)");
+        return Ok(());
     }
+    let start = Instant::now();
+    shell::run(shell::program("sh").args(["-c", line]))?;
+    suite::note(line, start.elapsed());
     Ok(())
 }
 

@@ -84,6 +84,10 @@ impl<B: Backend> Step<'_, B> {
     /// and likewise for the other formats ([`AttentionOptions::qkv_format`]). `out` has the element
     /// type of `q`; `num_q_heads` is a multiple of `num_kv_heads`.
     ///
+    /// An `out` in host memory holds its rows when the call returns. On a GPU that costs a
+    /// submission and a wait for every call; an `out` in device memory costs neither. It is refused
+    /// as `Unsupported` while launches are captured and where a thread may not wait.
+    ///
     /// # Errors
     /// [`PlanError`] for a layer that is unknown or not written in this step, or that got memory
     /// when tokens were cached already which the step would attend to, a tensor or an option that
