@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use crate::conformance::Options;
 use crate::emulator::Sanitizer;
 use crate::workspace::Workspace;
-use crate::{arm, conformance, emulator, kernels, readme, setup, shell, tidy, webgpu};
+use crate::{arm, conformance, emulator, examples, kernels, readme, setup, shell, tidy, webgpu};
 
 /// The crates with the heavy dependencies: built once, in release, for their tests and for README
 /// alike. All other crates are always chosen together, because cargo builds a dependency again for
@@ -46,6 +46,7 @@ const STAGES: &[Stage] = &[
     ("CUDA kernels", compile_kernels),
     ("unit and API tests, benches once", unit_tests),
     ("doc tests", doc_tests),
+    ("examples of kv", |workspace| examples::run(workspace).map(passed)),
     ("conformance", conform),
     ("conformance of all CPU kernels", conform_kernels),
     ("conformance of shaders", |_| webgpu::run().map(passed)),
