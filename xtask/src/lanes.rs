@@ -89,7 +89,9 @@ pub(crate) fn run(stages: &[Stage]) -> Result<()> {
     }
     rows.sort_by_key(|(index, _)| *index);
     println!("\n| stage | lane | seconds | |\n|---|---|---|---|");
-    rows.iter().for_each(|(_, row)| println!("{row}"));
+    for (_, row) in &rows {
+        println!("{row}");
+    }
     if let Some(name) = failed {
         bail!("stage \"{name}\"");
     }

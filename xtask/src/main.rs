@@ -9,6 +9,7 @@ mod arm;
 mod bench;
 mod conformance;
 mod emulator;
+mod examples;
 mod gpu;
 mod kernels;
 mod lanes;

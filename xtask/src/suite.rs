@@ -9,7 +9,9 @@ use crate::emulator::Sanitizer;
 use crate::lanes::{Lane, Outcome, Stage};
 use crate::programs::{self, Program};
 use crate::workspace::Workspace;
-use crate::{arm, conformance, emulator, kernels, lanes, readme, setup, shell, tidy, webgpu};
+use crate::{
+    arm, conformance, emulator, examples, kernels, lanes, readme, setup, shell, tidy, webgpu,
+};
 
 /// The crates with the heavy dependencies: built once, in release, for their tests and for README
 /// alike. All other crates are always chosen together, because cargo builds a dependency again for
@@ -43,6 +45,7 @@ const STAGES: &[Stage] = &[
     compile("build of kv-runner and kv-cli in release", &[], build_heavy),
     compile("build of CUDA kernels with sanitizers", &[], build_sanitized),
     compile("build of CPU kernels for Arm", &[], build_arm),
+    compile("build of examples of kv", &[], |_| examples::build().map(passed)),
     compile("doc tests", &[], doc_tests),
     compile("rustdoc", &[], rustdoc),
     compile("features", &[], features),
@@ -63,6 +66,9 @@ const STAGES: &[Stage] = &[
     }),
     run_stage("CUDA kernels under sanitizers", &["build of CUDA kernels with sanitizers"], |_| {
         emulator::test_kernels().map(passed)
+    }),
+    run_stage("examples of kv", &["build of examples of kv"], |workspace| {
+        examples::run(workspace).map(passed)
     }),
     run_stage("CPU kernels on an emulated Arm CPU", &["build of CPU kernels for Arm"], other_cpu),
 ];

@@ -12,18 +12,18 @@
 //! - every block is held as often as tables and pins list it, and is empty, idle or held;
 //! - what a running sequence has offered is found (groups without a window);
 //! - a consumer of the events, a snapshot and the index agree, also where events are lost;
-//! - the eviction policy knows exactly what is cached and what of it is idle, evicted no block of a
-//!   higher level while one of a lower level was idle, and the oldest where that is its rule;
-//! - a refusal has changed nothing; a step that was dropped or leaked, or in which the device failed,
-//!   has changed nothing but what is cached;
+//! - the eviction policy knows exactly what is cached and what of it is idle, evicted no block of
+//!   a higher level while one of a lower level was idle, and the oldest where that is its rule;
+//! - a refusal has changed nothing; a step that was dropped or leaked, or in which the device
+//!   failed, has changed nothing but what is cached;
 //! - `probe`, `check_admission` and `blocks_for_step` predict what happens, to the block.
 //!
 //! Half of the lives store f32, whose rows come back to the bit. The others have 16 bits or codes,
 //! with sinks, a tail or means of blocks, and windows beside them. Their K and V are 1 and -1, so
-//! that the signs of 32 values are the name. `l3` and `l3-g32`, whose errors may turn a sign, take no
-//! part, nor do formats whose scale is given. Constants are exchanged up to twice and compared by
-//! bytes. The device fails in one operation of six, before or after its work is done. At the end
-//! nothing is held, nothing is cached after a reset, and wiped blocks are zero.
+//! that the signs of 32 values are the name. `l3` and `l3-g32`, whose errors may turn a sign, are
+//! left out, and so are formats whose scale is given. Constants are exchanged up to twice and
+//! compared by bytes. The device fails in one operation of six, before or after its work is done.
+//! At the end nothing is held, nothing is cached after a reset, and wiped blocks are zero.
 mod admit;
 mod check;
 mod choose;

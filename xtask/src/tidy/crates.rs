@@ -1,7 +1,7 @@
 //! Rules about whole crates: who may depend on whom.
 //!
-//! `cargo deny` could hold a part of the table (`bans.deny` with `wrappers`), where it is installed.
-//! It cannot tell a dependency of tests from one of users, and a new crate would be free of rules.
+//! `cargo deny` could hold a part of the table (`bans.deny` with `wrappers`) where it is installed.
+//! It does not tell dev-dependencies from others, and a new crate would be free of rules.
 use super::Problem;
 use crate::workspace::{Package, Workspace};
 
