@@ -436,18 +436,6 @@ pub(crate) trait DotBf16: Copy {
     ) -> <Self::S as Simd>::F;
 }
 
-/// `bytes` bytes, at most `N`, then zeros.
-///
-/// # Safety
-/// 1. As many bytes are readable.
-#[inline(always)]
-unsafe fn padded<const N: usize>(from: *const u8, bytes: usize) -> [u8; 2 * GROUP] {
-    let mut padded = [0; 2 * GROUP];
-    // SAFETY: condition 1; a new array, which has room for `N`.
-    unsafe { std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), bytes.min(N)) };
-    padded
-}
-
 /// Rows of K as words of two bf16.
 pub(crate) trait KeyWords: Copy {
     type S: Simd;
@@ -470,16 +458,29 @@ pub(crate) trait KeyWords: Copy {
         const { assert!(Self::BYTES == 2 * GROUP, "the rest is shorter than a key") };
         let begin = dim / Self::VALUES * Self::BYTES;
         let (from, bytes) = (row.wrapping_add(begin), dim * Self::BYTES / Self::VALUES - begin);
-        // SAFETY: the last bytes of the row, fewer than those of a key. An array of a known number
-        // of them stays in a register.
-        unsafe {
-            match bytes {
-                16 => self.load(padded::<16>(from, 16).as_ptr()),
-                32 => self.load(padded::<32>(from, 32).as_ptr()),
-                48 => self.load(padded::<48>(from, 48).as_ptr()),
-                _ => self.load(padded::<{ 2 * GROUP }>(from, bytes).as_ptr()),
-            }
+        // An array of a known number of bytes stays in a register.
+        match bytes {
+            // SAFETY: the last bytes of the row.
+            16 => unsafe { self.load_padded::<16>(from, 16) },
+            // SAFETY: as above.
+            32 => unsafe { self.load_padded::<32>(from, 32) },
+            // SAFETY: as above.
+            48 => unsafe { self.load_padded::<48>(from, 48) },
+            // SAFETY: as above, fewer than those of a key.
+            _ => unsafe { self.load_padded::<{ 2 * GROUP }>(from, bytes) },
         }
+    }
+    /// Words of `bytes` bytes, at most `N`, then zeros.
+    ///
+    /// # Safety
+    /// 1. As many bytes are readable.
+    #[inline(always)]
+    unsafe fn load_padded<const N: usize>(self, from: *const u8, bytes: usize) -> Self::Words {
+        let mut padded = [0_u8; 2 * GROUP];
+        // SAFETY: condition 1; a new array, which has room for `N`.
+        unsafe { std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), bytes.min(N)) };
+        // SAFETY: an array of the bytes of a key.
+        unsafe { self.load(padded.as_ptr()) }
     }
     fn add<B: DotBf16<S = Self::S>>(
         b: B,

@@ -43,8 +43,8 @@ fn main() -> Result<(), kv::Error> {
     assert!(table.iter().all(|block| holders(&cache, *block) == 3));
     assert_eq!((cache.usage().blocks_used, cache.stats().cow_copies), (2, 0));
 
-    // Each beam goes on with a token of its own. The half block is copied for two of them, the third
-    // writes it in place; the full block stays shared.
+    // Each beam goes on with a token of its own. The half block is copied for two of them, the
+    // third writes it in place; the full block stays shared.
     let step = cache.begin_step(&[
         StepInput::tokens(parent, &[70]),
         StepInput::tokens(second, &[71]),

@@ -239,7 +239,9 @@ pub(crate) fn check_order(stages: &[Stage]) {
     while !order.is_done() {
         let started = order.start();
         assert!(!started.is_empty(), "stages that never start");
-        started.into_iter().for_each(|index| order.end(index));
+        for index in started {
+            order.end(index);
+        }
     }
 }
 

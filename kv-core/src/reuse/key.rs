@@ -20,7 +20,8 @@ const CONTENTS_SEED: u64 = 1;
 /// block, and once more with the block's [contents](ContentSpan) if it has any. The root, in the
 /// place of a key before the first block, hashes the version of this scheme, the cache's
 /// [encoding key](crate::CacheState::encoding_key), the salt and the adapter. All numbers are
-/// little endian and no seed comes from outside, so every machine and every release makes the same keys.
+/// little endian and no seed comes from outside, so every machine and every release makes the same
+/// keys.
 ///
 /// XXH3 is not made to withstand an attacker, so a key alone never decides: a hit is confirmed
 /// against the block's own tokens, contents and parent.
