@@ -27,7 +27,7 @@
 //! while scheduler.has_work() {
 //!     for event in scheduler.step()? {
 //!         if let Event::Finished { generated, .. } = event {
-//!             assert_eq!(tokenizer.decode(&generated.tokens)?, ", there was a little girl named");
+//!             assert_eq!(tokenizer.decode(&generated.tokens)?, ", there was a little girl");
 //!         }
 //!     }
 //! }

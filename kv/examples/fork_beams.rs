@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release -p kv --example fork_beams -- cpu`
 #![expect(clippy::print_stdout, clippy::as_conversions, reason = "an example")]
-#![expect(clippy::cast_possible_truncation, reason = "batches are small")]
+#![expect(clippy::cast_possible_truncation, reason = "few tokens")]
 
 use kv::{AttentionOptions, CacheSpec, Device, GroupId, KvCache, QkvFormat, SequenceId};
 use kv::{StartOptions, Step, StepInput, TensorView, TensorViewMut};

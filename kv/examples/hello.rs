@@ -28,7 +28,7 @@ fn main() -> Result<(), kv::Error> {
     step.attend(0, TensorView::host(&q, &dims), TensorViewMut::host(&mut out, &dims), &options)?;
     step.commit()?; // lengths advance; a step that is dropped instead never happened
     // Zero queries weigh all keys alike: token 0 sees itself, token 1 the mean of both.
-    assert_eq!(out, [1.0, 2.0, 3.0, 4.0, 2.0, 3.0, 4.0, 5.0]);
+    assert!(near(&out, &[1.0, 2.0, 3.0, 4.0, 2.0, 3.0, 4.0, 5.0]), "{out:?}");
     println!("{device}: prefill  {out:?}");
 
     // Decode: one token, whose query is nearly parallel to the key of token 1.
@@ -39,11 +39,14 @@ fn main() -> Result<(), kv::Error> {
     step.write(0, TensorView::host(&kv, &dims), TensorView::host(&kv, &dims), QkvFormat::Thd)?;
     step.attend(0, TensorView::host(&q, &dims), TensorViewMut::host(&mut out, &dims), &options)?;
     step.commit()?;
-    let expected = [3.0, 4.0, 5.0, 6.0];
-    assert!(out.iter().zip(expected).all(|(out, v)| (out - v).abs() < 1e-5), "{out:?}");
+    assert!(near(&out, &[3.0, 4.0, 5.0, 6.0]), "{out:?}");
     assert_eq!(cache.seq_len(seq), Some(3));
     println!("{device}: decode   {out:?}");
 
     cache.release(seq)?; // its blocks are free, and can still be reused by an equal prompt
     Ok(())
+}
+
+fn near(out: &[f32], expected: &[f32]) -> bool {
+    out.iter().zip(expected).all(|(out, expected)| (out - expected).abs() < 1e-5)
 }

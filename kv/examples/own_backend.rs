@@ -71,7 +71,7 @@ fn main() -> Result<(), kv::Error> {
     step.write(0, row, row, QkvFormat::Thd)?;
     step.attend(0, row, TensorViewMut::host(&mut out, &dims), &AttentionOptions::causal(0.5))?;
     step.commit()?;
-    assert_eq!(out, values); // the only token sees itself
+    assert!(out.iter().zip(values).all(|(out, v)| (out - v).abs() < 1e-6), "{out:?}");
     let calls = CALLS.lock().unwrap_or_else(PoisonError::into_inner);
     assert!(calls.windows(2).any(|calls| calls == ["write_kv", "attend"]), "{calls:?}");
     println!("{device}: {calls:?}");

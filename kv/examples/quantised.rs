@@ -51,13 +51,13 @@ fn main() -> Result<(), kv::Error> {
     let device = std::env::args().nth(1).unwrap_or_else(|| "cpu".to_owned());
     let (f32_bytes, exact) = attend(&device, KvFormat::F32)?;
     assert_eq!(f32_bytes, 2 * 64 * 4); // K and V
-    // A row of 64 codes and its scale of 2 bytes, and the bound of the error.
-    for (format, row_bytes, bound) in [
-        (KvFormat::Int8(Scaling::Row), 64 + 2, 0.01),
-        (KvFormat::L4(ScaleGroup::Row), 32 + 2, 0.12),
+    // A row has 64 codes of 8 or 4 bits and a scale of 2 bytes. The last number bounds the error.
+    for (format, token_bytes, bound) in [
+        (KvFormat::Int8(Scaling::Row), 2 * (64 + 2), 0.01),
+        (KvFormat::L4(ScaleGroup::Row), 2 * (32 + 2), 0.12),
     ] {
         let (bytes, out) = attend(&device, format)?;
-        assert_eq!(bytes, 2 * row_bytes);
+        assert_eq!(bytes, token_bytes);
         let error = error(&out, &exact);
         assert!(error > 0.0 && error < bound, "{format}: {error}");
         println!("{device}: {format}: {bytes} bytes for {f32_bytes}, error {error:.4}");

@@ -3,7 +3,7 @@
 //!
 //! `cargo run --release -p kv --example ragged_batch -- cpu`
 #![expect(clippy::print_stdout, clippy::as_conversions, reason = "an example")]
-#![expect(clippy::cast_precision_loss, reason = "positions are small")]
+#![expect(clippy::cast_precision_loss, clippy::cast_possible_truncation, reason = "few tokens")]
 
 use kv::{AttentionOptions, CacheSpec, Device, KvCache, QkvFormat, SequenceId, StartOptions};
 use kv::{Step, StepInput, TensorView, TensorViewMut};

@@ -3,7 +3,7 @@
 //!
 //! `cargo run --release -p kv --example sliding_window -- cpu`
 #![expect(clippy::print_stdout, clippy::as_conversions, reason = "an example")]
-#![expect(clippy::cast_precision_loss, reason = "positions are small")]
+#![expect(clippy::cast_precision_loss, reason = "few tokens")]
 
 use kv::{AttentionOptions, CacheSpec, Device, GroupId, KvCache, QkvFormat, SequenceId};
 use kv::{StartOptions, StepInput, TensorView, TensorViewMut};
