@@ -1,4 +1,5 @@
 //! Tables of codes and the vector instructions beside the unit, against plain Rust.
+#![expect(clippy::arithmetic_side_effects, reason = "tests: rows of a block")]
 use kv_core::{KvFormat, Scaling};
 
 use super::codes;

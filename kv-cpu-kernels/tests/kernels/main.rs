@@ -5,6 +5,7 @@
 //! crate, with every instance of every loop, a second time.
 #![expect(
     clippy::unwrap_used,
+    clippy::panic,
     clippy::indexing_slicing,
     clippy::as_conversions,
     clippy::arithmetic_side_effects,
