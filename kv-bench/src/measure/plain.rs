@@ -158,6 +158,10 @@ impl PlainCopy for CudaBackend {
 /// Two buffers of a device, as large as one buffer may be.
 #[cfg(any(feature = "cuda", feature = "wgpu", test))]
 #[derive(Debug)]
+#[cfg_attr(
+    not(any(feature = "cuda", feature = "wgpu")),
+    expect(dead_code, reason = "only devices other than the CPU copy pieces")
+)]
 pub(super) struct Piece<Buf> {
     from: Buf,
     to: Buf,
