@@ -417,7 +417,7 @@ const fn no_part<T: Copy>(_: Encoding) -> Option<T> {
     None
 }
 
-/// The kernel for exactly so many rows.
+/// The kernel for exactly `rows` query rows.
 fn of_rows<K: Copy>(kernels: [K; 4], rows: usize, rows_max: usize) -> Option<K> {
     let index = TILE_ROWS.iter().position(|tile| *tile == rows && rows <= rows_max)?;
     kernels.get(index).copied()

@@ -19,7 +19,7 @@ type CopyPast = unsafe fn(&[u8], &mut [u8], &[u8]);
 /// Query rows that register tiles exist for.
 pub(crate) const TILE_ROWS: [usize; 4] = [1, 2, 4, 8];
 
-/// Tokens of a register tile of QK with so many rows.
+/// Tokens of a register tile of QK with `rows` query rows.
 pub(crate) const fn tile_tokens(sums: usize, rows: usize) -> usize {
     match sums / rows {
         0 => 1,
@@ -28,7 +28,7 @@ pub(crate) const fn tile_tokens(sums: usize, rows: usize) -> usize {
     }
 }
 
-/// Pairs of vectors of a register tile of PV with so many rows.
+/// Pairs of vectors of a register tile of PV with `rows` query rows.
 pub(crate) const fn tile_pairs(sums: usize, rows: usize) -> usize {
     match sums / (2 * rows) {
         0 => 1,
