@@ -1,4 +1,4 @@
-//! A device that fails on demand: what a cache does then must not be seen afterwards.
+//! Fault injection: a device that fails on demand. A failed call must leave no trace in the cache.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Poll};
@@ -12,7 +12,7 @@ use kv_core::{DeviceError, DeviceErrorKind};
 
 use crate::device::Device;
 
-/// Another device, of which one operation fails, or all from one on.
+/// A wrapper of another device that fails one chosen operation, or all operations from one on.
 #[derive(Debug)]
 pub(crate) struct Erratic<B> {
     inner: B,
@@ -22,11 +22,11 @@ pub(crate) struct Erratic<B> {
 /// How an operation fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Failing {
-    /// Before its work is done, once.
+    /// Fails once, before the work is done.
     Early,
-    /// When its work is done, once.
+    /// Fails once, after the work is done.
     Late,
-    /// It and every further one, until the device is [calm](Erratic::calm) again.
+    /// Fails from this operation on, until [`FaultInjector::clear`].
     Lasting,
 }
 
@@ -34,21 +34,21 @@ impl Failing {
     pub(crate) const ALL: [Self; 3] = [Self::Early, Self::Late, Self::Lasting];
 }
 
-/// When to fail.
+/// The fault that is armed.
 #[derive(Debug)]
 struct Fault {
-    /// Operations that still succeed.
+    /// Operations before the failing one.
     left: AtomicU64,
-    /// Index in [`Failing::ALL`].
+    /// Index in [`FaultKind::ALL`].
     failing: AtomicU8,
     has_fired: AtomicBool,
 }
 
-/// Operations until a failure that never comes.
+/// Value of `left` when no fault is armed.
 const NEVER: u64 = u64::MAX;
 
 impl Fault {
-    /// Runs an operation, or fails.
+    /// Runs an operation or makes it fail.
     fn run<T>(
         &self,
         operation: &'static str,
@@ -69,25 +69,25 @@ impl Fault {
             done()?;
         }
         let error = DeviceError::new(DeviceErrorKind::Driver, operation);
-        Err(error.with_detail("failure of an erratic device"))
+        Err(error.with_detail("injected failure"))
     }
 }
 
 impl<B: Device> Erratic<B> {
-    /// A device that does not fail yet.
+    /// Wraps a device; no fault is armed yet.
     pub(crate) fn new(inner: B) -> Self {
         let (left, failing) = (AtomicU64::new(NEVER), AtomicU8::new(0));
         let fault = Fault { left, failing, has_fired: AtomicBool::new(false) };
         Self { inner, fault: Arc::new(fault) }
     }
 
-    /// Fails the operation behind the next `more`.
+    /// Arms a fault that lets `more` operations succeed first.
     pub(crate) fn fail(&self, more: u64, failing: Failing) {
         self.fault.left.store(more, Ordering::Relaxed);
         self.fault.failing.store(failing as u8, Ordering::Relaxed);
     }
 
-    /// Fails no more; whether it did since it was asked last.
+    /// Disarms the fault; returns whether it fired since the last call.
     pub(crate) fn calm(&self) -> bool {
         self.fault.left.store(NEVER, Ordering::Relaxed);
         self.fault.has_fired.swap(false, Ordering::Relaxed)
@@ -118,7 +118,7 @@ impl<B: Device> Backend for Erratic<B> {
     }
 }
 
-/// A lane of an erratic device.
+/// The command queue of a [`FaultInjector`].
 #[derive(Debug)]
 pub(crate) struct ErraticQueue<Q> {
     inner: Q,

@@ -1,8 +1,9 @@
-//! K and V that say which tokens they come from: rows are equal exactly where the whole prefix is,
-//! salt, adapter and contents included. What a sequence reads must be what its own tokens name.
+//! K and V that show which tokens they were made from: rows are equal exactly if the whole prefix
+//! is, including salt, adapter and contents. The rows that a sequence reads must be those of its
+//! own tokens.
 //!
-//! Rows of f32 hold as much of a name as they can, and come back to the bit. Values of any other
-//! format are 1 or -1: their signs are the name, and no rounding changes one.
+//! Rows of f32 hold a hash of the prefix, and are read back to the bit. Rows of any other format
+//! are 1 or -1: their signs are the hash, and no rounding changes a sign.
 use kv_core::reuse::ContentSpan;
 use kv_core::{
     CacheSpec, DType, KvCache, KvFormat, Plane, QkvFormat, SequenceId, StartOptions, Step,
@@ -12,7 +13,7 @@ use crate::case::{At, CaseError, same};
 use crate::device::{Device, Place, Staged};
 use crate::lab::dense;
 
-/// Stands for a prefix.
+/// A hash that stands for a prefix.
 pub(crate) type Name = u64;
 
 fn mix(a: u64, b: u64) -> u64 {
@@ -22,19 +23,19 @@ fn mix(a: u64, b: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The name of no tokens.
+/// Returns the hash of the empty prefix.
 pub(crate) fn root(options: &StartOptions<'_>) -> Name {
     let salt = options.salt.iter().fold(1, |name, byte| mix(name, u64::from(*byte)));
     mix(salt, options.adapter.map_or(0, |adapter| adapter + 1))
 }
 
-/// The name of one token more; `id`: what lies behind a placeholder.
+/// Returns the hash of a prefix with one more token; `id` is the content of a placeholder.
 pub(crate) fn then(before: Name, token: u32, id: Option<u128>) -> Name {
     let name = mix(before, u64::from(token));
     id.map_or(name, |id| mix(name, id as u64 | 1 << 63))
 }
 
-/// Names of all prefixes of a prompt.
+/// Returns the hashes of all prefixes of a prompt.
 pub(crate) fn names(tokens: &[u32], options: &StartOptions<'_>) -> Vec<Name> {
     let mut name = root(options);
     let behind = |at: u32| {
@@ -48,7 +49,7 @@ pub(crate) fn names(tokens: &[u32], options: &StartOptions<'_>) -> Vec<Name> {
     tokens.iter().zip(0..).map(next).collect()
 }
 
-/// Heads and values of a row of one layer, and how it is stored.
+/// Returns heads and head dim of a layer's rows, and their format.
 fn shape(spec: &CacheSpec, layer: u16, plane: Plane) -> Result<([usize; 2], KvFormat), CaseError> {
     let (group, _) = spec.locate(layer.into()).ok_or("a layer of no group")?;
     let layouts = spec.groups()[usize::from(group.0)].layouts();
@@ -56,7 +57,7 @@ fn shape(spec: &CacheSpec, layer: u16, plane: Plane) -> Result<([usize; 2], KvFo
     Ok(([layout.num_kv_heads() as usize, layout.head_dim() as usize], layout.format()))
 }
 
-/// K or V of tokens: multiples of 2^-23 in -1..1, exact in f32.
+/// Makes K or V of tokens as multiples of 2^-23 in -1..1, exact in f32.
 pub(crate) fn rows(names: &[Name], layer: u16, plane: Plane, width: usize) -> Vec<f32> {
     let salt = u64::from(layer) * 2 + u64::from(plane == Plane::Value);
     let row = |name: &Name| {
@@ -68,8 +69,8 @@ pub(crate) fn rows(names: &[Name], layer: u16, plane: Plane, width: usize) -> Ve
     names.iter().flat_map(row).collect()
 }
 
-/// K or V of tokens: 1 and -1, exact in every format of 16 bits or more. 32 values tell prefixes
-/// apart.
+/// Makes K or V of tokens as 1 and -1, exact in every format of 16 bits or more. 32 values
+/// distinguish prefixes.
 fn signs(names: &[Name], layer: u16, plane: Plane, width: usize) -> Vec<f32> {
     let salt = u64::from(layer) * 2 + u64::from(plane == Plane::Value);
     let row = |name: &Name| {
@@ -80,7 +81,7 @@ fn signs(names: &[Name], layer: u16, plane: Plane, width: usize) -> Vec<f32> {
     names.iter().flat_map(row).collect()
 }
 
-/// K or V of tokens, for planes of a format.
+/// Makes K or V of tokens for planes of a format.
 fn stored(
     names: &[Name],
     (layer, plane): (u16, Plane),
@@ -117,8 +118,8 @@ pub(crate) fn write_layer<B: Device>(
     Ok(step.write(layer, k, v, QkvFormat::Thd)?)
 }
 
-/// Fails unless the rows of a sequence from `begin` on are those of `names`, in every layer of the
-/// group: to the bit, or by the signs of codes.
+/// Fails unless the rows of a sequence from `begin` on were made from `hashes`, in every layer of
+/// the group: equal to the bit, or in sign for codes.
 pub(crate) fn check<B: Device>(
     backend: &B,
     cache: &mut KvCache<B>,
@@ -131,7 +132,7 @@ pub(crate) fn check<B: Device>(
     layers.try_for_each(|layer| check_layer(backend, cache, (sequence, layer.0), begin, names))
 }
 
-/// As [`check`], of one layer.
+/// Checks one layer like [`check`].
 pub(crate) fn check_layer<B: Device>(
     backend: &B,
     cache: &mut KvCache<B>,

@@ -14,16 +14,16 @@ use crate::suite;
 use crate::vectors::{self, Found};
 use args::Args;
 
-/// File that the counts are written to as JSON, for `cargo xtask conformance`.
+/// Variable that names the file for the counts as JSON, for `cargo xtask conformance`.
 const REPORT: &str = "KV_CONFORMANCE_REPORT";
 
 /// Runs the suite as a test binary with `harness = false`.
 ///
 /// Every case runs twice: on the backend's own type (`name::case`) and erased (`any(name)::case`).
 ///
-/// Arguments are those of libtest, and `--vectors DIR` (repeatable), which runs the vector files
-/// under DIR instead of the suite, and `--backend NAME`: a backend of this name must open, another
-/// one has nothing to run. The last line of output is `N passed, N failed, N skipped`.
+/// Arguments are those of libtest and two more: `--vectors DIR` (repeatable) runs the vector files
+/// under DIR instead of the suite; with `--backend NAME`, the backend of that name must open, and
+/// any other backend runs nothing. The last line of output is `N passed, N failed, N skipped`.
 pub fn run<B: Backend>(name: &'static str, open: impl Fn() -> Result<B, DeviceError>) -> ExitCode {
     let args = match Args::parse(std::env::args()) {
         Ok(args) => args,
@@ -65,7 +65,7 @@ fn conclude(name: &str, args: &Args, trials: Vec<Trial>) -> ExitCode {
     code
 }
 
-/// A device that is not there is no failure, unless it was asked for.
+/// Makes the trial for a device that did not open: skipped, or failed if the backend was required.
 fn unopened(name: &str, asked: bool, error: &DeviceError) -> Trial {
     let why = format!("{name} cannot be opened: {error}");
     let absent = error.kind() == DeviceErrorKind::Unsupported && !asked;

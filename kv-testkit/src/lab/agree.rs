@@ -1,15 +1,15 @@
-//! When rows of a device agree with the host's definition of a format.
+//! Decides whether rows of a device agree with the host's definition of a format.
 //!
-//! On one and the same arithmetic they are equal, and on the CPU they are. Another device rounds
-//! the transform in other places, and that is all it may do differently:
+//! On the CPU they are equal to the bit. A device that rounds the transform in other places may
+//! differ in two ways:
 //!
 //! - a value read back through the transform may be off by its roundings;
-//! - a row may be encoded as the definition encodes one that lies within rounding error of what was
-//!   written, so a value near a decision threshold, or a scale near a midpoint, may fall to the
-//!   other side.
+//! - a row may be encoded like one that lies within rounding error of the row written, so a value
+//!   near a decision threshold, or a scale near a midpoint, may round to the other side.
 //!
-//! The second is tried with one row alone: each value that came out elsewhere is moved towards what
-//! came out, by as much as rounding can. What the device kept is then what the model goes on with.
+//! To accept the second, each value that differs is moved towards the device's value by at most its
+//! rounding error, and the row is encoded again. The model continues with the rows that the device
+//! stored.
 use kv_core::DType;
 use kv_core::calibration::HeadConstants;
 
@@ -18,7 +18,7 @@ use crate::case::CaseError;
 use crate::oracle::Stored;
 use crate::oracle::round::{round_f32, ulp};
 
-/// Fails unless `got`, read in `dtype`, is what `kept` reads as.
+/// Fails unless `got`, read as `dtype`, agrees with the stored rows `kept`.
 pub(crate) fn reads(
     stored: &Stored,
     kept: &[f32],
@@ -35,7 +35,7 @@ pub(crate) fn reads(
         let limits = stored.head(index).map(|head| read_limits(&head, kept));
         let near = |i: usize| {
             let limit = limits.as_ref().map_or(0.0, |limits| limits[i]);
-            // Before it is rounded to the type it is read in.
+            // The limit is that before rounding to the type that was read.
             let limit = match dtype {
                 DType::F32 => limit,
                 _ => limit + ulp(dtype, f64::from(expected[i])) as f32,
@@ -49,10 +49,10 @@ pub(crate) fn reads(
     Ok(())
 }
 
-/// What a device kept of rows whose read-back is `got`.
+/// Returns the rows that a device stored, given what it reads back.
 ///
 /// # Errors
-/// A row that is not what the definition keeps of any row within rounding error.
+/// A row that the definition does not produce from any row within rounding error.
 pub(super) fn adopted(
     stored: &Stored,
     first: u32,
@@ -82,7 +82,7 @@ pub(super) fn adopted(
             kept.copy_from_slice(row);
         }
     }
-    // The first complaint is about what was written, not about what was tried.
+    // Report the difference from what was written, not from the second attempt.
     reads(stored, &kept, got, DType::F32).and(Ok(kept)).map_err(|_| match exactly {
         Err(error) => error,
         Ok(()) => CaseError::from("rows agree and disagree"),
@@ -93,12 +93,12 @@ fn same(a: f32, b: f32, limit: f32) -> bool {
     a == b || (a.is_nan() && b.is_nan()) || (a - b).abs() <= limit
 }
 
-/// Roundings of a value on its way through a rotation, by two computations.
+/// Relative rounding error of a value after a rotation, between two computations.
 fn roundings(dim: usize) -> f32 {
     f32::EPSILON * ((dim as f32).log2() + 3.0)
 }
 
-/// What the terms of each rotated value sum to, at most.
+/// Upper bound of the sum of terms of a rotated value.
 fn terms(row: impl Iterator<Item = f32>, dim: usize) -> f32 {
     row.map(f32::abs).sum::<f32>() / (dim as f32).sqrt()
 }
@@ -134,7 +134,7 @@ mod tests {
 
     const DIM: usize = 64;
 
-    /// INT8 with a scale a row.
+    /// INT8 with a scale per row.
     fn stored(transforms: bool) -> Stored {
         let shape = PlaneShape {
             num_blocks: 1,
@@ -148,8 +148,7 @@ mod tests {
         Stored::new(LayerId(0), Plane::Key, layout, None).unwrap()
     }
 
-    /// A row whose scale is 1/64, whose value 5 lies between codes 10 and 11, and value 6 at a
-    /// code.
+    /// A row whose scale is 1/64: value 5 lies between codes 10 and 11, value 6 on a code.
     fn written(stored: &Stored) -> Vec<f32> {
         let mut row: Vec<_> = Rng::new(1).normals(DIM).iter().map(|x| x / 4.0).collect();
         (row[3], row[5], row[6]) = (127.0 / 64.0, 10.5 / 64.0, -20.0 / 64.0);
@@ -178,7 +177,7 @@ mod tests {
             let stored = stored(transforms);
             let rows = written(&stored);
             let kept = stored.kept(0, &rows);
-            // A step beside a code, two steps from a threshold, less than a step, another scale.
+            // One step beside a code, two steps from a threshold, less than a step, another scale.
             for (index, steps) in [(6, 1.0), (5, 2.0), (5, -2.0), (6, 0.25), (40, 0.02)] {
                 let mut other = kept.clone();
                 other[index] += steps / 64.0;

@@ -1,4 +1,4 @@
-//! In what form a step comes.
+//! The settings of one step.
 use kv_core::{AttentionOptions, DType, QkvFormat};
 
 use crate::device::Place;
@@ -12,16 +12,16 @@ pub(crate) const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 /// Axis orders of q, k and v.
 pub(crate) const FORMATS: [QkvFormat; 3] = [QkvFormat::Bshd, QkvFormat::Sbhd, QkvFormat::Thd];
 
-/// How a step ends.
+/// The end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
-    /// Its rows stay.
+    /// Commit: the rows stay.
     Commit,
-    /// It never happened.
+    /// Drop: the step is rolled back.
     Drop,
 }
 
-/// Formats, types, places and options of one step.
+/// Formats, types, places and attention options of one step.
 #[derive(Debug, Clone)]
 #[expect(clippy::struct_excessive_bools, reason = "each is an option of its own")]
 pub struct How {
@@ -45,17 +45,17 @@ pub struct How {
     pub causal: bool,
     /// Sliding window.
     pub window_left: Option<u32>,
-    /// First tokens that are seen besides the window.
+    /// Tokens at the start of the sequence that are visible besides the window.
     pub sink_tokens: u32,
     /// Soft cap.
     pub soft_cap: Option<f32>,
-    /// Whether heads have sinks.
+    /// Whether heads have sink logits.
     pub sinks: bool,
-    /// Scale of the queries: large for sharp weights.
+    /// Factor of the queries; large values make softmax weights sharp.
     pub spread: f32,
-    /// Whether the log-sum-exp is asked for.
+    /// Whether the log-sum-exp is computed.
     pub lse: bool,
-    /// Whether layers are written last first, the first one twice.
+    /// Whether layers are written in reverse order, the first one twice.
     pub shuffled: bool,
     /// How it ends.
     pub finish: Finish,
@@ -86,7 +86,7 @@ impl Default for How {
 }
 
 impl How {
-    /// Any form, every field by chance.
+    /// Chooses every field at random.
     pub fn random(rng: &mut Rng) -> Self {
         let places = [Place::Host, Place::Device];
         Self {
@@ -114,7 +114,7 @@ impl How {
         }
     }
 
-    /// The oracle for a layer of this shape.
+    /// Returns the oracle for a layer of this shape.
     pub(crate) fn oracle(&self, shape: &LayerShape, sinks: &[f32]) -> Attention {
         let (heads, dims) = (shape.heads, shape.dims);
         Attention {
@@ -129,7 +129,7 @@ impl How {
     }
 }
 
-/// The library's options for an oracle.
+/// Converts an oracle's settings to the library's options.
 pub(crate) fn options(oracle: &Attention, format: QkvFormat) -> AttentionOptions<'_> {
     let mut options = if oracle.causal {
         AttentionOptions::causal(oracle.scale)

@@ -1,6 +1,6 @@
-//! A cache on a device beside the naive model, moved together and compared.
+//! A cache on a device beside the naive model; both run the same calls and are compared.
 //!
-//! Every pool is filled with NaN before use, so that each comparison also proves that no stale slot
+//! Every pool is filled with NaN before use, so each comparison also proves that no stale slot
 //! reaches a result.
 pub(crate) mod agree;
 mod how;
@@ -27,51 +27,51 @@ pub use step::{Brings, Outputs};
 pub(crate) use step::{calibrate, dense, join, judge_layer, judge_values, liken};
 pub(crate) use unseen::Spoiled;
 
-/// What one layer stores.
+/// Geometry and storage of one layer.
 #[derive(Debug, Clone)]
 pub struct LayerShape {
     /// Heads of K and V.
     pub heads: usize,
-    /// Values of one row of K and of V.
+    /// Head dims of K and of V.
     pub dims: [usize; 2],
-    /// What K and V keep of a row.
+    /// How the planes of K and of V store rows.
     pub stored: [Stored; 2],
 }
 
 impl LayerShape {
-    /// Values of one token of K or V.
+    /// Returns the number of values of one token of K or V.
     pub fn width(&self, plane: usize) -> usize {
         self.heads * self.dims[plane]
     }
-    /// The transform of its rows.
+    /// Returns the transform of the layer's rows.
     pub fn turn(&self) -> Turn {
         let [k, v] = self.stored.each_ref().map(|plane| plane.turned().cloned());
         Turn { k, v }
     }
 }
 
-/// A cache, its model, and a source of numbers.
+/// A cache under test, the model it must equal, and a source of random numbers.
 #[derive(Debug)]
 pub struct Lab<B: Device> {
     /// The device.
     pub backend: B,
-    /// What is tested.
+    /// The cache under test.
     pub cache: KvCache<B>,
-    /// What it must equal.
+    /// The model that it must equal.
     pub model: Model,
-    /// Where inputs come from.
+    /// The source of random inputs.
     pub rng: Rng,
     layers: Vec<LayerShape>,
-    /// Tokens of the next step, where they are told.
+    /// Token ids for the next step, where they are given.
     told: BTreeMap<SequenceId, Vec<u32>>,
 }
 
-/// A sequence id.
+/// Makes a sequence id.
 pub(crate) fn seq(id: u64) -> SequenceId {
     SequenceId(id)
 }
 
-/// Shapes of all layers of a geometry.
+/// Derives the shapes of all layers from a spec.
 fn layer_shapes(
     spec: &CacheSpec,
     calibration: Option<&Calibration>,
@@ -94,18 +94,18 @@ fn layer_shapes(
 }
 
 impl<B: Device> Lab<B> {
-    /// A cache whose every reachable slot holds NaN and is free.
+    /// Creates a cache whose every slot is free and holds NaN.
     ///
     /// # Errors
-    /// Whatever the cache answers.
+    /// Those of creating the cache.
     pub fn new(backend: &B, spec: CacheSpec, seed: u64) -> Result<Self, CaseError> {
         Self::open(backend, spec, None, seed)
     }
 
-    /// The same with the constants of a model.
+    /// Creates a cache with calibration constants.
     ///
     /// # Errors
-    /// Whatever the cache answers.
+    /// Those of creating the cache.
     pub fn calibrated(
         backend: &B,
         spec: CacheSpec,
@@ -140,7 +140,7 @@ impl<B: Device> Lab<B> {
         Ok(lab)
     }
 
-    /// Exchanges the constants, and stores all rows anew. Not for layers with a tail.
+    /// Replaces the constants and re-encodes all rows. Not for layers with a tail.
     ///
     /// # Errors
     /// The cache's refusal.
@@ -159,7 +159,7 @@ impl<B: Device> Lab<B> {
         Ok(())
     }
 
-    /// Shapes of the layers.
+    /// Returns the shapes of the layers.
     pub fn layers(&self) -> &[LayerShape] {
         &self.layers
     }
@@ -199,16 +199,16 @@ impl<B: Device> Lab<B> {
         Ok(step.commit()?)
     }
 
-    /// Begins a sequence.
+    /// Starts a sequence.
     ///
     /// # Errors
-    /// The cache's refusal; the model is as before then, here and below.
+    /// The cache's refusal. Here and below, the model does not change then.
     pub fn start(&mut self, id: u64) -> Result<(), CaseError> {
         self.cache.start(seq(id), &[], StartOptions::default())?;
         self.model.start(seq(id));
         Ok(())
     }
-    /// Shares a sequence.
+    /// Forks a sequence.
     ///
     /// # Errors
     /// The cache's refusal.
@@ -217,7 +217,7 @@ impl<B: Device> Lab<B> {
         self.model.fork(seq(parent), seq(child));
         Ok(())
     }
-    /// Takes tokens back.
+    /// Truncates a sequence.
     ///
     /// # Errors
     /// The cache's refusal.
@@ -226,7 +226,7 @@ impl<B: Device> Lab<B> {
         self.model.truncate(seq(id), len);
         Ok(())
     }
-    /// Ends a sequence.
+    /// Releases a sequence.
     ///
     /// # Errors
     /// The cache's refusal.
@@ -235,7 +235,7 @@ impl<B: Device> Lab<B> {
         self.model.release(seq(id));
         Ok(())
     }
-    /// Ends all sequences.
+    /// Releases all sequences.
     ///
     /// # Errors
     /// The cache's refusal.
@@ -245,7 +245,7 @@ impl<B: Device> Lab<B> {
         Ok(())
     }
 
-    /// What a refusal must leave as it is, the peak aside.
+    /// Returns the state that a refused call must not change (the peak is not part of it).
     pub fn state(&self) -> (Usage, Vec<(SequenceId, Option<u32>)>) {
         let mut ids: Vec<_> =
             self.cache.sequences().map(|id| (id, self.cache.seq_len(id))).collect();
@@ -278,10 +278,11 @@ impl<B: Device> Lab<B> {
         Ok(())
     }
 
-    /// Takes over what the device keeps of new rows, after a look at whether it may.
+    /// Updates the model with the rows that the device stored, after checking that the format's
+    /// definition allows them.
     ///
     /// # Errors
-    /// Rows that are none of those the definition of the format allows.
+    /// Rows that the definition does not allow.
     fn adopt(
         &mut self,
         model: &mut Model,
@@ -291,7 +292,8 @@ impl<B: Device> Lab<B> {
         for layer in 0..self.layers.len() {
             for (index, plane) in [Plane::Key, Plane::Value].into_iter().enumerate() {
                 let stored = self.layers[layer].stored[index].clone();
-                // Rows that waited may be codes of several steps: they are compared, not adopted.
+                // A row of a tail may have been encoded in several steps: such rows are compared,
+                // not adopted.
                 if !stored.format().is_quantised() || stored.tail().is_some() {
                     continue;
                 }
@@ -307,7 +309,7 @@ impl<B: Device> Lab<B> {
         Ok(())
     }
 
-    /// Rows of some sequences as a gather returns them.
+    /// Returns the cached rows of some sequences, as a gather does.
     ///
     /// # Errors
     /// The cache's refusal, or padding that is not zero.
@@ -343,13 +345,13 @@ impl<B: Device> Lab<B> {
     }
 }
 
-/// The longest sequence that can be written to so many blocks at once.
+/// Returns the longest sequence that fits into `blocks` blocks in one write.
 fn fits(map: &SlotMap, blocks: u32) -> u32 {
     let held = |len: &u32| map.blocks_in(*len, map.coded_after(0, *len)) <= blocks;
     (0..=map.tokens(blocks)).rev().find(held).unwrap_or(0)
 }
 
-/// What a stale slot is filled with: NaN, or the largest code where there is none.
+/// Value that stale slots are filled with: NaN, or the largest code where a format has no NaN.
 fn poison(format: KvFormat) -> f32 {
     match format {
         KvFormat::Int8(Scaling::Tensor | Scaling::Head) => 1e30,
@@ -357,7 +359,7 @@ fn poison(format: KvFormat) -> f32 {
     }
 }
 
-/// Compares rows bit by bit, zeros of either sign and NaNs alike.
+/// Compares rows bit by bit; zeros of either sign are equal, and so are NaNs.
 pub(crate) fn check_rows(got: &[f32], expected: &[f32], width: usize) -> Result<(), CaseError> {
     same("values", got.len(), expected.len())?;
     let other =
@@ -374,7 +376,7 @@ pub(crate) fn check_rows(got: &[f32], expected: &[f32], width: usize) -> Result<
     }
 }
 
-/// Fails unless the state is as it was.
+/// Fails unless the state is that of `before`.
 pub(crate) fn unchanged<B: Device>(
     lab: &mut Lab<B>,
     before: &(Usage, Vec<(SequenceId, Option<u32>)>),

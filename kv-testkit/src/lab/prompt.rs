@@ -1,4 +1,4 @@
-//! Sequences whose tokens are known, so that others may take their rows over.
+//! Sequences with known token ids, so that prefixes can be reused.
 use kv_core::StartOptions;
 
 use super::{Lab, seq};
@@ -7,12 +7,12 @@ use crate::device::Device;
 use crate::model::Rows;
 
 impl<B: Device> Lab<B> {
-    /// Begins a sequence that takes over what is cached of `prompt`; `rows` are K and V of so many
-    /// leading tokens of it, as whoever wrote them did. Returns how many were taken over. Not for
-    /// layers with a tail.
+    /// Starts a sequence on `prompt` and returns the number of tokens whose blocks it reuses.
+    /// `rows` makes the K and V of a number of leading tokens, as they were written. Not for layers
+    /// with a tail.
     ///
     /// # Errors
-    /// The cache's refusal; cached rows that are none of these.
+    /// The cache's refusal, or cached rows that differ from `rows`.
     pub(crate) fn start_prompt(
         &mut self,
         id: u64,
@@ -31,7 +31,8 @@ impl<B: Device> Lab<B> {
         Ok(reused)
     }
 
-    /// Tells which tokens a sequence brings in the next step; of others only the number is known.
+    /// Sets the token ids of a sequence for the next step; for other sequences only a count is
+    /// passed.
     pub(crate) fn tell(&mut self, id: u64, tokens: &[u32]) {
         self.told.insert(seq(id), tokens.to_vec());
     }

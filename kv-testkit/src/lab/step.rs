@@ -1,4 +1,4 @@
-//! One step on the device and in the model, its attention held to the oracle.
+//! One step on the device and in the model; its attention is checked against the oracle.
 use kv_core::{DType, QkvFormat, SequenceId, StepInput};
 
 use crate::case::{At, CaseError, same};
@@ -11,19 +11,19 @@ use crate::oracle::{Attended, Attention, Stored};
 use crate::tokens::{Room, TokenLayout};
 use crate::tolerance::Reference;
 
-/// What a sequence brings to a step.
+/// The part that a sequence has in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Brings {
-    /// New tokens, which attend.
+    /// New tokens with their queries.
     Tokens(u32),
     /// Queries only.
     Query(u32),
-    /// Nothing.
+    /// No tokens and no queries.
     Idle,
 }
 
 impl Brings {
-    /// New tokens and queries.
+    /// Returns the numbers of new tokens and of queries.
     pub(super) fn counts(self) -> (usize, usize) {
         match self {
             Self::Tokens(n) => (n as usize, n as usize),
@@ -31,7 +31,7 @@ impl Brings {
             Self::Idle => (0, 0),
         }
     }
-    /// The same for a cache; `told`: the ids of new tokens, where they are known.
+    /// Makes the cache's input; `tokens` are the ids of new tokens, if they are known.
     pub(crate) fn input(self, sequence: SequenceId, told: Option<&Vec<u32>>) -> StepInput<'_> {
         match (self, told) {
             (Self::Tokens(_), Some(tokens)) => StepInput::tokens(sequence, tokens),
@@ -42,39 +42,39 @@ impl Brings {
     }
 }
 
-/// Results of a step, by layer and entry.
+/// Results of a step, by layer and batch entry.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Outputs {
     /// Attention outputs.
     pub out: Vec<Vec<Vec<f32>>>,
-    /// Log-sum-exp; empty unless asked for.
+    /// Log-sum-exp; empty unless it was computed.
     pub lse: Vec<Vec<Vec<f32>>>,
 }
 
-/// One layer's tensors on their way through a step.
+/// Tensors of one layer of a step.
 struct LayerWork<Buf> {
     kv: [Staged<Buf>; 2],
     q: Staged<Buf>,
     out: Staged<Buf>,
     lse: Option<Staged<Buf>>,
-    /// Queries, by entry, as the device sees them.
+    /// Queries by batch entry, rounded as the device reads them.
     q_rows: Vec<Vec<f32>>,
     oracle: Attention,
 }
 
 impl<B: Device> Lab<B> {
-    /// Runs a step with random content, checks positions, attention of every layer, and updates the
-    /// model.
+    /// Runs a step with random content, checks positions and the attention of every layer, and
+    /// updates the model.
     ///
     /// # Errors
-    /// The cache's refusal of the step, or a broken promise.
+    /// The cache's refusal of the step, or a broken guarantee.
     pub fn step(&mut self, inputs: &[(u64, Brings)], how: &How) -> Result<Outputs, CaseError> {
         let new: Vec<_> = inputs.iter().map(|(_, brings)| brings.counts().0).collect();
         let rows = self.random_rows(&new, how);
         self.step_with(inputs, &rows, how)
     }
 
-    /// K and V of new tokens, by entry.
+    /// Makes random K and V of new tokens, by batch entry.
     pub fn random_rows(&mut self, lens: &[usize], how: &How) -> Vec<Rows> {
         let layers = self.layers().to_vec();
         let mut values = |len: usize, stored: &Stored| -> Vec<f32> {
@@ -87,10 +87,10 @@ impl<B: Device> Lab<B> {
         lens.iter().map(|len| entry(*len)).collect()
     }
 
-    /// As [`Self::step`], with given K and V.
+    /// Runs a step like [`Self::step`], with given K and V.
     ///
     /// # Errors
-    /// As [`Self::step`].
+    /// Those of [`Self::step`].
     pub fn step_with(
         &mut self,
         inputs: &[(u64, Brings)],
@@ -141,8 +141,8 @@ impl<B: Device> Lab<B> {
         Ok(outputs)
     }
 
-    /// Appends to a model what its planes keep of new rows; says where they begin and how many they
-    /// are.
+    /// Appends the stored form of new rows to a model; returns, for each sequence, the position of
+    /// the first new row and their number.
     pub(super) fn append(
         &self,
         model: &mut Model,
@@ -205,7 +205,7 @@ impl<B: Device> Lab<B> {
         Ok(LayerWork { kv, q, out, lse, q_rows, oracle })
     }
 
-    /// Fetches the outputs and holds them to the oracle.
+    /// Downloads the outputs and checks them against the oracle.
     fn judge(
         &mut self,
         work: Vec<LayerWork<B::Buffer>>,
@@ -240,7 +240,8 @@ impl<B: Device> Lab<B> {
     }
 }
 
-/// Normal rows as ones that the constants of a plane were made from.
+/// Gives normal rows the means and channel scales of a plane's constants, and rounds them to
+/// `dtype`.
 pub(crate) fn liken(stored: &Stored, mut rows: Vec<f32>, dtype: DType) -> Vec<f32> {
     for (row, index) in rows.chunks_mut(stored.dim()).zip(0..) {
         if let Some(head) = stored.head(index) {
@@ -252,8 +253,8 @@ pub(crate) fn liken(stored: &Stored, mut rows: Vec<f32>, dtype: DType) -> Vec<f3
     rows.into_iter().map(|x| round_f32(dtype, x)).collect()
 }
 
-/// Where queries stand: the last ones of each sequence, at 0 while there are more queries than
-/// keys.
+/// Returns the positions of queries: the last ones of each sequence, at 0 while there are more
+/// queries than keys.
 fn positions(inputs: &[(u64, Brings)], after: &Model) -> Vec<u32> {
     let entry = |(id, brings): &(u64, Brings)| {
         let (len, queries) = (after.len(seq(*id)).unwrap_or(0), brings.counts().1 as u32);
@@ -263,7 +264,7 @@ fn positions(inputs: &[(u64, Brings)], after: &Model) -> Vec<u32> {
     inputs.iter().flat_map(entry).collect()
 }
 
-/// Holds one layer's results of a batch to the oracle.
+/// Checks one layer's results of a batch against the oracle.
 pub(crate) fn judge_layer(
     oracle: &Attention,
     q: &[Vec<f32>],
@@ -281,11 +282,11 @@ pub(crate) fn judge_layer(
     judge_values(&exact, &plain, floors, (out, lse), dtype)
 }
 
-/// Fewer rows than this do not show how far off a plain computation can be.
+/// With fewer rows, the error of the plain computation is estimated on further queries.
 const ROWS_MIN: usize = 64;
 
-/// Relative errors of the plain computation, for out and lse, on further queries of the same kind:
-/// those given, with their dims turned round.
+/// Returns relative errors of the plain computation, for out and lse, on further queries of the
+/// same distribution: the given ones with their dims rotated.
 pub(crate) fn calibrate(oracle: &Attention, q: &[Vec<f32>], cached: &[[Vec<f32>; 2]]) -> [f64; 2] {
     let rows = q.iter().map(|q| q.len() / oracle.dk).sum::<usize>();
     let mut floors = [0.0_f64; 2];
@@ -317,7 +318,7 @@ pub(crate) fn join(all: &mut Attended, one: Attended) {
     all.lse_magnitude.extend(one.lse_magnitude);
 }
 
-/// Holds results of a batch to a reference and its plain computation.
+/// Checks results of a batch against a reference, with the tolerance of the plain computation.
 pub(crate) fn judge_values(
     exact: &Attended,
     plain: &[Attended; 3],
@@ -340,7 +341,7 @@ pub(crate) fn judge_values(
     Ok(())
 }
 
-/// A dense layout.
+/// Makes a dense layout.
 pub(crate) fn dense(format: QkvFormat, lens: &[usize], heads_dim: [usize; 2]) -> TokenLayout {
     TokenLayout::new(format, lens, heads_dim, Room::default())
 }

@@ -1,4 +1,4 @@
-//! Spoiling what the queries of a step do not see.
+//! Poisons cached rows that are masked from the queries of a step.
 use std::collections::BTreeSet;
 
 use kv_core::backend::Queue;
@@ -8,24 +8,25 @@ use super::{Brings, How, Lab, seq};
 use crate::case::CaseError;
 use crate::device::Device;
 
-/// What was spoiled, in all layers together.
+/// Number of poisoned blocks and rows, over all layers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Spoiled {
-    /// Blocks of which no query sees a token.
+    /// Blocks without a visible token.
     pub(crate) blocks: usize,
-    /// Rows beside ones that are seen.
+    /// Masked rows in blocks that have visible ones.
     pub(crate) rows: usize,
 }
 
-/// Bytes of a block: where they begin and how many they are.
+/// Bytes of a block: offset and length.
 type Span = (u64, u64);
 
 impl<B: Device> Lab<B> {
-    /// Fills with 0xFF, which is NaN wherever a format has one, every cached row that no query of
-    /// the step to come sees: whole blocks where nothing in them is seen, as if somebody else had
-    /// them by now. The model keeps what was there; what comes afterwards may not see it either.
+    /// Fills every cached row that no query of the next step sees with 0xFF, which is NaN wherever
+    /// a format has one. A block without a visible row is filled whole, as if it belonged to
+    /// another sequence by now. The model keeps the old rows, so later steps must not see them
+    /// either.
     ///
-    /// Not for steps that make codes of a tail, which reads all of its rows.
+    /// Not for steps that encode a tail, because they read all rows of it.
     ///
     /// # Errors
     /// The queue's refusal.
@@ -103,7 +104,7 @@ impl<B: Device> Lab<B> {
     }
 }
 
-/// The rows of all heads of one token.
+/// Returns the rows of all heads of one token.
 fn row_spans(layout: &PlaneLayout, place: kv_core::Place) -> impl Iterator<Item = Span> + '_ {
     let bytes = if place.is_wide { layout.wide_row_bytes() } else { layout.row_bytes() };
     (0..layout.num_kv_heads()).map(move |head| (layout.row_begin(place, head), bytes))

@@ -1,4 +1,4 @@
-//! How sequences begin: looked up, admitted, started, and their prompts computed.
+//! The start of sequences: probe, admission check, start, prefill.
 use kv_core::{Admission, CacheError, PlanError};
 
 use super::choose::{Bytes, Options};
@@ -7,24 +7,24 @@ use super::{Happened, Life, lock};
 use crate::case::{At, CaseError, ensure, same};
 use crate::device::Device;
 
-/// How a prompt is to be computed.
+/// Terms of computing a prompt.
 #[derive(Debug, Clone, Copy)]
 struct Terms {
     chunk: u32,
     lookahead: u32,
-    /// To its end, by an admission that said it fits.
+    /// The whole prompt, because the admission check said that it fits.
     whole: bool,
 }
 
 impl<B: Device> Life<B> {
-    /// Starts a sequence, or finds that it cannot start; computes its prompt, some or all of it.
+    /// Starts a sequence or checks why it cannot start; then computes some or all of its prompt.
     pub(super) fn start(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let (prompt, options) = self.prompt(bytes);
         let (id, before) = (self.new_id(), self.see());
         self.tell(|| format!("start {id}, {prompt:?}, {options:?}"));
         let probed = self.cache.probe(&prompt, options.all());
-        // The last token is computed, and a pool of that many blocks can hold no more.
-        ensure(probed <= prompt.len().saturating_sub(1), || format!("{probed} tokens found"))?;
+        // The last token is always computed, and no more tokens than the prompt has can be found.
+        ensure(probed <= prompt.len().saturating_sub(1), || format!("{probed} tokens were found"))?;
         let (chunk, lookahead) = (1 + bytes.below(9), bytes.pick(&[0, 0, 0, 3]));
         let rest = prompt.len() - probed.min(prompt.len());
         let terms = Terms { chunk: chunk.min(rest as u32), lookahead, whole: bytes.one_in(4) };
@@ -34,14 +34,14 @@ impl<B: Device> Life<B> {
         let started = self.cache.start(id, &prompt, options.all());
         let has_failed = self.backend.calm();
         let reused = match started {
-            Ok(_) if has_failed => return Err("a failure was kept quiet".into()),
+            Ok(_) if has_failed => return Err("a device failure was not reported".into()),
             Ok(reused) => reused,
             Err(CacheError::Device(_)) if has_failed => {
                 self.lived.add(Happened::FailedStart);
                 return self.unchanged(&before).at("start");
             }
             Err(CacheError::Exhausted(_)) => {
-                ensure(admitted.is_err(), || "admitted, and refused by start".to_owned())?;
+                ensure(admitted.is_err(), || "admitted but refused by start".to_owned())?;
                 self.lived.add(Happened::RefusedStart);
                 return self.unchanged(&before).at("start");
             }
@@ -62,8 +62,8 @@ impl<B: Device> Life<B> {
         }
         self.check().at("started")?;
         let fits = self.compute(terms).at(format!("{terms:?}, behind {reused}"))?;
-        // What others have cached with the same content is shared when it is computed, and
-        // nobody counts on the blocks that this gives back.
+        // If another sequence cached the same content meanwhile, blocks are shared at commit; the
+        // admission check does not count the blocks that this frees.
         let is_shared = self.cache.stats().duplicate_blocks > before.duplicates();
         ensure(fits == admitted.is_ok() || (fits && is_shared), || {
             format!("{terms:?} behind {reused}: fits: {fits}, but {admitted:?}")
@@ -88,10 +88,11 @@ impl<B: Device> Life<B> {
             _ => (false, Happened::RefusedLength),
         };
         self.lived.add(what);
-        ensure(is_right, || format!("refused without need: {error}"))
+        ensure(is_right, || format!("refused without a reason: {error}"))
     }
 
-    /// Computes the first chunk of the last sequence's prompt, or all of it; whether it fits.
+    /// Computes the first chunk of the last sequence's prompt, or all of it; returns whether it
+    /// fits.
     fn compute(&mut self, terms: Terms) -> Result<bool, CaseError> {
         let mut lookahead = terms.lookahead;
         let mut chunks = 0;
@@ -104,7 +105,7 @@ impl<B: Device> Life<B> {
             if !terms.whole {
                 return Ok(true);
             }
-            // What is reserved ahead is asked for once.
+            // Lookahead is reserved once.
             lookahead = 0;
             chunks += 1;
             self.check().at(format!("chunk {chunks}"))?;
@@ -113,7 +114,7 @@ impl<B: Device> Life<B> {
         Ok(true)
     }
 
-    /// Counts what a sequence took over.
+    /// Counts the tokens that a sequence reuses.
     pub(super) fn note_reuse(
         &mut self,
         prompt: &[u32],
@@ -142,7 +143,7 @@ impl<B: Device> Life<B> {
         }
     }
 
-    /// Blocks that the last sequence took over have the priorities that it asks for.
+    /// Checks that the blocks which the last sequence reuses have the priorities of its retention.
     fn check_retention(&self) -> Result<(), CaseError> {
         let Some(last) = self.sequences.last() else {
             return Ok(());

@@ -1,4 +1,4 @@
-//! What must hold after every operation.
+//! The invariants that are checked after every operation.
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::consumer::place;
 use crate::device::Device;
 use crate::named;
 
-/// What can be seen of a cache that a refusal must leave as it is.
+/// The visible state of a cache, which a refused call must not change.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Seen {
     lens: BTreeMap<SequenceId, Option<u32>>,
@@ -21,7 +21,7 @@ pub(super) struct Seen {
     pools: Vec<[usize; 3]>,
     /// Entries that left a window, by group and sequence.
     vacant: Vec<Range<u32>>,
-    /// Tokens that known prompts would take over.
+    /// Tokens that known prompts would reuse.
     probes: Vec<usize>,
     /// Groups with a window.
     windowed: Vec<bool>,
@@ -29,17 +29,18 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// Blocks that had been filled with content another had already.
+    /// Returns the number of blocks that were filled with content that was cached already.
     pub(super) fn duplicates(&self) -> u64 {
         self.stats.duplicate_blocks
     }
 
-    /// Fails unless sequences and their blocks are as before a step that never happened. What is
-    /// cached may have been given up for it, but nothing else is found than before.
+    /// Fails unless sequences and their blocks are as before a step that was undone. Cached content
+    /// may have been evicted for the step, but nothing new may be found.
     pub(super) fn undone(&self, before: &Self) -> Result<(), CaseError> {
-        same("lengths after a step undone", &self.lens, &before.lens)?;
-        same("blocks after a step undone", &self.tables, &before.tables)?;
-        // A step that began has left its windows, and what was in them may have been given up.
+        same("lengths after an undone step", &self.lens, &before.lens)?;
+        same("blocks after an undone step", &self.tables, &before.tables)?;
+        // Blocks that left a window when the step began stay free, and their content may be
+        // evicted.
         let [now, then] = [self, before].map(|seen| {
             let pools = seen.pools.iter().zip(&seen.windowed);
             pools.filter(|(_, windowed)| !**windowed).map(|([empty, idle, _], _)| empty + idle)
@@ -49,7 +50,7 @@ impl Seen {
             return Ok(());
         }
         let is_found = self.probes.iter().zip(&before.probes).any(|(now, then)| now > then);
-        ensure(!is_found, || format!("{:?} are found, before {:?}", self.probes, before.probes))
+        ensure(!is_found, || format!("{:?} are found, before the step {:?}", self.probes, before.probes))
     }
 }
 
@@ -63,7 +64,7 @@ impl<B: Device> Life<B> {
         self.spec.groups().iter().any(|group| group.window().is_some())
     }
 
-    /// What a refusal must leave as it is.
+    /// Reads the visible state.
     pub(super) fn see(&self) -> Seen {
         let cache = &self.cache;
         let lens = cache.sequences().map(|id| (id, cache.seq_len(id))).collect();
@@ -89,12 +90,12 @@ impl<B: Device> Life<B> {
         }
     }
 
-    /// Fails unless everything is as it was.
+    /// Fails unless the visible state equals `before`.
     pub(super) fn unchanged(&self, before: &Seen) -> Result<(), CaseError> {
         same("state after a refusal", &self.see(), before)
     }
 
-    /// Every invariant.
+    /// Checks every invariant.
     pub(super) fn check(&mut self) -> Result<(), CaseError> {
         same("sequences", self.cache.num_sequences(), self.sequences.len())?;
         for sequence in &self.sequences {
@@ -109,7 +110,7 @@ impl<B: Device> Life<B> {
         self.check_events()
     }
 
-    /// Every block is held by those who list it, and by nobody else.
+    /// Checks that the holders of every block are the tables and pins that list it.
     fn check_holders(&self) -> Result<(), CaseError> {
         for (id, pool) in self.groups() {
             let mut holders: BTreeMap<BlockId, u32> = BTreeMap::new();
@@ -132,7 +133,7 @@ impl<B: Device> Life<B> {
                 idle += u32::from(pool.is_stored(block) && expected == 0);
             }
             let held = holders.len() as u32;
-            same("blocks nobody holds", pool.num_free(), pool.num_blocks() - held)?;
+            same("free blocks", pool.num_free(), pool.num_blocks() - held)?;
             same("idle blocks", pool.num_idle(), idle)?;
             same("cached blocks", pool.index().len(), cached)?;
             same("empty blocks", pool.num_empty(), pool.num_blocks() - held - idle)?;
@@ -140,8 +141,9 @@ impl<B: Device> Life<B> {
         Ok(())
     }
 
-    /// No two blocks of a group are cached with the same content: a key names the tokens of a block
-    /// and all before them, their namespace and what lies behind them.
+    /// Checks that no two blocks of a group are cached with the same content. A key stands for the
+    /// tokens of a block and all tokens before them, their namespace and the contents of
+    /// placeholders.
     fn check_contents(&self) -> Result<(), CaseError> {
         for (id, pool) in self.groups() {
             let mut blocks = BTreeMap::new();
@@ -157,7 +159,7 @@ impl<B: Device> Life<B> {
         Ok(())
     }
 
-    /// Policies know what is cached, and choose as they promise.
+    /// Checks that policies know exactly the cached blocks, and that no eviction broke their rules.
     fn check_policies(&self) -> Result<(), CaseError> {
         for ((id, pool), watched) in self.groups().zip(&self.watched) {
             let watched = lock(watched);
@@ -170,10 +172,10 @@ impl<B: Device> Life<B> {
                 same(format!("content of {}", name()), known.is_some(), content.is_some())?;
                 if let Some(((priority, is_idle), content)) = known.zip(content) {
                     same(format!("a candidate: {}", name()), is_idle, pool.is_idle(block))?;
-                    // A level that ran out is the default one.
+                    // A level that expired becomes the default one.
                     let is_default = priority == Priority::default();
                     ensure(priority == content.priority || is_default, || {
-                        format!("{}: {priority:?}, asked for {:?}", name(), content.priority)
+                        format!("{}: {priority:?}, requested {:?}", name(), content.priority)
                     })?;
                 }
             }
@@ -181,7 +183,7 @@ impl<B: Device> Life<B> {
         Ok(())
     }
 
-    /// Every row that a sequence can read is of its own prefix.
+    /// Checks that every row which a sequence can read belongs to its own prefix.
     fn check_rows(&mut self) -> Result<(), CaseError> {
         for sequence in &self.sequences {
             for (group, index) in self.spec.groups().iter().zip(0_usize..) {
@@ -213,7 +215,8 @@ impl<B: Device> Life<B> {
         Ok(())
     }
 
-    /// What a living sequence has offered can be found: nobody may give its blocks up.
+    /// Checks that the published tokens of running sequences are found: their blocks are held, so
+    /// they cannot be evicted.
     fn check_offers(&self) -> Result<(), CaseError> {
         if self.spec.prefix_reuse() == PrefixReuse::Off || self.has_window() {
             return Ok(());
@@ -226,7 +229,7 @@ impl<B: Device> Life<B> {
                 let map = group.slot_map();
                 map.tokens(map.full_blocks(len))
             };
-            // The last boundary of blocks in all groups.
+            // The last position that is a block boundary in all groups.
             while let Some(less) = self.spec.groups().iter().map(|group| ends(group, whole)).min()
                 && less < whole
             {
@@ -235,13 +238,13 @@ impl<B: Device> Life<B> {
             prompt.push(77);
             let found = self.cache.probe(&prompt, sequence.options.naming());
             ensure(found as u32 >= whole, || {
-                format!("{} offers {whole} tokens, {found} are found", sequence.id)
+                format!("{} published {whole} tokens, but {found} are found", sequence.id)
             })?;
         }
         Ok(())
     }
 
-    /// Who follows the events knows what can be reused, and so does the index.
+    /// Checks that the events, a snapshot and the index agree.
     fn check_events(&mut self) -> Result<(), CaseError> {
         let snapshot = self.cache.snapshot();
         for (id, pool) in self.groups() {
@@ -251,9 +254,10 @@ impl<B: Device> Life<B> {
             same("contents in the snapshot", in_snapshot, full)?;
         }
         if self.spec.events() == 0 {
-            return same("events without room", self.cache.take_events().len(), 0);
+            return same("events although there is no room", self.cache.take_events().len(), 0);
         }
-        // Not after each operation, so that some are lost where there is little room.
+        // Events are taken at every third operation, so that some are lost where there is little
+        // room.
         if self.operations().is_multiple_of(3) {
             let events = self.cache.take_events();
             self.consumer.apply(&events).at("events")?;
@@ -265,7 +269,7 @@ impl<B: Device> Life<B> {
         Ok(())
     }
 
-    /// Lets go of everything: nothing is held then, and nothing stays cached behind a reset.
+    /// Releases everything: afterwards no block is held, and nothing is cached after a reset.
     pub(super) fn end(&mut self) -> Result<(), CaseError> {
         for sequence in std::mem::take(&mut self.sequences) {
             self.cache.release(sequence.id)?;
@@ -276,7 +280,7 @@ impl<B: Device> Life<B> {
         self.lived.add(Happened::Operated);
         self.check()?;
         let total = |(_, pool): (GroupId, &BlockPool)| pool.num_free() == pool.num_blocks();
-        ensure(self.groups().all(total), || "blocks are held by nobody".to_owned())?;
+        ensure(self.groups().all(total), || "blocks are held without a holder".to_owned())?;
         self.lived.add_many(Happened::Evicted, self.cache.stats().evictions);
         let seen = self.watched.iter().map(|watched| lock(watched).lived());
         self.lived = seen.fold(self.lived, super::Lived::and);
@@ -289,7 +293,7 @@ impl<B: Device> Life<B> {
         self.check_wiped()
     }
 
-    /// Nothing is left of what was let go, though the device may have failed meanwhile.
+    /// Checks that released blocks are zero, even if the device failed to wipe them at first.
     fn check_wiped(&mut self) -> Result<(), CaseError> {
         if !self.spec.wipe_on_release() {
             return Ok(());
@@ -302,7 +306,7 @@ impl<B: Device> Life<B> {
         Ok(())
     }
 
-    /// What the model has, for messages.
+    /// Formats the state of the model for messages.
     pub(super) fn describe(&self) -> String {
         let groups = self.spec.groups().iter();
         let group = |group: &kv_core::GroupSpec| {

@@ -1,11 +1,11 @@
-//! Choices read from bytes.
+//! Random choices, read from bytes.
 use std::time::Duration;
 
 use kv_core::StartOptions;
 use kv_core::eviction::{Priority, Retention, RetentionRange};
 use kv_core::reuse::ContentSpan;
 
-/// Bytes, one after another; zeros behind the last.
+/// A string of bytes that is consumed from the front; zeros follow its end.
 #[derive(Debug)]
 pub(super) struct Bytes<'b>(&'b [u8]);
 
@@ -35,12 +35,12 @@ impl<'b> Bytes<'b> {
     pub(super) fn index(&mut self, len: usize) -> usize {
         usize::from(self.next()) % len
     }
-    /// A token; there are few, so that prompts meet.
+    /// A token id of a small vocabulary, so that prompts have common prefixes.
     pub(super) fn token(&mut self) -> u32 {
         self.below(3)
     }
 
-    /// A prompt that agrees with others at its beginning.
+    /// A prompt that shares its beginning with others.
     pub(super) fn prompt(&mut self) -> Vec<u32> {
         let (len, kind) = (self.below(15), u32::from(self.next()));
         let token = |at: u32| {
@@ -69,14 +69,14 @@ impl<'b> Bytes<'b> {
         options
     }
 
-    /// A level, for ever or for a while: the clock advances by as much in a few operations.
+    /// A priority, permanent or for a duration that a few operations of the clock exceed.
     pub(super) fn priority(&mut self) -> Priority {
         let (level, kind) = (self.next() % 101, self.next());
         let duration = (kind > 60).then(|| Duration::from_secs(u64::from(kind) % 50));
         Priority { level, duration }
     }
 
-    /// A priority for the beginning of a prompt, one for its rest, one for what is generated.
+    /// Priorities for the beginning of a prompt, for its rest and for generated tokens.
     fn retention(&mut self) -> Retention {
         let (middle, kind) = (1 + self.below(9), self.next());
         let mut ranges =
@@ -84,7 +84,7 @@ impl<'b> Bytes<'b> {
         if kind & 1 == 1 {
             ranges.push(RetentionRange { begin: middle, end: None, priority: self.priority() });
         }
-        // Two ranges that meet, of levels up to 100.
+        // Two adjacent ranges, with levels up to 100.
         let mut retention = Retention::new(ranges).unwrap_or_default();
         if kind & 2 == 2 {
             retention = retention.clone().with_decode(self.priority()).unwrap_or(retention);
@@ -93,7 +93,7 @@ impl<'b> Bytes<'b> {
     }
 }
 
-/// Options of a start, owned.
+/// Owned options of a start.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Options {
     pub(super) salt: Vec<u8>,
@@ -106,7 +106,7 @@ pub(super) struct Options {
 }
 
 impl Options {
-    /// For a start.
+    /// Returns the options of a start.
     pub(super) fn all(&self) -> StartOptions<'_> {
         let options = self.naming().backoff_blocks(self.backoff).reserve(self.reserve);
         let options = match &self.retention {
@@ -115,12 +115,12 @@ impl Options {
         };
         if self.no_reuse { options.no_reuse() } else { options }
     }
-    /// What tells tokens from equal ones.
+    /// Returns the options that are part of a block's key.
     pub(super) fn naming(&self) -> StartOptions<'_> {
         let options = StartOptions::default().salt(&self.salt).contents(&self.contents);
         self.adapter.map_or(options, |adapter| options.adapter(adapter))
     }
-    /// What lies behind the token at a position.
+    /// Returns the content id of the token at a position, if it is a placeholder.
     pub(super) fn behind(&self, at: u32) -> Option<u128> {
         let covers = |span: &&ContentSpan| at >= span.begin && at - span.begin < span.len;
         self.contents.iter().find(covers).map(|span| span.id)

@@ -1,4 +1,4 @@
-//! Constants exchanged in the middle of a life, on a device that fails at any operation.
+//! Recalibration in the middle of a run, on a device that may fail at any operation.
 use std::collections::BTreeMap;
 
 use kv_core::calibration::{LayerCalibration, PlaneCalibration};
@@ -10,22 +10,22 @@ use crate::case::{At, CaseError, ensure, same};
 use crate::device::Device;
 use crate::erratic::Failing;
 
-/// Exchanges of a life: each rounds rows once more, and their signs must stay.
+/// Recalibrations per run: each one rounds rows once more, and their signs must not change.
 const EXCHANGES_MAX: u64 = 2;
 
 type Holders = BTreeMap<BlockId, Vec<SequenceId>>;
 
 impl<B: Device> Life<B> {
-    /// Exchanges constants; whole, or nothing changed.
+    /// Recalibrates: the whole cache changes, or nothing does.
     pub(super) fn exchange(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         if self.spec.layers_on_demand() || self.lived.count(Happened::Exchanged) >= EXCHANGES_MAX {
             return Ok(());
         }
         let longest = (0..self.sequences.len()).max_by_key(|at| self.sequences[*at].names.len());
         if let Some(at) = longest.filter(|_| self.has_window()) {
-            // Far enough that a window uses its blocks again, where others leave it some.
+            // Extend a sequence far enough that its window reuses blocks.
             self.go_on(at, (8, 3), bytes)?;
-            self.check().at("before constants are exchanged")?;
+            self.check().at("before recalibration")?;
         }
         let given = self.calibration(bytes.pick(&[0.5, -0.25, 0.125]));
         let (before, key) = (self.see(), self.cache.encoding_key());
@@ -35,13 +35,13 @@ impl<B: Device> Life<B> {
         if let Some(failing) = failing {
             self.backend.fail(more, failing);
         }
-        self.tell(|| format!("exchange constants, {failing:?} after {more}"));
+        self.tell(|| format!("recalibrate, {failing:?} after {more}"));
         let exchanged = self.cache.recalibrate(given);
         let has_failed = self.backend.calm();
         let why = match exchanged {
             Ok(()) => {
-                ensure(!has_failed, || "a failure of the device was kept quiet".to_owned())?;
-                return self.exchanged(&stored).at("constants exchanged");
+                ensure(!has_failed, || "a device failure was not reported".to_owned())?;
+                return self.exchanged(&stored).at("recalibrated");
             }
             Err(CacheError::Device(_)) if has_failed && failing == Some(Failing::Lasting) => {
                 Happened::FailedRestore
@@ -49,20 +49,21 @@ impl<B: Device> Life<B> {
             Err(CacheError::Device(_)) if has_failed => Happened::FailedExchange,
             Err(CacheError::Plan(PlanError::State { .. })) => {
                 let is_cut = self.sequences.iter().any(|sequence| sequence.cut != u32::MAX);
-                ensure(is_cut, || "refused without need".to_owned())?;
+                ensure(is_cut, || "refused without a reason".to_owned())?;
                 Happened::RefusedExchange
             }
             Err(other) => return Err(other.into()),
         };
         self.lived.add(why);
         same("encoding key", self.cache.encoding_key(), key)?;
-        // Old bytes that the device did not take yet go back before anything else.
+        // Bytes that could not be restored yet are restored before the next call does anything
+        // else.
         drop(self.cache.begin_step(&[])?);
-        self.untouched(&stored, |_| true).at("an exchange that failed")?;
-        self.unchanged(&before).at("an exchange that failed")
+        self.untouched(&stored, |_| true).at("a failed recalibration")?;
+        self.unchanged(&before).at("a failed recalibration")
     }
 
-    /// Every byte of the planes, by group.
+    /// Reads every byte of the planes, by group.
     fn stored(&mut self) -> Result<Vec<Vec<Vec<u8>>>, CaseError> {
         let groups = 0..self.spec.groups().len() as u8;
         groups.map(|group| crate::suite::bytes(&mut self.cache, GroupId(group))).collect()
@@ -76,14 +77,14 @@ impl<B: Device> Life<B> {
         self.nothing_is_found()
     }
 
-    /// Fails unless blocks, those that are `meant`, have the bytes that they had `before`.
+    /// Fails unless the blocks that `meant` selects still have the bytes of `before`.
     fn untouched(
         &mut self,
         before: &[Vec<Vec<u8>>],
         meant: impl Fn((usize, BlockId)) -> bool,
     ) -> Result<(), CaseError> {
         let (after, wipes) = (self.stored()?, self.spec.wipe_on_release());
-        // A wipe that waited may have come.
+        // A pending wipe may have run.
         let is_wiped = |new: &[u8]| wipes && new.iter().all(|byte| *byte == 0);
         for (index, (old, new)) in before.iter().zip(&after).enumerate() {
             let layouts = self.spec.groups()[index].layouts();
@@ -92,13 +93,13 @@ impl<B: Device> Life<B> {
                 let blocks = (0..).map(BlockId).zip(old.chunks(size).zip(new.chunks(size)));
                 let mut meant = blocks.filter(|(block, _)| meant((index, *block)));
                 let touched = meant.find(|(_, (old, new))| old != new && !is_wiped(new));
-                same("a block that was touched", touched.map(|(block, _)| block), None)?;
+                same("a block that changed", touched.map(|(block, _)| block), None)?;
             }
         }
         Ok(())
     }
 
-    /// A mean of all keys.
+    /// Makes constants with the same mean in all keys.
     fn calibration(&self, mean: f32) -> Calibration {
         let layer = |layer: &u16| {
             let group = self.spec.locate((*layer).into()).map_or(0, |(group, _)| group.0);
@@ -110,7 +111,7 @@ impl<B: Device> Life<B> {
         Calibration::new(self.layers.iter().map(layer).collect())
     }
 
-    /// Who holds which blocks of a group, and who has left which.
+    /// Returns the holders of each block of a group, and the sequences that left a block.
     fn holders(&self, group: GroupId) -> (Holders, Vec<(BlockId, SequenceId)>) {
         let (mut holders, mut left) = (Holders::new(), Vec::new());
         for sequence in &self.sequences {
@@ -127,7 +128,7 @@ impl<B: Device> Life<B> {
         (holders, left)
     }
 
-    /// Counts what an exchange has come through.
+    /// Counts which kinds of blocks a recalibration handled.
     fn count_exchange(&mut self) {
         if self.sequences.iter().any(|sequence| !sequence.names.is_empty()) {
             self.lived.add(Happened::Exchanged);

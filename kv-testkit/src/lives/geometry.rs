@@ -1,4 +1,4 @@
-//! Geometries of lives: one or two groups, small enough that blocks are always short.
+//! Geometries of random runs: one or two groups, so small that blocks are always short.
 use kv_core::eviction::Eviction;
 use kv_core::{
     CacheSpec, CacheSpecBuilder, KeyMean, KvFormat, PrefixReuse, PublishAt, ScaleGroup, Scaling,
@@ -10,7 +10,7 @@ use super::happened::{Happened, Lived};
 use crate::case::CaseError;
 use crate::device::{Device, dim};
 
-/// How rows are stored.
+/// Storage of rows.
 #[derive(Debug, Clone, Copy)]
 struct Stored {
     format: KvFormat,
@@ -21,7 +21,7 @@ struct Stored {
 }
 
 impl Stored {
-    /// f32 mostly, because its rows come back to the bit.
+    /// Chooses f32 for most runs, because its rows are read back to the bit.
     fn choose(bytes: &mut Bytes<'_>) -> Self {
         let format = bytes.pick(&[
             KvFormat::F32,
@@ -44,12 +44,12 @@ impl Stored {
         Self { format, transform, key_mean, sinks, tail }
     }
 
-    /// Values of a row: two of f32 tell prefixes apart, or 32 signs.
+    /// Values of a row: two f32 distinguish prefixes; codes need 32 signs.
     fn head_dim(self, few: u32) -> u32 {
         if self.format == KvFormat::F32 { few } else { 32 }
     }
 
-    /// A block must hold a row of 16 bits.
+    /// Returns a block size that holds at least one row in 16 bits.
     fn block_size(self, at_least: u32, few: u32) -> u32 {
         let has_wide = self.format.is_quantised() && (self.tail || self.sinks > 0);
         let wide = if has_wide { self.format.wide_slots(self.head_dim(few)) } else { 1 };
@@ -62,7 +62,7 @@ impl Stored {
     }
 }
 
-/// Reads a geometry that the device takes; `None` where the blocks are too few for a tail.
+/// Chooses a geometry that the device supports; `None` if a tail does not fit into the blocks.
 pub(super) fn choose<B: Device>(
     backend: &B,
     bytes: &mut Bytes<'_>,
@@ -86,12 +86,12 @@ pub(super) fn choose<B: Device>(
     let eviction = bytes.pick(&Eviction::ALL);
     let mut stored = Stored::choose(bytes);
     if kind == 2 && stored.format == KvFormat::F32 && rest & 1 == 1 {
-        // Constants under windows are what few lives would have otherwise.
+        // Recalibration under windows is rare by chance, so it is forced here.
         (stored.format, stored.transform) = (KvFormat::Int8(Scaling::Row), Transform::On);
     }
     let block_size = stored.block_size(least, few);
-    // What a tail holds besides is there too, so that such lives are not all refusals; and what a
-    // window needs to go through its pool.
+    // A tail needs blocks of its own; without extra ones, most steps would be refused. A window
+    // needs enough blocks to go round its pool.
     let further = if stored.tail { bytes.below(20) } else { 0 };
     let further = if kind == 2 { further + 4 } else { further };
     let blocks = num_blocks.unwrap_or(blocks + further);
@@ -114,7 +114,7 @@ pub(super) fn choose<B: Device>(
                 .window_left(window)
                 .sink_tokens(u32::from(rest >> 6))
         }),
-        // Formats by layer: the second has rows of f32 and no tail.
+        // Formats by layer: the second layer has rows of f32 and no tail.
         _ => spec.group([1], |group| {
             group.head_dim(few).format(KvFormat::F32).tail(false).key_mean(KeyMean::Calibrated)
         }),
@@ -124,7 +124,7 @@ pub(super) fn choose<B: Device>(
         .publish_at(publish_at)
         .eviction(eviction)
         .events(events)
-        // Long enough that a window goes through its pool several times.
+        // Long enough that a window goes round its pool several times.
         .max_seq_len(if kind == 2 { 120 } else { 40 });
     match spec.wipe_on_release(rest.is_multiple_of(4)).max_sequences(6).build() {
         Ok(spec) => Ok(Some(spec)),
@@ -133,7 +133,7 @@ pub(super) fn choose<B: Device>(
     }
 }
 
-/// Notes what kind of life it is.
+/// Counts the properties of a geometry.
 pub(super) fn count(spec: &CacheSpec, lived: &mut Lived) {
     let mut note = |what, has: bool| lived.add_many(what, u64::from(has));
     let any = |has: fn(&kv_core::GroupSpec) -> bool| spec.groups().iter().any(has);

@@ -1,55 +1,55 @@
-//! Counts of what happened in lives, so that nobody takes lives for a test of what they never do.
+//! Coverage counters of random runs: the suite fails if a behaviour never occurred.
 use std::fmt;
 
 macro_rules! happenings {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// What can happen in a life.
+        /// A behaviour that a run can show.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         #[non_exhaustive]
         pub enum Happened {
             $($(#[$doc])* $name,)*
         }
         impl Happened {
-            /// Everything that can happen.
+            /// All behaviours.
             pub const ALL: &'static [Self] = &[$(Self::$name),*];
         }
     };
 }
 
 happenings! {
-    /// An operation, the refused ones included.
+    /// Any operation, refused ones included.
     Operated,
-    /// A start was refused for want of the blocks it reserves.
+    /// A start was refused because the pool lacks the blocks it reserves.
     RefusedStart,
-    /// A step was refused for want of blocks.
+    /// A step was refused because the pool lacks blocks.
     RefusedStep,
-    /// A sequence was refused for want of blocks that came late to a step.
+    /// A sequence that joined an open step was refused because the pool lacks blocks.
     RefusedLate,
-    /// A start or a fork was refused because there are enough sequences.
+    /// A start or a fork was refused because there are `max_sequences` sequences.
     RefusedSequence,
     /// A start was refused because its prompt or its reserve is too long.
     RefusedLength,
-    /// A truncation was refused because what the next token sees has left a window.
+    /// A truncation was refused because keys that the next token sees have left a window.
     RefusedWindow,
-    /// A token was taken over by a sequence that began.
+    /// A token was reused by a new sequence.
     Reused,
-    /// Of these, by a sequence that began in a step.
+    /// A token was reused by a sequence that started in a step.
     ReusedInStep,
-    /// Of these, in an unfull block.
+    /// Tokens in a partly filled block were reused.
     ReusedPart,
-    /// A sequence took over less than is there, by its backoff.
+    /// A sequence reused less than is cached, because of its backoff.
     BackedOff,
-    /// As that, of groups of which one has a window.
+    /// The same, in a cache with a window.
     BackedOffWindow,
-    /// A block was given up for another one.
+    /// A block was evicted.
     Evicted,
-    /// A block was given up while others of a higher level could have been.
+    /// A block was evicted while blocks of a higher level were idle.
     EvictedByLevel,
-    /// A level ran out.
+    /// A level expired.
     LevelRanOut,
     /// Time passed.
     ClockStep,
-    /// A sequence began with priorities of its own.
+    /// A sequence started with retention priorities.
     Retained,
     /// A step was dropped.
     Dropped,
@@ -63,67 +63,67 @@ happenings! {
     Preempted,
     /// A prompt was computed again, and nothing more was cached.
     Repeated,
-    /// A prefix was pinned that is cached.
+    /// A cached prefix was pinned.
     Pinned,
-    /// Something cached was forgotten.
+    /// Cached content was forgotten on request.
     Forgotten,
-    /// A reset gave everything up.
+    /// A reset dropped all cached content.
     Reset,
-    /// The device failed when a step began.
+    /// The device failed in the begin of a step.
     FailedBegin,
     /// The device failed when a sequence joined a step.
     FailedJoin,
-    /// The device failed in a write of a step that went on.
+    /// The device failed in a write, and the step continued.
     FailedWrite,
     /// The device failed in a commit.
     FailedCommit,
     /// The device failed in a start.
     FailedStart,
-    /// The device failed when blocks were wiped that somebody let go.
+    /// The device failed when released blocks were wiped.
     FailedWipe,
-    /// A whole prompt was said to fit and was computed, chunk by chunk.
+    /// A whole prompt passed the admission check and was computed, chunk by chunk.
     FitWhole,
-    /// A whole prompt was said not to fit, and its first chunk did.
+    /// A whole prompt failed the admission check, and its first chunk was computed.
     UnfitWhole,
-    /// Constants were exchanged while sequences had tokens.
+    /// A cache with tokens was recalibrated.
     Exchanged,
-    /// As that, with a window whose blocks the same sequence uses again.
+    /// The same, with a window whose blocks the same sequence uses again.
     ExchangedWrapped,
-    /// As that, with blocks that left a window and that another sequence holds.
+    /// The same, with blocks that left a window and that another sequence holds.
     ExchangedTakenOver,
-    /// As that, with blocks that several sequences hold.
+    /// The same, with blocks that several sequences hold.
     ExchangedShared,
-    /// An exchange of constants was refused for a sequence that was cut inside codes.
+    /// A recalibration was refused because a sequence was truncated inside codes.
     RefusedExchange,
-    /// The device failed when constants were exchanged.
+    /// The device failed in a recalibration.
     FailedExchange,
-    /// The device failed then, and at putting the old bytes back.
+    /// The device failed in a recalibration and again while the old bytes were restored.
     FailedRestore,
     /// A step was leaked.
     Leaked,
-    /// A step brought queries alone.
+    /// A step had queries only.
     Queried,
-    /// A layer got memory when sequences had tokens.
+    /// A layer was allocated while sequences had tokens.
     AddedLayer,
-    /// A sequence with a window went on for many tokens.
+    /// A sequence with a window grew by many tokens.
     Wandered,
-    /// A sequence was cut back by more than a token where windows have slack.
+    /// A sequence was truncated by more than one token where windows have slack.
     CutIntoSlack,
-    /// A life with rows of 16 bits.
+    /// A cache with rows of 16 bits.
     LivedIn16Bits,
-    /// A life with quantised rows.
+    /// A cache with quantised rows.
     LivedQuantised,
-    /// A life with a tail in 16 bits.
+    /// A cache with a tail in 16 bits.
     LivedWithTail,
-    /// A life with sinks in 16 bits.
+    /// A cache with a full-precision prefix.
     LivedWithSinks,
-    /// A life with a window and codes.
+    /// A cache with a window and quantised rows.
     LivedQuantisedWindow,
-    /// A life with layers on demand.
+    /// A cache with layers on demand.
     LivedOnDemand,
 }
 
-/// What happened in one life, or in several.
+/// The counts of one run, or of several.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Lived {
     counts: [u64; Happened::ALL.len()],
@@ -136,25 +136,25 @@ impl Default for Lived {
 }
 
 impl Lived {
-    /// How often it happened.
+    /// Returns how often a behaviour occurred.
     pub fn count(&self, what: Happened) -> u64 {
         self.counts[what as usize]
     }
 
-    /// Adds another life.
+    /// Adds the counts of another run.
     #[must_use]
     pub fn and(mut self, other: Self) -> Self {
         self.counts.iter_mut().zip(other.counts).for_each(|(count, more)| *count += more);
         self
     }
 
-    /// Operations refused for want of blocks.
+    /// Returns the number of operations that were refused because the pool lacked blocks.
     pub fn refused(&self) -> u64 {
         let all = [Happened::RefusedStart, Happened::RefusedStep, Happened::RefusedLate];
         all.map(|what| self.count(what)).iter().sum()
     }
 
-    /// What did not happen.
+    /// Returns the behaviours that never occurred.
     pub fn missing(&self) -> Vec<Happened> {
         Happened::ALL.iter().copied().filter(|what| self.count(*what) == 0).collect()
     }

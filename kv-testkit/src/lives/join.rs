@@ -1,4 +1,4 @@
-//! Sequences that come late to a step.
+//! Sequences that join an open step.
 use kv_core::{CacheError, PlanError, SequenceId, Step};
 
 use super::choose::{Bytes, Options};
@@ -10,7 +10,7 @@ use crate::erratic::Erratic;
 use crate::named;
 
 impl<B: Device> Life<B> {
-    /// What joins a step after it began.
+    /// Chooses the sequences that join a step after its begin.
     pub(super) fn late(&mut self, bytes: &mut Bytes<'_>, entries: &[Entry]) -> Vec<Late> {
         let mut late = Vec::new();
         if bytes.one_in(3) {
@@ -21,21 +21,21 @@ impl<B: Device> Life<B> {
         }
         while late.len() < 3 && bytes.one_in(3) {
             let (prompt, options) = self.prompt(bytes);
-            // With a reserve it may be refused; without tokens it may bring none.
+            // One with a reserve may be refused; an empty prompt has no tokens to add.
             late.push(Late::Start(self.new_id(), prompt, options));
         }
         late
     }
 }
 
-/// Joins an open step.
+/// A sequence that joins an open step.
 #[derive(Debug)]
 pub(super) enum Late {
     Add(Entry),
     Start(SequenceId, Vec<u32>, Options),
 }
 
-/// A sequence that began in a step.
+/// A sequence that started in a step.
 pub(super) struct Begun {
     pub(super) id: SequenceId,
     pub(super) prompt: Vec<u32>,
@@ -43,14 +43,15 @@ pub(super) struct Begun {
     pub(super) reused: usize,
 }
 
-/// What became of those who came late.
+/// The sequences that joined, and the behaviours seen.
 #[derive(Default)]
 pub(super) struct Joined {
     pub(super) begun: Vec<Begun>,
     pub(super) lived: Lived,
 }
 
-/// Adds what comes late to a step, as far as there are blocks. `ids`: sequences from before.
+/// Adds sequences to an open step, as far as there are blocks. `ids` are the sequences that existed
+/// before.
 pub(super) fn join<B: Device>(
     (step, device): (&mut Step<'_, Erratic<B>>, &Erratic<B>),
     late: Vec<Late>,
@@ -90,7 +91,7 @@ pub(super) fn join<B: Device>(
             Ok(()) => entries.push(entry),
             Err(CacheError::Exhausted(_)) => joined.lived.add(Happened::RefusedLate),
             Err(CacheError::Device(_)) if device.calm() => joined.lived.add(Happened::FailedJoin),
-            // An empty prompt brings nothing.
+            // An empty prompt adds nothing.
             Err(CacheError::Plan(PlanError::ZeroTokens { .. })) => {}
             Err(other) => return Err(other.into()),
         }

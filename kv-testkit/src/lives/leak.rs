@@ -1,4 +1,4 @@
-//! Steps without new tokens, steps that are leaked, and sequences that go on for long.
+//! Steps with queries only, leaked steps, and sequences that grow long.
 use kv_core::{CacheError, PlanError, StepInput};
 
 use super::choose::Bytes;
@@ -10,7 +10,7 @@ use crate::device::Device;
 use crate::named;
 
 impl<B: Device> Life<B> {
-    /// Queries over what is cached, which write nothing and take nothing.
+    /// Runs queries over cached tokens; such a step writes nothing and allocates nothing.
     pub(super) fn query(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let sequence = &self.sequences[bytes.index(self.sequences.len())];
         let (id, len) = (sequence.id, sequence.names.len() as u32);
@@ -21,21 +21,20 @@ impl<B: Device> Life<B> {
             Ok(step) => {
                 let first = len.saturating_sub(queries);
                 let positions: Vec<_> = (first..first + queries).collect();
-                same("positions of queries", step.positions(), positions.as_slice())?;
+                same("positions of the queries", step.positions(), positions.as_slice())?;
                 step.commit()?;
                 self.lived.add(Happened::Queried);
             }
-            // They stand before the next token, and may see what has left its window.
+            // The queries start before the next token, so they may see keys that left its window.
             Err(CacheError::Plan(PlanError::OutOfWindow { .. })) if has_window => {}
-            // More queries than there are keys.
+            // There are more queries than keys.
             Err(CacheError::Plan(PlanError::TooMany { .. })) if queries > len => {}
             Err(other) => return Err(other.into()),
         }
         self.unchanged(&before).at("queries")
     }
 
-    /// A step is leaked, with sequences that began in it and rows that were written; the next call
-    /// takes it back.
+    /// Leaks a step in which sequences started and rows were written; the next call rolls it back.
     pub(super) fn leak(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let at = bytes.index(self.sequences.len());
         let Some(entry) = self.entry(at, bytes) else {
@@ -52,7 +51,7 @@ impl<B: Device> Life<B> {
             return Ok(());
         }
         self.leave_windows(&entries, &late);
-        let mut step = self.cache.begin_step(&inputs).at("a step that was said to fit")?;
+        let mut step = self.cache.begin_step(&inputs).at("a step predicted to fit")?;
         let joined = join((&mut step, &device), late, &ids, &mut entries)?;
         self.lived = self.lived.and(joined.lived);
         let names: Vec<_> = entries.iter().flat_map(|entry| entry.names.clone()).collect();
@@ -66,7 +65,7 @@ impl<B: Device> Life<B> {
             1 => drop(self.cache.begin_step(&[])?),
             2 => {
                 let layer = self.layers[0];
-                same("a layer that has memory", self.cache.allocate_layer(layer)?, false)?;
+                same("second allocation of a layer", self.cache.allocate_layer(layer)?, false)?;
             }
             _ => {
                 // A query of a sequence that was in the step.
@@ -77,14 +76,15 @@ impl<B: Device> Life<B> {
         self.see().undone(&before).at("a leaked step")
     }
 
-    /// One sequence brings many tokens, a few a step, while others hold what its windows leave.
+    /// Extends one sequence by many tokens, a few a step, so that others take the blocks that leave
+    /// its window.
     pub(super) fn wander(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let at = bytes.index(self.sequences.len());
         let (steps, each) = (2 + bytes.below(4), 1 + bytes.index(4));
         self.go_on(at, (steps, each), bytes)
     }
 
-    /// As [`Self::wander`], `steps` steps of `each` tokens, as far as there is room.
+    /// Extends a sequence by `steps` steps of `each` tokens, as far as there is room.
     pub(super) fn go_on(
         &mut self,
         at: usize,

@@ -1,29 +1,32 @@
-//! Lives of a cache that share prefixes, read from bytes: the same operations for random tests and
-//! for a fuzzer.
+//! Stateful tests: operation sequences on a cache with prefix reuse, read from bytes, so that
+//! random tests and a fuzzer share them.
 //!
 //! Bytes choose a small geometry, then one operation after another until none are left. After each
-//! operation everything that can be seen from outside is held to a model that knows no blocks: a
-//! list of names for every sequence, a name standing for all tokens up to it. What a device returns
-//! must be what the names say, so a row of another's tokens cannot go unseen.
+//! operation the visible state is compared with a model that knows no blocks: for every sequence a
+//! list of prefix hashes, one per token, each standing for all tokens up to it. The rows that a
+//! device returns must be those made from the hashes, so a row of another sequence's tokens is
+//! always noticed.
 //!
 //! After every operation:
 //!
-//! - every row that a sequence can read is of its own name;
-//! - every block is held as often as tables and pins list it, and is empty, idle or held;
-//! - what a running sequence has offered is found (groups without a window);
+//! - every row that a sequence can read was made from its own prefix;
+//! - every block has as many holders as tables and pins list it, and is empty, idle or held;
+//! - the published prefix of a running sequence is found (groups without a window);
 //! - a consumer of the events, a snapshot and the index agree, also where events are lost;
-//! - the eviction policy knows exactly what is cached and what of it is idle, evicted no block of
-//!   a higher level while one of a lower level was idle, and the oldest where that is its rule;
-//! - a refusal has changed nothing; a step that was dropped or leaked, or in which the device
-//!   failed, has changed nothing but what is cached;
-//! - `probe`, `check_admission` and `blocks_for_step` predict what happens, to the block.
+//! - the eviction policy knows exactly which blocks are cached and which of them are idle, evicted
+//!   no block of a higher level while one of a lower level was idle, and evicted the oldest one
+//!   where that is its rule;
+//! - a refused call changed nothing; a step that was dropped or leaked, or in which the device
+//!   failed, changed nothing but the cached content;
+//! - `probe`, `check_admission` and `blocks_for_step` predicted the outcome, to the block.
 //!
-//! Half of the lives store f32, whose rows come back to the bit. The others have 16 bits or codes,
-//! with sinks, a tail or means of blocks, and windows beside them. Their K and V are 1 and -1, so
-//! that the signs of 32 values are the name. `l3` and `l3-g32`, whose errors may turn a sign, are
-//! left out, and so are formats whose scale is given. Constants are exchanged up to twice and
-//! compared by bytes. The device fails in one operation of six, before or after its work is done.
-//! At the end nothing is held, nothing is cached after a reset, and wiped blocks are zero.
+//! Half of the runs store f32, whose rows are read back to the bit. The others store 16 bits or
+//! codes, with a full-precision prefix, a tail or block means, and with windows. Their K and V are
+//! 1 and -1, so that the signs of 32 values are the hash. `l3` and `l3-g32`, whose errors may flip
+//! a sign, are left out, and so are formats with given scales. Recalibration happens up to twice
+//! per run and is checked by bytes. The device fails in one operation of six, before or after its
+//! work is done. At the end no block is held, nothing is cached after a reset, and wiped blocks are
+//! zero.
 mod admit;
 mod check;
 mod choose;
@@ -52,66 +55,67 @@ use choose::{Bytes, Options};
 pub use happened::{Happened, Lived};
 use watch::{Watch, Watched, lock};
 
-/// Set, each operation is written to standard error before it runs: for panics and hangs.
+/// If set, each operation is written to standard error before it runs: for panics and hangs.
 const TRACE: &str = "KV_CONFORMANCE_TRACE";
 
-/// A sequence as the model has it.
+/// A sequence in the model.
 #[derive(Debug, Clone)]
 struct Sequence {
     id: SequenceId,
     options: Options,
-    /// Of the prompt, what may still come.
+    /// The part of the prompt that is not computed yet.
     prompt: Vec<u32>,
-    /// Committed tokens; `None` where nobody told them.
+    /// Committed tokens; `None` where only a count was given.
     tokens: Vec<Option<u32>>,
-    /// One for every committed token.
+    /// The prefix hash of every committed token.
     names: Vec<Name>,
-    /// Leading tokens that were offered to others.
+    /// Leading tokens that were published for reuse.
     offered: u32,
-    /// Whether it offers anything at all.
+    /// Whether the sequence publishes anything at all.
     offers: bool,
-    /// Of a cut into codes, the first token of its block: no block from there on is offered.
+    /// First token of the block in which a truncation cut codes: no block from there on is
+    /// published.
     cut: u32,
-    /// Tokens to which it can always be cut back, whatever left its windows.
+    /// Shortest length that a truncation is always allowed to, whatever left the windows.
     floor: usize,
-    /// Leading tokens that a layer lacks, because it got memory later.
+    /// Leading tokens without rows in a layer, because it was allocated later.
     lacks: Vec<(u16, usize)>,
 }
 
-/// A cache and its model.
+/// A cache, its model, and what the run has covered.
 #[derive(Debug)]
 struct Life<B: Device> {
     backend: Erratic<B>,
     cache: KvCache<Erratic<B>>,
     spec: CacheSpec,
     clock: Arc<ManualClock>,
-    /// What was seen of the eviction policies, by group.
+    /// Observations of the eviction policies, by group.
     watched: Vec<Arc<Mutex<Watched>>>,
     /// Layers that have memory.
     layers: Vec<u16>,
     sequences: Vec<Sequence>,
     pins: Vec<Pin>,
-    /// Prompts that were begun, the last ones, to look up.
+    /// The last prompts that were started, for probes.
     prompts: Vec<(Vec<u32>, Options)>,
     consumer: Consumer,
     next_id: u64,
     lived: Lived,
-    /// What happened, where it is wanted.
+    /// The operations so far, if they are recorded.
     trace: Option<Vec<String>>,
 }
 
-/// Lives by `bytes`; with none left, ends everything and looks for leaks.
+/// Runs the operations that `bytes` choose; then releases everything and checks for leaks.
 ///
 /// # Errors
-/// The first promise that was broken, and by which operation.
+/// The first broken guarantee, with the operation that broke it.
 pub fn live<B: Device>(backend: &B, bytes: &[u8]) -> Result<Lived, CaseError> {
     live_in(backend, bytes, None)
 }
 
-/// As [`live`], with a given number of blocks.
+/// Runs like [`run`], with a given number of blocks.
 ///
 /// # Errors
-/// As [`live`].
+/// Those of [`run`].
 pub fn live_in<B: Device>(
     backend: &B,
     bytes: &[u8],
@@ -120,10 +124,10 @@ pub fn live_in<B: Device>(
     let is_told = std::env::var_os(TRACE).is_some();
     live_told(backend, bytes, num_blocks, is_told).or_else(|error| {
         if error.unsupported().is_some() {
-            // A format that the device has not.
+            // A format that the device does not support.
             return Ok(Lived::default());
         }
-        // Once more, to tell how it came to this.
+        // Run again with a trace, for the message.
         live_told(backend, bytes, num_blocks, true).and(Err(error))
     })
 }
@@ -180,7 +184,7 @@ impl<B: Device> Life<B> {
         })
     }
 
-    /// What happened so far; operations are numbered by it.
+    /// Returns the number of operations so far.
     fn operations(&self) -> u64 {
         self.lived.count(Happened::Operated)
     }
@@ -204,7 +208,7 @@ mod tests {
         assert!(a.iter().zip(&salted).all(|(a, b)| a != b));
     }
 
-    /// A device that stores nothing is found out by the first row that is read.
+    /// The first row that is read shows that the device stores nothing.
     #[test]
     fn a_device_that_forgets_is_found_out() {
         let device = Shared::new(NullBackend::new());

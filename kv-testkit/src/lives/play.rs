@@ -11,7 +11,7 @@ use crate::device::Device;
 use crate::erratic::Failing;
 use crate::named;
 
-/// Prompts that are remembered.
+/// Number of prompts that are remembered.
 const PROMPTS: usize = 6;
 
 impl<B: Device> Life<B> {
@@ -43,7 +43,7 @@ impl<B: Device> Life<B> {
         }
     }
 
-    /// Levels that were given for a while run out, some of them.
+    /// Advances the clock, so that some priorities expire.
     fn pass_time(&mut self, bytes: &mut Bytes<'_>) {
         let seconds = u64::from(bytes.below(40));
         self.tell(|| format!("{seconds} s pass"));
@@ -51,10 +51,10 @@ impl<B: Device> Life<B> {
         self.lived.add(Happened::ClockStep);
     }
 
-    /// Lets the device fail at one of its next operations, once in a while.
+    /// Arms a fault in one of the device's next operations, once in a while.
     pub(super) fn threaten(&mut self, bytes: &mut Bytes<'_>) {
         let kind = bytes.next();
-        // With no bytes left, nothing fails.
+        // Without bytes, nothing fails.
         if kind.is_multiple_of(6) && kind > 0 {
             let (more, is_late) = (u64::from(bytes.below(7)), kind > 127);
             self.tell(|| format!("the device fails after {more} operations, late: {is_late}"));
@@ -63,7 +63,7 @@ impl<B: Device> Life<B> {
         }
     }
 
-    /// What a call answered that stands though the device failed: `None` where it did.
+    /// Returns the result of a call if it was done; `None` if the device failed before.
     fn stands<T>(&mut self, answer: Result<T, CacheError>) -> Result<Option<T>, CaseError> {
         let has_failed = self.backend.calm();
         match answer {
@@ -71,13 +71,13 @@ impl<B: Device> Life<B> {
                 self.lived.add(Happened::FailedWipe);
                 Ok(None)
             }
-            Ok(_) if has_failed => Err("a failure of the device was kept quiet".into()),
+            Ok(_) if has_failed => Err("a device failure was not reported".into()),
             Ok(done) => Ok(Some(done)),
             Err(other) => Err(other.into()),
         }
     }
 
-    /// Notes what is about to happen.
+    /// Records the operation that comes next.
     pub(super) fn tell(&mut self, what: impl FnOnce() -> String) {
         let number = self.operations();
         if let Some(trace) = &mut self.trace {
@@ -89,7 +89,7 @@ impl<B: Device> Life<B> {
         }
     }
 
-    /// A prompt: a new one, one from before, or what a sequence has, and a token more.
+    /// Returns a prompt: a new one, an earlier one, or the tokens of a sequence and one more.
     pub(super) fn prompt(&mut self, bytes: &mut Bytes<'_>) -> (Vec<u32>, Options) {
         let kind = bytes.below(5);
         if kind == 3 && !self.prompts.is_empty() {
@@ -116,7 +116,7 @@ impl<B: Device> Life<B> {
         SequenceId(self.next_id)
     }
 
-    /// The model of a sequence that began and took `reused` tokens over.
+    /// Makes the model of a sequence that started and reuses `reused` tokens.
     pub(super) fn begun(
         &self,
         id: SequenceId,
@@ -130,12 +130,12 @@ impl<B: Device> Life<B> {
             tokens: prompt[..reused].iter().copied().map(Some).collect(),
             prompt: prompt[reused..].to_vec(),
             names,
-            // What was taken over can be found, but for a part of a block.
+            // The reused tokens are published already, except in a partly filled block.
             offered: 0,
             offers,
             options,
             cut: u32::MAX,
-            // It took over no more than the windows of its last token.
+            // It holds no more than the windows of its last token.
             floor: reused,
             lacks: Vec::new(),
         }
@@ -173,7 +173,7 @@ impl<B: Device> Life<B> {
                 self.backend.calm();
                 self.lived.add(Happened::RefusedWindow);
                 let floor = self.sequences[at].floor;
-                ensure(len < floor, || format!("cut to {len} refused, {floor} was kept"))?;
+                ensure(len < floor, || format!("truncation to {len} refused, {floor} is possible"))?;
                 return self.unchanged(&before);
             }
             answer => self.stands(answer)?,
@@ -186,7 +186,7 @@ impl<B: Device> Life<B> {
         Ok(())
     }
 
-    /// Notes that a sequence has fewer tokens now.
+    /// Truncates a sequence of the model.
     pub(super) fn cut(&mut self, at: usize, len: usize) {
         let sequence = &mut self.sequences[at];
         if len == sequence.names.len() {
@@ -197,14 +197,15 @@ impl<B: Device> Life<B> {
         sequence.offered = sequence.offered.min(len as u32);
         sequence.floor = sequence.floor.min(len);
         sequence.lacks.iter_mut().for_each(|(_, lacks)| *lacks = len.min(*lacks));
-        // A block of a tail that was codes is filled with what may be other codes, and not offered.
+        // A block of a tail that held codes is filled again, perhaps with other codes, and is not
+        // published.
         let maps = self.spec.groups().iter().map(kv_core::GroupSpec::slot_map);
         let begin = |map: &kv_core::SlotMap| map.tokens(map.full_blocks(len as u32));
         let cut = maps.filter(|map| map.has_tail()).map(begin).min().unwrap_or(u32::MAX);
         sequence.cut = sequence.cut.min(cut);
     }
 
-    /// Releases a sequence or preempts it; what it offered stays to be found.
+    /// Releases or preempts a sequence; its published tokens stay cached.
     fn leave(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let sequence = self.sequences.remove(bytes.index(self.sequences.len()));
         self.tell(|| format!("end {}", sequence.id));
@@ -248,7 +249,7 @@ impl<B: Device> Life<B> {
 
     fn forget(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         let kind = bytes.below(3);
-        self.tell(|| format!("forget in way {kind}"));
+        self.tell(|| format!("forget, variant {kind}"));
         if kind == 0 && !self.sequences.is_empty() {
             let at = bytes.index(self.sequences.len());
             let sequence = &mut self.sequences[at];
@@ -271,7 +272,7 @@ impl<B: Device> Life<B> {
         Ok(())
     }
 
-    /// Gives up what is cached, which nobody may hold.
+    /// Resets the prefix index, which is refused while blocks are held.
     fn reset(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         self.tell(|| "reset".to_owned());
         if bytes.one_in(4) {

@@ -1,4 +1,4 @@
-//! A prompt that comes again and again, as those of health checks do.
+//! The same prompt again and again, as in health checks.
 use kv_core::{CacheError, PlanError};
 
 use super::choose::{Bytes, Options};
@@ -8,8 +8,8 @@ use crate::case::{At, CaseError, ensure};
 use crate::device::Device;
 
 impl<B: Device> Life<B> {
-    /// Computes a prompt of before a few times more: from the second time on, nothing more is
-    /// cached than before, unless the pool had to evict some of it on the way.
+    /// Computes an earlier prompt several times: from the second time on nothing more is cached
+    /// than before, unless the pool had to evict a part of it.
     pub(super) fn repeat(&mut self, bytes: &mut Bytes<'_>) -> Result<(), CaseError> {
         if self.prompts.is_empty() {
             return Ok(());
@@ -32,15 +32,15 @@ impl<B: Device> Life<B> {
             let cached: Vec<_> = self.groups().map(|(_, pool)| pool.index().len()).collect();
             if let Some(before) = before.replace(cached.clone()) {
                 let is_more = cached.iter().zip(&before).any(|(now, before)| now > before);
-                ensure(!is_more, || format!("{cached:?} blocks are cached, before {before:?}"))?;
+                ensure(!is_more, || format!("{cached:?} blocks are cached, earlier {before:?}"))?;
                 self.lived.add(Happened::Repeated);
             }
         }
         Ok(())
     }
 
-    /// Starts a sequence, computes all of its prompt in one step and ends it; false where it does
-    /// not fit.
+    /// Starts a sequence, computes its whole prompt in one step and releases it; returns false if
+    /// it does not fit.
     fn compute_once(&mut self, prompt: &[u32], options: &Options) -> Result<bool, CaseError> {
         let id = self.new_id();
         let reused = match self.cache.start(id, prompt, options.all()) {

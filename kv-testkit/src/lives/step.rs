@@ -9,13 +9,13 @@ use crate::device::Device;
 use crate::erratic::Erratic;
 use crate::named::{self, Name};
 
-/// What one sequence brings.
+/// One sequence of a step.
 #[derive(Debug, Clone)]
 pub(super) struct Entry {
-    /// Index among the sequences; behind them for those that begin in the step.
+    /// Index among the sequences; those that start in the step come after the others.
     pub(super) at: usize,
     pub(super) tokens: Vec<u32>,
-    /// Nobody tells the ids.
+    /// Whether only the number of tokens is passed to the cache, not their ids.
     pub(super) is_unknown: bool,
     pub(super) drafts: u32,
     pub(super) lookahead: u32,
@@ -33,7 +33,7 @@ impl Entry {
     }
 }
 
-/// How a step ends.
+/// The end of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Finish {
     Commit,
@@ -41,22 +41,22 @@ enum Finish {
     Drop,
 }
 
-/// The sequences that began in a step and how many tokens of each entry stay; or why the step never
-/// happened.
+/// The sequences that started in a step and the number of accepted tokens of each entry; or why the
+/// step was undone.
 type Ran = Result<(Vec<Begun>, Vec<u32>), Happened>;
 
-/// What became of a step.
+/// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Taken {
     Committed,
     /// There are not enough blocks.
     Refused,
-    /// It never happened: dropped, or the device failed.
+    /// The step was undone: dropped, or the device failed.
     Undone,
 }
 
 impl<B: Device> Life<B> {
-    /// The last sequence brings the next `chunk` tokens of its prompt, on a device that works.
+    /// Computes the next `chunk` tokens of the last sequence's prompt, without faults.
     pub(super) fn next_chunk(&mut self, chunk: usize, ahead: u32) -> Result<Taken, CaseError> {
         let at = self.sequences.len() - 1;
         let tokens = self.sequences[at].prompt[..chunk].to_vec();
@@ -65,7 +65,7 @@ impl<B: Device> Life<B> {
         self.take_alone(entry)
     }
 
-    /// A step of one entry, on a device that works.
+    /// Runs a step of one entry, without faults.
     pub(super) fn take_alone(&mut self, entry: Entry) -> Result<Taken, CaseError> {
         self.take(vec![entry], &mut Bytes::new(&[]), Finish::Commit)
     }
@@ -85,7 +85,7 @@ impl<B: Device> Life<B> {
         self.take(entries, bytes, finish).map(drop)
     }
 
-    /// What a sequence brings next, if there is room for it.
+    /// Chooses the next tokens of a sequence, if there is room for any.
     pub(super) fn entry(&self, at: usize, bytes: &mut Bytes<'_>) -> Option<Entry> {
         let sequence = &self.sequences[at];
         let room = (self.spec.max_seq_len() as usize).saturating_sub(sequence.names.len());
@@ -105,7 +105,7 @@ impl<B: Device> Life<B> {
         (!entry.tokens.is_empty()).then_some(entry)
     }
 
-    /// Names of new tokens of a sequence.
+    /// Returns the prefix hashes of new tokens of a sequence.
     pub(super) fn name(&self, sequence: &Sequence, tokens: &[u32], is_unknown: bool) -> Vec<Name> {
         let (options, len) = (&sequence.options, sequence.names.len() as u32);
         let last = sequence.names.last().copied();
@@ -119,7 +119,7 @@ impl<B: Device> Life<B> {
         tokens.iter().zip(len..).map(next).collect()
     }
 
-    /// Whether every group has the blocks for it, and how many it would have left.
+    /// Returns whether every group has enough blocks, and how many would be left in each.
     pub(super) fn demand(&self, inputs: &[StepInput<'_>]) -> Result<(bool, Vec<u32>), CaseError> {
         let (mut fits, mut left) = (true, Vec::new());
         for id in 0..self.spec.groups().len() as u8 {
@@ -148,7 +148,7 @@ impl<B: Device> Life<B> {
         if !fits {
             let refused = self.cache.begin_step(&inputs).map(drop);
             let is_full = matches!(refused, Err(CacheError::Exhausted(_)));
-            ensure(is_full, || format!("it does not fit, but begin_step says {refused:?}"))?;
+            ensure(is_full, || format!("it does not fit, but begin_step returned {refused:?}"))?;
             self.lived.add(Happened::RefusedStep);
             self.unchanged(&before).at("begin_step")?;
             return Ok(Taken::Refused);
@@ -180,7 +180,7 @@ impl<B: Device> Life<B> {
         Ok(Taken::Committed)
     }
 
-    /// Begins a step that fits, lets others join, writes and ends it.
+    /// Begins a step that fits, lets other sequences join, writes and ends it.
     fn run(
         &mut self,
         entries: &mut Vec<Entry>,
@@ -195,7 +195,7 @@ impl<B: Device> Life<B> {
         let mut step = match begin(&mut self.cache, &inputs, is_held) {
             Ok(step) => step,
             Err(CacheError::Device(_)) if device.calm() => return Ok(Err(Happened::FailedBegin)),
-            Err(other) => return Err(CaseError::from(other).at("a step that was said to fit")),
+            Err(other) => return Err(CaseError::from(other).at("a step predicted to fit")),
         };
         let joined = join((&mut step, &device), late, &ids, entries)?;
         self.lived = self.lived.and(joined.lived);
@@ -224,15 +224,15 @@ impl<B: Device> Life<B> {
         };
         let has_failed = device.calm();
         match done {
-            Ok(()) if has_failed => Err("a failure was kept quiet".into()),
+            Ok(()) if has_failed => Err("a device failure was not reported".into()),
             Ok(()) => Ok(Ok((joined.begun, accepted))),
             Err(CacheError::Device(_)) if has_failed => Ok(Err(Happened::FailedCommit)),
             Err(other) => Err(other.into()),
         }
     }
 
-    /// Notes what may leave windows when sequences come to a step: all that is there but for the
-    /// slack.
+    /// Updates the lengths that sequences can be truncated to: all but the slack may leave the
+    /// windows.
     pub(super) fn leave_windows(&mut self, entries: &[Entry], late: &[Late]) {
         let slack = self.slack();
         let added = late.iter().filter_map(|late| match late {
@@ -245,19 +245,19 @@ impl<B: Device> Life<B> {
         }
     }
 
-    /// Tokens that every window keeps besides.
+    /// Returns the smallest slack of all windows.
     pub(super) fn slack(&self) -> usize {
         let windows = self.spec.groups().iter().filter_map(kv_core::GroupSpec::window);
         windows.map(|window| window.slack as usize).min().unwrap_or(0)
     }
 
-    /// A step took as many blocks as it was said to.
+    /// Checks that a step took the predicted number of blocks.
     fn check_left(&self, left: &[u32], entries: u32) -> Result<(), CaseError> {
         let has_tail = self.spec.groups().iter().any(|group| group.slot_map().has_tail());
         for (id, left) in (0..).zip(left) {
-            // A block that its last holder copied, not to write over what the step might have had
-            // to give back, is free again at the end, and one that gave way to another with the
-            // same content; with a tail, so is one that became codes, and what held drafts.
+            // Blocks may be free again after the step: one that its last holder copied to be able
+            // to roll back, one that was replaced by a block with the same content, and, with a
+            // tail, those that became codes or held drafts.
             let given_back = if has_tail { self.spec.max_seq_len() } else { entries - 1 };
             let free = self.cache.free_blocks(GroupId(id));
             let is_right = (*left..=left + given_back).contains(&free);
@@ -266,7 +266,7 @@ impl<B: Device> Life<B> {
         Ok(())
     }
 
-    /// Notes what a committed step left.
+    /// Updates the model after a committed step.
     fn committed(&mut self, entry: &Entry, accepted: u32, finish: Finish) {
         let at_commit = self.spec.publish_at() == PublishAt::Commit;
         let sequence = &mut self.sequences[entry.at];
@@ -295,7 +295,7 @@ impl<B: Device> Life<B> {
     }
 }
 
-/// Begins a step for the length of a borrow, or one that is held.
+/// Begins a step, borrowed or held.
 fn begin<'c, B: Device>(
     cache: &'c mut KvCache<Erratic<B>>,
     inputs: &[StepInput<'_>],
@@ -305,14 +305,13 @@ fn begin<'c, B: Device>(
         return cache.begin_step(inputs);
     }
     cache.open_step(inputs)?;
-    // It stays open without its `Step`.
+    // The step stays open when its `Step` is dropped.
     drop(cache.step());
     let step = cache.step();
     Ok(step.unwrap_or_else(|| unreachable!("a step that was opened is held")))
 }
 
-/// Writes every layer; a write that fails is repeated, as often as the device fails. Says whether
-/// it did.
+/// Writes every layer and repeats a write as long as the device fails; returns whether it failed.
 fn write<B: Device>(
     (step, device): (&mut Step<'_, Erratic<B>>, &Erratic<B>),
     (spec, layers): (&kv_core::CacheSpec, &[u16]),

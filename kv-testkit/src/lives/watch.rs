@@ -1,5 +1,4 @@
-//! Which block an eviction policy must give up, told by a list that is gone through from end to
-//! end.
+//! Checks the choices of an eviction policy, by a search through a plain list of blocks.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,8 +8,8 @@ use kv_core::eviction::{BlockInfo, Clock, Eviction, EvictionPolicy, ManualClock,
 
 use super::happened::{Happened, Lived};
 
-/// A policy, and what it is held to: it knows every block with content, gives up only candidates,
-/// and of these one of the lowest level that still holds; the oldest one, where it says so.
+/// A policy and its rules: it knows every cached block and evicts only candidates, one of the
+/// lowest level that has not expired, and the oldest one where the policy says so.
 #[derive(Debug)]
 pub(super) struct Watch {
     inner: Box<dyn EvictionPolicy>,
@@ -19,26 +18,26 @@ pub(super) struct Watch {
     seen: Arc<Mutex<Watched>>,
 }
 
-/// What was seen of one policy.
+/// Observations of one policy.
 #[derive(Debug, Default)]
 pub(super) struct Watched {
     blocks: BTreeMap<BlockId, Known>,
     arrivals: u64,
-    /// The first promise that was broken.
+    /// The first rule that was broken.
     broken: Option<String>,
     lived: Lived,
 }
 
-/// A block with content.
+/// A cached block.
 #[derive(Debug, Clone, Copy)]
 struct Known {
     priority: Priority,
-    /// Since when nobody holds it, and the number of its arrival among the candidates.
+    /// The time when it became idle, and its number in the order of arrival among the candidates.
     idle: Option<(Duration, u64)>,
 }
 
 impl Known {
-    /// When the level of a candidate runs out.
+    /// Returns when the level of a candidate expires.
     fn end(&self) -> Option<Duration> {
         let duration = self.priority.duration;
         let lasting = duration.filter(|_| self.priority.level != Priority::DEFAULT_LEVEL);
@@ -47,7 +46,7 @@ impl Known {
 }
 
 impl Watch {
-    /// Holds a policy of `num_blocks` blocks to what it promises.
+    /// Wraps the policy for `num_blocks` blocks.
     pub(super) fn new(
         eviction: Eviction,
         num_blocks: u32,
@@ -65,7 +64,7 @@ impl Watch {
     }
 }
 
-/// What was seen so far.
+/// Locks the observations.
 pub(super) fn lock(seen: &Mutex<Watched>) -> MutexGuard<'_, Watched> {
     seen.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -74,14 +73,14 @@ impl Watched {
     pub(super) fn broken(&self) -> Option<&str> {
         self.broken.as_deref()
     }
-    /// What happened in evictions.
+    /// Returns the behaviours seen in evictions.
     pub(super) fn lived(&self) -> Lived {
         self.lived
     }
     pub(super) fn num_known(&self) -> usize {
         self.blocks.len()
     }
-    /// Priority of a block with content, and whether it is a candidate.
+    /// Returns the priority of a cached block, and whether it is a candidate.
     pub(super) fn of(&self, block: BlockId) -> Option<(Priority, bool)> {
         let known = self.blocks.get(&block)?;
         Some((known.priority, known.idle.is_some()))
@@ -101,7 +100,7 @@ impl Watched {
         }
     }
 
-    /// Levels that ran out are the default one from here on, and such a block is its youngest.
+    /// Gives expired blocks the default level; each becomes the youngest candidate.
     fn expire(&mut self, now: Duration) {
         let end = |(block, known): (&BlockId, &Known)| Some((known.end()?, *block));
         let mut ends: Vec<_> = self.blocks.iter().filter_map(end).collect();
@@ -114,7 +113,7 @@ impl Watched {
         }
     }
 
-    /// Judges the choice of `named`, which is no candidate any more.
+    /// Checks that `chosen` was allowed, and removes it from the candidates.
     fn evict(&mut self, eviction: Eviction, named: Option<BlockId>) {
         let candidate = |(block, known): (&BlockId, &Known)| {
             Some((known.priority.level, known.idle?.1, *block))
@@ -130,7 +129,7 @@ impl Watched {
             _ => true,
         };
         if !is_right {
-            self.breaks(|| format!("{eviction} gave up {named:?}, of (level, arrival): {all:?}"));
+            self.breaks(|| format!("{eviction} evicted {named:?}, among (level, arrival): {all:?}"));
         }
         let has_levels = all.iter().any(|(level, ..)| first.is_some_and(|(low, ..)| low < level));
         if has_levels && matches!(eviction, Eviction::Priority | Eviction::Default) {
@@ -149,7 +148,7 @@ impl EvictionPolicy for Watch {
     fn stored(&mut self, block: BlockId, info: &BlockInfo) {
         let known = Known { priority: info.priority, idle: None };
         if self.seen().blocks.insert(block, known).is_some() {
-            self.seen().breaks(|| format!("{block} got content twice"));
+            self.seen().breaks(|| format!("{block} was stored twice"));
         }
         self.inner.stored(block, info);
     }
@@ -157,7 +156,7 @@ impl EvictionPolicy for Watch {
         let mut seen = self.seen();
         match seen.blocks.get_mut(&block) {
             Some(known) => known.idle = None,
-            None => seen.breaks(|| format!("{block} without content is reused")),
+            None => seen.breaks(|| format!("{block} is reused but not cached")),
         }
         drop(seen);
         self.inner.reused(block);
@@ -166,7 +165,7 @@ impl EvictionPolicy for Watch {
         let mut seen = self.seen();
         match seen.blocks.get_mut(&block) {
             Some(known) => known.idle = None,
-            None => seen.breaks(|| format!("{block} without content is computed again")),
+            None => seen.breaks(|| format!("{block} is computed again but not cached")),
         }
         drop(seen);
         self.inner.computed_again(block);
@@ -174,14 +173,14 @@ impl EvictionPolicy for Watch {
     fn idle(&mut self, block: BlockId) {
         let now = self.clock.now();
         if self.seen().of(block).is_none_or(|(_, is_idle)| is_idle) {
-            self.seen().breaks(|| format!("{block} becomes a candidate out of turn"));
+            self.seen().breaks(|| format!("{block} becomes idle but is not cached or is idle already"));
         }
         self.seen().arrive(block, now);
         self.inner.idle(block);
     }
     fn dropped(&mut self, block: BlockId) {
         if self.seen().blocks.remove(&block).is_none() {
-            self.seen().breaks(|| format!("{block} without content loses it"));
+            self.seen().breaks(|| format!("{block} is dropped but not cached"));
         }
         self.inner.dropped(block);
     }
@@ -193,8 +192,8 @@ impl EvictionPolicy for Watch {
             known.idle.is_some()
         });
         match known {
-            None => seen.breaks(|| format!("{block} without content gets a priority")),
-            // The time of its level begins anew, and policies by level make it the youngest.
+            None => seen.breaks(|| format!("{block} gets a priority but is not cached")),
+            // Its duration starts again, and policies with levels make it the youngest candidate.
             Some(true) if eviction != Eviction::Lru => seen.arrive(block, now),
             Some(_) => {}
         }

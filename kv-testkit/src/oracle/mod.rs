@@ -1,4 +1,4 @@
-//! What is right, in f64 and in the most obvious way.
+//! The oracles: the expected results, computed in f64 and in the most obvious way.
 pub mod attention;
 pub mod gaussian;
 pub mod rope;

@@ -4,30 +4,30 @@ use kv_core::calibration::PlaneConstants;
 
 use super::attention::Real;
 
-/// Constants of transformed K and V of a layer; `None` where rows are stored as they came.
+/// Constants of the transforms of K and V of a layer; `None` where rows are not transformed.
 #[derive(Debug, Clone, Default)]
 pub struct Turn {
-    /// Of K.
+    /// The constants of K.
     pub k: Option<PlaneConstants>,
-    /// Of V.
+    /// The constants of V.
     pub v: Option<PlaneConstants>,
 }
 
-/// One query against the transformed keys of its head.
+/// One query, transformed for the stored keys of its head.
 #[derive(Debug)]
 pub(super) struct Query<R> {
     /// `R(sign * q * balance)`.
     pub(super) turned: Vec<R>,
     /// `q . mean`, part of every score.
     pub(super) bias: R,
-    /// What rounding errors of each turned value are proportional to.
+    /// Magnitudes that rounding errors of the transformed values are proportional to.
     pub(super) sizes: Vec<f64>,
-    /// The same for the bias.
+    /// The magnitude for the bias.
     pub(super) bias_size: f64,
 }
 
 impl Turn {
-    /// A query as it meets the stored keys of `head`.
+    /// Transforms a query for the stored keys of `head`.
     pub(super) fn query<R: Real>(&self, q: &[f32], head: usize) -> Query<R> {
         let mut turned: Vec<R> = q.iter().map(|x| R::of(*x)).collect();
         let mut query = Query {
@@ -52,7 +52,7 @@ impl Turn {
         query
     }
 
-    /// An output of transformed values, turned back, and the magnitudes of its errors.
+    /// Transforms an output back, together with the magnitudes of its errors.
     pub(super) fn output<R: Real>(&self, out: &mut [R], magnitudes: &mut Vec<f64>, head: usize) {
         if let Some(head) = self.v.as_ref().and_then(|v| v.head(head)) {
             rotate(out);
@@ -64,12 +64,13 @@ impl Turn {
     }
 }
 
-/// Lengths of the blocks that a row is rotated in: its length in powers of two, largest first.
+/// Returns the lengths of the blocks that a row is rotated in: its length as a sum of powers of
+/// two, largest first.
 fn blocks(len: usize) -> impl Iterator<Item = usize> {
     (0..usize::BITS).rev().map(|bit| 1 << bit).filter(move |power| len & power != 0)
 }
 
-/// The orthonormal Walsh-Hadamard transform of every block.
+/// Applies the orthonormal Walsh-Hadamard transform to every block.
 pub(crate) fn rotate<R: Real>(values: &mut [R]) {
     let mut begin = 0;
     for len in blocks(values.len()) {
@@ -91,8 +92,8 @@ pub(crate) fn rotate<R: Real>(values: &mut [R]) {
     }
 }
 
-/// What the errors of a rotated row are proportional to: every value of a block takes its share of
-/// all of them.
+/// Returns the error magnitudes of a rotated row: every value of a block gets its share of all of
+/// them.
 fn spread(sizes: &[f64]) -> Vec<f64> {
     let mut all = Vec::with_capacity(sizes.len());
     for len in blocks(sizes.len()) {

@@ -1,18 +1,18 @@
-//! The bytes of cached rows, as they lie on a device.
+//! Reads the bytes of cached rows from a device.
 use kv_core::{GroupId, Plane, SequenceId};
 
 use crate::case::CaseError;
 use crate::device::{Device, fetch};
 use crate::lab::Lab;
 
-/// The rows of one plane, by sequence and token: the bytes of all heads one behind the other.
+/// Returns the rows of one plane, by sequence and token: the bytes of all heads, one after another.
 pub(super) fn stored<B: Device>(
     lab: &mut Lab<B>,
     layer: usize,
     plane: Plane,
     ids: &[SequenceId],
 ) -> Result<Vec<Vec<Vec<u8>>>, CaseError> {
-    // One group, so that a layer's number is its index.
+    // There is one group, so a layer's number is its index.
     let group = GroupId(0);
     let storage = lab.cache.storage(group).ok_or("a group without storage")?;
     let view = storage.plane(layer, plane).ok_or("a layer without planes")?;

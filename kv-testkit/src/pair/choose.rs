@@ -1,4 +1,4 @@
-//! Which operation comes next.
+//! Chooses the next operation.
 use super::Pair;
 use super::geometry::{LEN_MAX, SEQUENCES};
 use crate::device::{Device, Place};
@@ -7,7 +7,7 @@ use crate::rng::Rng;
 use crate::suite::{End, Form};
 use crate::tokens::Room;
 
-/// One operation; numbers are of [`Pair::sequences`].
+/// One operation; numbers are indices into [`DevicePair::sequences`].
 #[derive(Debug, Clone)]
 pub(super) enum Operation {
     Start { prompt: Vec<u32> },
@@ -22,7 +22,7 @@ pub(super) enum Operation {
 }
 
 impl<A: Device, B: Device> Pair<A, B> {
-    /// The next operation.
+    /// Chooses the next operation.
     pub(super) fn choose(&mut self) -> Operation {
         let rng = &mut self.rng;
         let live = self.sequences.len();
@@ -84,7 +84,7 @@ impl<A: Device, B: Device> Pair<A, B> {
     }
 }
 
-/// A prompt: the beginning of one of a few texts, and a token or none of its own.
+/// Makes a prompt: the beginning of one of a few texts, and at most one other token.
 fn prompt(rng: &mut Rng) -> Vec<u32> {
     let text = rng.below(2) * 1000;
     let mut prompt: Vec<_> = (text..text + rng.within(6, LEN_MAX - 6)).collect();
@@ -94,7 +94,7 @@ fn prompt(rng: &mut Rng) -> Vec<u32> {
     prompt
 }
 
-/// Any form of a tensor.
+/// Chooses the form of a tensor.
 fn end(rng: &mut Rng) -> End {
     let room = Room { batch: rng.below(3) as usize, tokens: rng.below(3) as usize, gap: 0 };
     let room = Room { gap: rng.pick(&[0, 0, 2, 6]), ..room };

@@ -1,4 +1,4 @@
-//! What must be the same on both devices after every operation.
+//! Comparison of both devices after every operation.
 use std::collections::BTreeMap;
 
 use kv_core::{GroupId, Plane, SequenceId};
@@ -9,9 +9,9 @@ use crate::device::Device;
 use crate::lab::seq;
 
 impl<A: Device, B: Device> Pair<A, B> {
-    /// Holds the devices to each other, and each to its model.
+    /// Compares the devices with each other, and each with its model.
     pub(super) fn compare(&mut self) -> Result<(), CaseError> {
-        same("what is in use on the second device", self.two.state(), self.one.state())?;
+        same("usage of the second device", self.two.state(), self.one.state())?;
         self.compare_tables()?;
         self.one.check().at("the first device")?;
         self.two.check().at("the second device")?;
@@ -26,8 +26,8 @@ impl<A: Device, B: Device> Pair<A, B> {
         Ok(())
     }
 
-    /// Blocks are shared alike: block tables are equal but for the numbers of blocks, which depend
-    /// on the order in which a cache gave them back.
+    /// Compares how blocks are shared: block tables must be equal up to a renaming of blocks,
+    /// because block numbers depend on the order in which a cache freed them.
     fn compare_tables(&self) -> Result<(), CaseError> {
         let (mut there, mut back) = (BTreeMap::new(), BTreeMap::new());
         for known in &self.sequences {

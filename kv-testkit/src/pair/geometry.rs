@@ -1,4 +1,4 @@
-//! Geometries of paired lives: every format in turn, and whatever may stand beside it.
+//! Geometries of differential runs: every format in turn, with random options.
 use kv_core::eviction::Eviction;
 use kv_core::{CacheSpec, DType, KeyMean, KvFormat, PrefixReuse, Transform};
 
@@ -7,27 +7,27 @@ use crate::lab::DTYPES;
 use crate::rng::Rng;
 use crate::suite::ORDERS;
 
-/// What a life is lived in.
+/// The geometry of one run.
 #[derive(Debug, Clone)]
 pub(super) struct Geometry {
     pub(super) spec: CacheSpec,
-    /// Of K and V as they are written.
+    /// Element type of K and V as they are written.
     pub(super) dtype: DType,
-    /// Whether sequences take rows over from each other.
+    /// Whether sequences reuse each other's prefixes.
     pub(super) shares: bool,
-    /// Whether constants may be exchanged.
+    /// Whether the cache may be recalibrated.
     pub(super) recalibrates: bool,
 }
 
-/// Tokens of a sequence.
+/// Longest sequence, in tokens.
 pub(super) const LEN_MAX: u32 = 30;
-/// Sequences at once.
+/// Number of sequences.
 pub(super) const SEQUENCES: u32 = 4;
 
-/// The geometry of the `number`-th life, with `head_dim`s that `fit` both devices.
+/// Chooses the geometry of run number `number`, with `head_dim`s that `fit` both devices.
 ///
-/// Rows that wait in 16 bits are not transformed: their codes are compared with the definition's
-/// alone, and where a device rounds the transform in another place, a code may fall elsewhere.
+/// Layers with a tail are not transformed: their codes are compared with the definition's alone,
+/// and a device that rounds the transform in another place may get another code.
 pub(super) fn choose(
     rng: &mut Rng,
     number: u64,
@@ -39,7 +39,7 @@ pub(super) fn choose(
     let has_codes = k.is_quantised() || v.is_quantised();
     let tail = k.is_quantised() && rng.one_in(3);
     let sinks = if has_codes && rng.one_in(2) { rng.within(1, 4) } else { 0 };
-    // A row in 16 bits takes the slots of several in codes, all of one block.
+    // A row in 16 bits takes the slots of several rows of codes, all in one block.
     let block_size = if tail || sinks > 0 { rng.pick(&[9, 16]) } else { rng.pick(&[1, 3, 4, 16]) };
     let dims = [20, 34, 64, 40].map(&fit);
     let (dim_k, dim_v) = (rng.pick(&dims), rng.pick(&dims));
@@ -53,7 +53,7 @@ pub(super) fn choose(
     let key_mean = if tail && rng.one_in(2) { KeyMean::PerBlock } else { KeyMean::Calibrated };
     let reuse = rng.pick(&[PrefixReuse::Off, PrefixReuse::FullBlocks, PrefixReuse::Partial]);
     let reuse = if tail { PrefixReuse::Off } else { reuse };
-    // A sink or a row that waits takes several slots.
+    // A row in the full-precision prefix or in a tail takes several slots.
     let blocks = SEQUENCES * LEN_MAX.div_ceil(block_size) + if has_codes { 24 } else { 2 };
     let spec = CacheSpec::builder()
         .layers(rng.pick(&[1, 1, 2]))
@@ -69,7 +69,7 @@ pub(super) fn choose(
         .max_seq_len(LEN_MAX)
         .max_sequences(SEQUENCES)
         .prefix_reuse(reuse)
-        // The default asks the clock, and two caches would do it at two times.
+        // The default policy reads the clock, and two caches would read it at different times.
         .eviction(Eviction::Lru)
         .wipe_on_release(rng.one_in(4))
         .build()?;

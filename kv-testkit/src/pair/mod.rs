@@ -1,11 +1,11 @@
-//! The same random life on two devices, compared after every operation.
+//! Differential tests: the same random operations on two devices, compared after every operation.
 //!
-//! Each device has a [`Lab`] of its own, which holds it to the definition of the formats and to the
-//! oracle of attention. What only a pair can show is compared between both:
+//! Each device has a [`CacheFixture`] of its own, which checks it against the definition of the
+//! formats and the oracle of attention. Beyond that, both devices are compared with each other:
 //!
-//! - what the cache answers, who shares blocks, and its counts, which no device may have a say in;
-//! - the bytes of every cached row: equal wherever rows are not transformed, but for a code or a
-//!   scale on which one device rounds to the other side, which its lab has allowed;
+//! - results of calls, sharing of blocks and all counts, which must not depend on the device;
+//! - the bytes of every cached row: equal wherever rows are not transformed, except a code or a
+//!   scale that one device rounds to the other side, which its fixture has allowed;
 //! - rows that are converted.
 mod bytes;
 mod choose;
@@ -26,42 +26,42 @@ use crate::suite::{End, Likeness, check_gather, constants, convert};
 use choose::Operation;
 use geometry::Geometry;
 
-/// Replaces the seed of the first life.
+/// Variable that replaces the seed of the first run.
 pub const SEED_VARIABLE: &str = "KV_CONFORMANCE_SEED";
-/// Replaces the number of lives.
+/// Variable that replaces the number of runs.
 pub const LIVES_VARIABLE: &str = "KV_CONFORMANCE_LIVES";
 
-/// Operations of a life.
+/// Operations per run.
 const OPERATIONS: usize = 14;
 
-/// What happened in lives.
+/// Counts of what random runs covered.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Paired {
-    /// Operations, those included that had nothing to do.
+    /// Operations, including those without effect.
     pub operations: u64,
     /// Steps that were written and attended.
     pub steps: u64,
-    /// Steps for which there were too few blocks.
+    /// Steps that were refused because the pool lacked blocks.
     pub refused: u64,
-    /// Tokens taken over from other sequences.
+    /// Tokens reused from other sequences.
     pub reused: u64,
     /// Forks and truncations.
     pub shared: u64,
-    /// Batches of rows read in a form of their own.
+    /// Batches of gathered rows.
     pub gathers: u64,
     /// Batches of rows converted.
     pub conversions: u64,
-    /// Rows whose bytes were compared, and were the same.
+    /// Rows whose bytes were compared and are equal.
     pub rows_alike: u64,
-    /// Rows that differ as formats allow.
+    /// Rows whose bytes differ within the limits of their format.
     pub rows_apart: u64,
 }
 
-/// Lives the lives of `lives` seeds on both devices, `first` the first of them; the variables
-/// [`SEED_VARIABLE`] and [`LIVES_VARIABLE`] replace either number.
+/// Runs `runs` random runs with the seeds from `first` on; the variables [`SEED_VARIABLE`] and
+/// [`RUNS_VARIABLE`] replace either number.
 ///
 /// # Errors
-/// The first promise that was broken, and how to see it again.
+/// The first broken guarantee, and how to reproduce it.
 pub fn live_all<A: Device, B: Device>(
     one: &A,
     two: &B,
@@ -69,7 +69,7 @@ pub fn live_all<A: Device, B: Device>(
 ) -> Result<Paired, CaseError> {
     let number = |variable: &str, default| match std::env::var(variable) {
         Err(_) => Ok(default),
-        Ok(text) => text.parse().map_err(|_| format!("{variable} is no number: {text}")),
+        Ok(text) => text.parse().map_err(|_| format!("{variable} is not a number: {text}")),
     };
     let (first, lives) = (number(SEED_VARIABLE, first)?, number(LIVES_VARIABLE, lives)?);
     let mut all = Paired::default();
@@ -80,7 +80,7 @@ pub fn live_all<A: Device, B: Device>(
     Ok(all)
 }
 
-/// Lives one life; adds what happened to what did before.
+/// Runs one random run and adds its counts to `seen`.
 fn live<A: Device, B: Device>(
     one: &A,
     two: &B,
@@ -89,7 +89,7 @@ fn live<A: Device, B: Device>(
 ) -> Result<Paired, CaseError> {
     let mut rng = Rng::new(number);
     let geometry = geometry::choose(&mut rng, number, |wanted| {
-        // A multiple of what either takes is found at the second look.
+        // The second pass finds a multiple of both devices' steps.
         dim(one, dim(two, dim(one, dim(two, wanted))))
     })?;
     let spec = geometry.spec.clone();
@@ -108,16 +108,16 @@ fn live<A: Device, B: Device>(
     Ok(pair.seen)
 }
 
-/// As in a model, but not so large that scores are all alike.
+/// Means as in a model, but small enough that scores differ.
 const LIKE: Likeness = Likeness { mean: 3.0, balance: 1.0 };
 
 /// A sequence on both devices.
 #[derive(Debug, Clone)]
 struct Known {
     id: u64,
-    /// Of its prompt, what may still come.
+    /// The part of the prompt that is not computed yet.
     prompt: Vec<u32>,
-    /// Committed.
+    /// Committed tokens.
     tokens: Vec<u32>,
 }
 
@@ -125,7 +125,7 @@ struct Pair<A: Device, B: Device> {
     one: Lab<A>,
     two: Lab<B>,
     geometry: Geometry,
-    /// Of the layers when they were new.
+    /// Shapes of the layers before any recalibration.
     shapes: Vec<LayerShape>,
     rng: Rng,
     sequences: Vec<Known>,
@@ -133,7 +133,7 @@ struct Pair<A: Device, B: Device> {
     seen: Paired,
 }
 
-/// What both devices answered, which must be the same.
+/// Fails unless both devices returned the same.
 fn agreed<T: PartialEq + fmt::Debug>(
     what: &str,
     one: Result<T, impl Into<CaseError>>,
@@ -200,7 +200,7 @@ impl<A: Device, B: Device> Pair<A, B> {
             let (shapes, dtype) = (&self.shapes, self.geometry.dtype);
             let rows = |len: usize| rows(shapes, dtype, &prompt[..len], 0);
             let one = self.one.start_prompt(id, prompt, rows);
-            let reused = agreed("tokens taken over", one, self.two.start_prompt(id, prompt, rows))?;
+            let reused = agreed("reused tokens", one, self.two.start_prompt(id, prompt, rows))?;
             self.seen.reused += reused as u64;
             known.tokens = prompt[..reused].to_vec();
             known.prompt = prompt[reused..].to_vec();
@@ -269,7 +269,7 @@ impl<A: Device, B: Device> Pair<A, B> {
         Ok(())
     }
 
-    /// The tokens that an entry brings: those of its prompt first.
+    /// Returns the tokens of an entry: those of its prompt first.
     fn tokens(&mut self, which: usize, brings: Brings) -> Vec<u32> {
         let Brings::Tokens(n) = brings else { return Vec::new() };
         let known = &self.sequences[which];
@@ -297,7 +297,8 @@ impl<A: Device, B: Device> Pair<A, B> {
     }
 }
 
-/// K and V of tokens from the `first` on, which follow from all tokens up to each.
+/// Makes K and V of the tokens from position `first` on; each row depends on all tokens up to its
+/// own.
 fn rows(shapes: &[LayerShape], dtype: DType, tokens: &[u32], first: usize) -> Rows {
     let names = named::names(tokens, &StartOptions::default());
     let plane = |(shape, layer): (&LayerShape, u64)| {
@@ -320,7 +321,7 @@ mod tests {
     use super::*;
     use crate::device::Shared;
 
-    /// A device that stores nothing is found out, and the message says how to see it again.
+    /// The message for a device that stores nothing says how to reproduce the failure.
     #[test]
     fn a_device_that_forgets_is_found_out() {
         let device = Shared::new(NullBackend::new());
@@ -336,7 +337,7 @@ mod tests {
         assert!(error.contains("a number: 1 on the first device, 2 on the second"), "{error}");
     }
 
-    /// Every geometry that lives are made of can be built.
+    /// Every geometry that may be chosen can be built.
     #[test]
     fn geometries_are_possible() {
         for (number, fit) in (0..3000_u64).zip([1, 4, 8].into_iter().cycle()) {

@@ -34,7 +34,7 @@ fn tokens(id: u64, n: u32) -> (u64, Brings) {
     (id, Brings::Tokens(n))
 }
 
-/// Prefill, then prefill, decode and speculation in one batch, then decode, all in the form `how`.
+/// Runs prefill, then prefill, decode and speculation in one batch, then decode, all with `config`.
 fn conversation<B: Device>(lab: &mut Lab<B>, how: &How) -> Result<(), CaseError> {
     for id in 1..=4 {
         lab.start(id)?;
@@ -161,7 +161,7 @@ fn more_queries<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Rows whose every key is masked: zeros out, negative infinity as log-sum-exp, no NaN.
+/// Rows whose keys are all masked give zeros in out and negative infinity in lse, never NaN.
 fn masked_rows<B: Device>(backend: &B) -> CaseResult {
     let mut lab = Lab::new(backend, small().build()?, 7)?;
     lab.fill(1, 5)?;
@@ -174,7 +174,7 @@ fn masked_rows<B: Device>(backend: &B) -> CaseResult {
         ensure(lse.iter().all(|x| *x == f32::NEG_INFINITY), || {
             format!("masked rows of lse hold {lse:?}")
         })?;
-        // With sinks, their logit is all there is.
+        // With sink logits, the softmax has only them.
         lab.step(&[(1, Brings::Query(9))], &How { sinks: true, ..how })?;
     }
     Ok(Outcome::Holds)
@@ -201,7 +201,7 @@ fn padding<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Scores in the hundreds: no overflow, and the largest one takes all.
+/// Scores in the hundreds: no overflow, and the largest one gets all the weight.
 fn sharp<B: Device>(backend: &B) -> CaseResult {
     for sinks in [false, true] {
         for spread in [30.0, 300.0] {
@@ -217,7 +217,7 @@ fn stale_nan<B: Device>(backend: &B) -> CaseResult {
     for order in ORDERS {
         for (block_size, num_blocks) in [(1, 30), (8, 6), (32, 4)] {
             let spec = small().block_order(order).paged(block_size, num_blocks).build()?;
-            // The lab has filled every slot with NaN; every length now ends inside a block.
+            // The fixture filled every slot with NaN; every length now ends inside a block.
             let mut lab = Lab::new(backend, spec, 10)?;
             conversation(&mut lab, &How { causal: false, ..How::default() })?;
             conversation(&mut lab, &How { kv_format: FORMATS[0], ..How::default() })?;
@@ -239,7 +239,7 @@ fn splits<B: Device>(backend: &B) -> CaseResult {
             for how in [
                 base.clone(),
                 How { q_dtype: DTYPES[2], sinks: true, soft_cap: Some(5.0), ..base.clone() },
-                // Whole splits lie outside the window.
+                // Whole splits are outside the window.
                 How { window_left: Some(100), spread: 4.0, ..base.clone() },
                 How { window_left: Some(100), sink_tokens: 4, ..base.clone() },
                 How { window_left: Some(1100), sink_tokens: 300, group: 3, ..base.clone() },
@@ -256,7 +256,7 @@ fn splits<B: Device>(backend: &B) -> CaseResult {
 fn batch_invariant<B: Device>(backend: &B) -> CaseResult {
     let device = limited(backend, |capabilities| capabilities.with_workers(7));
     let all = [(2300, 1), (1023, 1), (1022, 4), (40, 1), (300, 12)].map(|form| (form, None));
-    // Parts that a window leaves out, and those of sink tokens, depend on the sequence alone too.
+    // Splits under a window, and with sink tokens, depend on the sequence alone too.
     let some = [(2300, 1), (1100, 4)].map(|form| (form, Some(200)));
     for ((context, queries), window_left) in all.into_iter().chain(some) {
         let run = |neighbours: &[u32]| -> Result<_, CaseError> {
@@ -321,7 +321,8 @@ fn leaves_cache<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// An encoder's K and V, written once, read by every step of a decoder and by its forks.
+/// Cross attention: K and V of an encoder, written once, read by every step of a decoder and by its
+/// forks.
 fn cross<B: Device>(backend: &B) -> CaseResult {
     let mut lab = Lab::new(backend, small().build()?, 15)?;
     lab.fill(1, 11)?;
@@ -346,8 +347,8 @@ fn cross<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Outputs in host memory hold, to the bit, what the same call writes to device memory; what lies
-/// between their rows stays as it was, which reading them back checks.
+/// Outputs in host memory equal, to the bit, those that the same call writes to device memory. Gaps
+/// between their rows stay unchanged, which unpacking checks.
 fn host_outputs<B: Device>(backend: &B) -> CaseResult {
     for q_format in FORMATS {
         for q_dtype in DTYPES {

@@ -1,4 +1,4 @@
-//! The life of sequences and steps, and what is refused.
+//! The life cycle of sequences and steps, and refused calls.
 use kv_core::{
     AttentionOptions, CacheError, DType, DeviceErrorKind, KvCache, KvFormat, LayerId, PlanError,
     QkvFormat, StartOptions, StepInput, TensorView, TensorViewMut,
@@ -269,8 +269,8 @@ fn refusals<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A device that takes some stored formats refuses a cache of any other, in K, in V and in any
-/// group, and says which.
+/// A device that supports some stored formats refuses a cache of any other, in K, in V and in any
+/// group, and names the format.
 fn formats<B: Device>(backend: &B) -> CaseResult {
     const TAKEN: &[KvFormat] = &[KvFormat::F32, KvFormat::Bf16];
     let limited = limited(backend, |capabilities| capabilities.with_formats(TAKEN));
@@ -295,7 +295,7 @@ fn formats<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A device that takes some `head_dim`s refuses all others at once, and takes all of those.
+/// A device that supports some `head_dim`s refuses all others at once, and works with all of those.
 fn head_dims<B: Device>(backend: &B) -> CaseResult {
     let own = backend.capabilities();
     let (step, most) = (own.head_dim_multiple.max(1), own.head_dim_max);
@@ -309,11 +309,11 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
             refused(format!("head_dims {dims:?}"), made, unsupported)?;
         }
     }
-    // A smaller promise is kept too, whatever the device itself takes.
+    // A declared range that is smaller than the device's own is checked too.
     let limited = limited(backend, |c| c.with_head_dims(4 * step, 16 * step));
     for (dims, is_taken) in [([4, 16], true), ([6, 8], false), ([8, 20], false), ([12, 4], true)] {
         let [k, v] = dims.map(|dim| dim * step);
-        // The second group decides.
+        // The second group has the unsupported dim.
         let spec = small().head_dim(8 * step).group([1], |group| group.head_dims(k, v)).build()?;
         if is_taken {
             let mut lab = Lab::new(&limited, spec, 11)?;
@@ -327,7 +327,7 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// README's example: a program whose tensors all lie in host memory.
+/// README's example: a program whose tensors are all in host memory.
 fn host_tensors<B: Device>(backend: &B) -> CaseResult {
     let spec = small().layers(1).kv_heads(1).head_dim(4).build()?;
     let mut cache = KvCache::new(backend.clone(), spec)?;

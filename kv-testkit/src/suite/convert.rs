@@ -1,4 +1,4 @@
-//! Changing axes and element types of plain tensors.
+//! Changes of axes and element types of plain tensors.
 use kv_core::backend::Queue;
 use kv_core::plan::{ConvertArgs, ConvertPlan};
 use kv_core::{CacheError, DType, PlanError, QkvFormat};
@@ -21,7 +21,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-/// One end of a conversion.
+/// The form of the source or of the destination.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct End {
     pub(crate) format: QkvFormat,
@@ -36,7 +36,7 @@ impl End {
     }
 }
 
-/// Converts `rows` and returns them with the padding checked.
+/// Converts `rows` and returns them, after checking the padding.
 pub(crate) fn convert<B: Device>(
     backend: &B,
     rows: &[Vec<f32>],
@@ -125,7 +125,7 @@ fn rooms<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Rows in host memory are, to the bit, those that the same call writes to device memory.
+/// Rows in host memory equal, to the bit, those that the same call writes to device memory.
 fn host_outputs<B: Device>(backend: &B) -> CaseResult {
     let rows: Vec<_> = [3, 1].map(|len| Rng::new(len).normals(len as usize * 8)).into();
     for format in FORMATS {

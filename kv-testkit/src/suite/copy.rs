@@ -1,4 +1,4 @@
-//! Copies between blocks: forks that diverge.
+//! Copy-on-write: forks that diverge.
 use kv_core::KvFormat;
 
 use super::{ORDERS, case, small};

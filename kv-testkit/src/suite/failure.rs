@@ -1,4 +1,4 @@
-//! Bad input: refused with a typed error, before anything changes.
+//! Bad input: refused with a typed error before anything changes.
 use kv_core::backend::Queue;
 use kv_core::{
     AttentionOptions, Backend, CacheError, DType, DeviceErrorKind, PlanError, QkvFormat, StepInput,
@@ -24,7 +24,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 
 type Judge = fn(&PlanError) -> bool;
 
-/// A tensor and what is wrong with it.
+/// A malformed tensor and the error for it.
 struct Bad<'a> {
     what: &'a str,
     dtype: DType,
@@ -44,7 +44,7 @@ impl Bad<'_> {
     }
 }
 
-/// Wrong tensors for 3 tokens of 2 heads of 8 values, in `thd`.
+/// Malformed tensors for 3 tokens of 2 heads of 8 values, in `thd`.
 fn bad_tensors(bytes: &[u8]) -> Vec<Bad<'_>> {
     let bad = |what, dims, len, fits| {
         let bytes = &bytes[..len];
@@ -76,7 +76,7 @@ fn bad_tensors(bytes: &[u8]) -> Vec<Bad<'_>> {
     ]
 }
 
-/// Memory for bad tensors, aligned for every element.
+/// Memory for malformed tensors, aligned for every element.
 fn memory() -> Vec<u64> {
     vec![0; 600]
 }
@@ -188,7 +188,7 @@ fn bad_options<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A view that reaches past its buffer: only the backend can tell.
+/// A view that reaches past its buffer: only the backend can check it.
 fn device_ranges<B: Device>(backend: &B) -> CaseResult {
     let mut lab = Lab::new(backend, small().build()?, 4)?;
     lab.fill(1, 6)?;
@@ -201,8 +201,8 @@ fn device_ranges<B: Device>(backend: &B) -> CaseResult {
     let format = QkvFormat::Thd;
     let good = view(&large, 0);
     for (what, bad) in [
-        ("too small a buffer", view(&small, 0)),
-        ("too late an offset", view(&large, 1024 - 188)),
+        ("a buffer that is too small", view(&small, 0)),
+        ("an offset that leaves too few bytes", view(&large, 1024 - 188)),
         ("an offset past the end", view(&large, 1 << 40)),
         ("an offset that wraps", view(&large, u64::MAX - 3)),
     ] {
@@ -268,7 +268,7 @@ fn downcast<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A backend that wraps an erased one is a backend like any other.
+/// A backend that wraps an erased one works like any other.
 fn twice<B: Device>(backend: &B) -> CaseResult {
     let nested = kv_core::AnyBackend::new(Shared::new(erased(backend)));
     let mut lab = Lab::new(&nested, small().build()?, 7)?;

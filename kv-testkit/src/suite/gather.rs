@@ -18,7 +18,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 
 type Range = (SequenceId, u32, u32);
 
-/// Where and as what rows are read.
+/// Axes, type and place of gathered rows.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Form {
     pub(crate) format: QkvFormat,
@@ -27,7 +27,7 @@ pub(crate) struct Form {
     pub(crate) place: Place,
 }
 
-/// Reads ranges of K and V of a layer and compares them with the model.
+/// Gathers ranges of K and V of a layer and compares them with the model.
 pub(crate) fn check<B: Device>(
     lab: &mut Lab<B>,
     layer: usize,
@@ -92,7 +92,7 @@ fn ranges<B: Device>(backend: &B) -> CaseResult {
             for len in [0, 1, 3, 10 - begin] {
                 let len = len.min(10 - begin);
                 check(&mut lab, 0, &[(seq(1), begin, len)], form(format))?;
-                // The same sequence twice, and one of no rows between.
+                // The same sequence twice, with an empty range between.
                 let list = [(seq(1), begin, len), (seq(2), 2, 0), (seq(2), 1, 3), (seq(1), 0, 2)];
                 check(&mut lab, 1, &list, form(format))?;
             }
@@ -102,7 +102,7 @@ fn ranges<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Rows in host memory are, to the bit, those that the same call writes to device memory.
+/// Rows in host memory equal, to the bit, those that the same call writes to device memory.
 fn host_outputs<B: Device>(backend: &B) -> CaseResult {
     let stored = [KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8E4m3(Scaling::Row)];
     for stored in stored {

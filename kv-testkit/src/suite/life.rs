@@ -1,4 +1,4 @@
-//! Caches at scale, of several groups, beside each other, and their memory.
+//! Caches with many sequences, several groups, layers on demand, and wiped memory.
 use kv_core::{
     CacheError, CacheSpec, GroupId, KvCache, KvFormat, PlanError, Plane, StartOptions, StepInput,
 };
@@ -23,7 +23,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-/// Every byte of every plane of a group.
+/// Returns every byte of every plane of a group.
 pub(crate) fn bytes<B: Device>(
     cache: &mut KvCache<B>,
     group: GroupId,
@@ -83,7 +83,7 @@ fn fresh<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Three groups: other heads, dims, formats, block sizes and pools.
+/// Three groups with different heads, dims, formats, block sizes and pools.
 fn three_groups() -> Result<CacheSpec, CaseError> {
     let spec = small().layers(5).paged(4, 40);
     let spec = spec.group([1, 3], |group| {
@@ -104,7 +104,7 @@ fn groups<B: Device>(backend: &B) -> CaseResult {
     lab.check()?;
     lab.truncate(1, 5)?;
     lab.check()?;
-    // The smallest pool decides: 150 slots of single tokens in the third group.
+    // The smallest pool decides: the third group has 150 slots in blocks of one token.
     let before = lab.state();
     let free = lab.cache.free_blocks(GroupId(2));
     let step = lab.cache.begin_step(&[StepInput::count(seq(1), free + 1)]).map(drop);
@@ -134,7 +134,7 @@ fn two_caches<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A thousand sequences in one step, again and again, and less than a block of each unused.
+/// A thousand sequences in every step; each wastes less than one block.
 fn thousand<B: Device>(backend: &B) -> CaseResult {
     let spec = small().layers(1).kv_heads(1).head_dim(4).paged(16, 2600).build()?;
     let mut lab = Lab::new(backend, spec, 5)?;
@@ -187,9 +187,9 @@ fn reserve<B: Device>(backend: &B) -> CaseResult {
 fn on_demand<B: Device>(backend: &B) -> CaseResult {
     let spec = CacheSpec::builder().layers_on_demand().kv_heads(2).head_dim(8).paged(4, 16);
     let mut cache = KvCache::new(backend.clone(), spec.build()?)?;
-    same("layer 3 gets memory", cache.allocate_layer(3)?, true)?;
-    same("layer 3 has it", cache.allocate_layer(3)?, false)?;
-    same("layer 7 gets memory", cache.allocate_layer(7)?, true)?;
+    same("allocation of layer 3", cache.allocate_layer(3)?, true)?;
+    same("second allocation of layer 3", cache.allocate_layer(3)?, false)?;
+    same("allocation of layer 7", cache.allocate_layer(7)?, true)?;
     cache.start(seq(1), &[], StartOptions::default())?;
     let values = vec![1.0_f32; 3 * 16];
     let view = kv_core::TensorView::host(&values, &[3, 2, 8]);
@@ -213,19 +213,20 @@ fn on_demand<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A prompt that was cached when one layer had memory, asked for again when another one has it too.
+/// A prompt that was cached when one layer had memory is started again when a second layer has it
+/// too.
 fn late_layer<B: Device>(backend: &B) -> CaseResult {
     let spec = CacheSpec::builder().layers_on_demand().kv_heads(1).head_dim(8).paged(4, 16);
     let mut cache = KvCache::new(backend.clone(), spec.format(KvFormat::F32).build()?)?;
     let (prompt, ones) = ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1.0_f32; 9 * 8]);
     let format = kv_core::QkvFormat::Thd;
-    // One sequence lives on, another has gone, and the third finds neither.
+    // The first sequence still runs, the second is released, and the third finds neither.
     for (id, layers) in [(1, 1), (2, 1), (3, 2)] {
         for layer in 0..layers {
             cache.allocate_layer(layer)?;
         }
         let reused = cache.start(seq(id), &prompt, StartOptions::default())?;
-        same(format!("tokens that sequence {id} takes over"), reused, if id == 2 { 8 } else { 0 })?;
+        same(format!("tokens that sequence {id} reuses"), reused, if id == 2 { 8 } else { 0 })?;
         let view = || kv_core::TensorView::host(&ones, &[9, 1, 8]);
         let mut step = cache.begin_step(&[StepInput::tokens(seq(id), &prompt[reused..])])?;
         (0..layers).try_for_each(|layer| step.write(layer, view(), view(), format))?;

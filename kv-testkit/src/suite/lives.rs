@@ -1,4 +1,4 @@
-//! Random lives that share prefixes, and the same lives in pools of every size.
+//! Stateful tests with prefix reuse, and the same operations in pools of every size.
 use super::case;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::Device;
@@ -9,24 +9,24 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![case("random/reuse", random), case("random/reuse_in_pools_of_every_size", every_size)]
 }
 
-/// Lives of the suite; [`LIVES_VARIABLE`] asks for more.
+/// Number of runs of `random/reuse`, unless [`RUNS_VARIABLE`] is set.
 const LIVES: u64 = 200;
-/// How many lives `random/reuse` lives.
+/// Variable that replaces the number of runs of `random/reuse`.
 const LIVES_VARIABLE: &str = "KV_CONFORMANCE_LIVES";
-/// Replaces the fixed seed.
+/// Variable that replaces the fixed seed.
 const SEED_VARIABLE: &str = "KV_CONFORMANCE_SEED";
-/// Length of a life.
+/// Bytes per run.
 const BYTES: usize = 1500;
-/// Scripts that are run in every pool, and the size from which on nothing is ever refused.
+/// Number of scripts that are run in every pool.
 const SCRIPTS: u64 = 12;
 const PLENTY: u32 = 180;
-/// Pools in a row without a refusal, behind which larger ones are not tried.
+/// After this number of pool sizes in a row without a refusal, larger pools are not tried.
 const QUIET: u32 = 4;
 
 fn number(variable: &str, default: u64) -> Result<u64, CaseError> {
     match std::env::var(variable) {
         Err(_) => Ok(default),
-        Ok(text) => text.parse().map_err(|_| format!("{variable} is no number: {text}").into()),
+        Ok(text) => text.parse().map_err(|_| format!("{variable} is not a number: {text}").into()),
     }
 }
 
@@ -48,24 +48,24 @@ fn random<B: Device>(backend: &B) -> CaseResult {
         let _ = writeln!(std::io::stdout(), "{lives} lives, {total:?}, {:?}", begin.elapsed());
         return Ok(Outcome::Holds);
     }
-    // The suite must not go quiet because all lives have become short or empty.
+    // Fail if the runs have become short or empty.
     let count = |what| total.count(what);
     let operations = count(Happened::Operated);
     let least = operations.min(total.refused() * 20).min(count(Happened::Reused) * 4);
     let least = least.min(count(Happened::Evicted) * 4);
     ensure(least > lives * 20, || format!("{lives} lives saw no more than {total:?}"))?;
-    // Nor because they have come to lack what is to be tested.
+    // Fail if a behaviour is no longer covered.
     let missing = total.missing();
     ensure(missing.is_empty(), || format!("{missing:?} never happened: {total:?}"))?;
     Ok(Outcome::Holds)
 }
 
-/// Every allocation of a script is the one that fails, in one pool or another.
+/// Runs each script in pools of growing size, so that every allocation is refused in some pool.
 fn every_size<B: Device>(backend: &B) -> CaseResult {
     for script in 0..SCRIPTS {
         let bytes = bytes(1 << 32 | script, 400);
         let (mut refused, mut some, mut quiet) = (0, 0, 0);
-        // Up to where nothing is refused any more, and in the last pool.
+        // Up to the size without refusals, and in the largest pool.
         for blocks in 1..=PLENTY {
             if quiet >= QUIET && blocks < PLENTY {
                 continue;
@@ -77,7 +77,7 @@ fn every_size<B: Device>(backend: &B) -> CaseResult {
             let is_quiet = refused == 0 && lived.count(Happened::Operated) > 0;
             quiet = if is_quiet { quiet + 1 } else { 0 };
         }
-        // The last pool is large enough for all, and many are not.
+        // The largest pool never refuses, and several smaller ones do.
         ensure(refused == 0, || format!("script {script}: refused with {PLENTY} blocks"))?;
         ensure(some > 3, || format!("script {script}: refused in {some} pools only"))?;
     }

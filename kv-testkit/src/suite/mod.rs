@@ -28,12 +28,12 @@ pub(crate) use gather::{Form, check as check_gather};
 pub(crate) use life::bytes;
 pub(crate) use quant::{Likeness, constants};
 
-/// A named case.
+/// Makes a named case.
 fn case<B: Device>(name: &'static str, run: fn(&B) -> CaseResult) -> Case<B> {
     Case { name, run }
 }
 
-/// Every case.
+/// Returns every case.
 pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
     let areas = [
         buffer::cases(),
@@ -57,7 +57,7 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
     areas.into_iter().flatten().collect()
 }
 
-/// A small geometry: 2 layers, 2 kv heads, 8 and 8 values, f32, 16 blocks of 4 tokens.
+/// A small geometry: 2 layers, 2 kv heads, head dims of 8, f32, 16 blocks of 4 tokens.
 fn small() -> CacheSpecBuilder {
     CacheSpec::builder().layers(2).kv_heads(2).head_dim(8).format(KvFormat::F32).paged(4, 16)
 }

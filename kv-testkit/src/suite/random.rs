@@ -1,4 +1,4 @@
-//! Random lives of a cache against the naive model, shrunk to the shortest one that fails.
+//! Random operation sequences against the naive model, shrunk to the shortest one that fails.
 use kv_core::{
     CacheError, CacheSpec, CacheSpecBuilder, Calibration, GroupId, KeyMean, KvFormat, StepInput,
 };
@@ -33,14 +33,14 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-/// Lives tried for each geometry.
+/// Runs per geometry.
 const LIVES: u32 = 48;
-/// Lives tried for each pair of quantised formats.
+/// Runs per pair of quantised formats.
 const LIVES_CODED: u32 = 6;
-/// Replaces the fixed seed, to look further than the suite does.
+/// Variable that replaces the fixed seed, to search further than the suite does.
 const SEED: &str = "KV_CONFORMANCE_SEED";
 
-/// One operation; numbers choose among what is live when it runs.
+/// One operation; numbers choose among the sequences that exist when it runs.
 #[derive(Debug, Clone)]
 enum Op {
     Start,
@@ -92,7 +92,7 @@ fn lives<B: Device>(backend: &B, geometry: Geometry<'_>) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Every quantised format as K, another one as V, with constants.
+/// Runs every quantised format as K with another format as V, with constants.
 fn coded<B: Device>(backend: &B, geometry: Geometry<'_>) -> CaseResult {
     let all: Vec<_> = KvFormat::all().collect();
     for (index, k) in quantised().enumerate() {
@@ -104,7 +104,7 @@ fn coded<B: Device>(backend: &B, geometry: Geometry<'_>) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Runs random lives; a failing one is shortened before it is reported.
+/// Runs random operation sequences and shrinks a failing one.
 fn search<B: Device>(
     backend: &B,
     spec: &CacheSpec,
@@ -142,7 +142,7 @@ fn search<B: Device>(
         Ok(()) => Ok(()),
         Err(TestError::Fail(why, ops)) => {
             let ops: Vec<_> = ops.iter().map(|op| format!("\n    {op:?}")).collect();
-            Err(format!("{why}\n  {SEED}={seed}, shortest life:{}", ops.concat()).into())
+            Err(format!("{why}\n  {SEED}={seed}, shortest failing run:{}", ops.concat()).into())
         }
         Err(TestError::Abort(why)) => Err(format!("{SEED}={seed}: {why}").into()),
     }
@@ -228,7 +228,7 @@ fn brings(bring: Bring) -> Brings {
     }
 }
 
-/// A step that must succeed, or one that must be refused and change nothing.
+/// Runs a step that must succeed, or one that must be refused and change nothing.
 fn step<B: Device>(lab: &mut Lab<B>, inputs: &[(u64, Brings)], how: &How) -> Result<(), CaseError> {
     let map = *lab.cache.spec().groups()[0].slot_map();
     let total = u64::from(lab.cache.spec().groups()[0].num_blocks());
@@ -240,12 +240,13 @@ fn step<B: Device>(lab: &mut Lab<B>, inputs: &[(u64, Brings)], how: &How) -> Res
         let coded = lab.model.coded(seq(*id), 0);
         let after = map.coded_after(coded, len(*id) + new(brings));
         let held = map.blocks_in(len(*id), coded);
-        // While the step is open, a tail that becomes codes is held beside them.
+        // While the step is open, it holds the blocks of a tail that becomes codes besides the new
+        // ones.
         let tail = held - map.blocks(map.tail_begin(len(*id), coded));
         let open = map.blocks_in(len(*id) + new(brings), after);
         u64::from((open + if after > coded { tail } else { 0 }).saturating_sub(held))
     };
-    // Without sharing, every sequence has its own blocks: with it, never more are needed.
+    // Without sharing, every sequence has its own blocks; with sharing, fewer are needed.
     let most = lab.model.blocks_unshared(&map) + inputs.iter().map(growth).sum::<u64>();
     let least = inputs.iter().map(growth).sum::<u64>();
     let free = lab.cache.free_blocks(GroupId(0));

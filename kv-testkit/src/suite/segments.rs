@@ -1,4 +1,4 @@
-//! Planes cut into several buffers, and plans driven without a cache.
+//! Planes that are cut into several buffers, and plans that are run without a cache.
 use kv_core::backend::Queue;
 use kv_core::block::BlockTables;
 use kv_core::plan::{
@@ -68,7 +68,7 @@ fn layout(order: BlockOrder, format: KvFormat, head_dim: u32) -> Result<PlaneLay
     Ok(PlaneLayout::new(shape)?)
 }
 
-/// Buffers of one plane, full of bytes that are NaN in every format.
+/// Allocates the buffers of one plane, full of bytes that are NaN in every format.
 fn buffers<B: Device>(
     backend: &B,
     queue: &mut B::Queue,
@@ -84,7 +84,7 @@ fn buffers<B: Device>(
     Ok(made)
 }
 
-/// Tables of two sequences over scattered blocks: 11 and 6 tokens.
+/// Makes tables of two sequences over scattered blocks: 11 and 6 tokens.
 fn scattered() -> Result<BlockTables, CaseError> {
     let mut tables = BlockTables::new(7, 2);
     tables.ensure_rows(3);
@@ -109,7 +109,7 @@ fn by_hand<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Writes 11 and 6 tokens, attends with the last 2 and 6 of them, reads all back.
+/// Writes 11 and 6 tokens, attends with the last 2 and 6 of them, and reads all rows back.
 fn drive<B: Device>(backend: &B, layouts: &[PlaneLayout; 2]) -> Result<(), CaseError> {
     let mut queue = backend.queue()?;
     let tables = scattered()?;
@@ -218,8 +218,8 @@ fn copies<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Copied tokens are the source's, blocks nobody copied to are untouched; what follows a partial
-/// copy is free.
+/// Checks that copied tokens equal the source's and that other blocks are unchanged; slots after a
+/// partial copy may hold anything.
 fn check_copied(
     before: &[u8],
     after: &[u8],

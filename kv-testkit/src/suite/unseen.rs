@@ -1,4 +1,4 @@
-//! What no query sees may be anything: attention never reads it.
+//! Masked rows may hold anything: attention never reads them.
 use kv_core::{CacheSpecBuilder, Determinism, KeyMean, KvFormat};
 
 use super::quant::{LARGE_MEANS, NEUTRAL, lab, quantised};
@@ -17,7 +17,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-/// Windows with and without sink tokens, those that end inside blocks and tiles among them.
+/// Windows with and without sink tokens, some of which end inside blocks and tiles.
 fn windows() -> impl Iterator<Item = How> {
     let base = How::default();
     [(0, 0), (0, 1), (2, 4), (3, 9), (7, 5), (11, 40)].into_iter().flat_map(move |pair| {
@@ -26,7 +26,7 @@ fn windows() -> impl Iterator<Item = How> {
     })
 }
 
-/// A step of a batch, after all that it does not see was spoiled.
+/// Runs a step of a batch, after poisoning all rows that are masked from it.
 fn step<B: Device>(
     lab: &mut Lab<B>,
     inputs: &[(u64, Brings)],
@@ -37,8 +37,8 @@ fn step<B: Device>(
     Ok(spoiled)
 }
 
-/// Three sequences, one longer than a tile: queries alone, decode, then many queries in one batch.
-/// No query stands before an earlier one, so none sees what was spoiled for that one.
+/// Runs three sequences, one longer than a tile: queries alone, decode, then many queries in one
+/// batch. Later queries have later positions, so none sees rows that were poisoned before.
 fn lives<B: Device>(lab: &mut Lab<B>, how: &How) -> Result<(), CaseError> {
     for (id, len) in [(1, 45), (2, 6), (3, 23)] {
         lab.fill(id, len)?;
@@ -46,7 +46,7 @@ fn lives<B: Device>(lab: &mut Lab<B>, how: &How) -> Result<(), CaseError> {
     let queries = [(1, Brings::Query(3)), (2, Brings::Query(2)), (3, Brings::Query(1))];
     let spoiled = step(lab, &queries, how).at("queries")?;
     ensure(spoiled.rows + spoiled.blocks > 0 || how.sink_tokens > 23, || {
-        "every row was seen, so nothing was tried".to_owned()
+        "every row is visible, so nothing was poisoned".to_owned()
     })?;
     step(lab, &[1, 2, 3].map(|id| (id, Brings::Tokens(1))), how).at("decode")?;
     let more = [(3, Brings::Tokens(5)), (1, Brings::Query(1)), (2, Brings::Tokens(12))];
@@ -68,7 +68,7 @@ fn plain<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Contexts in several parts, of which most are not seen at all.
+/// Contexts in several splits, most of which are masked.
 fn long<B: Device>(backend: &B) -> CaseResult {
     for workers in [1, 3, 16] {
         let device = limited(backend, |capabilities| capabilities.with_workers(workers));
@@ -85,7 +85,7 @@ fn long<B: Device>(backend: &B) -> CaseResult {
                         "{workers} workers, {determinism:?}, window {left}, {sink_tokens} sink \
                          tokens, {queries} queries"
                     ))?;
-                    ensure(spoiled.blocks > 80, || format!("too little was spoiled: {spoiled:?}"))?;
+                    ensure(spoiled.blocks > 80, || format!("too few rows were poisoned: {spoiled:?}"))?;
                 }
             }
         }
@@ -93,7 +93,7 @@ fn long<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A geometry for a quantised format and another one for V.
+/// Makes a geometry for a quantised format with another one for V.
 fn spec<B: Device>(
     backend: &B,
     rng: &mut Rng,
@@ -121,8 +121,8 @@ fn coded<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Rows that wait in 16 bits, and the means of blocks. Queries alone: a step with new tokens may
-/// make codes of a tail, and reads its rows for that.
+/// Tails and block means, with queries alone: a step with new tokens may encode a tail, and reads
+/// its rows for that.
 fn beside_tail<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(4);
     for format in quantised() {

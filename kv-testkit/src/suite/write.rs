@@ -1,4 +1,4 @@
-//! Scattering new rows into their slots.
+//! Writes of new rows to their slots.
 use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat};
 
 use super::{ORDERS, case, small};
@@ -21,7 +21,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-/// Three sequences in two steps, ragged, both steps in the form `how`.
+/// Writes three sequences in two ragged steps, both with `config`.
 fn two_steps<B: Device>(backend: &B, spec: CacheSpec, how: &How) -> Result<(), CaseError> {
     let mut lab = Lab::new(backend, spec, 3)?;
     for id in 1..=3 {
@@ -112,7 +112,7 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Values at the edges of the formats: subnormal, halfway, largest, beyond the largest of f16.
+/// Values at the limits of the formats: subnormal, halfway, largest, beyond the largest of f16.
 fn special<B: Device>(backend: &B) -> CaseResult {
     let edges = [
         0.0,
@@ -140,7 +140,7 @@ fn special<B: Device>(backend: &B) -> CaseResult {
             let rows: Vec<f32> =
                 edges.iter().map(|x| crate::oracle::round::round_f32(kv_dtype, *x)).collect();
             let rows = vec![vec![[rows.clone(), rows]]];
-            // Such rows overflow a score; only what is stored counts here.
+            // Such rows overflow a score; only stored values are checked here.
             lab.write_only(&[(1, 1)], &rows, kv_dtype)?;
             lab.check().at(format!("{kv_dtype} into {format}"))?;
         }
@@ -151,7 +151,7 @@ fn special<B: Device>(backend: &B) -> CaseResult {
 fn repeated<B: Device>(backend: &B) -> CaseResult {
     let how = How { shuffled: true, ..How::default() };
     two_steps(backend, small().layers(3).build()?, &how)?;
-    // A rolled back write leaves nothing a later one does not overwrite.
+    // A rolled back write leaves no row that a later write does not overwrite.
     let mut lab = Lab::new(backend, small().build()?, 8)?;
     lab.start(1)?;
     let dropped = How { finish: Finish::Drop, ..How::default() };

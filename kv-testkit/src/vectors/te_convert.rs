@@ -22,7 +22,7 @@ pub(super) struct ConvertCase {
 }
 
 impl ConvertCase {
-    /// The same batch in other axes.
+    /// Returns the layout of the same batch in other axes.
     fn layout(&self, format: QkvFormat) -> TokenLayout {
         let Self { b: batch, h: heads, d: dim, .. } = *self;
         let tokens = if format == QkvFormat::Thd { self.t_out } else { self.max_seq_len };

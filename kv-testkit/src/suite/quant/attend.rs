@@ -54,7 +54,7 @@ fn odd_dims<B: Device>(backend: &B) -> CaseResult {
         for (k, v) in [(1, 2), (5, 3), (31, 33), (96, 100), (17, 130)] {
             let (k, v) = (dim(backend, k), dim(backend, v));
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(k, v).format(format);
-            // The first formats with few values a row are wider in 16 bits than a block.
+            // In some formats, a short row in 16 bits is longer than a block of codes.
             let mut lab = lab(backend, spec.paged(16, 4).sinks(1), NEUTRAL, 2)?;
             talk(&mut lab, &How::default()).at(format!("{format}, dims {k} and {v}"))?;
         }
@@ -75,7 +75,7 @@ fn pairs<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Layers of several groups, each with formats of its own.
+/// Several groups of layers, each with its own formats.
 fn by_layer<B: Device>(backend: &B) -> CaseResult {
     let spec = CacheSpec::builder()
         .layers(6)
@@ -115,8 +115,8 @@ fn transforms<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Where scores are capped, or compete with the logit of a sink, or their log-sum-exp is asked for,
-/// the mean that was taken from K must be in them again.
+/// The mean that was subtracted from K must be added to scores again before the soft cap, beside a
+/// sink logit, and in the log-sum-exp.
 fn large_means<B: Device>(backend: &B) -> CaseResult {
     let base = How { lse: true, ..How::default() };
     let hows = [
@@ -141,7 +141,7 @@ fn large_means<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Sinks of several slots in blocks that end behind, at and inside them.
+/// Full-precision prefixes of several slots per row, in blocks that end after, at and inside them.
 fn sinks<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(7);
     for format in quantised() {
@@ -163,17 +163,18 @@ fn sinks<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Slots of a sink.
+/// Returns the number of slots of a row in 16 bits.
 fn slots(spec: &CacheSpecBuilder) -> Result<u32, CaseError> {
     Ok(spec.clone().build()?.groups()[0].slot_map().wide_slots())
 }
 
-/// V is zero but for one token in eight, and weights are sharp: what counts is hardly ever the
-/// greatest weight. Outputs have 16 bits, for which a device may take short cuts.
+/// V is zero except for one token in eight, and softmax weights are sharp: the largest weights
+/// usually meet zeros, so the small ones decide. Outputs have 16 bits, for which a device may use
+/// approximations.
 ///
-/// Only formats whose codes are values of few bits: of others a device may round what codes stand
-/// for, which decides here. Weights are not sharper, as some devices make them f16 before they meet
-/// V.
+/// Only formats whose decoded values need few bits: otherwise a device may round them, which would
+/// decide here. Weights are not sharper, because some devices convert them to f16 before the
+/// product with V.
 fn small_weights<B: Device>(backend: &B) -> CaseResult {
     const TOKENS: usize = 40;
     let is_short = |format: &KvFormat| {
@@ -185,7 +186,7 @@ fn small_weights<B: Device>(backend: &B) -> CaseResult {
         for group in [1, 4, 8] {
             let dim = dim(backend, 64);
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(dim).format(format);
-            // Rows that are rotated among others of zeros would no longer be of zeros.
+            // A rotation would mix the rows of zeros with others.
             let spec = spec.transform(Transform::Off).paged(16, 8);
             let mut lab = lab(backend, spec, NEUTRAL, 10)?;
             let how = How { q_dtype: dtype, group, spread: 2.0, lse: false, ..How::default() };
@@ -206,7 +207,7 @@ fn small_weights<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Enough keys that workers share a sequence and merge.
+/// A context long enough to be split among workers and merged.
 fn long<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).format(format);
@@ -219,7 +220,7 @@ fn long<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Planes of several buffers.
+/// Planes that consist of several buffers.
 fn segments<B: Device>(backend: &B) -> CaseResult {
     for format in [L4, KvFormat::Nvfp4, KvFormat::Fp8E4m3(Scaling::Row)] {
         let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(64, 32).format(format);

@@ -1,4 +1,4 @@
-//! Sharing, taking back and rewriting quantised rows, and how many of them memory holds.
+//! Sharing, truncating and rewriting quantised rows, and the tokens per byte of memory.
 use kv_core::{CacheSpec, CacheSpecBuilder, KvFormat, ScaleGroup};
 
 use super::{LARGE_MEANS, Likeness, NEUTRAL, constants, lab, quantised};
@@ -19,7 +19,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-/// Rows that are no whole number of words, so that a copy that rounds is seen.
+/// Rows whose size is not a whole number of words, so that a copy that rounds it is noticed.
 fn small<B: Device>(backend: &B, format: KvFormat) -> CacheSpecBuilder {
     let dims = [dim(backend, 18), dim(backend, 10)];
     CacheSpec::builder().layers(2).kv_heads(2).head_dims(dims[0], dims[1]).format(format)
@@ -31,7 +31,7 @@ fn step<B: Device>(lab: &mut Lab<B>, ids: &[(u64, u32)]) -> Result<(), CaseError
     lab.check().at(format!("after step {ids:?}"))
 }
 
-/// A fork after every number of tokens; then one side, then both go on.
+/// Forks after every number of tokens; then one side continues, then both.
 fn fork_everywhere<B: Device>(lab: &mut Lab<B>, most: u32) -> Result<(), CaseError> {
     for len in 1..=most {
         lab.fill(1, len)?;
@@ -61,7 +61,8 @@ fn forks<B: Device>(backend: &B) -> CaseResult {
 fn forks_in_sinks<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for order in ORDERS {
-            // 2 sinks and a token fit the first block of most formats, and the rest the next one.
+            // 2 wide rows and a token fit into the first block of most formats, and the rest into
+            // the next one.
             let spec = small(backend, format).block_order(order).sinks(3).paged(9, 16);
             fork_everywhere(&mut lab(backend, spec, LARGE_MEANS, 2)?, 7).at(format!("{format}"))?;
         }
@@ -89,7 +90,7 @@ fn rewrite<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Constants come when sequences live already, share blocks and lie in sinks and codes.
+/// Recalibrates while sequences exist, share blocks, and have rows both in the prefix and in codes.
 fn recalibrated<B: Device>(backend: &B) -> CaseResult {
     const MEASURED: Likeness = Likeness { mean: 0.5, balance: 1.0 };
     for format in quantised() {
@@ -104,7 +105,7 @@ fn recalibrated<B: Device>(backend: &B) -> CaseResult {
             key != lab.cache.encoding_key() || lab.layers()[0].stored[0].turned().is_none(),
             || format!("{format}: other constants, the same key"),
         )?;
-        lab.check().at(format!("{format}, stored anew"))?;
+        lab.check().at(format!("{format}, re-encoded"))?;
         step(&mut lab, &[(1, 4), (2, 1)]).at(format!("{format}, with new constants"))?;
     }
     Ok(Outcome::Holds)
@@ -142,8 +143,8 @@ fn wiped<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A 4-bit cache holds at least 3.7 times the tokens of a bf16 one, sinks and scales included, by
-/// what the device really gave.
+/// A 4-bit cache holds at least 3.7 times the tokens of a bf16 cache, full-precision prefix and
+/// scales included, measured by the device's allocations.
 fn capacity<B: Device>(backend: &B) -> CaseResult {
     const BYTES: u64 = 8 << 20;
     let tokens = |format, sinks| -> Result<u32, CaseError> {

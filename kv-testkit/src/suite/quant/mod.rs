@@ -1,4 +1,4 @@
-//! Quantised storage: every format, its constants, its sinks, and what must be refused.
+//! Quantised storage: every format, its constants, the full-precision prefix, and refused settings.
 mod attend;
 mod life;
 mod prefill;
@@ -26,28 +26,28 @@ pub(super) fn quantised() -> impl Iterator<Item = KvFormat> + Clone {
     KvFormat::all().filter(|format| format.is_quantised())
 }
 
-/// What the constants of a case are like.
+/// Ranges of the random constants of a case.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Likeness {
-    /// Means of K are up to so large.
+    /// Largest magnitude of the means of K.
     pub(crate) mean: f32,
-    /// Balances are up to 2 to this power, and down to its reciprocal.
+    /// Largest binary logarithm of a balance; its negative is the smallest.
     pub(crate) balance: f32,
 }
 
-/// Neither mean nor balance.
+/// No mean and no balance.
 pub(super) const NEUTRAL: Likeness = Likeness { mean: 0.0, balance: 0.0 };
-/// As in a model: means far larger than what varies, unequal channels.
+/// As in a model: means far larger than the variation, unequal channels.
 pub(super) const LARGE_MEANS: Likeness = Likeness { mean: 20.0, balance: 2.0 };
 
-/// Constants that fit `spec` and the rows that a lab makes for them.
+/// Makes constants for `spec` that fit the rows which a fixture makes.
 pub(crate) fn constants(spec: &CacheSpec, like: Likeness, seed: u64) -> Calibration {
     let mut rng = Rng::new(seed);
     let mut layer = |layer: u16| {
         let group = spec.locate(kv_core::LayerId(layer)).map_or(0, |(group, _)| group.0);
         let [k, v] = *spec.groups()[usize::from(group)].layouts();
         let mut scales = |layout: &PlaneLayout| {
-            // A few values of a thousand normal ones are beyond the smallest of these.
+            // Of a thousand normal values, a few exceed the smallest of these.
             let mut list = || (0..layout.num_kv_heads()).map(|_| 3.0 + rng.unit() as f32).collect();
             PlaneCalibration { amax: list(), amax_transformed: list(), ..Default::default() }
         };
@@ -67,7 +67,7 @@ pub(crate) fn constants(spec: &CacheSpec, like: Likeness, seed: u64) -> Calibrat
     Calibration::new((0..spec.num_layers()).map(&mut layer).collect())
 }
 
-/// A lab with constants.
+/// Makes a fixture with constants.
 pub(super) fn lab<B: Device>(
     backend: &B,
     spec: CacheSpecBuilder,
@@ -79,8 +79,8 @@ pub(super) fn lab<B: Device>(
     Lab::calibrated(backend, spec, given, seed)
 }
 
-/// Two sequences: prefill, then a step that decodes one and goes on with the other, then everything
-/// read back.
+/// Runs two sequences: prefill, then one step that decodes the first and continues the second, then
+/// a comparison of all rows.
 pub(super) fn talk<B: Device>(lab: &mut Lab<B>, how: &How) -> Result<(), CaseError> {
     lab.start(1)?;
     lab.start(2)?;

@@ -1,4 +1,4 @@
-//! Many queries over quantised rows, in 16 bits: what a device has kernels of its own for.
+//! Prefill over quantised rows with queries in 16 bits, for which devices have separate kernels.
 use kv_core::{CacheSpec, DType, KvFormat, Transform};
 
 use super::{LARGE_MEANS, Likeness, NEUTRAL, lab, quantised};
@@ -18,11 +18,11 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-/// Types of queries.
+/// Element types of queries.
 const NARROW: [DType; 2] = [DType::F16, DType::Bf16];
 const BALANCED: Likeness = Likeness { mean: 3.0, balance: 1.0 };
 
-/// A prompt, then a chunk behind it beside a step of decoding, over tiles of tokens of any size.
+/// Runs a prompt, then a chunk after it in one batch with a decode step, over tiles of any size.
 fn prompts<B: Device>(lab: &mut Lab<B>, how: &How) -> Result<(), CaseError> {
     lab.start(1)?;
     lab.start(2)?;
@@ -51,7 +51,7 @@ fn formats<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Rows that end behind whole groups of codes, and inside one.
+/// Rows that end after whole groups of codes, and inside one.
 fn head_dims<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(32);
     for format in quantised() {
@@ -67,7 +67,7 @@ fn head_dims<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// K and V of different formats, and every option by chance.
+/// K and V of different formats, with random options.
 fn options<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(33);
     let all: Vec<_> = KvFormat::all().collect();
@@ -98,7 +98,7 @@ fn tails<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Rows of very different size side by side.
+/// Rows of very different magnitude next to each other.
 fn magnitudes<B: Device>(backend: &B) -> CaseResult {
     let scaled = |format: &KvFormat| format.given_scales().is_none();
     for format in quantised().filter(scaled) {

@@ -1,6 +1,6 @@
-//! Constants exchanged under windows, forks, tails and pins: every row that a sequence can read
-//! keeps its values, no other block is touched, and a device that fails at any operation leaves the
-//! cache as it was.
+//! Recalibration under windows, forks, tails and pins: every row that a sequence can read keeps its
+//! values, no other block changes, and a device failure at any operation leaves the cache as it
+//! was.
 use std::ops::Range;
 
 use kv_core::calibration::{LayerCalibration, PlaneCalibration};
@@ -29,17 +29,18 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
 const INT8: KvFormat = KvFormat::Int8(Scaling::Row);
 const L6: KvFormat = KvFormat::L6(ScaleGroup::Row);
 
-/// Rows are uniform in -1..1; two roundings of these formats stay well below this.
+/// Limit of errors. Rows are uniform in -1..1, and two roundings of these formats stay well below
+/// it.
 const TOLERANCE: f32 = 0.15;
 
-/// A cache, and the tokens of its sequences.
+/// A cache and the tokens of its sequences.
 struct World<B: Device> {
     device: Erratic<B>,
     cache: KvCache<Erratic<B>>,
     texts: Vec<(SequenceId, Vec<u32>)>,
 }
 
-/// What can be read of one sequence in one plane, from a position on.
+/// The readable rows of one sequence in one plane, from a position on.
 #[derive(Debug, PartialEq)]
 struct Readable {
     sequence: SequenceId,
@@ -56,7 +57,7 @@ impl<B: Device> World<B> {
         Ok(Self { device, cache, texts: Vec::new() })
     }
 
-    /// Starts a sequence on a prompt and brings what is not cached, `chunk` tokens a step.
+    /// Starts a sequence on a prompt and computes the rest, `chunk` tokens a step.
     fn prompt(&mut self, id: u64, prompt: &[u32], chunk: usize) -> Result<usize, CaseError> {
         let reused = self.cache.start(seq(id), prompt, StartOptions::default())?;
         self.texts.push((seq(id), prompt[..reused].to_vec()));
@@ -90,7 +91,7 @@ impl<B: Device> World<B> {
         text.map_or(&[], |(_, text)| text)
     }
 
-    /// One step of these tokens.
+    /// Runs one step with these tokens.
     fn bring(&mut self, batch: &[(u64, &[u32])]) -> Result<(), CaseError> {
         let mut names = Vec::new();
         for (id, tokens) in batch {
@@ -118,7 +119,7 @@ impl<B: Device> World<B> {
         Ok(step.commit()?)
     }
 
-    /// Positions of a sequence that its blocks of a group still hold.
+    /// Returns the positions of a sequence that its blocks of a group still hold.
     fn kept(&self, id: SequenceId, group: GroupId) -> [Range<u32>; 2] {
         let map = self.cache.spec().groups()[usize::from(group.0)].slot_map();
         let len = self.cache.seq_len(id).unwrap_or(0);
@@ -129,7 +130,7 @@ impl<B: Device> World<B> {
         [0..map.tokens(vacant.start).min(len), map.tokens(vacant.end).min(len)..len]
     }
 
-    /// Everything that sequences can read.
+    /// Reads all rows that sequences can read.
     fn read(&mut self) -> Result<Vec<Readable>, CaseError> {
         let spec = self.cache.spec().clone();
         let mut all = Vec::new();
@@ -182,22 +183,22 @@ impl<B: Device> World<B> {
         Ok(())
     }
 
-    /// Every byte of every plane.
+    /// Returns every byte of every plane.
     fn bytes(&mut self) -> Result<Vec<Vec<Vec<u8>>>, CaseError> {
         let groups = 0..self.cache.spec().groups().len() as u8;
         groups.map(|group| crate::suite::bytes(&mut self.cache, GroupId(group))).collect()
     }
 
-    /// Exchanges constants: all readable rows stay within rounding, and blocks that no sequence
-    /// holds keep their bytes.
+    /// Recalibrates: all readable rows stay within rounding, and blocks that no sequence holds keep
+    /// their bytes.
     fn recalibrate(&mut self, mean: f32) -> Result<(), CaseError> {
-        self.check().at("before constants are exchanged")?;
+        self.check().at("before recalibration")?;
         let held = self.held();
         let before = self.bytes()?;
         let key = self.cache.encoding_key();
         self.cache.recalibrate(calibration(self.cache.spec(), mean))?;
         ensure(self.cache.encoding_key() != key, || "other constants, the same key".to_owned())?;
-        self.check().at("after constants were exchanged")?;
+        self.check().at("after recalibration")?;
         let after = self.bytes()?;
         for (group, held) in held.iter().enumerate() {
             let layouts = self.cache.spec().groups()[group].layouts();
@@ -213,7 +214,7 @@ impl<B: Device> World<B> {
         Ok(())
     }
 
-    /// Blocks that sequences hold, by group.
+    /// Returns the blocks that sequences hold, by group.
     fn held(&self) -> Vec<Vec<u32>> {
         let groups = 0..self.cache.spec().groups().len() as u8;
         let of = |group| {
@@ -229,7 +230,8 @@ impl<B: Device> World<B> {
         groups.map(|group| of(GroupId(group))).collect()
     }
 
-    /// Fails at operation after operation of an exchange, each time from the same state on.
+    /// Makes the first operation of a recalibration fail, then the second, and so on, each time
+    /// from the same state.
     fn fail_everywhere(&mut self, mean: f32) -> Result<u64, CaseError> {
         let given = calibration(self.cache.spec(), mean);
         let (before, key) = (self.read()?, self.cache.encoding_key());
@@ -242,8 +244,8 @@ impl<B: Device> World<B> {
                 let exchanged = self.cache.recalibrate(given.clone());
                 if !self.device.calm() {
                     exchanged.at(place())?;
-                    // Nothing was left to fail: the exchange is done.
-                    self.check().at("after constants were exchanged")?;
+                    // No operation was left to fail, so the recalibration succeeded.
+                    self.check().at("after recalibration")?;
                     return Ok(operation);
                 }
                 let is_told = matches!(exchanged, Err(CacheError::Device(_)));
@@ -266,14 +268,14 @@ impl<B: Device> World<B> {
     }
 }
 
-/// Heads and values of a row.
+/// Returns heads and head dim of a plane.
 fn shape(spec: &CacheSpec, layer: u16, plane: Plane) -> [usize; 2] {
     let group = spec.locate(layer.into()).map_or(0, |(group, _)| usize::from(group.0));
     let layout = &spec.groups()[group].layouts()[usize::from(plane == Plane::Value)];
     [layout.num_kv_heads() as usize, layout.head_dim() as usize]
 }
 
-/// A mean of all keys, and a balance for those that have means by block.
+/// Makes constants with the same mean in all keys, and a balance for keys with block means.
 fn calibration(spec: &CacheSpec, mean: f32) -> Calibration {
     let layer = |layer| {
         let [heads, dim] = shape(spec, layer, Plane::Key);
@@ -284,7 +286,7 @@ fn calibration(spec: &CacheSpec, mean: f32) -> Calibration {
     Calibration::new((0..spec.num_layers()).map(layer).collect())
 }
 
-/// Token ids that differ from those of another `salt`.
+/// Makes token ids that differ from those of another `salt`.
 fn text(salt: u32, len: usize) -> Vec<u32> {
     (0..len as u32).map(|at| salt * 1000 + at).collect()
 }
@@ -293,7 +295,7 @@ fn spec<B: Device>(backend: &B, format: KvFormat) -> CacheSpecBuilder {
     CacheSpec::builder().layers(1).kv_heads(1).head_dim(dim(backend, 32)).format(format)
 }
 
-/// A window of 6 in 5 blocks: after 61 tokens its table names every block several times.
+/// A window of 6 tokens in 5 blocks: after 61 tokens its table names every block several times.
 fn wrapped<B: Device>(backend: &B) -> CaseResult {
     let mut world = World::new(backend, spec(backend, INT8).paged(4, 5).window_left(6).build()?)?;
     world.prompt(1, &text(1, 61), 4)?;
@@ -304,7 +306,7 @@ fn wrapped<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Others hold the blocks that a long sequence has left, and lie there as other kinds of rows.
+/// Other sequences hold the blocks that left a long sequence's window, with rows of other kinds.
 fn taken_over<B: Device>(backend: &B) -> CaseResult {
     for sinks in [0, 2] {
         let spec = spec(backend, INT8).paged(16, 12).window_left(12).sinks(sinks);
@@ -319,13 +321,13 @@ fn taken_over<B: Device>(backend: &B) -> CaseResult {
         for id in 4..11 {
             world.prompt(id, &text(id as u32, 10), 16)?;
         }
-        world.recalibrate(0.05).at(format!("{sinks} first tokens in 16 bits"))?;
+        world.recalibrate(0.05).at(format!("{sinks} rows in 16 bits"))?;
     }
     Ok(Outcome::Holds)
 }
 
-/// Geometries with forks, shared prefixes and pins: with a window, in sinks, with a tail, in two
-/// groups, contiguous.
+/// Geometries with forks, shared prefixes and pins: with a window, with a full-precision prefix,
+/// with a tail, with two groups, contiguous.
 fn geometries<B: Device>(backend: &B) -> Result<Vec<CacheSpec>, CaseError> {
     let base = |format| spec(backend, format).layers(2).kv_heads(2);
     let tail = |spec: CacheSpecBuilder| spec.paged(8, 60).tail(true);
@@ -349,7 +351,7 @@ fn geometries<B: Device>(backend: &B) -> Result<Vec<CacheSpec>, CaseError> {
     Ok(built?)
 }
 
-/// Sequences that share, fork, wrap and were cut.
+/// Sequences that share, fork, wrap and were truncated.
 fn settle<B: Device>(world: &mut World<B>) -> Result<(), CaseError> {
     world.prompt(1, &text(1, 37), 5)?;
     world.fork(1, 2)?;
@@ -360,7 +362,7 @@ fn settle<B: Device>(world: &mut World<B>) -> Result<(), CaseError> {
         world.truncate(3, 41)?;
     }
     world.cache.pin_prefix(&text(1, 37), StartOptions::default());
-    // Takes over what the others hold, up to the last token but one.
+    // Reuses the tokens that the others hold, up to the last token but one.
     let reused = world.prompt(4, &[text(1, 33), text(4, 2)].concat(), 9)?;
     let contiguous = world.cache.spec().groups()[0].is_contiguous();
     let windows = world.cache.spec().groups().iter().any(|group| group.window().is_some());
@@ -381,7 +383,7 @@ fn every_geometry<B: Device>(backend: &B) -> CaseResult {
 }
 
 fn every_failure<B: Device>(backend: &B) -> CaseResult {
-    // A window, one sequence a block, a tail in a window, two groups.
+    // A window, one sequence per block, a tail in a window, two groups.
     let some = [1, 3, 5, 6];
     let all = geometries(backend)?.into_iter().enumerate();
     for (number, spec) in all.filter(|(number, _)| some.contains(number)) {

@@ -1,4 +1,4 @@
-//! Constants and geometries that cannot be meant.
+//! Constants and geometries that must be refused.
 use kv_core::calibration::{LayerCalibration, PlaneCalibration};
 use kv_core::{
     CacheError, CacheSpec, CacheSpecBuilder, Calibration, CalibrationError, KeyMean, KvCache,
@@ -23,7 +23,7 @@ fn spec(format: KvFormat) -> CacheSpecBuilder {
     CacheSpec::builder().layers(2).kv_heads(2).head_dim(8).format(format).paged(8, 4)
 }
 
-/// Constants that fit, but for what `spoil` does to the second layer's K.
+/// Makes constants that fit, except for the changes of `spoil` to the second layer's K.
 fn given(spoil: impl FnOnce(&mut PlaneCalibration)) -> Calibration {
     let plane = PlaneCalibration { scales: vec![0.5], ..Default::default() };
     let mut layer = LayerCalibration { k: plane.clone(), v: plane };
@@ -40,7 +40,7 @@ fn open<B: Device>(
     Ok(KvCache::with_calibration(backend.clone(), spec(format).build()?, calibration)?)
 }
 
-/// Tells a refusal of constants by what it says.
+/// Matches calibration errors that `fits` accepts.
 fn about(fits: impl Fn(&CalibrationError) -> bool) -> impl Fn(&CacheError) -> bool {
     move |error| matches!(error, CacheError::Calibration(error) if fits(error))
 }
@@ -90,7 +90,7 @@ fn numbers<B: Device>(backend: &B) -> CaseResult {
             if *what == which && layer.0 == 1)
         })
     };
-    // The reciprocal of the last is infinite.
+    // The reciprocal of the last one is infinite.
     for bad in [0.0, -0.0, -1.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e-40] {
         let made = open(backend, TENSOR, given(|k| k.scales = vec![bad]));
         fails(&format!("a scale of {bad}"), made, value("scales"))?;
@@ -116,7 +116,7 @@ fn numbers<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// What makes constants those of another model.
+/// A change that makes constants those of another model.
 type Spoil = fn(&mut PlaneCalibration);
 
 fn another<B: Device>(backend: &B) -> CaseResult {
@@ -142,7 +142,7 @@ fn another<B: Device>(backend: &B) -> CaseResult {
             fails(list, open(backend, format, given(spoil)), &shape)?;
         }
     }
-    // A scale for every head is none for the tensor, and one for the tensor none for every head.
+    // A scale per head does not serve a whole tensor, and a scale per tensor does not serve heads.
     let shape = about(|e| matches!(e, CalibrationError::Shape { what: "scales", .. }));
     let by_head = given(|k| k.scales = vec![1.0; 2]);
     fails("scales of heads", open(backend, TENSOR, by_head), &shape)?;
@@ -170,7 +170,7 @@ fn too_small<B: Device>(_backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A tail needs blocks that fill up, a pool that holds it, and a mean of a block needs a tail.
+/// A tail needs blocks that fill up and a pool that holds it, and a block mean needs a tail.
 fn tails<B: Device>(_backend: &B) -> CaseResult {
     let spec = || spec(KvFormat::L4(ScaleGroup::Row));
     let about = |which: &'static str| {

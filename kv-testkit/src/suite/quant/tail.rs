@@ -1,4 +1,4 @@
-//! Rows that wait in 16 bits until their block is full, and the means of blocks.
+//! Tails, whose rows stay in 16 bits until their block is full, and block means.
 use kv_core::{
     BlockOrder, CacheSpec, CacheSpecBuilder, DType, KeyMean, KvFormat, Plane, QkvFormat,
     ScaleGroup, Scaling, Transform,
@@ -43,7 +43,7 @@ fn step<B: Device>(lab: &mut Lab<B>, ids: &[(u64, u32)]) -> Result<(), CaseError
     lab.check().at(format!("after step {ids:?}"))
 }
 
-/// In steps that end before, at and behind the ends of blocks, one of them over several.
+/// Steps end before, at and after the ends of blocks, and one spans several blocks.
 fn grows<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for (key_mean, order) in MEANS.into_iter().zip(ORDERS) {
@@ -62,7 +62,7 @@ fn grows<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// The same tokens in one step, and one by one: the same rows.
+/// The same tokens in one step and one by one give the same rows.
 fn alone<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(2);
     for format in quantised() {
@@ -96,7 +96,8 @@ fn alone<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// To every length, inside codes, at the ends of blocks and inside the tail; then on again.
+/// Truncates to every length, inside codes, at the ends of blocks and inside the tail; then
+/// continues.
 fn truncated<B: Device>(backend: &B) -> CaseResult {
     for format in [
         KvFormat::L4(ScaleGroup::Row),
@@ -136,7 +137,7 @@ fn forked<B: Device>(backend: &B) -> CaseResult {
                 lab.fork(1, 2)?;
                 step(&mut lab, &[(2, 1)]).at(place())?;
                 step(&mut lab, &[(1, 3), (2, 8)]).at(place())?;
-                // Codes that both share, cut inside and written on by both.
+                // Codes that both share, truncated inside and rewritten by both.
                 lab.fork(2, 3)?;
                 lab.truncate(3, len / 2 + 1)?;
                 lab.truncate(2, len / 2 + 1)?;
@@ -148,7 +149,7 @@ fn forked<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A step that fills a block and never happens leaves the tail as it was.
+/// A step that fills a block and is rolled back leaves the tail as it was.
 fn rolled_back<B: Device>(backend: &B) -> CaseResult {
     let dropped = How { finish: Finish::Drop, ..How::default() };
     for format in quantised() {
@@ -188,7 +189,7 @@ fn options<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A broken row does not count in the mean of its block.
+/// A row of NaN does not count in the mean of its block.
 fn poisoned<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for bad in [f32::NAN, f32::INFINITY] {
@@ -205,7 +206,7 @@ fn poisoned<B: Device>(backend: &B) -> CaseResult {
             lab.start(1)?;
             lab.write_only(&[(1, 12)], &[rows], DType::F32)?;
             lab.check().at(format!("{format}, {bad}"))?;
-            // The blocks of the broken rows become codes.
+            // The blocks of the NaN rows become codes.
             let more = lab.random_rows(&[8], &How::default());
             lab.write_only(&[(1, 8)], &more, DType::F32)?;
             lab.check().at(format!("{format}, {bad}, full"))?;

@@ -1,4 +1,4 @@
-//! Values at the edges of the formats, and how near to the rows what is stored must be.
+//! Values at the limits of the formats, and the error of stored rows.
 use kv_core::{CacheSpec, Calibration, DType, KvFormat, Plane, QkvFormat, Scaling, Transform};
 
 use super::{LARGE_MEANS, NEUTRAL, constants, lab, quantised};
@@ -63,7 +63,7 @@ fn gathers<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A cache of one layer, two heads, 40 values; K and V of one sequence written at once.
+/// Makes a cache of one layer, two heads, 40 values, and writes K and V of one sequence at once.
 fn write<B: Device>(
     backend: &B,
     format: KvFormat,
@@ -83,20 +83,20 @@ fn read<B: Device>(lab: &mut Lab<B>, plane: Plane) -> Result<Vec<f32>, CaseError
     Ok(lab.gather(0, plane, &[seq(1)], QkvFormat::Thd)?.concat())
 }
 
-/// Normal rows of so many tokens, the same for every format.
+/// Makes normal rows of `tokens` tokens, the same for every format.
 fn rows(tokens: usize) -> Rows {
     let mut rng = crate::rng::Rng::new(11);
     vec![[rng.normals(tokens * 80), rng.normals(tokens * 80)]]
 }
 
-/// What is not a number stays where it was written: every other row is as without it, and attention
-/// that does not see it neither.
+/// NaN and infinity stay in the rows they were written to: every other row is as without them, and
+/// so is attention that does not see them.
 fn poisoned<B: Device>(backend: &B) -> CaseResult {
     let clean = rows(9);
     for format in KvFormat::all() {
         for transform in TRANSFORMS {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                // Head 0 of tokens 0, a sink, and 3; head 1 of token 6.
+                // Head 0 of token 0, in the prefix, and of token 3; head 1 of token 6.
                 let hurt = [0, 6, 13];
                 let mut rows = clean.clone();
                 for row in hurt {
@@ -129,7 +129,7 @@ fn flat<B: Device>(backend: &B) -> CaseResult {
             for value in [0.0, -0.0, 1.0, -3.5, 0.1] {
                 let mut all = rows(6);
                 for plane in &mut all[0] {
-                    // Tokens 0 and 3 whole, and a head of token 4.
+                    // Tokens 0 and 3 whole, and one head of token 4.
                     for row in [0, 1, 6, 7, 9] {
                         plane[row * 40..(row + 1) * 40].fill(value);
                     }
@@ -140,8 +140,8 @@ fn flat<B: Device>(backend: &B) -> CaseResult {
                     let got = read(&mut lab, plane)?;
                     let row = &got[7 * 40..8 * 40];
                     let error = gaussian::relative_error(&[value; 40], row);
-                    // A row of one value is one large value when it is rotated: beyond what a given
-                    // scale holds, and the worst row for a code without a zero.
+                    // A rotation turns a row of equal values into one large value: too large for a
+                    // given scale, and the worst row for a code without a zero.
                     let held = format.given_scales().is_none() || transform == Transform::Off;
                     ensure(!held || value == 0.0 || error < 0.25, || {
                         format!("{}: read as {row:?}", place())
@@ -157,14 +157,14 @@ fn flat<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Magnitudes beyond what a scale in 16 bits reaches saturate, and small ones vanish; nothing
-/// becomes what is no number.
+/// Magnitudes beyond a scale in 16 bits saturate, and small ones become zero; none becomes NaN or
+/// infinite.
 fn extremes<B: Device>(backend: &B) -> CaseResult {
     let normal = rows(6);
     for format in quantised() {
         for transform in TRANSFORMS {
             for factor in [1e-42, 1e-38, 1e-20, 1e-7, 1e-4, 3e4, 1e6, 1e7, 1e9, 1e20, 1e36, 3e38] {
-                // As large as f32 holds, at most.
+                // At most the largest f32.
                 let times = |x: f32| (x * factor).clamp(f32::MIN, f32::MAX);
                 let mut all = normal.clone();
                 for plane in &mut all[0] {
@@ -177,7 +177,7 @@ fn extremes<B: Device>(backend: &B) -> CaseResult {
                 for plane in [Plane::Key, Plane::Value] {
                     let got = read(&mut lab, plane)?;
                     ensure(got.iter().all(|x| x.is_finite()), || {
-                        format!("{}: {plane:?} holds what is not finite", place())
+                        format!("{}: {plane:?} holds NaN or infinity", place())
                     })?;
                 }
             }
@@ -186,7 +186,7 @@ fn extremes<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// The squared error of normal rows, relative to their energy.
+/// Measures the squared error of normal rows, relative to their energy.
 fn normal<B: Device>(backend: &B) -> CaseResult {
     for (format, most) in gaussian::ERRORS {
         let spec = CacheSpec::builder().layers(1).kv_heads(4).head_dim(128).format(*format);
@@ -194,7 +194,8 @@ fn normal<B: Device>(backend: &B) -> CaseResult {
         let spec = spec.build()?;
         let mut layer = constants(&spec, NEUTRAL, 4).layers()[0].clone();
         let scales = if format.given_scales() == Some(Scaling::Head) { 4 } else { 1 };
-        // The error of a float depends a little on where its powers of two lie.
+        // The error of a floating-point format depends a little on the position of its powers of
+        // two.
         layer.k.scales = vec![1.0; scales];
         layer.v.scales = vec![1.0; scales];
         let mut lab = Lab::calibrated(backend, spec, Calibration::new(vec![layer]), 4)?;

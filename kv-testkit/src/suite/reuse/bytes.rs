@@ -1,4 +1,4 @@
-//! Whose bytes are in a block, to the bit: what is taken over, what is wiped, what is kept apart.
+//! Reused blocks to the bit: which bytes are shared, which are wiped, which are kept apart.
 use kv_core::{CacheSpec, GroupId, KvFormat, Plane, QkvFormat, ScaleGroup, StepInput};
 
 use super::super::{case, life, small};
@@ -17,7 +17,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     ]
 }
 
-/// The rows of the first `len` tokens, as bits.
+/// Returns the rows of the first `len` tokens, as bits.
 fn bits<B: Device>(
     prompts: &mut Prompts<B>,
     id: u64,
@@ -91,7 +91,7 @@ fn wiped<B: Device>(backend: &B) -> CaseResult {
     prompts.begin(3, &[91], plain())?;
     prompts.begin(4, &[92], plain())?;
     let left = stale(&mut prompts)?;
-    // Two of the four cached blocks were given up; each holds one row now.
+    // Two of the four cached blocks were evicted; each holds one row now.
     ensure(left <= 8 * row + 3 * row, || format!("{left} bytes hold something"))?;
     for id in 2..5 {
         prompts.cache.release(seq(id))?;
@@ -111,7 +111,7 @@ fn apart<B: Device>(backend: &B) -> CaseResult {
         (plain().salt(b"t2"), 0),
         (plain().adapter(1), 0),
         (plain().salt(b"t1").adapter(1), 0),
-        // Up to where the picture begins.
+        // Up to the beginning of the picture.
         (plain().contents(&cat), 5),
         (plain().contents(&dog), 5),
     ];
@@ -123,7 +123,7 @@ fn apart<B: Device>(backend: &B) -> CaseResult {
         let got = prompts.begin(id, &tokens(0..14), *options)?;
         ensure(got >= 12, || format!("{got} tokens of its own with {options:?}"))?;
     }
-    // A part of a block that the picture reaches into, of the same picture alone.
+    // A partly filled block with tokens of the picture is reused with the same picture only.
     let mut other = tokens(0..9);
     other[7] = 999;
     for (contents, expected, id) in [(&cat, 7, 200), (&bird, 5, 201)] {

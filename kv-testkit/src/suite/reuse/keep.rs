@@ -1,4 +1,5 @@
-//! What stays cached and for how long, what is given up, and in which order.
+//! Eviction, pins, priorities and forgetting: which content stays cached, and in which order it
+//! goes.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,7 +28,7 @@ fn full_blocks(num_blocks: u32) -> CacheSpecBuilder {
     small().paged(4, num_blocks).prefix_reuse(PrefixReuse::FullBlocks)
 }
 
-/// Computes a prompt and lets it go.
+/// Computes a prompt and releases it.
 fn leave<B: Device>(prompts: &mut Prompts<B>, prompt: &[u32]) -> Result<(), CaseError> {
     prompts.begin(90, prompt, plain())?;
     Ok(prompts.cache.release(seq(90))?)
@@ -42,12 +43,12 @@ fn evicted<B: Device>(backend: &B) -> CaseResult {
             prompts.cache.release(seq(1))?;
         }
     }
-    ensure(prompts.cache.stats().evictions > 0, || "nothing was given up".to_owned())?;
+    ensure(prompts.cache.stats().evictions > 0, || "nothing was evicted".to_owned())?;
     Ok(Outcome::Holds)
 }
 
-/// Of a sequence that ends, a pin that goes and a window that moves, the last block is given up
-/// first: what is left can be found.
+/// When a sequence ends, a pin is dropped or a window moves, the last block is evicted first, so
+/// that the rest can still be found.
 fn tails<B: Device>(backend: &B) -> CaseResult {
     for eviction in Eviction::ALL {
         for is_pinned in [false, true] {
@@ -76,7 +77,7 @@ fn tails<B: Device>(backend: &B) -> CaseResult {
         for (left, id) in [16, 12, 8, 4, 0].into_iter().zip(2..) {
             prompts.begin(id, &[100 * id as u32], plain())?;
             let found = prompts.cache.probe(&tokens(0..17), plain());
-            same("tokens left behind a window", found, left).at(eviction)?;
+            same("tokens left after a window moved", found, left).at(eviction)?;
         }
     }
     Ok(Outcome::Holds)
@@ -96,7 +97,7 @@ fn pinned<B: Device>(backend: &B) -> CaseResult {
         }
         same("free blocks", prompts.cache.free_blocks(GroupId(0)), 4)?;
         ensure(!prompts.cache.reset_prefixes()?, || "a reset took pinned blocks".to_owned())?;
-        // Two pins hold it: one that goes changes nothing.
+        // Two pins hold the prefix: dropping one changes nothing.
         for (pin, left) in pins.into_iter().zip([8, 0]) {
             ensure(prompts.cache.unpin(pin.id)?, || "a pin is unknown".to_owned())?;
             same("tokens", prompts.begin(1, &tokens(0..9), plain())?, 8)?;
@@ -104,7 +105,7 @@ fn pinned<B: Device>(backend: &B) -> CaseResult {
             let fits = if left == 0 { 24 } else { 16 };
             leave(&mut prompts, &tokens(400 + fits..400 + 2 * fits))?;
             let found = prompts.cache.probe(&system, plain());
-            same("tokens behind the pin", found, left).at(eviction)?;
+            same("tokens after the pin", found, left).at(eviction)?;
         }
     }
     Ok(Outcome::Holds)
@@ -120,16 +121,16 @@ fn forgotten<B: Device>(backend: &B) -> CaseResult {
     };
     let found =
         |prompts: &Prompts<B>| [&one, &other].map(|prompt| prompts.cache.probe(prompt, plain()));
-    same("blocks that somebody holds", forget(&mut prompts, &one, 0)?, 0)?;
+    same("blocks that are held", forget(&mut prompts, &one, 0)?, 0)?;
     prompts.cache.release(seq(1))?;
-    same("a block behind the shared ones", forget(&mut prompts, &one, 0)?, 1)?;
+    same("a block after the shared ones", forget(&mut prompts, &one, 0)?, 1)?;
     same("tokens left", found(&prompts), [8, 12])?;
     prompts.begin(1, &one, plain())?;
     prompts.cache.release(seq(1))?;
     prompts.cache.release(seq(2))?;
     same("a block that nothing follows", forget(&mut prompts, &one, 0)?, 1)?;
     same("tokens left", found(&prompts), [8, 12])?;
-    same("blocks behind 4 tokens", forget(&mut prompts, &other, 4)?, 2)?;
+    same("blocks after 4 tokens", forget(&mut prompts, &other, 4)?, 2)?;
     same("tokens left", found(&prompts), [4, 4])?;
     prompts.begin(1, &other, plain())?;
     Ok(Outcome::Holds)
@@ -141,7 +142,7 @@ fn worth(level: u8, seconds: Option<u64>) -> Result<Retention, CaseError> {
     Ok(Retention::new(vec![range]).map_err(|error| error.to_string())?)
 }
 
-/// Two prompts fill the pool, and a third takes the blocks of the one that is worth less.
+/// Two prompts fill the pool, and a third evicts the one of lower priority.
 fn priorities<B: Device>(backend: &B) -> CaseResult {
     let (high, middle) = (worth(80, Some(10))?, worth(50, None)?);
     for eviction in [Eviction::Priority, Eviction::Default] {
@@ -154,7 +155,8 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
             ensure(is_set, || "the policy was refused".to_owned())?;
             let first = tokens(0..9);
             match way {
-                // Asked for by who computes it, by who takes it over, and by who names it.
+                // The priority is given by the request that computes, by one that reuses, or by a
+                // call for the prefix.
                 0 => drop(prompts.begin(1, &first[..8], plain().retention(&high))?),
                 1 => {
                     leave(&mut prompts, &first[..8])?;
@@ -168,7 +170,7 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
                     same("tokens with another priority", tokens, 8)?;
                 }
             }
-            // It counts from when nobody runs on the blocks.
+            // The duration starts when no sequence holds the blocks.
             time.advance(Duration::from_mins(1));
             prompts.cache.release(seq(1))?;
             prompts.begin(2, &tokens(100..108), plain().retention(&middle))?;
@@ -183,12 +185,13 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A cached block that a prompt is to begin with cannot be given up to make room for its rest.
+/// A cached block that a prompt will reuse cannot be evicted to make room for the rest of the
+/// prompt.
 fn spoken_for<B: Device>(backend: &B) -> CaseResult {
     let mut prompts = Prompts::new(backend, full_blocks(4))?;
     leave(&mut prompts, &tokens(0..8))?;
     prompts.begin(1, &[90], plain())?;
-    // One block is held, one empty, two are cached, and either of these begins the prompt.
+    // One block is held, one is empty, two are cached; each of the cached ones begins the prompt.
     let group = GroupId(0);
     let full = |result: Result<usize, CacheError>| match result {
         Err(CacheError::Exhausted(exhausted)) => Ok(exhausted),

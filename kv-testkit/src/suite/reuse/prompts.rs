@@ -1,4 +1,5 @@
-//! A cache whose K and V are made of tokens, and whose attention is held to the oracle.
+//! A cache whose K and V are derived from tokens, and whose attention is checked against the
+//! oracle.
 use std::collections::BTreeMap;
 
 use kv_core::{
@@ -12,10 +13,10 @@ use crate::named::{self, Name};
 use crate::oracle::Attention;
 use crate::rng::Rng;
 
-/// Query heads of a kv head.
+/// Query heads per kv head.
 const GROUP: usize = 2;
 
-/// A cache whose K and V are made of tokens.
+/// A cache whose K and V are derived from tokens.
 pub(super) struct Prompts<B: Device> {
     pub(super) backend: B,
     pub(super) cache: KvCache<B>,
@@ -24,7 +25,7 @@ pub(super) struct Prompts<B: Device> {
     rng: Rng,
 }
 
-/// Rows of queries and room for what attention makes of them, of one layer.
+/// Queries and outputs of one layer.
 pub(super) struct Asked<Buf> {
     q: Staged<Buf>,
     out: Staged<Buf>,
@@ -40,7 +41,8 @@ impl<B: Device> Prompts<B> {
         Ok(Self { backend, cache, spec, names, rng })
     }
 
-    /// Starts a sequence, and computes what is not cached; tokens that were.
+    /// Starts a sequence and computes the tokens that are not cached; returns the number of reused
+    /// ones.
     pub(super) fn begin(
         &mut self,
         id: u64,
@@ -57,7 +59,7 @@ impl<B: Device> Prompts<B> {
         Ok(reused)
     }
 
-    /// Brings tokens to a plain sequence.
+    /// Appends tokens to a sequence that was started with default options.
     pub(super) fn feed(&mut self, id: u64, tokens: &[u32]) -> Result<(), CaseError> {
         let names = self.follow(id, tokens);
         self.run(&[(id, tokens)], &names)
@@ -73,7 +75,7 @@ impl<B: Device> Prompts<B> {
         tokens.iter().map(next).collect()
     }
 
-    /// One step whose attention is held to the oracle.
+    /// Runs one step and checks its attention against the oracle.
     pub(super) fn run(
         &mut self,
         inputs: &[(u64, &[u32])],
@@ -147,7 +149,7 @@ impl<B: Device> Prompts<B> {
         ids.iter().try_for_each(|id| self.check(*id))
     }
 
-    /// Every row that a sequence still has is its own.
+    /// Checks that every row that a sequence still has is its own.
     pub(super) fn check(&mut self, id: u64) -> Result<(), CaseError> {
         let names = self.names[&id].clone();
         for index in 0..self.spec.groups().len() {

@@ -1,4 +1,4 @@
-//! Who shares what with whom, in one group and in several.
+//! Sharing of prefixes between sequences, in one group and in several.
 use kv_core::{GroupId, PrefixReuse, PublishAt, StepInput};
 
 use super::super::{case, small};
@@ -80,7 +80,7 @@ fn early<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// What a step was about to write is not there when it never happened.
+/// Rows that a dropped step was about to write cannot be found.
 fn dropped<B: Device>(backend: &B) -> CaseResult {
     for reuse in [PrefixReuse::FullBlocks, PrefixReuse::Partial] {
         for publish_at in [PublishAt::Begin, PublishAt::Commit] {
@@ -101,7 +101,7 @@ fn dropped<B: Device>(backend: &B) -> CaseResult {
             drop(step);
             let found = prompts.cache.probe(&prompt, plain());
             same("tokens of a dropped step", found, 4).at(format!("{reuse:?}, {publish_at:?}"))?;
-            // What its sequence brings now is there.
+            // Tokens that the sequence computes now can.
             prompts.feed(1, &prompt[4..])?;
             same("tokens", prompts.begin(2, &prompt[..13], plain())?, 12)?;
         }
@@ -122,7 +122,7 @@ fn diverge<B: Device>(backend: &B) -> CaseResult {
     prompts.feed(2, &[40, 41, 42])?;
     prompts.feed(1, &[30, 31])?;
     prompts.check(2)?;
-    // Into a block that others may take, and on from there otherwise.
+    // Truncated into a block that others may reuse, and continued differently.
     prompts.cache.truncate(seq(1), 6)?;
     prompts.names.entry(1).and_modify(|names| names.truncate(6));
     prompts.feed(1, &[20, 21, 22])?;
@@ -132,7 +132,7 @@ fn diverge<B: Device>(backend: &B) -> CaseResult {
         prompts.begin(3, &with(tokens(0..10), &[40, 41, 9]), plain())?,
         12,
     )?;
-    // Drafts, of which one is right.
+    // Drafts, one of which is right.
     let drafts = [60, 61, 62, 63, 64];
     let names = prompts.follow(3, &drafts);
     let spec = prompts.spec.clone();
@@ -143,7 +143,7 @@ fn diverge<B: Device>(backend: &B) -> CaseResult {
     prompts.check(3)?;
     prompts.feed(3, &[62, 70])?;
     let wrong = with(with(tokens(0..10), &[40, 41, 9]), &drafts);
-    same("tokens that a draft guessed", prompts.cache.probe(&wrong, plain()), 16)?;
+    same("tokens of a rejected draft", prompts.cache.probe(&wrong, plain()), 16)?;
     Ok(Outcome::Holds)
 }
 
@@ -161,11 +161,12 @@ fn windows<B: Device>(backend: &B) -> CaseResult {
     same("tokens", prompts.begin(2, &longer, plain())?, 20)?;
     prompts.cache.release(seq(1))?;
     prompts.feed(2, &[52, 53, 54])?;
-    same("tokens behind a part", prompts.begin(3, &with(tokens(0..9), &[7]), plain())?, 8)?;
+    same("tokens with a partly filled block", prompts.begin(3, &with(tokens(0..9), &[7]), plain())?, 8)?;
     Ok(Outcome::Holds)
 }
 
-/// A block may leave the window before its tokens are sure, and is another's then.
+/// A block may leave the window before its draft tokens are accepted, and is another sequence's
+/// then.
 fn unsure<B: Device>(backend: &B) -> CaseResult {
     for publish_at in [PublishAt::Begin, PublishAt::Commit] {
         let mut prompts = Prompts::new(backend, small().window_left(0).publish_at(publish_at))?;
