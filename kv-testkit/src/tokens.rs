@@ -102,7 +102,7 @@ pub struct TokenLayout {
 
 /// Padding of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Room {
+pub struct Padding {
     /// Batch entries more than needed.
     pub batch: usize,
     /// Tokens more than needed.
@@ -117,7 +117,7 @@ impl TokenLayout {
         format: QkvFormat,
         lens: &[usize],
         [heads, dim]: [usize; 2],
-        Room { batch, tokens, gap }: Room,
+        Padding { batch, tokens, gap }: Padding,
     ) -> Self {
         let longest = match format {
             QkvFormat::Thd => lens.iter().sum::<usize>(),
@@ -237,23 +237,23 @@ mod tests {
     fn packs_every_format_by_hand() {
         let rows = [vec![1.0], vec![2.0, 3.0]];
         let lens = [1, 2];
-        let pack = |format, room| {
-            let layout = TokenLayout::new(format, &lens, [1, 1], room);
+        let pack = |format, padding| {
+            let layout = TokenLayout::new(format, &lens, [1, 1], padding);
             let tensor = layout.pack(DType::F16, &rows, 0.0);
             assert_eq!(layout.unpack("x", &tensor, &lens, 0.0).unwrap(), rows);
             tensor.values()
         };
-        assert_eq!(pack(QkvFormat::Thd, Room::default()), [1.0, 2.0, 3.0]);
-        assert_eq!(pack(QkvFormat::Bshd, Room::default()), [1.0, 0.0, 2.0, 3.0]);
-        assert_eq!(pack(QkvFormat::Sbhd, Room::default()), [1.0, 2.0, 0.0, 3.0]);
-        let room = Room { batch: 1, tokens: 0, gap: 0 };
-        assert_eq!(pack(QkvFormat::Sbhd, room), [1.0, 2.0, 0.0, 0.0, 3.0, 0.0]);
+        assert_eq!(pack(QkvFormat::Thd, Padding::default()), [1.0, 2.0, 3.0]);
+        assert_eq!(pack(QkvFormat::Bshd, Padding::default()), [1.0, 0.0, 2.0, 3.0]);
+        assert_eq!(pack(QkvFormat::Sbhd, Padding::default()), [1.0, 2.0, 0.0, 3.0]);
+        let padding = Padding { batch: 1, tokens: 0, gap: 0 };
+        assert_eq!(pack(QkvFormat::Sbhd, padding), [1.0, 2.0, 0.0, 0.0, 3.0, 0.0]);
     }
 
     #[test]
     fn finds_written_gaps_and_padding() {
-        let room = Room { batch: 0, tokens: 1, gap: 1 };
-        let layout = TokenLayout::new(QkvFormat::Thd, &[1], [1, 1], room);
+        let padding = Padding { batch: 0, tokens: 1, gap: 1 };
+        let layout = TokenLayout::new(QkvFormat::Thd, &[1], [1, 1], padding);
         let mut tensor = Tensor::of(DType::F32, &[5.0, f32::NAN, 0.0, f32::NAN]);
         assert_eq!(layout.unpack("x", &tensor, &[1], 0.0), Ok(vec![vec![5.0]]));
         tensor.set(1, 0.0);

@@ -32,13 +32,13 @@ pub fn run<B: Backend>(name: &'static str, open: impl Fn() -> Result<B, DeviceEr
             return ExitCode::from(2);
         }
     };
-    let asked = args.backend.as_deref() == Some(name);
-    let trials = if args.backend.is_some() && !asked {
+    let requested = args.backend.as_deref() == Some(name);
+    let trials = if args.backend.is_some() && !requested {
         Vec::new()
     } else {
         match open().and_then(|own| Ok((own, open()?))) {
             Ok((own, other)) => all_trials(name, own, AnyBackend::new(other), &args),
-            Err(error) => vec![unopened(name, asked, &error)],
+            Err(error) => vec![unopened(name, requested, &error)],
         }
     };
     conclude(name, &args, trials)
@@ -66,9 +66,9 @@ fn conclude(name: &str, args: &Args, trials: Vec<Trial>) -> ExitCode {
 }
 
 /// Makes the trial for a device that did not open: skipped, or failed if the backend was required.
-fn unopened(name: &str, asked: bool, error: &DeviceError) -> Trial {
+fn unopened(name: &str, requested: bool, error: &DeviceError) -> Trial {
     let why = format!("{name} cannot be opened: {error}");
-    let absent = error.kind() == DeviceErrorKind::Unsupported && !asked;
+    let absent = error.kind() == DeviceErrorKind::Unsupported && !requested;
     Trial::ignorable_test(format!("{name}::open"), move || {
         if absent { Ok(Completion::ignored_with(why)) } else { Err(Failed::from(why)) }
     })

@@ -4,7 +4,7 @@
 //! are derived from.
 use std::ops::{Add, Div, Mul};
 
-use super::turn::{Query, Turn};
+use super::transforms::{Query, Transforms};
 
 /// f64 for the reference, f32 for the plain computation.
 pub trait Real:
@@ -98,12 +98,12 @@ pub struct Attention {
     pub sinks: Option<Vec<f32>>,
     /// The transform that K and V are stored with, if any. The query is transformed too, and the
     /// output is transformed back.
-    pub turn: Turn,
+    pub transforms: Transforms,
 }
 
 /// Results for one sequence: `[nq, q_heads, dv]` and `[nq, q_heads]`.
 #[derive(Debug, Clone, Default)]
-pub struct Attended {
+pub struct AttentionResult {
     /// Weighted sums of values; 0 where a query sees no key.
     pub out: Vec<f64>,
     /// Log-sum-exp of the scores and the sink logit. Where a query sees no key: the sink logit
@@ -148,7 +148,7 @@ impl Attention {
             sink_tokens: 0,
             soft_cap: None,
             sinks: None,
-            turn: Turn::default(),
+            transforms: Transforms::default(),
         }
     }
 
@@ -162,20 +162,20 @@ impl Attention {
 
     /// Computes the reference: `q` (`[nq, q_heads, dk]`) attends to `k` (`[nk, kv_heads, dk]`) and
     /// `v`.
-    pub fn exact(&self, q: &[f32], k: &[f32], v: &[f32]) -> Attended {
+    pub fn exact(&self, q: &[f32], k: &[f32], v: &[f32]) -> AttentionResult {
         self.run::<f64>([q, k, v], Order::Forward)
     }
 
     /// Runs the plain computation in f32, in every order.
-    pub fn plain(&self, q: &[f32], k: &[f32], v: &[f32]) -> [Attended; 3] {
+    pub fn plain(&self, q: &[f32], k: &[f32], v: &[f32]) -> [AttentionResult; 3] {
         Order::ALL.map(|order| self.run::<f32>([q, k, v], order))
     }
 
     /// Computes attention in the arithmetic of `R`.
-    pub fn run<R: Real>(&self, [q, k, v]: [&[f32]; 3], order: Order) -> Attended {
+    pub fn run<R: Real>(&self, [q, k, v]: [&[f32]; 3], order: Order) -> AttentionResult {
         let Self { q_heads, kv_heads, dk, dv, .. } = *self;
         let (nq, nk) = (q.len() / (q_heads * dk), k.len() / (kv_heads * dk));
-        let mut result = Attended::default();
+        let mut result = AttentionResult::default();
         for i in 0..nq {
             for head in 0..q_heads {
                 let kv_head = head / (q_heads / kv_heads);
@@ -189,7 +189,7 @@ impl Attention {
                     seen.iter().map(|&j| &k[row(0, j, dk)..row(dk, j, dk)]).collect();
                 let v_rows: Vec<_> =
                     seen.iter().map(|&j| &v[row(0, j, dv)..row(dv, j, dv)]).collect();
-                let query = self.turn.query::<R>(q_row, kv_head);
+                let query = self.transforms.query::<R>(q_row, kv_head);
                 let scores: Vec<R> =
                     k_rows.iter().map(|k_row| self.score(&query, k_row, order)).collect();
                 let (weights, lse) = self.softmax(&scores, head);
@@ -207,7 +207,7 @@ impl Attention {
                         self.magnitudes(&query, rows, &weights, (&sum, lse));
                     result.lse_magnitude.push(lse_magnitude);
                 }
-                self.turn.output(&mut sum, &mut magnitude, kv_head);
+                self.transforms.output(&mut sum, &mut magnitude, kv_head);
                 result.out.extend(sum.into_iter().map(R::value));
                 result.magnitude.extend(magnitude);
                 result.lse.push(lse);
@@ -229,7 +229,7 @@ impl Attention {
     ) -> (Vec<f64>, f64) {
         let scale = f64::from(self.scale).abs();
         let terms = |k_row: &&[f32]| {
-            let query = query.turned.iter().zip(&query.sizes).zip(*k_row);
+            let query = query.transformed.iter().zip(&query.sizes).zip(*k_row);
             let dot = query.map(|((q, size), k)| (q.value().abs() + size) * f64::from(k.abs()));
             dot.sum::<f64>()
         };
@@ -254,7 +254,7 @@ impl Attention {
         let mut dot = R::of(0.0);
         for n in 0..k_row.len() {
             let d = if order == Order::Backward { k_row.len() - 1 - n } else { n };
-            dot = dot + first(query.turned[d]) * R::of(k_row[d]);
+            dot = dot + first(query.transformed[d]) * R::of(k_row[d]);
         }
         let dot = dot + first(query.bias);
         let scaled = if scale_first { dot } else { dot * R::of(self.scale) };
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn weighs_by_hand() {
+    fn weights_by_hand() {
         let (attention, q, k, v) = two_keys();
         let got = attention.exact(&q, &k, &v);
         let exact = f64::from(3_f32.ln()).exp();

@@ -5,11 +5,11 @@ pub mod rope;
 pub mod round;
 pub mod stored;
 pub mod tail;
-pub mod turn;
+pub mod transforms;
 
-pub use attention::{Attended, Attention, Order, Real};
+pub use attention::{Attention, AttentionResult, Order, Real};
 pub use rope::Rope;
 pub use round::{round, ulp};
 pub use stored::Stored;
 pub use tail::Tail;
-pub use turn::Turn;
+pub use transforms::Transforms;

@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_quarter_turn_by_hand() {
+    fn a_rotation_by_hand() {
         let rope = Rope { base: 1.0, rotary_percent: 1.0, interleaved: false, interpolation: 2.0 };
         // Base 1 rotates every pair by position / 2 radians.
         let turned = rope.rotate(&[1.0, 0.0, 0.0, 2.0], 2);

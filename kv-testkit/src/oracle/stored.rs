@@ -48,18 +48,18 @@ impl Stored {
         self.dim() * self.layout.num_kv_heads() as usize
     }
     /// Returns the constants, if rows are transformed.
-    pub fn turned(&self) -> Option<&PlaneConstants> {
+    pub fn constants(&self) -> Option<&PlaneConstants> {
         self.constants.as_ref().filter(|_| self.layout.transforms())
     }
 
     /// Returns the constants for the `index`-th row of a tensor, if rows are transformed.
     pub(crate) fn head(&self, index: usize) -> Option<HeadConstants<'_>> {
-        self.turned()?.head(index % self.layout.num_kv_heads() as usize)
+        self.constants()?.head(index % self.layout.num_kv_heads() as usize)
     }
 
     /// Transforms rows, as the encoder receives them.
     pub fn transformed(&self, rows: &[f32]) -> Vec<f32> {
-        self.turn(rows, transform::store)
+        self.apply(rows, transform::store)
     }
 
     /// Returns the kept form of rows, the first of which has position `first`.
@@ -124,14 +124,14 @@ impl Stored {
 
     /// Transforms kept rows back, as a gather returns them.
     pub fn read(&self, kept: &[f32]) -> Vec<f32> {
-        self.turn(kept, transform::load)
+        self.apply(kept, transform::load)
     }
 
-    fn turn(&self, rows: &[f32], how: fn(&mut [f32], &HeadConstants<'_>)) -> Vec<f32> {
+    fn apply(&self, rows: &[f32], transform_row: fn(&mut [f32], &HeadConstants<'_>)) -> Vec<f32> {
         let mut rows = rows.to_vec();
         for (row, index) in rows.chunks_mut(self.dim()).zip(0..) {
             if let Some(head) = self.head(index) {
-                how(row, &head);
+                transform_row(row, &head);
             }
         }
         rows

@@ -10,14 +10,14 @@ use kv_core::{
 use super::case;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused, same};
 use crate::device::{Device, Place, Staged, fetch};
-use crate::lab::{FORMATS, dense, judge_layer, options};
+use crate::fixture::{FORMATS, check_attention, dense, options};
 use crate::oracle::Attention;
 use crate::rng::Rng;
 use crate::vectors::te::{Config, Entry, Form, check_content, state, write};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
-        case("front/inference_params_random_lives", random_lives),
+        case("front/inference_params_random_steps", random_steps),
         case("front/inference_params_attends", attends),
         case("front/inference_params_arrays", arrays),
         case("front/inference_params_exhaustion", exhaustion),
@@ -47,7 +47,7 @@ fn config<B: Device>(backend: &B, pages: Option<[u32; 2]>, dtype: &str) -> Confi
 
 /// Sequences arrive, leave, get chunks and drafts, and pause in random order; lengths and contents
 /// must follow from the steps alone.
-fn random_lives<B: Device>(backend: &B) -> CaseResult {
+fn random_steps<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(31);
     let geometries = [None, Some([1, 60]), Some([3, 24]), Some([8, 15]), Some([24, 5])];
     for (pages, dtype) in geometries.into_iter().zip(["f32", "f16", "bf16", "f32", "f16"]) {
@@ -175,7 +175,7 @@ fn attend<B: Device>(
             [rows(0, dk), rows(1, dv)]
         })
         .collect();
-    Ok(judge_layer(&oracle, &q_rows, &cached, (&got, None), DType::F32)?)
+    Ok(check_attention(&oracle, &q_rows, &cached, (&got, None), DType::F32)?)
 }
 
 /// The arrays of a step keep their addresses, and the device arrays hold the same numbers.
@@ -324,7 +324,7 @@ fn slots<B: Device>(backend: &B) -> CaseResult {
                 let place = |kv| [kv, u32::from(layer)];
                 [0, 1].map(|kv| crate::vectors::te::rows(id.0, 0..len, place(kv), [2, 4]))
             });
-            judge_layer(&oracle, &q_rows, &cached, (&got, None), DType::F32)
+            check_attention(&oracle, &q_rows, &cached, (&got, None), DType::F32)
                 .at(format!("{news:?}, layer {layer}"))?;
         }
         for (id, n) in entries {

@@ -13,13 +13,15 @@ use kv_core::{
 use super::{ORDERS, case, small};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, Staged, dim, limited};
-use crate::lab::{Brings, How, Lab, check_rows, dense, judge_layer, options};
+use crate::fixture::{
+    CacheFixture, StepConfig, StepKind, check_attention, check_rows, dense, options,
+};
 use crate::oracle::Attention;
 use crate::rng::Rng;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
-        case("segments/cache_on_a_device_that_binds_little", small_bindings),
+        case("segments/cache_with_small_bindings", small_bindings),
         case("segments/a_block_too_large_is_refused", too_large),
         case("segments/plans_driven_by_hand", by_hand),
         case("segments/block_copies_by_hand", copies),
@@ -33,20 +35,23 @@ fn small_bindings<B: Device>(backend: &B) -> CaseResult {
             let block = spec.groups()[0].layouts()[0].block_bytes();
             let limit = block * blocks + block / 2;
             let device = limited(backend, |c| c.with_binding_bytes_max(limit));
-            let mut lab = Lab::new(&device, spec, 1)?;
-            let segments = lab
+            let mut fixture = CacheFixture::new(&device, spec, 1)?;
+            let segments = fixture
                 .cache
                 .storage(kv_core::GroupId(0))
                 .and_then(|storage| Some(storage.plane(0, Plane::Key)?.num_segments() as u64));
             ensure(segments == Some(16_u64.div_ceil(blocks)), || {
                 format!("{blocks} blocks a segment: {segments:?} segments")
             })?;
-            lab.fill(1, 30)?;
-            lab.fill(2, 7)?;
-            lab.fork(1, 3)?;
-            let inputs = [(1, Brings::Tokens(1)), (3, Brings::Tokens(2)), (2, Brings::Tokens(9))];
-            lab.step(&inputs, &How::default()).at(format!("{blocks} blocks a segment"))?;
-            lab.check()?;
+            fixture.fill(1, 30)?;
+            fixture.fill(2, 7)?;
+            fixture.fork(1, 3)?;
+            let inputs =
+                [(1, StepKind::Tokens(1)), (3, StepKind::Tokens(2)), (2, StepKind::Tokens(9))];
+            fixture
+                .step(&inputs, &StepConfig::default())
+                .at(format!("{blocks} blocks a segment"))?;
+            fixture.check()?;
         }
     }
     Ok(Outcome::Holds)
@@ -147,7 +152,7 @@ fn drive<B: Device>(backend: &B, layouts: &[PlaneLayout; 2]) -> Result<(), CaseE
     queue.attend(&attend, args)?;
     let tensor = out.read(backend.capabilities(), &mut queue)?;
     let got = out_rows(tensor, &[2, 6], [4, dv])?;
-    judge_layer(&oracle, &q, &cached, (&got, None), DType::F32)?;
+    check_attention(&oracle, &q, &cached, (&got, None), DType::F32)?;
     for (index, plane) in planes.into_iter().enumerate() {
         let expected = cached.each_ref().map(|kv| kv[index].as_slice());
         read_back(backend, &mut queue, &tables, plane, expected)?;

@@ -9,8 +9,8 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, Staged};
-use crate::lab::{FORMATS, calibrate, dense, join, judge_values, options, seq};
-use crate::oracle::{Attended, Attention};
+use crate::fixture::{FORMATS, append_results, check_values, dense, options, plain_errors, seq};
+use crate::oracle::{Attention, AttentionResult};
 
 /// One file, checked.
 #[derive(Debug)]
@@ -21,8 +21,8 @@ struct Batch {
     q: Vec<Vec<f32>>,
     kv: [Vec<Vec<f32>>; 2],
     /// The file's results, with the magnitudes of this crate's oracle.
-    exact: Attended,
-    plain: [Attended; 3],
+    exact: AttentionResult,
+    plain: [AttentionResult; 3],
     floors: [f64; 2],
 }
 
@@ -104,7 +104,7 @@ fn one<B: Device>(backend: &B, batch: &Batch, form: Form) -> Result<(), CaseErro
     let layout = lse.layout;
     let got_lse = lse.read(capabilities, cache.queue_mut())?;
     let got_lse = layout.unpack("lse", got_lse, &queries, f32::NEG_INFINITY)?;
-    judge_values(&batch.exact, &batch.plain, batch.floors, (&got, Some(&got_lse)), form.q_dtype)?;
+    check_values(&batch.exact, &batch.plain, batch.floors, (&got, Some(&got_lse)), form.q_dtype)?;
     Ok(())
 }
 
@@ -220,19 +220,19 @@ impl Batch {
             dtype,
             q,
             kv,
-            exact: Attended::default(),
+            exact: AttentionResult::default(),
             plain: Default::default(),
             floors: [0.0; 2],
         }
-        .judged(out, lse)
+        .with_references(out, lse)
     }
 
     /// Adds the references, after checking that the oracle agrees with the file.
-    fn judged(mut self, out: Vec<f64>, lse: Vec<f64>) -> Result<Self, CaseError> {
+    fn with_references(mut self, out: Vec<f64>, lse: Vec<f64>) -> Result<Self, CaseError> {
         for (q, (k, v)) in self.q.iter().zip(self.kv[0].iter().zip(&self.kv[1])) {
-            join(&mut self.exact, self.oracle.exact(q, k, v));
+            append_results(&mut self.exact, self.oracle.exact(q, k, v));
             let plain = self.oracle.plain(q, k, v);
-            self.plain.iter_mut().zip(plain).for_each(|(all, one)| join(all, one));
+            self.plain.iter_mut().zip(plain).for_each(|(all, one)| append_results(all, one));
         }
         let pairs = [
             ("out", &out, &self.exact.out, &self.exact.magnitude),
@@ -249,7 +249,7 @@ impl Batch {
         }
         let pairs = self.kv[0].iter().cloned().zip(self.kv[1].iter().cloned());
         let cached: Vec<_> = pairs.map(|(k, v)| [k, v]).collect();
-        self.floors = calibrate(&self.oracle, &self.q, &cached);
+        self.floors = plain_errors(&self.oracle, &self.q, &cached);
         (self.exact.out, self.exact.lse) = (out, lse);
         Ok(self)
     }
@@ -264,7 +264,9 @@ fn sums(file: &SafeTensors<'_>, name: &str, total: usize) -> Result<Vec<usize>, 
             && sums.last() == Some(&total)
             && sums.is_sorted()
     });
-    fit.ok_or_else(|| CaseError::Broken(format!("{name} is not a list of prefix sums up to {total}")))
+    fit.ok_or_else(|| {
+        CaseError::Broken(format!("{name} is not a list of prefix sums up to {total}"))
+    })
 }
 
 fn dtype(metadata: &HashMap<String, String>) -> Result<DType, CaseError> {

@@ -120,7 +120,7 @@ pub(crate) struct Form {
 impl Form {
     /// Returns the layout of tensors for entries of `lens` tokens.
     pub(crate) fn layout(self, lens: &[usize], [heads, dim]: [usize; 2]) -> TokenLayout {
-        let mut layout = crate::lab::dense(self.format, lens, [heads, dim]);
+        let mut layout = crate::fixture::dense(self.format, lens, [heads, dim]);
         if let Some([batch, tokens]) = self.padded {
             let total = if self.format == QkvFormat::Thd { batch * tokens } else { tokens };
             layout.batch = layout.batch.max(batch);
@@ -216,7 +216,7 @@ pub(crate) fn check_content<B: Device>(
             for ((id, len), got) in live.iter().zip(plane) {
                 let expected = rows(*id, 0..*len, [kv, u32::from(layer)], shape);
                 let place = format!("sequence {id}, layer {layer}, kv {kv}");
-                let compared = crate::lab::check_rows(got, &expected, shape[0] * shape[1]);
+                let compared = crate::fixture::check_rows(got, &expected, shape[0] * shape[1]);
                 crate::case::At::at(compared, place)?;
             }
         }

@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::{Device, Place, Staged};
-use crate::lab::FORMATS;
+use crate::fixture::FORMATS;
 use crate::tokens::{Tensor, TokenLayout};
 
 /// Lengths, extents and the padded tensor.

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use super::te::{Config, Entry, Form, check_content, state, write};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, refused, same};
 use crate::device::{Device, dim, limited};
-use crate::lab::FORMATS;
+use crate::fixture::FORMATS;
 
 /// One input and the intended lengths.
 #[derive(Debug, Deserialize)]

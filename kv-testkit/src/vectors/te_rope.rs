@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use crate::case::{CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, dim};
-use crate::lab::seq;
+use crate::fixture::seq;
 use crate::oracle::Rope;
 use crate::rng::mix;
 

@@ -96,7 +96,7 @@ const GGML: &str = r#"{"schema": "quant-ggml-blocks/1", "rows": [{"name": "x", "
 
 /// Files of the quant schemas with wrong content, each with a word of the expected message.
 #[test]
-fn lies_about_codes_are_found() {
+fn wrong_codes_are_found() {
     let text = |name: &str| String::from_utf8(testdata(&format!("quant/{name}"))).unwrap();
     let e4m3 = text("e4m3fn_decode.csv");
     let ue4m3 = text("ue4m3_decode.csv");
@@ -116,7 +116,11 @@ fn lies_about_codes_are_found() {
         ("f32_to_fp8_encode.csv", fp8.replace("e5m2_torch", "e4m3_torch"), "appears twice"),
         ("f32_to_fp8_encode.csv", fp8.replace(",0x7e", ",0x7"), "not a hexadecimal number"),
         ("f32_to_fp8_encode.csv", fp8.replace("0x7e", "0x+7"), "not a hexadecimal number"),
-        ("a.csv", "f32_bits,category\n0x00000000,zero\n".to_owned(), "no column in this library's convention"),
+        (
+            "a.csv",
+            "f32_bits,category\n0x00000000,zero\n".to_owned(),
+            "no column in this library's convention",
+        ),
         ("a.csv", "x,y\n1,2\n".to_owned(), "unknown header"),
         ("a.csv", String::new(), "without rows"),
     ];
@@ -146,7 +150,7 @@ fn lies_about_codes_are_found() {
 
 /// A recording whose description does not match its numbers.
 #[test]
-fn lies_about_a_recording_are_found() {
+fn wrong_recordings_are_found() {
     let meta = String::from_utf8(testdata("quant/real_kv/meta.json")).unwrap();
     let files = ["smollm2_135m_k.f16", "smollm2_135m_v.f16", "smollm2_135m_q_every8.f16"];
     let lies: [(&str, &str); 7] = [
@@ -238,7 +242,7 @@ fn truncated_files_fail_and_never_panic() {
 }
 
 #[test]
-fn lying_files_never_panic() {
+fn inconsistent_files_never_panic() {
     let mut rng = Rng::new(4);
     let files = [
         "te/page_reuse.json",

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Map, Value, json};
 
-use super::vllm_engine::{Engine, Terms};
+use super::vllm_engine::{AdmissionTerms, Engine};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
 use crate::consumer::Consumer;
 use crate::device::Device;
@@ -323,12 +323,12 @@ impl<B: Device> Replay<'_, B> {
                 let ok = self.engine.step(id, *n, (&[], 0), *lookahead)?;
                 json!({ "ok": ok, "new_blocks": self.grown(id, &before)? })
             }
-            Op::Preempt(named) => {
-                self.engine.preempt(&named.id)?;
+            Op::Preempt(hashes) => {
+                self.engine.preempt(&hashes.id)?;
                 json!({})
             }
-            Op::Free(named) => {
-                self.engine.free_request(&named.id)?;
+            Op::Free(hashes) => {
+                self.engine.free_request(&hashes.id)?;
                 json!({})
             }
             Op::Reset(_) => {
@@ -356,7 +356,7 @@ impl<B: Device> Replay<'_, B> {
         is_scheduled: bool,
     ) -> Result<Value, CaseError> {
         let watermark = self.config.watermark_blocks(is_scheduled);
-        let terms = Terms { chunk, lookahead, must_fit, watermark };
+        let terms = AdmissionTerms { chunk, lookahead, must_fit, watermark };
         let admitted = self.engine.admit(id, terms)?;
         let mut got = json!({
             "computed_tokens": admitted.computed,

@@ -11,7 +11,7 @@ use kv_core::{
 use super::vllm::Config;
 use crate::case::{At, CaseError, ensure, same};
 use crate::device::{Device, dim};
-use crate::named::{self, Name};
+use crate::provenance::{self, PrefixHash};
 
 /// One request, running or waiting.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ fn options(salt: &[u8], adapter: Option<u64>, backoff: u32) -> StartOptions<'_> 
 
 /// The conditions of one admission.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Terms {
+pub(super) struct AdmissionTerms {
     pub(super) chunk: Option<u32>,
     pub(super) lookahead: u32,
     pub(super) must_fit: bool,
@@ -204,7 +204,7 @@ impl<B: Device> Engine<B> {
     }
 
     /// Admits a request, or changes nothing.
-    pub(super) fn admit(&mut self, id: &str, terms: Terms) -> Result<Admitted, CaseError> {
+    pub(super) fn admit(&mut self, id: &str, terms: AdmissionTerms) -> Result<Admitted, CaseError> {
         let Some(request) = self.requests.get(id).filter(|request| !request.is_running) else {
             return Err(CaseError::from(format!("request {id} is unknown or runs already")));
         };
@@ -225,7 +225,7 @@ impl<B: Device> Engine<B> {
             Err(other) => return Err(other.into()),
         }
         let sequence = request.sequence;
-        let named = named::names(&prompt, &options);
+        let hashes = provenance::prefix_hashes(&prompt, &options);
         let before = (self.free(), self.cache.stats());
         let started = self.cache.start(sequence, &prompt, options)? as u32;
         same("start and probe", started, computed)?;
@@ -233,7 +233,11 @@ impl<B: Device> Engine<B> {
         let input = StepInput::tokens(sequence, first).lookahead(terms.lookahead);
         let spec = self.cache.spec().clone();
         let mut step = self.cache.begin_step(&[input]).at("a step that was said to fit")?;
-        named::write(&mut step, &spec, &named[computed as usize..(computed + chunk) as usize])?;
+        provenance::write(
+            &mut step,
+            &spec,
+            &hashes[computed as usize..(computed + chunk) as usize],
+        )?;
         step.commit()?;
         if let Some(request) = self.requests.get_mut(id) {
             request.is_running = true;
@@ -243,7 +247,7 @@ impl<B: Device> Engine<B> {
             return Ok(refused);
         }
         self.note_pressure();
-        self.check_rows(id, computed, &named).at(format!("{computed} tokens taken over"))?;
+        self.check_rows(id, computed, &hashes).at(format!("{computed} reused tokens"))?;
         let hit = computed / self.block_size;
         let new_blocks = self.table_lens(id)?.into_iter().map(|len| len - hit).collect();
         Ok(Admitted { computed, is_in: true, new_blocks })
@@ -274,12 +278,12 @@ impl<B: Device> Engine<B> {
     }
 
     /// Checks rows of the first `len` tokens, except those that left a window.
-    fn check_rows(&mut self, id: &str, len: u32, named: &[Name]) -> Result<(), CaseError> {
+    fn check_rows(&mut self, id: &str, len: u32, hashes: &[PrefixHash]) -> Result<(), CaseError> {
         let sequence = self.running(id)?.sequence;
         for (group, window) in self.windows.clone().into_iter().enumerate() {
             let begin = window.map_or(0, |left| len.saturating_sub(left)).min(len);
-            let seen = &named[begin as usize..len as usize];
-            named::check(&self.backend, &mut self.cache, (sequence, group), begin, seen)?;
+            let seen = &hashes[begin as usize..len as usize];
+            provenance::check(&self.backend, &mut self.cache, (sequence, group), begin, seen)?;
         }
         Ok(())
     }
@@ -299,7 +303,7 @@ impl<B: Device> Engine<B> {
             format!("request {id} has {} tokens, {end} are requested", request.tokens.len())
         })?;
         let all: Vec<_> = request.tokens[..end].iter().chain(drafts).copied().collect();
-        let named = named::names(&all, &request.options(0));
+        let hashes = provenance::prefix_hashes(&all, &request.options(0));
         let sequence = request.sequence;
         let input = StepInput::tokens(sequence, &all[begin..]);
         let input = input.drafts(drafts.len() as u32).lookahead(lookahead);
@@ -312,7 +316,7 @@ impl<B: Device> Engine<B> {
             Err(CacheError::Exhausted(_)) => return Ok(false),
             Err(other) => return Err(other.into()),
         };
-        named::write(&mut step, &spec, &named[begin..])?;
+        provenance::write(&mut step, &spec, &hashes[begin..])?;
         if drafts.is_empty() {
             step.commit()?;
         } else {
@@ -320,7 +324,7 @@ impl<B: Device> Engine<B> {
         }
         self.note_pressure();
         let len = self.computed(id)?;
-        self.check_rows(id, len, &named)?;
+        self.check_rows(id, len, &hashes)?;
         Ok(true)
     }
 

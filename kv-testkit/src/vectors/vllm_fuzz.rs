@@ -5,7 +5,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 
 use super::vllm::Config;
-use super::vllm_engine::{Engine, Terms};
+use super::vllm_engine::{AdmissionTerms, Engine};
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::Device;
 
@@ -105,7 +105,8 @@ fn step<B: Device>(
     match entry {
         Entry::Admit(_, id, computed, ok, free) => {
             let watermark = config.watermark_blocks(engine.is_any_running());
-            let admitted = engine.admit(id, Terms { watermark, ..Terms::default() })?;
+            let admitted =
+                engine.admit(id, AdmissionTerms { watermark, ..AdmissionTerms::default() })?;
             same("ok", admitted.is_in, *ok)?;
             same("computed", admitted.computed, *computed)?;
             same("free", engine.free(), *free)

@@ -12,9 +12,9 @@ use kv_core::{
 
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::{Device, Place, Staged, dim};
-use crate::erratic::{Erratic, Failing};
-use crate::lab::{dense, seq};
-use crate::named;
+use crate::fault::{FaultInjector, FaultKind};
+use crate::fixture::{dense, seq};
+use crate::provenance;
 use crate::suite::case;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
@@ -34,9 +34,9 @@ const L6: KvFormat = KvFormat::L6(ScaleGroup::Row);
 const TOLERANCE: f32 = 0.15;
 
 /// A cache and the tokens of its sequences.
-struct World<B: Device> {
-    device: Erratic<B>,
-    cache: KvCache<Erratic<B>>,
+struct Fixture<B: Device> {
+    device: FaultInjector<B>,
+    cache: KvCache<FaultInjector<B>>,
     texts: Vec<(SequenceId, Vec<u32>)>,
 }
 
@@ -50,9 +50,9 @@ struct Readable {
     values: Vec<f32>,
 }
 
-impl<B: Device> World<B> {
+impl<B: Device> Fixture<B> {
     fn new(backend: &B, spec: CacheSpec) -> Result<Self, CaseError> {
-        let device = Erratic::new(backend.clone());
+        let device = FaultInjector::new(backend.clone());
         let cache = KvCache::new(device.clone(), spec)?;
         Ok(Self { device, cache, texts: Vec::new() })
     }
@@ -62,7 +62,7 @@ impl<B: Device> World<B> {
         let reused = self.cache.start(seq(id), prompt, StartOptions::default())?;
         self.texts.push((seq(id), prompt[..reused].to_vec()));
         for tokens in prompt[reused..].chunks(chunk) {
-            self.bring(&[(id, tokens)])?;
+            self.append(&[(id, tokens)])?;
         }
         Ok(reused)
     }
@@ -92,15 +92,15 @@ impl<B: Device> World<B> {
     }
 
     /// Runs one step with these tokens.
-    fn bring(&mut self, batch: &[(u64, &[u32])]) -> Result<(), CaseError> {
-        let mut names = Vec::new();
+    fn append(&mut self, batch: &[(u64, &[u32])]) -> Result<(), CaseError> {
+        let mut hashes = Vec::new();
         for (id, tokens) in batch {
             let text = self.texts.iter_mut().find(|(known, _)| *known == seq(*id));
             let (_, text) = text.ok_or("an unknown sequence")?;
             let before = text.len();
             text.extend(*tokens);
-            let all = named::names(text, &StartOptions::default());
-            names.extend_from_slice(&all[before..]);
+            let all = provenance::prefix_hashes(text, &StartOptions::default());
+            hashes.extend_from_slice(&all[before..]);
         }
         let inputs: Vec<_> =
             batch.iter().map(|(id, tokens)| StepInput::tokens(seq(*id), tokens)).collect();
@@ -109,8 +109,8 @@ impl<B: Device> World<B> {
         for layer in 0..spec.num_layers() {
             let rows = [Plane::Key, Plane::Value].map(|plane| {
                 let dims = shape(&spec, layer, plane);
-                let values = named::rows(&names, layer, plane, dims[0] * dims[1]);
-                (values, [names.len() as u32, dims[0] as u32, dims[1] as u32])
+                let values = provenance::rows(&hashes, layer, plane, dims[0] * dims[1]);
+                (values, [hashes.len() as u32, dims[0] as u32, dims[1] as u32])
             });
             let [k, v] = &rows;
             let [k, v] = [k, v].map(|(values, dims)| TensorView::host(values, dims));
@@ -145,9 +145,9 @@ impl<B: Device> World<B> {
                     let made = (layout, DType::F32);
                     let queue = self.cache.queue_mut();
                     let mut out = Staged::output(&self.device, queue, made, Place::Device)?;
-                    let asked = (sequence, range.start, range.len() as u32);
+                    let part = (sequence, range.start, range.len() as u32);
                     let format = QkvFormat::Thd;
-                    self.cache.gather(layer, plane, &[asked], out.view_mut(), format)?;
+                    self.cache.gather(layer, plane, &[part], out.view_mut(), format)?;
                     let facts = kv_core::Backend::capabilities(&self.device);
                     let values = out.read(facts, self.cache.queue_mut())?.values();
                     let begin = range.start;
@@ -163,10 +163,10 @@ impl<B: Device> World<B> {
         let spec = self.cache.spec().clone();
         for Readable { sequence, layer, plane, begin, values } in self.read()? {
             let [heads, dim] = shape(&spec, layer, plane);
-            let names = named::names(self.text(sequence), &StartOptions::default());
+            let hashes = provenance::prefix_hashes(self.text(sequence), &StartOptions::default());
             let rows = values.len() / (heads * dim);
-            let own = &names[begin as usize..begin as usize + rows];
-            let expected = named::rows(own, layer, plane, heads * dim);
+            let own = &hashes[begin as usize..begin as usize + rows];
+            let expected = provenance::rows(own, layer, plane, heads * dim);
             let off = |(got, value): (&f32, &f32)| (got - value).abs();
             let is_right = |pair| off(pair) <= TOLERANCE;
             let first = values.iter().zip(&expected).position(|pair| !is_right(pair));
@@ -237,12 +237,12 @@ impl<B: Device> World<B> {
         let (before, key) = (self.read()?, self.cache.encoding_key());
         let probes = self.probes();
         for operation in 0.. {
-            let some = if operation % 3 == 0 { &Failing::ALL[..] } else { &Failing::ALL[1..] };
+            let some = if operation % 3 == 0 { &FaultKind::ALL[..] } else { &FaultKind::ALL[1..] };
             for failing in some.iter().copied() {
                 let place = || format!("operation {operation} fails, {failing:?}");
                 self.device.fail(operation, failing);
                 let exchanged = self.cache.recalibrate(given.clone());
-                if !self.device.calm() {
+                if !self.device.clear() {
                     exchanged.at(place())?;
                     // No operation was left to fail, so the recalibration succeeded.
                     self.check().at("after recalibration")?;
@@ -297,12 +297,13 @@ fn spec<B: Device>(backend: &B, format: KvFormat) -> CacheSpecBuilder {
 
 /// A window of 6 tokens in 5 blocks: after 61 tokens its table names every block several times.
 fn wrapped<B: Device>(backend: &B) -> CaseResult {
-    let mut world = World::new(backend, spec(backend, INT8).paged(4, 5).window_left(6).build()?)?;
-    world.prompt(1, &text(1, 61), 4)?;
-    world.recalibrate(0.05)?;
-    world.bring(&[(1, &[9, 9, 9])])?;
-    world.check().at("with new constants")?;
-    world.recalibrate(-0.5)?;
+    let mut fixture =
+        Fixture::new(backend, spec(backend, INT8).paged(4, 5).window_left(6).build()?)?;
+    fixture.prompt(1, &text(1, 61), 4)?;
+    fixture.recalibrate(0.05)?;
+    fixture.append(&[(1, &[9, 9, 9])])?;
+    fixture.check().at("with new constants")?;
+    fixture.recalibrate(-0.5)?;
     Ok(Outcome::Holds)
 }
 
@@ -310,18 +311,18 @@ fn wrapped<B: Device>(backend: &B) -> CaseResult {
 fn taken_over<B: Device>(backend: &B) -> CaseResult {
     for sinks in [0, 2] {
         let spec = spec(backend, INT8).paged(16, 12).window_left(12).sinks(sinks);
-        let mut world = World::new(backend, spec.build()?)?;
+        let mut fixture = Fixture::new(backend, spec.build()?)?;
         for id in 1..3 {
-            world.prompt(id, &text(id as u32, 3), 8)?;
+            fixture.prompt(id, &text(id as u32, 3), 8)?;
         }
-        world.prompt(3, &text(3, 150), 8)?;
+        fixture.prompt(3, &text(3, 150), 8)?;
         for id in 1..3 {
-            world.release(id)?;
+            fixture.release(id)?;
         }
         for id in 4..11 {
-            world.prompt(id, &text(id as u32, 10), 16)?;
+            fixture.prompt(id, &text(id as u32, 10), 16)?;
         }
-        world.recalibrate(0.05).at(format!("{sinks} rows in 16 bits"))?;
+        fixture.recalibrate(0.05).at(format!("{sinks} rows in 16 bits"))?;
     }
     Ok(Outcome::Holds)
 }
@@ -352,30 +353,30 @@ fn geometries<B: Device>(backend: &B) -> Result<Vec<CacheSpec>, CaseError> {
 }
 
 /// Sequences that share, fork, wrap and were truncated.
-fn settle<B: Device>(world: &mut World<B>) -> Result<(), CaseError> {
-    world.prompt(1, &text(1, 37), 5)?;
-    world.fork(1, 2)?;
-    world.bring(&[(2, &[5, 6, 7])])?;
-    world.fork(2, 3)?;
-    world.bring(&[(1, &[1]), (3, &[3, 3])])?;
-    if !world.cache.spec().groups().iter().any(|group| group.slot_map().has_tail()) {
-        world.truncate(3, 41)?;
+fn settle<B: Device>(fixture: &mut Fixture<B>) -> Result<(), CaseError> {
+    fixture.prompt(1, &text(1, 37), 5)?;
+    fixture.fork(1, 2)?;
+    fixture.append(&[(2, &[5, 6, 7])])?;
+    fixture.fork(2, 3)?;
+    fixture.append(&[(1, &[1]), (3, &[3, 3])])?;
+    if !fixture.cache.spec().groups().iter().any(|group| group.slot_map().has_tail()) {
+        fixture.truncate(3, 41)?;
     }
-    world.cache.pin_prefix(&text(1, 37), StartOptions::default());
+    fixture.cache.pin_prefix(&text(1, 37), StartOptions::default());
     // Reuses the tokens that the others hold, up to the last token but one.
-    let reused = world.prompt(4, &[text(1, 33), text(4, 2)].concat(), 9)?;
-    let contiguous = world.cache.spec().groups()[0].is_contiguous();
-    let windows = world.cache.spec().groups().iter().any(|group| group.window().is_some());
+    let reused = fixture.prompt(4, &[text(1, 33), text(4, 2)].concat(), 9)?;
+    let contiguous = fixture.cache.spec().groups()[0].is_contiguous();
+    let windows = fixture.cache.spec().groups().iter().any(|group| group.window().is_some());
     ensure(reused > 0 || contiguous || windows, || "nothing is shared".to_owned())?;
-    world.prompt(5, &text(5, 2), 2).map(drop)
+    fixture.prompt(5, &text(5, 2), 2).map(drop)
 }
 
 fn every_geometry<B: Device>(backend: &B) -> CaseResult {
     for (number, spec) in geometries(backend)?.into_iter().enumerate() {
-        let mut world = World::new(backend, spec)?;
-        let done = settle(&mut world).and_then(|()| world.recalibrate(0.4)).and_then(|()| {
-            world.bring(&[(1, &[8]), (2, &[2]), (3, &[1, 2, 3]), (5, &[4; 9])])?;
-            world.check()
+        let mut fixture = Fixture::new(backend, spec)?;
+        let done = settle(&mut fixture).and_then(|()| fixture.recalibrate(0.4)).and_then(|()| {
+            fixture.append(&[(1, &[8]), (2, &[2]), (3, &[1, 2, 3]), (5, &[4; 9])])?;
+            fixture.check()
         });
         done.at(format!("geometry {number}"))?;
     }
@@ -387,8 +388,8 @@ fn every_failure<B: Device>(backend: &B) -> CaseResult {
     let some = [1, 3, 5, 6];
     let all = geometries(backend)?.into_iter().enumerate();
     for (number, spec) in all.filter(|(number, _)| some.contains(number)) {
-        let mut world = World::new(backend, spec)?;
-        let failed = settle(&mut world).and_then(|()| world.fail_everywhere(0.4));
+        let mut fixture = Fixture::new(backend, spec)?;
+        let failed = settle(&mut fixture).and_then(|()| fixture.fail_everywhere(0.4));
         let operations = failed.at(format!("geometry {number}"))?;
         ensure(operations > 8, || format!("only {operations} operations can fail"))?;
     }

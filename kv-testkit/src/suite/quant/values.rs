@@ -1,15 +1,15 @@
 //! Values at the limits of the formats, and the error of stored rows.
 use kv_core::{CacheSpec, Calibration, DType, KvFormat, Plane, QkvFormat, Scaling, Transform};
 
-use super::{LARGE_MEANS, NEUTRAL, constants, lab, quantised};
+use super::{LARGE_MEANS, NEUTRAL, calibrated, constants, quantised};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place};
-use crate::lab::{Brings, DTYPES, FORMATS, How, Lab, seq};
+use crate::fixture::{CacheFixture, DTYPES, FORMATS, StepConfig, StepKind, seq};
 use crate::model::Rows;
 use crate::oracle::gaussian;
 use crate::suite::gather::{Form, check};
 use crate::suite::{ORDERS, case};
-use crate::tokens::Room;
+use crate::tokens::Padding;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
@@ -30,12 +30,14 @@ fn forms<B: Device>(backend: &B) -> CaseResult {
             for (kv_format, inputs) in
                 FORMATS.into_iter().zip([Place::Host, Place::Device, Place::Host])
             {
-                let room = Room { batch: 1, tokens: 2, gap: 3 };
-                let how = How { kv_format, kv_dtype, inputs, room, ..How::default() };
+                let padding = Padding { batch: 1, tokens: 2, gap: 3 };
+                let config =
+                    StepConfig { kv_format, kv_dtype, inputs, padding, ..StepConfig::default() };
                 let spec =
                     CacheSpec::builder().layers(1).kv_heads(3).head_dims(16, 20).format(format);
-                let mut lab = lab(backend, spec.sinks(1).paged(8, 6), LARGE_MEANS, 1)?;
-                super::talk(&mut lab, &how).at(format!("{format} from {kv_dtype}, {kv_format}"))?;
+                let mut fixture = calibrated(backend, spec.sinks(1).paged(8, 6), LARGE_MEANS, 1)?;
+                super::two_sequences(&mut fixture, &config)
+                    .at(format!("{format} from {kv_dtype}, {kv_format}"))?;
             }
         }
     }
@@ -47,15 +49,15 @@ fn gathers<B: Device>(backend: &B) -> CaseResult {
         for order in ORDERS {
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(36, 20).format(format);
             let spec = spec.block_order(order).sinks(2).paged(9, 12);
-            let mut lab = lab(backend, spec, LARGE_MEANS, 2)?;
-            lab.fill(1, 13)?;
-            lab.fill(2, 2)?;
+            let mut fixture = calibrated(backend, spec, LARGE_MEANS, 2)?;
+            fixture.fill(1, 13)?;
+            fixture.fill(2, 2)?;
             let ranges = [(seq(1), 0, 13), (seq(2), 1, 1), (seq(1), 1, 5), (seq(1), 7, 3)];
             for axes in FORMATS {
                 for dtype in DTYPES {
-                    let room = Room { batch: 1, tokens: 1, gap: 2 };
-                    let form = Form { format: axes, dtype, room, place: Place::Host };
-                    check(&mut lab, 0, &ranges, form).at(format!("{format}"))?;
+                    let padding = Padding { batch: 1, tokens: 1, gap: 2 };
+                    let form = Form { format: axes, dtype, padding, place: Place::Host };
+                    check(&mut fixture, 0, &ranges, form).at(format!("{format}"))?;
                 }
             }
         }
@@ -69,18 +71,19 @@ fn write<B: Device>(
     format: KvFormat,
     transform: Transform,
     rows: &Rows,
-) -> Result<Lab<B>, CaseError> {
+) -> Result<CacheFixture<B>, CaseError> {
     let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(40).format(format);
-    let mut lab = lab(backend, spec.transform(transform).sinks(1).paged(8, 6), NEUTRAL, 3)?;
-    lab.start(1)?;
+    let mut fixture =
+        calibrated(backend, spec.transform(transform).sinks(1).paged(8, 6), NEUTRAL, 3)?;
+    fixture.start(1)?;
     let tokens = (rows[0][0].len() / 80) as u32;
-    lab.write_only(&[(1, tokens)], std::slice::from_ref(rows), DType::F32)?;
-    lab.check()?;
-    Ok(lab)
+    fixture.write_only(&[(1, tokens)], std::slice::from_ref(rows), DType::F32)?;
+    fixture.check()?;
+    Ok(fixture)
 }
 
-fn read<B: Device>(lab: &mut Lab<B>, plane: Plane) -> Result<Vec<f32>, CaseError> {
-    Ok(lab.gather(0, plane, &[seq(1)], QkvFormat::Thd)?.concat())
+fn read<B: Device>(fixture: &mut CacheFixture<B>, plane: Plane) -> Result<Vec<f32>, CaseError> {
+    Ok(fixture.gather(0, plane, &[seq(1)], QkvFormat::Thd)?.concat())
 }
 
 /// Makes normal rows of `tokens` tokens, the same for every format.
@@ -115,8 +118,8 @@ fn poisoned<B: Device>(backend: &B) -> CaseResult {
                         })?;
                     }
                 }
-                let how = How { window_left: Some(1), ..How::default() };
-                with.step(&[(1, Brings::Query(1))], &how).at(place())?;
+                let config = StepConfig { window_left: Some(1), ..StepConfig::default() };
+                with.step(&[(1, StepKind::Query(1))], &config).at(place())?;
             }
         }
     }
@@ -135,9 +138,9 @@ fn flat<B: Device>(backend: &B) -> CaseResult {
                     }
                 }
                 let place = || format!("{format}, {transform:?}, rows of {value}");
-                let mut lab = write(backend, format, transform, &all).at(place())?;
+                let mut fixture = write(backend, format, transform, &all).at(place())?;
                 for plane in [Plane::Key, Plane::Value] {
-                    let got = read(&mut lab, plane)?;
+                    let got = read(&mut fixture, plane)?;
                     let row = &got[7 * 40..8 * 40];
                     let error = gaussian::relative_error(&[value; 40], row);
                     // A rotation turns a row of equal values into one large value: too large for a
@@ -150,7 +153,7 @@ fn flat<B: Device>(backend: &B) -> CaseResult {
                         format!("{}: read as {row:?}", place())
                     })?;
                 }
-                lab.step(&[(1, Brings::Query(2))], &How::default()).at(place())?;
+                fixture.step(&[(1, StepKind::Query(2))], &StepConfig::default()).at(place())?;
             }
         }
     }
@@ -173,9 +176,9 @@ fn extremes<B: Device>(backend: &B) -> CaseResult {
                     plane[4 * 80] = times(plane[4 * 80]);
                 }
                 let place = || format!("{format}, {transform:?}, times {factor:e}");
-                let mut lab = write(backend, format, transform, &all).at(place())?;
+                let mut fixture = write(backend, format, transform, &all).at(place())?;
                 for plane in [Plane::Key, Plane::Value] {
-                    let got = read(&mut lab, plane)?;
+                    let got = read(&mut fixture, plane)?;
                     ensure(got.iter().all(|x| x.is_finite()), || {
                         format!("{}: {plane:?} holds NaN or infinity", place())
                     })?;
@@ -198,13 +201,14 @@ fn normal<B: Device>(backend: &B) -> CaseResult {
         // two.
         layer.k.scales = vec![1.0; scales];
         layer.v.scales = vec![1.0; scales];
-        let mut lab = Lab::calibrated(backend, spec, Calibration::new(vec![layer]), 4)?;
-        lab.start(1)?;
+        let mut fixture =
+            CacheFixture::calibrated(backend, spec, Calibration::new(vec![layer]), 4)?;
+        fixture.start(1)?;
         let mut rng = crate::rng::Rng::new(12);
         let rows = vec![[rng.normals(256 * 512), rng.normals(256 * 512)]];
-        lab.write_only(&[(1, 256)], std::slice::from_ref(&rows), DType::F32)?;
+        fixture.write_only(&[(1, 256)], std::slice::from_ref(&rows), DType::F32)?;
         for (plane, written) in [Plane::Key, Plane::Value].into_iter().zip(&rows[0]) {
-            let got = read(&mut lab, plane)?;
+            let got = read(&mut fixture, plane)?;
             let error = gaussian::relative_error(written, &got);
             ensure(error <= *most, || {
                 format!(

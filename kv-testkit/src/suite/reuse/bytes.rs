@@ -1,18 +1,18 @@
 //! Reused blocks to the bit: which bytes are shared, which are wiped, which are kept apart.
 use kv_core::{CacheSpec, GroupId, KvFormat, Plane, QkvFormat, ScaleGroup, StepInput};
 
-use super::super::{case, life, small};
+use super::super::{case, scale, small};
 use super::prompts::Prompts;
 use super::{plain, tokens, with};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::{Device, Place, Staged};
-use crate::lab::{dense, seq};
-use crate::named;
+use crate::fixture::{dense, seq};
+use crate::provenance;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
         case("reuse/quantised_rows_are_the_same_bits", quantised),
-        case("reuse/wiped_when_given_up", wiped),
+        case("reuse/wiped_when_evicted", wiped),
         case("reuse/salts_adapters_and_contents", apart),
     ]
 }
@@ -62,10 +62,10 @@ fn quantised<B: Device>(backend: &B) -> CaseResult {
                     let expected: Vec<_> = first.iter().map(row).collect();
                     ensure(got == expected, || format!("{place}: other bits"))?;
                 }
-                let names = named::names(&prompt, &plain());
+                let hashes = provenance::prefix_hashes(&prompt, &plain());
                 let input = StepInput::tokens(seq(id), &prompt[reused..]);
                 let mut step = prompts.cache.begin_step(&[input]).at(&place)?;
-                named::write(&mut step, &spec, &names[reused..])?;
+                provenance::write(&mut step, &spec, &hashes[reused..])?;
                 step.commit()?;
                 if id == 1 {
                     first = bits(&mut prompts, 1, 30)?;
@@ -80,7 +80,7 @@ fn quantised<B: Device>(backend: &B) -> CaseResult {
 fn wiped<B: Device>(backend: &B) -> CaseResult {
     let mut prompts = Prompts::new(backend, small().paged(4, 5).wipe_on_release(true))?;
     let stale = |prompts: &mut Prompts<B>| -> Result<usize, CaseError> {
-        let all = life::bytes(&mut prompts.cache, GroupId(0))?;
+        let all = scale::bytes(&mut prompts.cache, GroupId(0))?;
         Ok(all.iter().flatten().filter(|byte| **byte != 0).count())
     };
     prompts.begin(1, &tokens(0..16), plain())?;

@@ -11,16 +11,16 @@ use super::prompts::Prompts;
 use super::{plain, tokens, with};
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, same};
 use crate::device::Device;
-use crate::lab::seq;
+use crate::fixture::seq;
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
-        case("reuse/given_up_and_computed_again", evicted),
-        case("reuse/tails_are_given_up_before_heads", tails),
+        case("reuse/evicted_and_recomputed", evicted),
+        case("reuse/tails_are_evicted_before_heads", tails),
         case("reuse/pinned_prefixes_stay", pinned),
-        case("reuse/forgetting_stops_where_others_go_on", forgotten),
+        case("reuse/forgetting_stops_at_shared_blocks", forgotten),
         case("reuse/priorities_hold_and_run_out", priorities),
-        case("reuse/blocks_taken_over_are_not_free", spoken_for),
+        case("reuse/reused_blocks_are_not_free", reused_not_free),
     ]
 }
 
@@ -29,7 +29,10 @@ fn full_blocks(num_blocks: u32) -> CacheSpecBuilder {
 }
 
 /// Computes a prompt and releases it.
-fn leave<B: Device>(prompts: &mut Prompts<B>, prompt: &[u32]) -> Result<(), CaseError> {
+fn compute_and_release<B: Device>(
+    prompts: &mut Prompts<B>,
+    prompt: &[u32],
+) -> Result<(), CaseError> {
     prompts.begin(90, prompt, plain())?;
     Ok(prompts.cache.release(seq(90))?)
 }
@@ -39,7 +42,7 @@ fn evicted<B: Device>(backend: &B) -> CaseResult {
     for round in 0..3 {
         for other in [0, 100, 200] {
             prompts.begin(1, &tokens(other..other + 18), plain()).at(format!("round {round}"))?;
-            prompts.feed(1, &[7, 8])?;
+            prompts.append(1, &[7, 8])?;
             prompts.cache.release(seq(1))?;
         }
     }
@@ -62,7 +65,7 @@ fn tails<B: Device>(backend: &B) -> CaseResult {
             }
             prompts.begin(2, &tokens(100..116), plain())?;
             for (left, more) in [12, 8, 4, 0].into_iter().zip(0..) {
-                prompts.feed(2, &tokens(200 + 4 * more..204 + 4 * more))?;
+                prompts.append(2, &tokens(200 + 4 * more..204 + 4 * more))?;
                 let found = prompts.cache.probe(&tokens(0..17), plain());
                 same("tokens left", found, left).at(&place)?;
             }
@@ -70,9 +73,9 @@ fn tails<B: Device>(backend: &B) -> CaseResult {
         // Four blocks leave a window at once.
         let mut prompts = Prompts::new(backend, full_blocks(7).window_left(3).eviction(eviction))?;
         prompts.cache.start(seq(1), &tokens(0..24), plain())?;
-        prompts.names.insert(1, Vec::new());
-        prompts.feed(1, &tokens(0..20))?;
-        prompts.feed(1, &tokens(20..24))?;
+        prompts.hashes.insert(1, Vec::new());
+        prompts.append(1, &tokens(0..20))?;
+        prompts.append(1, &tokens(20..24))?;
         same("free blocks", prompts.cache.free_blocks(GroupId(0)), 5)?;
         for (left, id) in [16, 12, 8, 4, 0].into_iter().zip(2..) {
             prompts.begin(id, &[100 * id as u32], plain())?;
@@ -87,11 +90,11 @@ fn pinned<B: Device>(backend: &B) -> CaseResult {
     for eviction in Eviction::ALL {
         let mut prompts = Prompts::new(backend, full_blocks(6).eviction(eviction))?;
         let system = tokens(0..9);
-        leave(&mut prompts, &system)?;
+        compute_and_release(&mut prompts, &system)?;
         let pins = [(); 2].map(|()| prompts.cache.pin_prefix(&system, plain()));
         same("tokens pinned", pins.map(|pin| pin.tokens), [8; 2])?;
         for other in [100, 200, 300] {
-            leave(&mut prompts, &tokens(other..other + 16))?;
+            compute_and_release(&mut prompts, &tokens(other..other + 16))?;
             let found = prompts.cache.probe(&system, plain());
             same("tokens of a pinned prefix", found, 8).at(eviction)?;
         }
@@ -103,7 +106,7 @@ fn pinned<B: Device>(backend: &B) -> CaseResult {
             same("tokens", prompts.begin(1, &tokens(0..9), plain())?, 8)?;
             prompts.cache.release(seq(1))?;
             let fits = if left == 0 { 24 } else { 16 };
-            leave(&mut prompts, &tokens(400 + fits..400 + 2 * fits))?;
+            compute_and_release(&mut prompts, &tokens(400 + fits..400 + 2 * fits))?;
             let found = prompts.cache.probe(&system, plain());
             same("tokens after the pin", found, left).at(eviction)?;
         }
@@ -136,7 +139,7 @@ fn forgotten<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn worth(level: u8, seconds: Option<u64>) -> Result<Retention, CaseError> {
+fn retention(level: u8, seconds: Option<u64>) -> Result<Retention, CaseError> {
     let priority = Priority { level, duration: seconds.map(Duration::from_secs) };
     let range = RetentionRange { begin: 0, end: None, priority };
     Ok(Retention::new(vec![range]).map_err(|error| error.to_string())?)
@@ -144,7 +147,7 @@ fn worth(level: u8, seconds: Option<u64>) -> Result<Retention, CaseError> {
 
 /// Two prompts fill the pool, and a third evicts the one of lower priority.
 fn priorities<B: Device>(backend: &B) -> CaseResult {
-    let (high, middle) = (worth(80, Some(10))?, worth(50, None)?);
+    let (high, middle) = (retention(80, Some(10))?, retention(50, None)?);
     for eviction in [Eviction::Priority, Eviction::Default] {
         for (way, seconds) in [0, 1, 2].into_iter().flat_map(|way| [(way, 9), (way, 10)]) {
             let place = format!("{eviction}, way {way}, {seconds} seconds");
@@ -159,7 +162,7 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
                 // call for the prefix.
                 0 => drop(prompts.begin(1, &first[..8], plain().retention(&high))?),
                 1 => {
-                    leave(&mut prompts, &first[..8])?;
+                    compute_and_release(&mut prompts, &first[..8])?;
                     let reused = prompts.cache.start(seq(1), &first, plain().retention(&high))?;
                     same("tokens", reused, 8)?;
                 }
@@ -187,9 +190,9 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
 
 /// A cached block that a prompt will reuse cannot be evicted to make room for the rest of the
 /// prompt.
-fn spoken_for<B: Device>(backend: &B) -> CaseResult {
+fn reused_not_free<B: Device>(backend: &B) -> CaseResult {
     let mut prompts = Prompts::new(backend, full_blocks(4))?;
-    leave(&mut prompts, &tokens(0..8))?;
+    compute_and_release(&mut prompts, &tokens(0..8))?;
     prompts.begin(1, &[90], plain())?;
     // One block is held, one is empty, two are cached; each of the cached ones begins the prompt.
     let group = GroupId(0);
@@ -197,16 +200,16 @@ fn spoken_for<B: Device>(backend: &B) -> CaseResult {
         Err(CacheError::Exhausted(exhausted)) => Ok(exhausted),
         other => Err(CaseError::from(format!("{other:?} where blocks are short"))),
     };
-    let ask = |prompts: &Prompts<B>, len, admission: Admission| {
+    let admit = |prompts: &Prompts<B>, len, admission: Admission| {
         prompts.cache.check_admission(&tokens(0..len), plain(), &admission)
     };
     let all = Admission::default();
-    let refused = full(ask(&prompts, 13, all))?;
+    let refused = full(admit(&prompts, 13, all))?;
     same("13 tokens", refused, BlocksExhausted { group, needed: 4, free: 3, evictable: 2 })?;
-    same("9 tokens", ask(&prompts, 9, all).ok(), Some(8))?;
-    same("a chunk of 13", ask(&prompts, 13, all.chunk(4)).ok(), Some(8))?;
-    full(ask(&prompts, 13, all.chunk(4).must_fit()))?;
-    let refused = full(ask(&prompts, 9, all.watermark(1)))?;
+    same("9 tokens", admit(&prompts, 9, all).ok(), Some(8))?;
+    same("a chunk of 13", admit(&prompts, 13, all.chunk(4)).ok(), Some(8))?;
+    full(admit(&prompts, 13, all.chunk(4).must_fit()))?;
+    let refused = full(admit(&prompts, 9, all.watermark(1)))?;
     same("a watermark", refused, BlocksExhausted { group, needed: 4, free: 3, evictable: 2 })?;
     let refused = full(prompts.cache.start(seq(2), &tokens(0..9), plain().reserve(16)))?;
     same("a reserve", refused, BlocksExhausted { group, needed: 2, free: 1, evictable: 0 })?;

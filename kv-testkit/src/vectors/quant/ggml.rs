@@ -119,8 +119,9 @@ impl File {
             }
             Ok(Row { name: row.name.clone(), values, blocks, decoded })
         };
-        let named = |text: &RowText| row(text).map_err(|why| format!("row {}: {why}", text.name));
-        Ok(Blocks { kind, rows: self.rows.iter().map(named).collect::<Result<_, _>>()? })
+        let with_name =
+            |text: &RowText| row(text).map_err(|why| format!("row {}: {why}", text.name));
+        Ok(Blocks { kind, rows: self.rows.iter().map(with_name).collect::<Result<_, _>>()? })
     }
 }
 

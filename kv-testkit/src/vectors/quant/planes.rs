@@ -8,7 +8,7 @@ use kv_core::{
 
 use crate::case::CaseError;
 use crate::device::{self, Device, Place, Staged, fetch};
-use crate::lab::{dense, seq};
+use crate::fixture::{dense, seq};
 
 /// The K plane of a cache of one layer and one head, with scale 1.
 #[derive(Debug)]

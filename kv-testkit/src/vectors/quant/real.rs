@@ -32,7 +32,7 @@ use serde_json::Value;
 
 use crate::case::{At, CaseError, CaseResult, Outcome, ensure};
 use crate::device::{Device, Place, Staged};
-use crate::lab::{dense, seq};
+use crate::fixture::{dense, seq};
 use crate::oracle::gaussian;
 use limits::Expected;
 
