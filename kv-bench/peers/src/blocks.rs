@@ -1,22 +1,22 @@
-//! The life of blocks beside other crates.
+//! Block management beside other crates.
 //!
-//! The contenders take turns of some rounds each, so that a busy machine is busy for all of them
-//! and each runs warm; what is printed is the median of the rounds, the fastest, and the ratio of
-//! medians. All do the same work: 1,000 sequences that each grow by a token, blocks of 16; and a
-//! prompt of 1,025 tokens of which 64 blocks are cached, from its token ids to blocks that are
-//! held.
+//! The contenders run interleaved, some rounds at a time, so that other load on the machine affects
+//! all of them and each runs warm; the median and the fastest of the rounds and the ratio of
+//! medians are printed. All do the same work: 1,000 sequences that each grow by a token, with
+//! blocks of 16; and a prompt of 1,025 tokens of which 64 blocks are cached, from its token ids to
+//! held blocks.
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use kv_bench::Eviction;
-use kv_bench::life::{Decode, Hit};
+use kv_bench::blocks::{Decode, Hit};
 use kvbm_logical::{BlockManager, BlockRegistry, SchedulableSequence};
 use serde::Serialize;
 
 const SEQUENCES: u32 = 1000;
 const CONTEXT: u32 = 256;
 const BLOCK_SIZE: u32 = 16;
-/// Turns of each contender, and rounds of a turn.
+/// Interleaved turns of each contender, and rounds per turn.
 const TURNS: usize = 20;
 const ROUNDS: usize = 50;
 
@@ -26,7 +26,7 @@ pub(crate) struct Compared {
     what: String,
     ours: Timed,
     kvbm_logical: Timed,
-    /// The peer's median by ours: above 1, ours is faster.
+    /// The peer's median over ours: above 1, ours is faster.
     ratio: f64,
 }
 
@@ -36,7 +36,7 @@ struct Timed {
     best_ns: u128,
 }
 
-/// Measures everything that both do.
+/// Measures everything that both libraries do.
 pub(crate) fn run() -> anyhow::Result<Vec<Compared>> {
     let mut all = Vec::new();
     for eviction in [Eviction::Lru, Eviction::Default] {
@@ -103,7 +103,7 @@ fn manager(blocks: u32) -> anyhow::Result<BlockManager<Device>> {
     Ok(builder.registry(BlockRegistry::new()).with_lru_backend().build()?)
 }
 
-/// Sequences of the peer that grow by one token a step.
+/// Sequences of the peer that grow by one token per step.
 struct Kvbm {
     manager: BlockManager<Device>,
     sequences: Vec<SchedulableSequence<Device>>,
@@ -182,7 +182,7 @@ impl KvbmHit {
         builder.max_output_tokens(2).block_size(BLOCK_SIZE).build()
     }
 
-    /// From token ids to blocks that are held; letting go of them is outside the time.
+    /// Measures the time from token ids to held blocks; their release is not timed.
     fn start(&self) -> anyhow::Result<Duration> {
         let begin = Instant::now();
         let mut sequence = self.sequence()?;

@@ -1,13 +1,13 @@
-//! What the life of blocks costs: decode steps, prompts that are cached, blocks given up.
+//! The cost of block management: decode steps, cached prompts, evictions.
 use std::time::Duration;
 
 use criterion::{BenchmarkId, Criterion, Throughput};
 use kv::eviction::Eviction;
+use kv_bench::blocks::{Decode, Full, Hit, Repeat};
 use kv_bench::is_smoke;
-use kv_bench::life::{Decode, Full, Hit, Repeat};
 
 pub(crate) fn benches(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("life");
+    let mut group = criterion.benchmark_group("blocks");
     let sequences = if is_smoke() { 10 } else { 1000 };
     let pools: &[u32] = if is_smoke() { &[128] } else { &[1_000, 30_000, 1_000_000] };
     for eviction in [Eviction::Lru, Eviction::Default] {
@@ -28,7 +28,7 @@ pub(crate) fn benches(criterion: &mut Criterion) {
             let name = format!("repeat/{eviction}");
             group.bench_function(BenchmarkId::new(name, before), |bencher| {
                 let mut repeat = Repeat::new(16, before, eviction).unwrap();
-                bencher.iter_custom(|n| (0..n).map(|_| repeat.turn().unwrap()).sum());
+                bencher.iter_custom(|n| (0..n).map(|_| repeat.request().unwrap()).sum());
                 assert_eq!(repeat.cached(), 1);
             });
         }
@@ -36,7 +36,7 @@ pub(crate) fn benches(criterion: &mut Criterion) {
             let name = format!("evict/{eviction}");
             group.bench_function(BenchmarkId::new(name, num_blocks), |bencher| {
                 let mut full = Full::new(num_blocks, eviction).unwrap();
-                bencher.iter_custom(|n| (0..n).map(|_| full.turn().unwrap()).sum::<Duration>());
+                bencher.iter_custom(|n| (0..n).map(|_| full.request().unwrap()).sum::<Duration>());
             });
         }
     }

@@ -1,4 +1,4 @@
-//! The life of blocks without a device: what a scheduler pays for every step and every prompt.
+//! Block management without a device: the cost of every step and every prompt to a scheduler.
 use std::time::{Duration, Instant};
 
 use kv::backend::NullBackend;
@@ -7,14 +7,14 @@ use kv::{CacheSpec, Error, KvCache, QkvFormat, SequenceId, StartOptions, StepInp
 
 use crate::{BLOCK_SIZE, values};
 
-/// A cache of one layer that stores nothing.
+/// Makes a cache of one layer on the null backend.
 fn cache(num_blocks: u32, eviction: Eviction) -> Result<KvCache<NullBackend>, Error> {
     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).eviction(eviction);
     Ok(KvCache::new(NullBackend::new(), spec.paged(BLOCK_SIZE, num_blocks).build()?)?)
 }
 
-/// Computes `tokens` of a sequence.
-fn feed(
+/// Runs a step with `tokens` of a sequence.
+fn append(
     cache: &mut KvCache<NullBackend>,
     sequence: SequenceId,
     tokens: &[u32],
@@ -40,12 +40,13 @@ pub struct Decode {
 }
 
 impl Decode {
-    /// `sequences` sequences of `context` tokens, less a few that differ from one to the next.
+    /// Makes `sequences` sequences of `context` tokens, less a few that differ from one to the
+    /// next.
     ///
     /// # Errors
-    /// The cache's own.
+    /// Those of the cache.
     pub fn new(sequences: u32, context: u32, eviction: Eviction) -> Result<Self, Error> {
-        // Room for as many tokens again before they start anew.
+        // Room for twice the context, before the sequences start again.
         let blocks = context.saturating_mul(2).div_ceil(BLOCK_SIZE).saturating_add(1);
         let num_blocks = blocks.saturating_mul(sequences);
         let mut decode = Self {
@@ -62,25 +63,25 @@ impl Decode {
     }
 
     fn restart(&mut self) -> Result<(), Error> {
-        // An empty pool: what evictions cost is measured apart.
+        // An empty pool, because evictions are measured separately.
         self.cache = cache(self.num_blocks, self.eviction)?;
         let prompt: Vec<u32> = (0..self.context).collect();
         for (id, short) in self.ids.iter().zip((0..16_usize).cycle()) {
-            // Nothing is shared: every prompt has a salt of its own.
+            // Every prompt has its own salt, so nothing is shared.
             let prompt = prompt.get(short..).unwrap_or_default();
             let salt = id.0.to_le_bytes();
             let options = StartOptions::default().salt(&salt);
             let reused = self.cache.start(*id, prompt, options)?;
-            feed(&mut self.cache, *id, prompt.get(reused..).unwrap_or_default())?;
+            append(&mut self.cache, *id, prompt.get(reused..).unwrap_or_default())?;
         }
         self.steps = 0;
         Ok(())
     }
 
-    /// One token for every sequence, from begin to commit.
+    /// Runs one step with a token for every sequence, from begin to commit.
     ///
     /// # Errors
-    /// The cache's own.
+    /// Those of the cache.
     pub fn step(&mut self) -> Result<Duration, Error> {
         if self.steps >= self.context {
             self.restart()?;
@@ -106,10 +107,11 @@ pub struct Hit {
 }
 
 impl Hit {
-    /// A prompt of `blocks` full blocks and one token more, among `others` prompts as long.
+    /// Caches a prompt of `blocks` full blocks and one more token, among `others` prompts of the
+    /// same length.
     ///
     /// # Errors
-    /// The cache's own.
+    /// Those of the cache.
     pub fn new(blocks: u32, others: u32, eviction: Eviction) -> Result<Self, Error> {
         let all = blocks.saturating_add(1).saturating_mul(others.saturating_add(1));
         let mut cache = cache(all, eviction)?;
@@ -119,18 +121,18 @@ impl Hit {
         let mut last = Vec::new();
         for prompt in prompts {
             let reused = cache.start(SequenceId(0), &prompt, StartOptions::default())?;
-            feed(&mut cache, SequenceId(0), prompt.get(reused..).unwrap_or_default())?;
+            append(&mut cache, SequenceId(0), prompt.get(reused..).unwrap_or_default())?;
             cache.release(SequenceId(0))?;
             last = prompt;
         }
         Ok(Self { cache, prompt: last })
     }
 
-    /// Starts a sequence on the prompt: hashes, finds, confirms and holds its blocks. Ends it again
-    /// outside the time.
+    /// Starts a sequence on the prompt: hashes, finds, confirms and holds its blocks. The release
+    /// is not timed.
     ///
     /// # Errors
-    /// The cache's own.
+    /// Those of the cache.
     pub fn start(&mut self) -> Result<(Duration, usize), Error> {
         let begin = Instant::now();
         let hit = self.cache.start(SequenceId(1), &self.prompt, StartOptions::default())?;
@@ -140,7 +142,7 @@ impl Hit {
     }
 }
 
-/// A pool full of cached blocks that nobody holds.
+/// A pool full of idle cached blocks.
 #[derive(Debug)]
 pub struct Full {
     cache: KvCache<NullBackend>,
@@ -148,23 +150,23 @@ pub struct Full {
 }
 
 impl Full {
-    /// `num_blocks` cached blocks.
+    /// Fills a pool of `num_blocks` blocks.
     ///
     /// # Errors
-    /// The cache's own.
+    /// Those of the cache.
     pub fn new(num_blocks: u32, eviction: Eviction) -> Result<Self, Error> {
         let mut full = Self { cache: cache(num_blocks, eviction)?, next: 0 };
         for _ in 0..num_blocks.div_ceil(64).saturating_add(1) {
-            full.turn()?;
+            full.request()?;
         }
         Ok(full)
     }
 
-    /// A new prompt of 64 blocks that takes the place of others, per block.
+    /// Computes a new prompt of 64 blocks that evicts others; returns the time per block.
     ///
     /// # Errors
-    /// The cache's own.
-    pub fn turn(&mut self) -> Result<Duration, Error> {
+    /// Those of the cache.
+    pub fn request(&mut self) -> Result<Duration, Error> {
         let len = BLOCK_SIZE.saturating_mul(64);
         let prompt: Vec<u32> = (self.next..self.next.saturating_add(len)).collect();
         self.next = self.next.wrapping_add(len) % (u32::MAX >> 1);
@@ -180,7 +182,7 @@ impl Full {
     }
 }
 
-/// One prompt that comes again and again, as that of a health check does.
+/// One prompt that is requested again and again, as by a health check.
 #[derive(Debug)]
 pub struct Repeat {
     cache: KvCache<NullBackend>,
@@ -188,33 +190,33 @@ pub struct Repeat {
 }
 
 impl Repeat {
-    /// A prompt of `len` tokens in a pool of 65,536 blocks, after `repeats` requests for it.
+    /// Makes a prompt of `len` tokens in a pool of 65,536 blocks, after `repeats` requests for it.
     ///
     /// # Errors
-    /// The cache's own.
+    /// Those of the cache.
     pub fn new(len: u32, repeats: u32, eviction: Eviction) -> Result<Self, Error> {
         let cache = cache(1 << 16, eviction)?;
         let mut repeat = Self { cache, prompt: (0..len).collect() };
         for _ in 0..repeats {
-            repeat.turn()?;
+            repeat.request()?;
         }
         Ok(repeat)
     }
 
-    /// Blocks with content that can be reused.
+    /// Returns the number of blocks with reusable content.
     pub fn cached(&self) -> u32 {
         self.cache.usage().blocks_cached
     }
 
-    /// One request: started, computed, ended.
+    /// Runs one request: start, prefill, release.
     ///
     /// # Errors
-    /// The cache's own.
-    pub fn turn(&mut self) -> Result<Duration, Error> {
+    /// Those of the cache.
+    pub fn request(&mut self) -> Result<Duration, Error> {
         let begin = Instant::now();
         let sequence = SequenceId(0);
         let reused = self.cache.start(sequence, &self.prompt, StartOptions::default())?;
-        feed(&mut self.cache, sequence, self.prompt.get(reused..).unwrap_or_default())?;
+        append(&mut self.cache, sequence, self.prompt.get(reused..).unwrap_or_default())?;
         self.cache.release(sequence)?;
         Ok(begin.elapsed())
     }
