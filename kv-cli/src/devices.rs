@@ -1,4 +1,4 @@
-//! `kv devices`: what a cache can live on, and why what is missing is missing.
+//! `kv devices`: the devices that a cache can use, and the reasons for those that are missing.
 use kv::cpu::{CpuBackend, CpuOptions};
 use kv::cuda::CardFacts;
 use kv::wgpu::AdapterFacts;
@@ -23,7 +23,7 @@ struct Missing {
     reason: String,
 }
 
-/// One device; the field `backend` of its JSON object says of which kind.
+/// One device; the field `backend` of its JSON object names the kind.
 #[derive(Debug, Serialize)]
 #[serde(tag = "backend", rename_all = "lowercase")]
 enum Device {
@@ -50,7 +50,7 @@ enum Device {
         compute_capability: String,
         multiprocessors: u32,
         memory_bytes: u64,
-        /// Why it cannot be opened.
+        /// The reason why it cannot be opened.
         #[serde(skip_serializing_if = "Option::is_none")]
         refusal: Option<String>,
     },
@@ -130,7 +130,7 @@ fn show(report: &Report) -> String {
     devices.chain(missing).flatten().map(|line| line + "\n").collect()
 }
 
-/// A device as people read it: its name, then a fact a line.
+/// Formats a device as text: its name, then one fact per line.
 fn lines(device: &Device) -> Vec<String> {
     let (name, facts) = match device {
         Device::Cpu { name, instruction_set, threads } => {

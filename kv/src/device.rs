@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_names_say_what_would_do() {
+    fn wrong_names_list_the_accepted_ones() {
         for text in ["cpu:1", "cuda:", "cuda:x", "wgpu:", "wgpu:-1", "wgpu:99999999999", "cuda:0:0"]
         {
             let error = text.parse::<Device>().expect_err(text);
@@ -206,7 +206,7 @@ mod tests {
 
     #[cfg(feature = "wgpu")]
     #[test]
-    fn an_adapter_that_is_not_there_is_named() {
+    fn a_missing_adapter_is_named() {
         let error = Device::open("wgpu:no such card").expect_err("no such card");
         assert_eq!(error.device_kind(), Some(kv_core::DeviceErrorKind::Unsupported));
         assert!(error.to_string().contains("no adapter"), "{error}");

@@ -1,4 +1,4 @@
-//! The examples of `kv`, run on every device that a test machine has.
+//! Runs the examples of `kv` on every device that a test machine has.
 //!
 //! An example asserts its own results and takes the name of a device.
 use std::time::Instant;
@@ -11,7 +11,7 @@ use crate::{shell, suite};
 /// Names of devices, as `kv::Device::open` takes them.
 const DEVICES: [&str; 1] = ["cpu"];
 
-/// Builds the examples, with the crates and features of the tests, whose builds are used again.
+/// Builds the examples with the crates and features of the tests, to use their builds again.
 pub(crate) fn build() -> Result<()> {
     let mut build = shell::cargo(["build", "--examples"]);
     shell::run(build.args(suite::LIGHT).args(suite::FEATURES))

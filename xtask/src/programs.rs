@@ -1,7 +1,7 @@
 //! Test programs of the light crates: built by cargo, started here.
 //!
-//! `cargo test` builds and runs in one go and holds its lock while it builds. Started directly, a
-//! program runs beside a build, and one command builds all of them, so that both happen at once.
+//! `cargo test` builds and runs at once and holds its lock while it builds. Started directly, a
+//! program runs beside a build, and one command builds all of them.
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::{shell, suite};
 
-/// Variable that names a file with cargo's messages: programs are read from it, not built.
+/// Variable with the path of cargo's messages: programs are read from that file instead of built.
 const BUILT: &str = "KV_XTASK_PROGRAMS";
 
 /// A test program, as cargo describes it.
@@ -24,17 +24,17 @@ pub(crate) struct Program {
     /// `lib`, `bin`, `test`, `bench`, `example`.
     pub(crate) kind: String,
     path: PathBuf,
-    /// Folder of the crate, in which cargo starts it.
+    /// Folder of the crate, in which cargo starts the program.
     folder: PathBuf,
 }
 
 impl Program {
-    /// Starts it as `cargo test` does.
+    /// Makes the command, as `cargo test` does.
     pub(crate) fn command(&self) -> Command {
         self.run_by(None)
     }
 
-    /// Starts it through another program, an emulator of its CPU.
+    /// Makes the command through another program, an emulator of its CPU.
     pub(crate) fn run_by(&self, runner: Option<&str>) -> Command {
         let mut command = match runner {
             None => shell::program(&self.path),
@@ -48,12 +48,12 @@ impl Program {
         command
     }
 
-    /// Reads one line of cargo's messages; `None` where it is about something else.
+    /// Parses one line of cargo's messages; `None` for other messages.
     fn parse(line: &str) -> Option<Self> {
         let message: Value = serde_json::from_str(line).ok()?;
         let path = message.get("executable")?.as_str()?;
         let kind = message.pointer("/target/kind/0")?.as_str()?;
-        // A test or bench with a `main` of its own is built without the harness.
+        // A test or bench with its own `main` is built without the harness.
         let is_test = message.pointer("/profile/test")?.as_bool()?;
         if !is_test && !["test", "bench"].contains(&kind) {
             return None;
@@ -69,7 +69,7 @@ impl Program {
     }
 }
 
-/// Builds these targets of the light crates, but for crates that are left out.
+/// Builds these targets of the light crates, without the given crates.
 pub(crate) fn light<S: AsRef<str>>(without: &[S], targets: &[&str]) -> Result<Vec<Program>> {
     if let Some(file) = env::var_os(BUILT) {
         let text = fs::read_to_string(&file)
@@ -79,19 +79,19 @@ pub(crate) fn light<S: AsRef<str>>(without: &[S], targets: &[&str]) -> Result<Ve
     Ok(parse(&messages(&light_args(without, targets), &[])?))
 }
 
-/// Builds all test programs of the light crates, and notes them for [`use_built`].
+/// Builds all test programs of the light crates, and lists them for [`use_built`].
 pub(crate) fn build_all(file: &Path) -> Result<()> {
     let targets = ["--lib", "--bins", "--examples", "--tests", "--benches"];
     let text = messages(&light_args::<&str>(&[], &targets), &[])?;
     fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// Builds what these arguments of `cargo test` choose.
+/// Builds the programs that these arguments of `cargo test` select.
 pub(crate) fn build(args: &[&str], variables: &[(String, &str)]) -> Result<Vec<Program>> {
     Ok(parse(&messages(args, variables)?))
 }
 
-/// Tells a program of ours where [`build_all`] has noted what is built.
+/// Passes the list of [`build_all`] to another process of this tool.
 pub(crate) fn use_built(command: &mut Command, file: &Path) {
     command.env(BUILT, file);
 }
@@ -106,7 +106,7 @@ fn light_args<'a, S: AsRef<str>>(without: &'a [S], targets: &[&'a str]) -> Vec<&
     args
 }
 
-/// What cargo says of a build, a message a line.
+/// Returns cargo's messages of a build, one per line.
 fn messages(args: &[&str], variables: &[(String, &str)]) -> Result<String> {
     let mut command = shell::cargo(["test", "--no-run"]);
     command.args(args).envs(variables.iter().map(|(name, value)| (name, value)));

@@ -1,14 +1,14 @@
-//! The commands of README.md and docs/cli.md, run as they are written.
+//! Runs the commands of README.md and docs/cli.md as they are written.
 //!
-//! A fence marked `sh` holds commands that work on a fresh checkout, one a line; anything else,
-//! such as a command that takes long, stands in a fence marked `text`.
+//! A fence marked `sh` holds commands that work on a fresh checkout, one per line; anything else,
+//! such as a command that takes long, is in a fence marked `text`.
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 
 use crate::{shell, suite};
 
-/// Commands that would run what is running.
+/// Commands that would start this command again.
 const RUNNING: [&str; 1] = ["cargo xtask test"];
 
 /// Documents whose commands run.
@@ -39,7 +39,7 @@ pub(crate) fn run() -> Result<()> {
 
 fn run_line(line: &str) -> Result<()> {
     if RUNNING.contains(&line) {
-        println!("$ {line}   (is what runs now)");
+        println!("$ {line}   (running already)");
         return Ok(());
     }
     let start = Instant::now();
@@ -48,7 +48,7 @@ fn run_line(line: &str) -> Result<()> {
     Ok(())
 }
 
-/// The lines of all fences marked `sh`, without comments.
+/// Returns the lines of all fences marked `sh`, without comments.
 fn commands(text: &str) -> Vec<&str> {
     let mut commands = Vec::new();
     let mut fence = None;

@@ -11,9 +11,9 @@
 //! 7. anything may be dropped at any time (`queue/drop_anytime`);
 //! 8. the same input twice gives the same bits (`attend/repeatable`);
 //! 9. attention reads no block in which none of its queries sees a key, not even to mask it
-//!    afterwards (`attend/unseen_slots_are_never_read`);
+//!    afterwards (`attend/masked_slots_are_never_read`);
 //! 10. storage whose `head_dim` or stored format the device does not take is refused before
-//!     anything of a cache is allocated (`cache/head_dims_not_taken`, `cache/formats_not_taken`);
+//!     anything of a cache is allocated (`cache/unsupported_head_dims_are_refused`, `cache/unsupported_formats_are_refused`);
 //!     all others are taken by every operation;
 //! 11. an output in host memory holds its rows when the call returns, to the bit those that it has
 //!     in device memory (`attend/host_outputs`, `gather/host_outputs`, `convert/host_outputs`).
