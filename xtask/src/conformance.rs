@@ -239,7 +239,7 @@ fn runner(workspace: &Workspace, backend: &str) -> Result<Program> {
     let (package, target) = (package_of(backend), target_of(backend));
     let others = workspace.packages.iter().filter(|other| other.name != package);
     let others: Vec<_> = others.filter(|o| has(o, target)).map(|o| &*o.name).collect();
-    let programs = programs::light(&others, &["--test", target])?;
+    let programs = programs::of_workspace(&others, &["--test", target])?;
     let found = programs.into_iter().find(|p| p.package == package && p.target == target);
     found.with_context(|| format!("cargo built no {target} of {package}"))
 }

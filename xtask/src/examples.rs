@@ -13,8 +13,8 @@ const DEVICES: [&str; 1] = ["cpu"];
 
 /// Builds the examples with the crates and features of the tests, to use their builds again.
 pub(crate) fn build() -> Result<()> {
-    let mut build = shell::cargo(["build", "--examples"]);
-    shell::run(build.args(suite::LIGHT).args(suite::FEATURES))
+    let mut build = shell::cargo(["build", "--workspace", "--examples"]);
+    shell::run(build.args(suite::FEATURES))
 }
 
 /// Runs each example on each device.

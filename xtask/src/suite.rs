@@ -13,18 +13,14 @@ use crate::{
     arm, conformance, emulator, examples, kernels, lanes, readme, setup, shell, tidy, webgpu,
 };
 
-/// The crates with heavy dependencies: built once, in release, for their tests and for README. All
-/// other crates are always selected together, because cargo builds a dependency again for every
-/// selection with other features of it.
-pub(crate) const HEAVY: [&str; 2] = ["kv-runner", "kv-cli"];
+/// Features of every build of the workspace: all backends, the CUDA backend also on the emulator,
+/// and the CPU also on rayon. All crates are always selected together with the same features,
+/// because cargo builds a dependency again for every selection with other features of it.
+pub(crate) const FEATURES: [&str; 2] =
+    ["--features", "kv-cuda/emulated,kv/wgpu,kv/cuda,kv/rayon,kv-cli/wgpu,kv-cli/cuda"];
 
-/// Arguments that leave them out.
-pub(crate) const LIGHT: [&str; 5] =
-    ["--workspace", "--exclude", "kv-runner", "--exclude", "kv-cli"];
-
-/// Features of every build of the light crates, for the same reason: the CUDA backend also runs on
-/// the emulator, `kv` opens every backend, and the CPU also runs on rayon.
-pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated,kv/wgpu,kv/cuda,kv/rayon"];
+/// Crates whose tests run models: a stage of their own.
+const MODELS: [&str; 2] = ["kv-runner", "kv-cli"];
 
 /// The emulator's own tests, with each sanitizer.
 const SELF_TEST: emulator::Options =
@@ -42,7 +38,6 @@ const STAGES: &[Stage] = &[
     compile("clippy", &[], clippy),
     compile("build of the CUDA emulator", &[], build_emulator),
     compile("build of tests", &[], build_tests),
-    compile("build of kv-runner and kv-cli in release", &[], build_heavy),
     compile("build of CUDA kernels with sanitizers", &[], build_sanitized),
     compile("build of CPU kernels for Arm", &[], build_arm),
     compile("build of examples of kv", &[], |_| examples::build().map(passed)),
@@ -56,14 +51,8 @@ const STAGES: &[Stage] = &[
     run_stage("conformance of all CPU kernels", &["build of tests"], conform_kernels),
     run_stage("conformance of shaders", &["build of tests"], |_| webgpu::run().map(passed)),
     run_stage("conformance of CUDA kernels on the emulator", &["build of tests"], conform_emulated),
-    run_stage(
-        "kv-runner and kv-cli in release",
-        &["build of kv-runner and kv-cli in release"],
-        heavy_tests,
-    ),
-    run_stage("README commands", &["build of kv-runner and kv-cli in release"], |_| {
-        readme::run().map(passed)
-    }),
+    run_stage("kv-runner and kv-cli", &["build of tests"], model_tests),
+    run_stage("README commands", &["build of tests"], |_| readme::run().map(passed)),
     run_stage("CUDA kernels under sanitizers", &["build of CUDA kernels with sanitizers"], |_| {
         emulator::test_kernels().map(passed)
     }),
@@ -196,12 +185,22 @@ fn other_cpu(_: &Workspace) -> Result<Outcome> {
     }
 }
 
-/// Runs all tests except those of the heavy crates and the conformance runners, which have separate
-/// stages.
+/// Runs all tests except those of the crates that run models and the conformance runners, which
+/// have separate stages.
 fn unit_tests(workspace: &Workspace) -> Result<Outcome> {
-    let programs = programs::light::<&str>(&[], &[])?;
+    run_programs(workspace, |program| {
+        !conformance::is_runner(&program.target) && !MODELS.contains(&&*program.package)
+    })
+}
+
+fn model_tests(workspace: &Workspace) -> Result<Outcome> {
+    run_programs(workspace, |program| MODELS.contains(&&*program.package))
+}
+
+fn run_programs(workspace: &Workspace, wanted: fn(&Program) -> bool) -> Result<Outcome> {
+    let programs = programs::of_workspace::<&str>(&[], &[])?;
     let library = emulator::library(Sanitizer::None)?;
-    for program in programs.iter().filter(|program| !conformance::is_runner(&program.target)) {
+    for program in programs.iter().filter(|program| wanted(program)) {
         let mut command = program.command();
         conformance::quiet_drivers(&mut command, workspace)?;
         run_program(program, command.env(emulator::SETTING, &library))?;
@@ -252,8 +251,8 @@ fn compile_kernels(workspace: &Workspace) -> Result<Outcome> {
 }
 
 fn doc_tests(_: &Workspace) -> Result<Outcome> {
-    let mut command = shell::cargo(["test", "--doc"]);
-    shell::run(command.args(LIGHT).args(FEATURES)).map(passed)
+    let mut command = shell::cargo(["test", "--workspace", "--doc"]);
+    shell::run(command.args(FEATURES)).map(passed)
 }
 
 /// Runs all cases on the backend's own type, and on the erased type those that show that calls are
@@ -316,24 +315,6 @@ fn conform_emulated(_: &Workspace) -> Result<Outcome> {
     clean(conformance::EMULATED, &conformance::run(&options)?)
 }
 
-/// Builds the programs of README's commands and their tests.
-fn build_heavy(_: &Workspace) -> Result<Outcome> {
-    let packages = heavy_packages();
-    cargo(&[&["test", "--no-run", "--release"], &*packages].concat())?;
-    cargo(&["build", "--release", "--package", "kv-cli"])
-}
-
-fn heavy_packages() -> Vec<&'static str> {
-    HEAVY.iter().flat_map(|name| ["--package", *name]).collect()
-}
-
-fn heavy_tests(workspace: &Workspace) -> Result<Outcome> {
-    let mut command = shell::cargo(["test", "--release"]);
-    command.args(heavy_packages());
-    conformance::quiet_drivers(&mut command, workspace)?;
-    shell::run(&mut command).map(passed)
-}
-
 fn rustdoc(_: &Workspace) -> Result<Outcome> {
     // Programs are left out: `kv` the program and `kv` the library would share a page. The
     // selection of crates and features is clippy's, so that its results are used again.
@@ -341,12 +322,10 @@ fn rustdoc(_: &Workspace) -> Result<Outcome> {
     shell::run(command.args(FEATURES).env("RUSTDOCFLAGS", "--deny warnings")).map(passed)
 }
 
-/// Features only add: the user's crate must build without any.
-fn features(workspace: &Workspace) -> Result<Outcome> {
-    match workspace.package("kv") {
-        Some(_) => cargo(&["check", "--package", "kv", "--no-default-features"]),
-        None => Ok(Outcome::Skipped("kv: not in this workspace yet".to_owned())),
-    }
+/// Features only add: the library must build without any, and the program as README builds it.
+fn features(_: &Workspace) -> Result<Outcome> {
+    cargo(&["check", "--package", "kv", "--no-default-features"])?;
+    cargo(&["check", "--package", "kv-cli"])
 }
 
 #[cfg(test)]

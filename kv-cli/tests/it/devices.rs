@@ -19,6 +19,12 @@ fn of(backend: &str) -> Result<Vec<Value>, String> {
             assert!(found.is_empty(), "{backend} is there and missing: {report}");
             let reason = missing["reason"].as_str().expect("text");
             assert!(!reason.is_empty() && !reason.contains('\n'));
+            let is_built = match backend {
+                "wgpu" => cfg!(feature = "wgpu"),
+                "cuda" => cfg!(feature = "cuda"),
+                _ => true,
+            };
+            assert_eq!(reason.contains(&format!("add --features {backend}")), !is_built);
             Err(reason.to_owned())
         }
         _ => panic!("{backend} is missing twice: {report}"),

@@ -46,7 +46,10 @@ const BUILDS: [Build; 4] = [
         &["build", "--package=kv-cuda", "--example=gpu"],
         &[Program { name: "gpu", target: "gpu", is_test: false }],
     ),
-    (&["build", "--package=kv-cli"], &[Program { name: "kv", target: "kv", is_test: false }]),
+    (
+        &["build", "--package=kv-cli", "--features=cuda,wgpu"],
+        &[Program { name: "kv", target: "kv", is_test: false }],
+    ),
     (&["build", "--package=xtask"], &[Program { name: "xtask", target: "xtask", is_test: false }]),
 ];
 
