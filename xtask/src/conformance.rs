@@ -38,9 +38,9 @@ pub(crate) fn is_runner(target: &str) -> bool {
 const NO_KERNELS: [&str; 12] = [
     "buffer/",
     "cache/",
+    "compat/",
     "erased/",
     "failure/",
-    "front/",
     "life/",
     "lives/",
     "queue/",

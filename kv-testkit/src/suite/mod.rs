@@ -4,10 +4,10 @@
 mod attend;
 mod buffer;
 mod cache;
+mod compat;
 mod convert;
 mod copy;
 mod failure;
-mod front;
 mod gather;
 mod life;
 mod lives;
@@ -47,8 +47,8 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         segments::cases(),
         cache::cases(),
         life::cases(),
+        compat::cases(),
         failure::cases(),
-        front::cases(),
         quant::cases(),
         random::cases(),
         lives::cases(),

@@ -1,8 +1,8 @@
 //! `te-quirks/1`: inputs that TransformerEngine accepts and mishandles, and what is sane.
 use std::collections::BTreeMap;
 
-use kv_core::front::InferenceConfig;
-use kv_core::{DType, InferenceParams};
+use kv_compat::{InferenceConfig, InferenceParams};
+use kv_core::DType;
 use serde::Deserialize;
 
 use super::te::{Config, Entry, Form, check_content, state, write};

@@ -1,16 +1,14 @@
-//! The contract between [`InferenceParams`](super::InferenceParams) and what stores its K and V.
+//! The contract between [`InferenceParams`](crate::InferenceParams) and what stores its K and V.
 use std::any::Any;
 use std::fmt;
 
-use crate::backend::Backend;
-use crate::element::DType;
-use crate::error::CacheError;
-use crate::front::BlockManager;
-use crate::geometry::QkvFormat;
-use crate::ids::{BlockId, SequenceId};
-use crate::plan::AttentionOptions;
-use crate::storage::{Plane, PlaneView};
-use crate::tensor::{TensorView, TensorViewMut};
+use kv_core::backend::Backend;
+use kv_core::{
+    AttentionOptions, BlockId, CacheError, DType, Plane, PlaneView, QkvFormat, SequenceId,
+    TensorView, TensorViewMut,
+};
+
+use crate::BlockManager;
 
 /// What a cache manager is constructed from: the keywords that TransformerEngine passes to one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,7 +69,7 @@ pub struct TrackedSequence {
 
 /// Stores K and V and decides which sequence has which pages.
 ///
-/// [`InferenceParams`](super::InferenceParams) keeps the prefix sums, the page table and their
+/// [`InferenceParams`](crate::InferenceParams) keeps the prefix sums, the page table and their
 /// device buffers, and asks a manager for everything else. It owns the device and its queue,
 /// because all work of one cache goes through one queue, in order.
 ///
@@ -86,11 +84,10 @@ pub struct TrackedSequence {
 /// # Examples
 /// A manager that counts steps and leaves the rest to the built-in one:
 /// ```
+/// use kv_compat::{CacheManager, InferenceConfig, InferenceParams, TrackedSequence};
 /// use kv_core::backend::{Backend, NullBackend};
-/// use kv_core::front::{CacheManager, InferenceConfig, InferenceParams, TrackedSequence};
-/// use kv_core::plan::AttentionOptions;
-/// use kv_core::{BlockId, CacheError, DType, Plane, PlaneView, QkvFormat, SequenceId};
-/// use kv_core::{TensorView, TensorViewMut};
+/// use kv_core::{AttentionOptions, BlockId, CacheError, DType, Plane, PlaneView, QkvFormat};
+/// use kv_core::{SequenceId, TensorView, TensorViewMut};
 ///
 /// #[derive(Debug)]
 /// struct Counting<B: Backend> {

@@ -1,7 +1,8 @@
 //! What a step answers.
-use crate::backend::{AnyBackend, Backend};
-use crate::front::config::OutputFormat;
-use crate::storage::PlaneView;
+use kv_core::PlaneView;
+use kv_core::backend::{AnyBackend, Backend};
+
+use crate::config::OutputFormat;
 
 /// What [`step`](crate::InferenceParams::step) answers: where the cache is, and how its rows are
 /// divided.

@@ -1,12 +1,12 @@
 //! What can be read off an [`InferenceParams`] without changing it.
 use std::fmt;
 
-use crate::backend::Backend;
-use crate::front::config::OutputFormat;
-use crate::front::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
-use crate::front::params::InferenceParams;
-use crate::geometry::QkvFormat;
-use crate::ids::{BlockId, SequenceId};
+use kv_core::backend::Backend;
+use kv_core::{BlockId, QkvFormat, SequenceId};
+
+use crate::config::OutputFormat;
+use crate::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
+use crate::params::InferenceParams;
 
 impl<B: Backend> InferenceParams<B> {
     /// The device.
@@ -40,7 +40,7 @@ impl<B: Backend> InferenceParams<B> {
     }
     /// Axes of q and of the cache that go with [`Self::input_qkv_format`].
     pub fn output_qkv_format(&self) -> OutputFormat {
-        self.input_format.into()
+        OutputFormat::of(self.input_format)
     }
     /// Axes of the cache: always `bshd`.
     pub fn cache_qkv_format(&self) -> QkvFormat {

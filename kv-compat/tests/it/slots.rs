@@ -1,12 +1,12 @@
 //! The slot style: ids, limits, lengths, memory figures.
+use kv_compat::{KvCacheManager, SlotConfig};
 use kv_core::backend::NullBackend;
-use kv_core::front::{KvCacheManager, SlotConfig};
 use kv_core::{
     AttentionOptions, CacheError, KvFormat, LayerId, PlanError, SequenceId, TensorView,
     TensorViewMut,
 };
 
-use super::refusal;
+use crate::params::refusal;
 
 type Slots = KvCacheManager<NullBackend>;
 
@@ -101,7 +101,7 @@ fn allocation_is_refused_with_the_reason() {
     cache.release_sequence(ids[0]).unwrap();
     let sequence = ids[0];
     let unknown = PlanError::UnknownSequence { sequence };
-    assert_eq!(refusal(cache.release_sequence(sequence)), unknown, "a second release");
+    assert_eq!(cache.release_sequence(sequence), Err(unknown), "a second release");
     cache.allocate_sequence(1).unwrap();
 }
 
@@ -234,4 +234,40 @@ fn attention_takes_any_batch_of_live_sequences() {
     assert!(matches!(refusal(attend(3, &[(a, 1)], 2)), PlanError::UnknownLayer { .. }));
     assert!(matches!(refusal(attend(0, &[(a, 4)], 2)), PlanError::Shape { .. }));
     assert!(matches!(refusal(attend(0, &[(a, 1)], 1)), PlanError::HeadsNotDivisible { .. }));
+}
+
+/// Each count that a caller gives is within a bound of the cache, or refused.
+#[test]
+fn counts_of_a_slot_cache_are_bounded_by_its_slots() {
+    let config = SlotConfig {
+        num_layers: 1,
+        num_kv_heads: 1,
+        head_dim: 2,
+        max_seq_len: 8,
+        max_batch_size: 2,
+        format: KvFormat::F32,
+    };
+    let mut cache = KvCacheManager::new(NullBackend::new(), config).unwrap();
+    let rows = [0.0_f32; 9 * 2];
+    for (n, is_refused) in [(0, true), (1, false), (8, false), (9, true), (u32::MAX, true)] {
+        let taken = cache.allocate_sequence(n);
+        assert_eq!(taken.is_err(), is_refused, "{n} tokens of a sequence");
+        if let Ok(sequence) = taken {
+            cache.release_sequence(sequence).unwrap();
+        }
+        let sequence = cache.allocate_sequence(8).unwrap();
+        let view = TensorView::host(&rows, &[9, 1, 2]);
+        let written = cache.append_kv(sequence, 0, view, view, n);
+        assert_eq!(written.is_err(), is_refused, "{n} rows");
+        assert_eq!(cache.advance_seq_len(sequence, n).is_err(), is_refused, "{n} tokens");
+        cache.release_sequence(sequence).unwrap();
+    }
+    let sequence = cache.allocate_sequence(8).unwrap();
+    let mut out = rows;
+    let view = TensorView::host(&rows, &[9, 1, 2]);
+    for (n, is_refused) in [(0, true), (1, false), (9, false), (65_537, true), (u32::MAX, true)] {
+        let out = TensorViewMut::host(&mut out, &[9, 1, 2]);
+        let attended = cache.attend(0, &[(sequence, n)], view, out, &AttentionOptions::full(1.0));
+        assert_eq!(attended.is_err(), is_refused, "{n} queries");
+    }
 }

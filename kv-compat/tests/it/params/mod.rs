@@ -1,5 +1,4 @@
-//! The classic front ends on the null device: bookkeeping, refusals, addresses. What is stored is
-//! the conformance suite's business.
+//! `InferenceParams`: its constructor, its steps, and managers of the caller's own.
 #![expect(
     clippy::as_conversions,
     clippy::arithmetic_side_effects,
@@ -10,10 +9,9 @@ mod lifecycle;
 mod managers;
 mod random;
 mod refusals;
-mod slots;
 
+use kv_compat::{InferenceConfig, InferenceParams};
 use kv_core::backend::NullBackend;
-use kv_core::front::{InferenceConfig, InferenceParams};
 use kv_core::{CacheError, DType, PlanError, TensorView, TensorViewMut};
 
 pub(crate) type Params = InferenceParams<NullBackend>;

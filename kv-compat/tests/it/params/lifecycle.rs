@@ -1,6 +1,6 @@
 //! Steps that are accepted: lengths, rows, pages, arrays, shapes.
+use kv_compat::InferenceParams;
 use kv_core::backend::{NullBackend, NullControl};
-use kv_core::front::InferenceParams;
 use kv_core::{CacheError, DType, TensorView, TensorViewMut};
 
 use super::{Params, both, config, lens, paged, params, pre_step, run, state, write};

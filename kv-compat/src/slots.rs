@@ -1,20 +1,18 @@
-//! `KvCacheManager`: one fixed slot a sequence, rows appended layer by layer, lengths advanced by
-//! hand.
+//! `KvCacheManager`: one fixed slot for each sequence, rows appended layer by layer, lengths advanced
+//! by the caller.
 //!
-//! Owns what a step would otherwise know: how many rows each layer has behind a sequence's length.
+//! Owns the planes, a block table with one block in each row, and the number of rows that each
+//! layer has after a sequence's length. Checks and describes work through the plans of `kv_core`.
 use hashbrown::HashMap;
-
-use crate::backend::{AnyBackend, Backend};
-use crate::cache::{KvCache, StartOptions};
-use crate::error::{CacheError, PlanError};
-use crate::format::KvFormat;
-use crate::geometry::{BlockOrder, QkvFormat};
-use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
-use crate::num::to_u32;
-use crate::plan::{AttentionOptions, BatchEntry};
-use crate::spec::{CacheSpec, GroupSpec};
-use crate::storage::{Plane, PlaneView};
-use crate::tensor::{TensorView, TensorViewMut};
+use kv_core::backend::{AnyBackend, Backend, Queue};
+use kv_core::block::BlockTables;
+use kv_core::calibration::PlaneConstants;
+use kv_core::num::to_u32;
+use kv_core::plan::{AttendArgs, BatchEntry, PlanBuffers, WriteArgs};
+use kv_core::{
+    AttentionOptions, BlockId, BlockOrder, CacheError, CacheSpec, GroupSpec, KvFormat, KvStorage,
+    LayerId, PlanError, Plane, PlaneView, QkvFormat, SequenceId, TensorView, TensorViewMut,
+};
 
 /// What a [`KvCacheManager`] holds. Every number must be at least 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,14 +39,18 @@ pub struct SlotConfig {
 /// [`Self::advance_seq_len`] makes them part of the sequence. Appending is stateless: always at the
 /// sequence's length, so a pass that was given up is simply repeated.
 ///
+/// A slot is a block of [`max_seq_len`](SlotConfig::max_seq_len) tokens. There is nothing to
+/// allocate in a step, so this type has no [`KvCache`](kv_core::KvCache): it makes the plans that a
+/// cache would make, from a block table with one entry in each row.
+///
 /// # Source
 /// tiny-llm, `KVCacheManager`. It clamps an advance to the slot and does not ask whether rows were
 /// appended; here both are errors.
 ///
 /// # Examples
 /// ```
+/// use kv_compat::{KvCacheManager, SlotConfig};
 /// use kv_core::backend::NullBackend;
-/// use kv_core::front::{KvCacheManager, SlotConfig};
 /// use kv_core::{AttentionOptions, KvFormat, TensorView, TensorViewMut};
 ///
 /// let config = SlotConfig {
@@ -76,20 +78,31 @@ pub struct SlotConfig {
 /// ```
 #[derive(Debug)]
 pub struct KvCacheManager<B: Backend = AnyBackend> {
-    cache: KvCache<B>,
+    backend: B,
+    queue: B::Queue,
+    spec: CacheSpec,
+    storage: KvStorage<B::Buffer>,
+    /// Row `i` is block `i`, which is slot `i`; a row is added when its slot is first taken.
+    tables: BlockTables,
+    /// Buffers of every plan.
+    plans: PlanBuffers,
     next_id: u64,
-    slots: HashMap<SequenceId, Slot>,
-    /// Lists of released slots, to be used again.
+    sequences: HashMap<SequenceId, Sequence>,
+    /// Slots that were released.
+    free: Vec<BlockId>,
+    /// Lists of released sequences, to be used again.
     spare: Vec<Vec<u32>>,
     /// The batch of an attention; kept for its memory.
-    queries: Vec<BatchEntry>,
+    batch: Vec<BatchEntry>,
 }
 
 /// What is known of one live sequence.
 #[derive(Debug)]
-struct Slot {
+struct Sequence {
+    slot: BlockId,
+    len: u32,
     max_len: u32,
-    /// Rows behind the length, by layer.
+    /// Rows after the length, by layer.
     appended: Vec<u32>,
 }
 
@@ -136,12 +149,32 @@ impl<B: Backend> KvCacheManager<B> {
             .block_order(order)
             .contiguous(config.max_batch_size, config.max_seq_len)
             .build()?;
+        let [group] = spec.groups() else {
+            unreachable!("a spec whose layers are alike has one group");
+        };
+        let [k, v] = group.layouts();
+        let constants = [
+            PlaneConstants::new(LayerId(0), Plane::Key, k, None)?,
+            PlaneConstants::new(LayerId(0), Plane::Value, v, None)?,
+        ];
+        let mut storage = KvStorage::new(&backend, [*k, *v])?;
+        let mut queue = backend.queue()?;
+        for layer in 0..usize::from(config.num_layers) {
+            let constants = constants.each_ref().map(Option::as_ref);
+            storage.allocate_with((&backend, &mut queue), layer, constants)?;
+        }
         Ok(Self {
-            cache: KvCache::new(backend, spec)?,
+            backend,
+            queue,
+            tables: BlockTables::new(group.num_blocks(), 1),
+            storage,
+            spec,
+            plans: PlanBuffers::default(),
             next_id: 0,
-            slots: HashMap::new(),
+            sequences: HashMap::new(),
+            free: Vec::new(),
             spare: Vec::new(),
-            queries: Vec::new(),
+            batch: Vec::new(),
         })
     }
 
@@ -154,7 +187,7 @@ impl<B: Backend> KvCacheManager<B> {
     /// [`PlanError::Option`] for 0, [`PlanError::TooMany`] above the length of a slot,
     /// [`PlanError::NoFreeSlot`].
     pub fn allocate_sequence(&mut self, max_len: u32) -> Result<SequenceId, CacheError> {
-        let max = self.cache.spec().max_seq_len();
+        let max = self.spec.max_seq_len();
         if max_len == 0 {
             let problem = "0 tokens given, at least 1 is needed";
             return Err(PlanError::Option { option: "max_len", problem }.into());
@@ -163,21 +196,21 @@ impl<B: Backend> KvCacheManager<B> {
             let (got, max) = (u64::from(max_len), u64::from(max));
             return Err(PlanError::TooMany { what: "tokens of a sequence", got, max }.into());
         }
-        let (used, total) = (to_u32(self.slots.len()), self.max_sequences());
+        let (used, total) = (self.active_sequences(), self.max_sequences());
         if used >= total {
             return Err(PlanError::NoFreeSlot { used, total }.into());
         }
+        let slot = self.free.pop().unwrap_or_else(|| add_row(&mut self.tables));
         let id = SequenceId(self.next_id);
-        self.cache.start(id, &[], StartOptions::default().reserve(max_len))?;
         self.next_id = self.next_id.saturating_add(1);
         let mut appended = self.spare.pop().unwrap_or_default();
         appended.clear();
-        appended.resize(usize::from(self.cache.spec().num_layers()), 0);
-        self.slots.insert(id, Slot { max_len, appended });
+        appended.resize(usize::from(self.spec.num_layers()), 0);
+        self.sequences.insert(id, Sequence { slot, len: 0, max_len, appended });
         Ok(id)
     }
 
-    /// Writes `n` rows of one layer behind the sequence's length, over whatever was appended there.
+    /// Writes `n` rows of one layer after the sequence's length, over whatever was appended there.
     ///
     /// # Shapes
     /// `k` and `v` are `[n, num_kv_heads, head_dim]`, f32, f16 or bf16; further rows are padding.
@@ -185,7 +218,7 @@ impl<B: Backend> KvCacheManager<B> {
     /// # Errors
     /// [`PlanError::UnknownSequence`], [`PlanError::UnknownLayer`], [`PlanError::ZeroTokens`],
     /// [`PlanError::SequenceTooLong`], [`PlanError::Shape`], [`PlanError::ElementType`],
-    /// [`PlanError::TensorBytes`]; the device's own.
+    /// [`PlanError::TensorBytes`]; the device's own, after which the layer has no appended rows.
     pub fn append_kv(
         &mut self,
         sequence: SequenceId,
@@ -194,18 +227,21 @@ impl<B: Backend> KvCacheManager<B> {
         v: TensorView<'_, B::Buffer>,
         n: u32,
     ) -> Result<(), CacheError> {
-        let layer = layer.into();
-        let written = self.cache.write_ahead(sequence, layer, n, [k, v], QkvFormat::Thd);
-        let slot = self.slots.get_mut(&sequence);
-        if let Some(rows) = slot.and_then(|slot| slot.appended.get_mut(usize::from(layer.0))) {
-            match written {
-                Ok(()) => *rows = n,
-                // The device may have written some of them.
-                Err(CacheError::Device(_)) => *rows = 0,
-                Err(_) => {}
-            }
+        let planes = planes(&self.storage, layer.into(), self.spec.num_layers())?;
+        let state = self.sequences.get_mut(&sequence);
+        let state = state.ok_or(PlanError::UnknownSequence { sequence })?;
+        check_room(sequence, state, n)?;
+        let (row, cached) = (state.slot.0, state.len);
+        let entry = BatchEntry { row, cached, new_tokens: n, queries: 0 };
+        let ([layout, _], determinism) = (self.storage.layouts(), self.spec.determinism());
+        let (plan, _) = self.plans.plan(layout, &self.tables, &[entry], 1, determinism)?;
+        let args = WriteArgs::new(&plan, k, v, QkvFormat::Thd, planes.k, planes.v)?;
+        let written = self.queue.write_kv(&plan, args);
+        if let Some(rows) = state.appended.get_mut(planes.index) {
+            // The device may have written some of them.
+            *rows = if written.is_ok() { n } else { 0 };
         }
-        written
+        Ok(written?)
     }
 
     /// Makes `n` appended rows part of the sequence and hands the work to the device.
@@ -213,39 +249,35 @@ impl<B: Backend> KvCacheManager<B> {
     /// # Errors
     /// [`PlanError::UnknownSequence`], [`PlanError::ZeroTokens`], [`PlanError::SequenceTooLong`],
     /// [`PlanError::LayersUnwritten`] when a layer has fewer than `n` appended rows; the device's
-    /// own.
+    /// own, after which the length is unchanged and the call may be repeated.
     pub fn advance_seq_len(&mut self, sequence: SequenceId, n: u32) -> Result<(), CacheError> {
-        let slot = self.slots.get_mut(&sequence).ok_or(PlanError::UnknownSequence { sequence })?;
-        if n == 0 {
-            return Err(PlanError::ZeroTokens { sequence }.into());
-        }
-        let (len, max) = (self.cache.seq_len(sequence).unwrap_or(0), slot.max_len);
-        if len.checked_add(n).is_none_or(|end| end > max) {
-            let new = u64::from(n);
-            return Err(PlanError::SequenceTooLong { sequence, len, new, max }.into());
-        }
-        let mut missing = slot.appended.iter().zip(0..).filter(|(rows, _)| **rows < n);
+        let state = self.sequences.get_mut(&sequence);
+        let state = state.ok_or(PlanError::UnknownSequence { sequence })?;
+        let end = check_room(sequence, state, n)?;
+        let mut missing = state.appended.iter().zip(0..).filter(|(rows, _)| **rows < n);
         if let Some((_, layer)) = missing.next() {
             let (layer, others) = (LayerId(layer), missing.count());
             return Err(PlanError::LayersUnwritten { layer, others }.into());
         }
-        self.cache.advance(sequence, n)?;
-        for rows in &mut slot.appended {
+        self.queue.flush()?;
+        state.len = end;
+        for rows in &mut state.appended {
             *rows = rows.saturating_sub(n);
         }
         Ok(())
     }
 
     /// Attends `batch` entries `(sequence, queries)` over one layer: over each sequence's tokens
-    /// and the rows appended behind them to this layer.
+    /// and the rows of this layer that were appended after them.
     ///
     /// # Shapes
     /// `q` and `out` are `[t, num_q_heads, head_dim]`, the entries' queries one after another, or
     /// as [`AttentionOptions::qkv_format`] says.
     ///
     /// # Errors
-    /// [`PlanError`] for an unknown sequence or layer, no queries, a tensor or an option that does
-    /// not fit; the device's own.
+    /// [`PlanError`] for an unknown sequence or layer, no queries, more than
+    /// [`CacheSpec::max_queries`] of one sequence, a tensor or an option that does not fit; the
+    /// device's own.
     pub fn attend(
         &mut self,
         layer: impl Into<LayerId>,
@@ -254,23 +286,43 @@ impl<B: Backend> KvCacheManager<B> {
         out: TensorViewMut<'_, B::Buffer>,
         options: &AttentionOptions<'_>,
     ) -> Result<(), CacheError> {
-        let layer = layer.into();
-        self.queries.clear();
+        let planes = planes(&self.storage, layer.into(), self.spec.num_layers())?;
+        let max = self.spec.max_queries();
+        self.batch.clear();
         for &(sequence, queries) in batch {
-            let slot = self.slots.get(&sequence).ok_or(PlanError::UnknownSequence { sequence })?;
-            let ahead = slot.appended.get(usize::from(layer.0)).copied().unwrap_or(0);
-            self.queries.push(self.cache.query_ahead(sequence, ahead, queries)?);
+            let state = self.sequences.get(&sequence);
+            let state = state.ok_or(PlanError::UnknownSequence { sequence })?;
+            if queries == 0 {
+                return Err(PlanError::ZeroTokens { sequence }.into());
+            }
+            if queries > max {
+                let (got, max) = (u64::from(queries), u64::from(max));
+                return Err(PlanError::TooMany { what: "queries", got, max }.into());
+            }
+            let appended = state.appended.get(planes.index).copied().unwrap_or(0);
+            let (row, cached) = (state.slot.0, state.len.saturating_add(appended));
+            self.batch.push(BatchEntry { row, cached, new_tokens: 0, queries });
         }
-        self.cache.attend_ahead(layer, &self.queries, q, out, options)
+        let ([layout, _], determinism) = (self.storage.layouts(), self.spec.determinism());
+        let workers = self.backend.capabilities().workers_of_heads(layout.num_kv_heads());
+        let (tables, batch) = (&self.tables, &self.batch);
+        let (_, plan) = self.plans.plan(layout, tables, batch, workers, determinism)?;
+        let args = AttendArgs::new(&plan, q, out, None, [planes.k, planes.v], *options)?;
+        Ok(self.queue.attend(&plan, args)?)
     }
 
     /// Gives a sequence's slot back. Its id stays unknown for ever.
     ///
+    /// The next sequence in the slot overwrites its rows; no device work is done here, so only an
+    /// unknown id is an error.
+    ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], also for a second release.
-    pub fn release_sequence(&mut self, sequence: SequenceId) -> Result<(), CacheError> {
-        self.cache.release(sequence)?;
-        self.spare.extend(self.slots.remove(&sequence).map(|slot| slot.appended));
+    pub fn release_sequence(&mut self, sequence: SequenceId) -> Result<(), PlanError> {
+        let state = self.sequences.remove(&sequence);
+        let state = state.ok_or(PlanError::UnknownSequence { sequence })?;
+        self.free.push(state.slot);
+        self.spare.push(state.appended);
         Ok(())
     }
 
@@ -283,37 +335,28 @@ impl<B: Backend> KvCacheManager<B> {
         sequence: SequenceId,
         layer: impl Into<LayerId>,
     ) -> Result<SlotView<'_, B::Buffer>, PlanError> {
-        let unknown = PlanError::UnknownSequence { sequence };
-        let (slot, len) =
-            self.slots.get(&sequence).zip(self.seq_len(sequence)).ok_or(unknown.clone())?;
-        let (layer, num_layers) = (layer.into(), self.cache.spec().num_layers());
-        let plane = |plane| {
-            let (group, index) = self.cache.spec().locate(layer)?;
-            self.cache.storage(group)?.plane(index, plane)
-        };
-        let planes = plane(Plane::Key).zip(plane(Plane::Value));
-        let (k, v) = planes.ok_or(PlanError::UnknownLayer { layer, num_layers })?;
-        let blocks = self.cache.block_table(sequence, GroupId(0)).unwrap_or_default();
-        let block = blocks.first().copied().ok_or(unknown)?;
-        Ok(SlotView { k, v, slot: block, len, max_len: slot.max_len })
+        let state = self.sequences.get(&sequence);
+        let state = state.ok_or(PlanError::UnknownSequence { sequence })?;
+        let Planes { k, v, .. } = planes(&self.storage, layer.into(), self.spec.num_layers())?;
+        Ok(SlotView { k, v, slot: state.slot, len: state.len, max_len: state.max_len })
     }
 
     /// Tokens of a sequence, `None` for an unknown one.
     pub fn seq_len(&self, sequence: SequenceId) -> Option<u32> {
-        self.cache.seq_len(sequence)
+        self.sequences.get(&sequence).map(|state| state.len)
     }
     /// Live sequences.
     pub fn active_sequences(&self) -> u32 {
-        to_u32(self.slots.len())
+        to_u32(self.sequences.len())
     }
     /// Number of slots.
     pub fn max_sequences(&self) -> u32 {
-        self.cache.spec().max_sequences()
+        self.spec.max_sequences()
     }
     /// Bytes of one slot: K and V of all layers.
     pub fn slot_bytes(&self) -> u64 {
-        let layers = u64::from(self.cache.spec().num_layers());
-        let layer = self.cache.spec().groups().first().map_or(0, GroupSpec::layer_block_bytes);
+        let layers = u64::from(self.spec.num_layers());
+        let layer = self.spec.groups().first().map_or(0, GroupSpec::layer_block_bytes);
         layer.saturating_mul(layers)
     }
     /// Bytes of all slots.
@@ -331,10 +374,48 @@ impl<B: Backend> KvCacheManager<B> {
 
     /// The device.
     pub fn backend(&self) -> &B {
-        self.cache.backend()
+        &self.backend
     }
     /// The lane all work of this cache is recorded on.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
-        self.cache.queue_mut()
+        &mut self.queue
     }
+}
+
+/// Adds the row of a slot that was never taken.
+fn add_row(tables: &mut BlockTables) -> BlockId {
+    let rows = tables.num_rows();
+    let slot = BlockId(to_u32(rows));
+    tables.ensure_rows(rows.saturating_add(1));
+    let pushed = tables.push(slot.0, slot);
+    assert!(pushed.is_ok(), "slot {slot} is one of {}", tables.num_blocks());
+    slot
+}
+
+/// The planes of one layer.
+struct Planes<'a, Buf> {
+    index: usize,
+    k: PlaneView<'a, Buf>,
+    v: PlaneView<'a, Buf>,
+}
+
+fn planes<Buf>(
+    storage: &KvStorage<Buf>,
+    layer: LayerId,
+    num_layers: u16,
+) -> Result<Planes<'_, Buf>, PlanError> {
+    let index = usize::from(layer.0);
+    let planes = storage.plane(index, Plane::Key).zip(storage.plane(index, Plane::Value));
+    let (k, v) = planes.ok_or(PlanError::UnknownLayer { layer, num_layers })?;
+    Ok(Planes { index, k, v })
+}
+
+/// The length of a sequence after `n` more tokens, which must fit its limit.
+fn check_room(sequence: SequenceId, state: &Sequence, n: u32) -> Result<u32, PlanError> {
+    let (len, max) = (state.len, state.max_len);
+    if n == 0 {
+        return Err(PlanError::ZeroTokens { sequence });
+    }
+    let end = len.checked_add(n).filter(|end| *end <= max);
+    end.ok_or(PlanError::SequenceTooLong { sequence, len, new: u64::from(n), max })
 }
