@@ -170,7 +170,8 @@ impl<B: Backend> BlockManager<B> {
         self.lens.extend(self.tracked.iter().map(|sequence| (sequence.id, sequence.len)));
     }
 
-    /// Calls the prepared step with the cache's own id of a layer; refusals name the caller's number.
+    /// Calls the prepared step with the cache's own id of a layer; an error names the caller's
+    /// number.
     fn on_step(
         &mut self,
         operation: &'static str,

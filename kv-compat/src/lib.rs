@@ -1,21 +1,23 @@
-//! The calls of two older KV cache interfaces, for code that is moved to [`kv_core`].
+//! The calls of two other KV cache interfaces, for engines that are ported to [`kv_core`].
 //!
-//! New code uses [`KvCache`](kv_core::KvCache): it has prefix reuse, forks, windows and steps. This
-//! crate is for an engine that was written against one of the interfaces below and shall keep its
-//! calls. It uses the public API of `kv_core` alone, runs on every backend and stores nothing
-//! in another way.
+//! An engine that was written against one of the interfaces below changes its cache and keeps its
+//! calls. New code uses [`KvCache`](kv_core::KvCache), which also has prefix reuse, forks and
+//! windows. This crate uses the public API of `kv_core` alone, so it runs on every backend.
 //!
-//! | the engine calls | type here | one forward pass |
+//! | interface | type here | calls of a forward pass |
 //! |---|---|---|
-//! | `InferenceParams` of TransformerEngine | [`InferenceParams`] | `pre_step` once, then `step` and `attend` in every layer |
-//! | a manager of fixed slots, one for each sequence (tiny-llm's `KVCacheManager`) | [`KvCacheManager`] | `append_kv` and `attend` in every layer, then `advance_seq_len` |
+//! | TransformerEngine | [`InferenceParams`] | `pre_step`; in every layer `step`, `attend` |
+//! | fixed slots | [`KvCacheManager`] | in every layer `append_kv`, `attend`; `advance_seq_len` |
 //!
+//! A slot is a part of the cache that holds one sequence at a time, as in tiny-llm's
+//! `KVCacheManager`.
 //! Names, arguments and the order of calls are the original's. Where an original accepts what
 //! corrupts its memory, these types return an error before anything changes; the documentation of
 //! each type says what differs.
 //!
-//! `InferenceParams` stores K and V in f32, f16 or bf16. What decides which sequence has which pages
-//! is a [`CacheManager`]; [`BlockManager`] is the built-in one, and a program may wrap or replace it.
+//! `InferenceParams` stores K and V in f32, f16 or bf16, paged or not; a [`CacheManager`] decides
+//! which sequence has which pages. [`BlockManager`] is the built-in one, over a `KvCache`, and a
+//! program may wrap or replace it. `KvCacheManager` stores any format that needs no calibration.
 //! Tokens have no ids in either interface, so no prompt is reused.
 //!
 //! ```

@@ -1,5 +1,5 @@
-//! `KvCacheManager`: one fixed slot for each sequence, rows appended layer by layer, lengths advanced
-//! by the caller.
+//! `KvCacheManager`: one fixed slot for each sequence, rows appended layer by layer, lengths
+//! advanced by the caller.
 //!
 //! Owns the planes, a block table with one block in each row, and the number of rows that each
 //! layer has after a sequence's length. Checks and describes work through the plans of `kv_core`.

@@ -2,8 +2,8 @@
 use kv_compat::{KvCacheManager, SlotConfig};
 use kv_core::backend::NullBackend;
 use kv_core::{
-    AttentionOptions, CacheError, KvFormat, LayerId, PlanError, SequenceId, TensorView,
-    TensorViewMut,
+    AttentionOptions, CacheError, KvFormat, LayerId, PlanError, ScaleGroup, Scaling, SequenceId,
+    TensorView, TensorViewMut,
 };
 
 use crate::params::refusal;
@@ -195,6 +195,45 @@ fn rows_that_the_device_failed_to_write_do_not_count() {
     assert!(cache.advance_seq_len(seq, 2).is_err());
     assert_eq!(cache.seq_len(seq), Some(0));
     cache.advance_seq_len(seq, 2).unwrap();
+}
+
+#[test]
+fn a_release_needs_no_device() {
+    let backend = NullBackend::new();
+    let control = backend.control();
+    let mut cache = KvCacheManager::new(backend, CONFIG).unwrap();
+    let [seq, other] = [8, 8].map(|len| cache.allocate_sequence(len).unwrap());
+    append_all(&mut cache, seq, 2);
+    let (slot, recorded) = (cache.cache(seq, 0).unwrap().slot, control.recorded());
+    control.fail_after(0);
+    cache.release_sequence(seq).unwrap();
+    assert_eq!(control.recorded(), recorded);
+    assert_eq!((cache.seq_len(seq), cache.active_sequences()), (None, 1));
+    let next = cache.allocate_sequence(8).unwrap();
+    assert_eq!(cache.cache(next, 0).unwrap().slot, slot, "the slot serves the next sequence");
+    assert_eq!(cache.seq_len(other), Some(0));
+    assert!(append(&mut cache, next, 0, 1).is_err(), "the failure was still to come");
+    append_all(&mut cache, next, 1);
+    cache.advance_seq_len(next, 1).unwrap();
+}
+
+#[test]
+fn quantised_formats_are_stored_unless_they_need_a_calibration() {
+    for (format, is_stored) in [
+        (KvFormat::Int8(Scaling::Row), true),
+        (KvFormat::L4(ScaleGroup::Row), true),
+        (KvFormat::Fp8E4m3(Scaling::Tensor), false),
+    ] {
+        let opened =
+            KvCacheManager::new(NullBackend::new(), SlotConfig { head_dim: 32, format, ..CONFIG });
+        match opened {
+            Ok(_) => assert!(is_stored, "{format}"),
+            Err(error) => {
+                let is_calibration = matches!(error, CacheError::Calibration(_));
+                assert!(is_calibration && !is_stored, "{format}: {error}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -139,10 +139,10 @@ impl<B: Backend> Step<'_, B> {
     ///
     /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(16, 8).build()?;
     /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
-    /// let inputs = [(SequenceId(0), 3), (SequenceId(1), 1)].map(|(id, n)| StepInput::count(id, n));
-    /// cache.start(SequenceId(0), &[], StartOptions::default())?;
-    /// cache.start(SequenceId(1), &[], StartOptions::default())?;
-    /// let mut step = cache.begin_step(&inputs)?;
+    /// let [a, b] = [SequenceId(0), SequenceId(1)];
+    /// cache.start(a, &[], StartOptions::default())?;
+    /// cache.start(b, &[], StartOptions::default())?;
+    /// let mut step = cache.begin_step(&[StepInput::count(a, 3), StepInput::count(b, 1)])?;
     /// let rows = TensorView::host(&[0.5_f32; 8], &[4, 1, 2]); // 3 tokens and 1
     /// step.write(0, rows, rows, QkvFormat::Thd)?;
     /// let mut keys = [0.0_f32; 12];

@@ -1,9 +1,4 @@
 //! `InferenceParams`: its constructor, its steps, and managers of the caller's own.
-#![expect(
-    clippy::as_conversions,
-    clippy::arithmetic_side_effects,
-    reason = "tests count small numbers"
-)]
 mod construct;
 mod lifecycle;
 mod managers;

@@ -80,8 +80,8 @@ impl CacheState {
         Ok(())
     }
 
-    /// Refuses rows of a sequence from position `begin` on where a layer lacks them, unless the spec
-    /// says that they are read as zeros.
+    /// Refuses rows of a sequence from position `begin` on where a layer lacks them, unless the
+    /// spec says that they are read as zeros.
     pub(in crate::cache) fn check_rows_in(
         &self,
         layer: LayerId,
