@@ -1,5 +1,4 @@
-//! Numbers of a step that live at one address for as long as the cache, on the host and on the
-//! device.
+//! The arrays that describe a step, on the host and on the device, allocated once.
 use kv_core::backend::{Backend, Queue};
 use kv_core::num::{to_u64, to_usize};
 use kv_core::{BlockId, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError};

@@ -169,7 +169,7 @@ pub struct TrackedSequence {
 pub trait CacheManager<B: Backend>: Any + fmt::Debug + Send {
     /// The device.
     fn backend(&self) -> &B;
-    /// The lane all work of this cache is recorded on.
+    /// The queue that all work of this cache is recorded on.
     fn queue_mut(&mut self) -> &mut B::Queue;
 
     /// Gives a layer its memory, zeroed; `false`, and nothing changes, when it has some already.
@@ -232,7 +232,7 @@ pub trait CacheManager<B: Backend>: Any + fmt::Debug + Send {
     fn sequences(&self) -> &[TrackedSequence];
     /// Pages of a sequence in token order; none for an unknown one.
     fn pages(&self, sequence: SequenceId) -> &[BlockId];
-    /// Pages nobody holds; free slots when not paged.
+    /// Pages that no sequence holds; free slots when not paged.
     fn num_free_pages(&self) -> u32;
     /// One plane of a layer, `None` while it has no memory.
     fn plane(&self, layer: usize, plane: Plane) -> Option<PlaneView<'_, B::Buffer>>;

@@ -3,6 +3,8 @@
 //!
 //! Owns the planes, a block table with one block in each row, and the number of rows that each
 //! layer has after a sequence's length. Checks and describes work through the plans of `kv_core`.
+mod memory;
+
 use hashbrown::HashMap;
 use kv_core::backend::{AnyBackend, Backend, Queue};
 use kv_core::block::BlockTables;
@@ -10,8 +12,8 @@ use kv_core::calibration::PlaneConstants;
 use kv_core::num::to_u32;
 use kv_core::plan::{AttendArgs, BatchEntry, PlanBuffers, WriteArgs};
 use kv_core::{
-    AttentionOptions, BlockId, BlockOrder, CacheError, CacheSpec, GroupSpec, KvFormat, KvStorage,
-    LayerId, PlanError, Plane, PlaneView, QkvFormat, SequenceId, TensorView, TensorViewMut,
+    AttentionOptions, BlockId, BlockOrder, CacheError, CacheSpec, KvFormat, KvStorage, LayerId,
+    PlanError, Plane, PlaneView, QkvFormat, SequenceId, TensorView, TensorViewMut,
 };
 
 /// What a [`KvCacheManager`] holds. Every number must be at least 1.
@@ -32,7 +34,7 @@ pub struct SlotConfig {
     pub format: KvFormat,
 }
 
-/// A cache of equal slots, each the home of one sequence from [`Self::allocate_sequence`] to
+/// A cache of equal slots, each held by one sequence from [`Self::allocate_sequence`] to
 /// [`Self::release_sequence`].
 ///
 /// A forward pass appends the new rows to every layer and attends over them, layer by layer; then
@@ -227,7 +229,8 @@ impl<B: Backend> KvCacheManager<B> {
         v: TensorView<'_, B::Buffer>,
         n: u32,
     ) -> Result<(), CacheError> {
-        let planes = planes(&self.storage, layer.into(), self.spec.num_layers())?;
+        let layer = layer.into();
+        let [k_plane, v_plane] = planes(&self.storage, &self.spec, layer)?;
         let state = self.sequences.get_mut(&sequence);
         let state = state.ok_or(PlanError::UnknownSequence { sequence })?;
         check_room(sequence, state, n)?;
@@ -235,9 +238,9 @@ impl<B: Backend> KvCacheManager<B> {
         let entry = BatchEntry { row, cached, new_tokens: n, queries: 0 };
         let ([layout, _], determinism) = (self.storage.layouts(), self.spec.determinism());
         let (plan, _) = self.plans.plan(layout, &self.tables, &[entry], 1, determinism)?;
-        let args = WriteArgs::new(&plan, k, v, QkvFormat::Thd, planes.k, planes.v)?;
+        let args = WriteArgs::new(&plan, k, v, QkvFormat::Thd, k_plane, v_plane)?;
         let written = self.queue.write_kv(&plan, args);
-        if let Some(rows) = state.appended.get_mut(planes.index) {
+        if let Some(rows) = state.appended.get_mut(usize::from(layer.0)) {
             // The device may have written some of them.
             *rows = if written.is_ok() { n } else { 0 };
         }
@@ -286,7 +289,8 @@ impl<B: Backend> KvCacheManager<B> {
         out: TensorViewMut<'_, B::Buffer>,
         options: &AttentionOptions<'_>,
     ) -> Result<(), CacheError> {
-        let planes = planes(&self.storage, layer.into(), self.spec.num_layers())?;
+        let layer = layer.into();
+        let planes = planes(&self.storage, &self.spec, layer)?;
         let max = self.spec.max_queries();
         self.batch.clear();
         for &(sequence, queries) in batch {
@@ -299,7 +303,7 @@ impl<B: Backend> KvCacheManager<B> {
                 let (got, max) = (u64::from(queries), u64::from(max));
                 return Err(PlanError::TooMany { what: "queries", got, max }.into());
             }
-            let appended = state.appended.get(planes.index).copied().unwrap_or(0);
+            let appended = state.appended.get(usize::from(layer.0)).copied().unwrap_or(0);
             let (row, cached) = (state.slot.0, state.len.saturating_add(appended));
             self.batch.push(BatchEntry { row, cached, new_tokens: 0, queries });
         }
@@ -307,14 +311,14 @@ impl<B: Backend> KvCacheManager<B> {
         let workers = self.backend.capabilities().workers_of_heads(layout.num_kv_heads());
         let (tables, batch) = (&self.tables, &self.batch);
         let (_, plan) = self.plans.plan(layout, tables, batch, workers, determinism)?;
-        let args = AttendArgs::new(&plan, q, out, None, [planes.k, planes.v], *options)?;
+        let args = AttendArgs::new(&plan, q, out, None, planes, *options)?;
         Ok(self.queue.attend(&plan, args)?)
     }
 
-    /// Gives a sequence's slot back. Its id stays unknown for ever.
+    /// Gives a sequence's slot back. Its id is never used again.
     ///
-    /// The next sequence in the slot overwrites its rows; no device work is done here, so only an
-    /// unknown id is an error.
+    /// No work is recorded, so that a failure of the device cannot leave the sequence half released;
+    /// its rows stay in memory until the next sequence of the slot overwrites them.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], also for a second release.
@@ -337,7 +341,7 @@ impl<B: Backend> KvCacheManager<B> {
     ) -> Result<SlotView<'_, B::Buffer>, PlanError> {
         let state = self.sequences.get(&sequence);
         let state = state.ok_or(PlanError::UnknownSequence { sequence })?;
-        let Planes { k, v, .. } = planes(&self.storage, layer.into(), self.spec.num_layers())?;
+        let [k, v] = planes(&self.storage, &self.spec, layer.into())?;
         Ok(SlotView { k, v, slot: state.slot, len: state.len, max_len: state.max_len })
     }
 
@@ -353,30 +357,12 @@ impl<B: Backend> KvCacheManager<B> {
     pub fn max_sequences(&self) -> u32 {
         self.spec.max_sequences()
     }
-    /// Bytes of one slot: K and V of all layers.
-    pub fn slot_bytes(&self) -> u64 {
-        let layers = u64::from(self.spec.num_layers());
-        let layer = self.spec.groups().first().map_or(0, GroupSpec::layer_block_bytes);
-        layer.saturating_mul(layers)
-    }
-    /// Bytes of all slots.
-    pub fn total_bytes(&self) -> u64 {
-        self.slot_bytes().saturating_mul(u64::from(self.max_sequences()))
-    }
-    /// Bytes of the slots of live sequences.
-    pub fn used_bytes(&self) -> u64 {
-        self.slot_bytes().saturating_mul(u64::from(self.active_sequences()))
-    }
-    /// Bytes of the other slots.
-    pub fn free_bytes(&self) -> u64 {
-        self.total_bytes().saturating_sub(self.used_bytes())
-    }
 
     /// The device.
     pub fn backend(&self) -> &B {
         &self.backend
     }
-    /// The lane all work of this cache is recorded on.
+    /// The queue that all work of this cache is recorded on.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
         &mut self.queue
     }
@@ -392,22 +378,15 @@ fn add_row(tables: &mut BlockTables) -> BlockId {
     slot
 }
 
-/// The planes of one layer.
-struct Planes<'a, Buf> {
-    index: usize,
-    k: PlaneView<'a, Buf>,
-    v: PlaneView<'a, Buf>,
-}
-
-fn planes<Buf>(
-    storage: &KvStorage<Buf>,
+/// K and V of one layer.
+fn planes<'a, Buf>(
+    storage: &'a KvStorage<Buf>,
+    spec: &CacheSpec,
     layer: LayerId,
-    num_layers: u16,
-) -> Result<Planes<'_, Buf>, PlanError> {
-    let index = usize::from(layer.0);
+) -> Result<[PlaneView<'a, Buf>; 2], PlanError> {
+    let (index, num_layers) = (usize::from(layer.0), spec.num_layers());
     let planes = storage.plane(index, Plane::Key).zip(storage.plane(index, Plane::Value));
-    let (k, v) = planes.ok_or(PlanError::UnknownLayer { layer, num_layers })?;
-    Ok(Planes { index, k, v })
+    planes.map(Into::into).ok_or(PlanError::UnknownLayer { layer, num_layers })
 }
 
 /// The length of a sequence after `n` more tokens, which must fit its limit.

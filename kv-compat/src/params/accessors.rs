@@ -13,7 +13,7 @@ impl<B: Backend> InferenceParams<B> {
     pub fn backend(&self) -> &B {
         self.manager.backend()
     }
-    /// The lane all work of this cache is recorded on. A step's work goes to the device when the
+    /// The queue that all work of this cache is recorded on. A step's work goes to the device when the
     /// next step begins; submit this queue to send it earlier.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
         self.manager.queue_mut()
@@ -60,11 +60,11 @@ impl<B: Backend> InferenceParams<B> {
         let id = sequence.into();
         self.sequences().iter().find(|row| row.id == id).map_or(0, |row| row.len)
     }
-    /// Pages nobody holds; free slots when not paged.
+    /// Pages that no sequence holds; free slots when not paged.
     pub fn num_free_pages(&self) -> u32 {
         self.manager.num_free_pages()
     }
-    /// Whether there is a page nobody holds.
+    /// Whether there is a page that no sequence holds.
     pub fn has_free_page(&self) -> bool {
         self.num_free_pages() > 0
     }

@@ -26,7 +26,7 @@ pub use output::{CacheView, StepOutput};
 /// # Guarantees
 /// - A step is refused before anything changes, or it is prepared whole; pages that departures free
 ///   serve the same step's arrivals.
-/// - The arrays of a step, on the host and on the device, keep their addresses for life.
+/// - The arrays of a step, on the host and on the device, never move.
 /// - No history is ever moved: [`Self::page_table`] says where a row's tokens are, paged or not.
 ///
 /// # Source

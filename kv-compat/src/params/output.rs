@@ -21,7 +21,7 @@ pub struct StepOutput<'a, B: Backend = AnyBackend> {
     pub cu_seqlens_q_buffer: &'a B::Buffer,
     /// The device's copy of `cu_seqlens_kv`.
     pub cu_seqlens_kv_buffer: &'a B::Buffer,
-    /// The most tokens a sequence can have: the longest K and V an attention kernel will meet.
+    /// The most tokens a sequence can have: the longest K and V of an attention kernel.
     pub max_sequence_length: u32,
     /// Axes of q and of the cache.
     pub format: OutputFormat,

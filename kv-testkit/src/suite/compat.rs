@@ -257,7 +257,7 @@ fn roll_back<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A layer that gets memory when tokens are cached has zeros in their place, as in the original.
+/// A layer that gets memory when tokens are cached has zeros in their place.
 fn late_layer<B: Device>(backend: &B) -> CaseResult {
     for pages in [None, Some([4, 30])] {
         let config = Config { layers: Some(1), ..config(backend, pages, "f32") };
@@ -331,7 +331,7 @@ fn slots<B: Device>(backend: &B) -> CaseResult {
         let entries = [(a, news[0]), (b, news[1])];
         for (id, n) in entries {
             let len = lens.get(&id).copied().unwrap_or(0);
-            // Given up and repeated: an append goes to the length, not behind the last append.
+            // Given up and repeated: an append goes to the length, not after the last append.
             append(&mut manager, id, len + 1, n.min(2))?;
             append(&mut manager, id, len, n)?;
             lens.insert(id, len + n);

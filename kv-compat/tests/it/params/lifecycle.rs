@@ -296,7 +296,7 @@ fn ids_are_any_u64() {
     }
 }
 
-/// A cache whose device fails after so many more operations.
+/// A cache of two sequences, and the control of its device.
 fn failing() -> (Params, NullControl) {
     let backend = NullBackend::new();
     let control = backend.control();

@@ -11,7 +11,7 @@ use super::{config, paged, refusal};
 
 type Buf<B> = <B as Backend>::Buffer;
 
-/// The built-in manager with the answers of `sequences` turned round.
+/// The built-in manager, whose `sequences` are in the wrong order.
 #[derive(Debug)]
 struct Liar<B: Backend> {
     inner: BlockManager<B>,
