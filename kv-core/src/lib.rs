@@ -41,7 +41,6 @@ pub mod error;
 pub mod events;
 pub mod eviction;
 mod format;
-pub mod front;
 mod geometry;
 mod ids;
 mod invariant;
@@ -65,15 +64,14 @@ pub use error::{
     BlocksExhausted, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError, UnknownName,
 };
 pub use format::{KvFormat, ScaleGroup, Scaling};
-pub use front::{InferenceParams, KvCacheManager};
 pub use geometry::{BlockOrder, PlaneLayout, PlaneShape, QkvFormat};
 pub use half::{bf16, f16};
 pub use ids::{BlockId, GroupId, LayerId, SequenceId, Slot};
 pub use plan::{AttentionOptions, Determinism, Mask};
 pub use slot_map::{Place, SlotMap};
 pub use spec::{
-    CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, MemoryUsage, PrefixReuse,
-    PublishAt, Transform, Window,
+    CacheSpec, CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, LateLayers, MemoryUsage,
+    PrefixReuse, PublishAt, Transform, Window,
 };
 pub use storage::{KvStorage, Plane, PlaneView, StorageView};
 pub use tensor::{

@@ -39,9 +39,9 @@ pub(crate) fn is_runner(target: &str) -> bool {
 const NO_KERNELS: [&str; 10] = [
     "buffer/",
     "cache/",
+    "compat/",
     "erased/",
     "failure/",
-    "front/",
     "queue/",
     "random/",
     "reuse/",

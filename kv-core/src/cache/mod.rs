@@ -5,7 +5,6 @@
 //! of the device. [`Step`] is one forward pass over some of the sequences. Every call checks its
 //! arguments before it changes anything, and a step applies whole or not at all.
 mod constants;
-mod front;
 mod gather;
 mod lifecycle;
 mod open;
@@ -186,15 +185,16 @@ impl<B: Backend> KvCache<B> {
     /// Gives a layer its memory; `false` when it had it already.
     ///
     /// A layer that comes late lacks the rows of all tokens cached before. Nothing cached so far
-    /// can be reused from then on, sequences that have tokens offer nothing more, and attention
-    /// and gathers of theirs that would read the missing rows are refused
-    /// ([`PlanError::RowsUnwritten`]). Give all layers their memory before the first step, or start
-    /// such sequences anew.
+    /// can be reused from then on, and sequences that have tokens offer nothing more. Attention and
+    /// gathers that would read the missing rows are refused ([`PlanError::RowsUnwritten`]), or read
+    /// zeros, as [`CacheSpecBuilder::late_layers`] says. Give all layers their memory before the
+    /// first step, or start such sequences anew.
     ///
     /// # Errors
     /// [`PlanError::UnknownLayer`], [`CacheError::Calibration`] when the calibration has no
     /// constants that fit the layer, or the device's `OutOfMemory`.
     ///
+    /// [`CacheSpecBuilder::late_layers`]: crate::CacheSpecBuilder::late_layers
     /// [`PlanError::RowsUnwritten`]: crate::PlanError::RowsUnwritten
     /// [`PlanError::UnknownLayer`]: crate::PlanError::UnknownLayer
     pub fn allocate_layer(&mut self, layer: impl Into<LayerId>) -> Result<bool, CacheError> {

@@ -22,8 +22,6 @@ pub(super) enum Owner {
     Borrow,
     /// A call of the caller's.
     Caller,
-    /// A front end, whose attention reads zeros where a late layer lacks rows.
-    FrontEnd,
 }
 
 /// Layers that the open step has written.
@@ -60,11 +58,6 @@ impl<B: Backend> KvCache<B> {
         if self.owner == Owner::Borrow {
             self.roll_back();
         }
-    }
-
-    /// Begins a step that a front end keeps open from call to call.
-    pub(crate) fn begin_open(&mut self, inputs: &[StepInput<'_>]) -> Result<(), CacheError> {
-        self.begin(inputs, Owner::FrontEnd)
     }
 
     pub(super) fn begin(
@@ -153,7 +146,7 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    pub(crate) fn write_open(
+    pub(super) fn write_open(
         &mut self,
         layer: LayerId,
         [k, v]: [TensorView<'_, B::Buffer>; 2],
@@ -171,7 +164,7 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    pub(crate) fn attend_open(
+    pub(super) fn attend_open(
         &mut self,
         layer: LayerId,
         q: TensorView<'_, B::Buffer>,
@@ -180,9 +173,7 @@ impl<B: Backend> KvCache<B> {
     ) -> Result<(), CacheError> {
         self.state.check_open("attend")?;
         let (index, in_group) = self.state.locate(layer)?;
-        if self.owner != Owner::FrontEnd {
-            self.state.check_written_in(layer, options)?;
-        }
+        self.state.check_written_in(layer, options)?;
         let Self { queue, state, storages, .. } = self;
         let storage = storages.get(index).invariant(super::STORAGE);
         let layer_planes = planes(storage, layer, in_group)?;
@@ -197,7 +188,7 @@ impl<B: Backend> KvCache<B> {
 
     /// Ends the open step; on an error it is rolled back. `accepted`: how many new tokens of each
     /// entry stay, all where there is none.
-    pub(crate) fn commit_open(&mut self, accepted: Option<&[u32]>) -> Result<(), CacheError> {
+    pub(super) fn commit_open(&mut self, accepted: Option<&[u32]>) -> Result<(), CacheError> {
         self.state.check_open("commit")?;
         let flushed = self
             .check_all_written()
@@ -226,7 +217,7 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Every layer that has memory must have been written, unless the step brings no tokens.
-    pub(crate) fn check_all_written(&self) -> Result<(), PlanError> {
+    pub(super) fn check_all_written(&self) -> Result<(), PlanError> {
         let allocated = self.num_allocated();
         if !self.state.brings_tokens() || self.written.count == allocated {
             return Ok(());

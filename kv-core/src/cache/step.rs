@@ -3,12 +3,11 @@ use crate::backend::{AnyBackend, Backend};
 use crate::cache::KvCache;
 use crate::cache::open::Owner;
 use crate::cache::state::{StartOptions, StepInput};
-use crate::error::CacheError;
-#[cfg(doc)]
-use crate::error::PlanError;
+use crate::error::{CacheError, PlanError};
 use crate::geometry::QkvFormat;
 use crate::ids::{GroupId, LayerId, SequenceId};
 use crate::plan::{AttentionOptions, AttentionPlan, PlannedSequence, WritePlan};
+use crate::storage::Plane;
 use crate::tensor::{TensorView, TensorViewMut};
 
 /// A step in progress. Dropped without [`Self::commit`], it never happened, unless it is held:
@@ -90,8 +89,9 @@ impl<B: Backend> Step<'_, B> {
     ///
     /// # Errors
     /// [`PlanError`] for a layer that is unknown or not written in this step, or that got memory
-    /// when tokens were cached already which the step would attend to, a tensor or an option that
-    /// does not fit; the device's own. The step stays open.
+    /// when tokens were cached already which the step would attend to
+    /// ([`LateLayers::Refuse`](crate::LateLayers)), a tensor or an option that does not fit; the
+    /// device's own. The step stays open.
     pub fn attend(
         &mut self,
         layer: impl Into<LayerId>,
@@ -116,6 +116,58 @@ impl<B: Backend> Step<'_, B> {
         options: &AttentionOptions<'_>,
     ) -> Result<(), CacheError> {
         self.cache.attend_open(layer.into(), q, (out, Some(lse)), options)
+    }
+
+    /// Reads all cached rows of the batch from one layer, this step's included, decoded to the
+    /// element type of `out`: for attention that knows no block tables. Batch entry `b` fills entry
+    /// `b` of `out`; rows past a length become zero.
+    ///
+    /// # Shapes
+    /// `out` is `[b, s, num_kv_heads, head_dim]` for `bshd`, `s` at least the longest length, and
+    /// likewise for the other formats; `head_dim` is the plane's.
+    ///
+    /// # Errors
+    /// [`PlanError`] for a layer that is unknown, unallocated or not written in this step; for rows
+    /// that have left a window, or that a late layer lacks; for a group with a tail, whose rows are
+    /// read after the step ([`KvCache::gather`]); for a shape that does not fit. The device's own.
+    /// The step stays open.
+    ///
+    /// ```
+    /// use kv_core::backend::NullBackend;
+    /// use kv_core::{CacheSpec, KvCache, Plane, QkvFormat, SequenceId, StartOptions};
+    /// use kv_core::{StepInput, TensorView, TensorViewMut};
+    ///
+    /// let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(16, 8).build()?;
+    /// let mut cache = KvCache::new(NullBackend::new(), spec)?;
+    /// let [a, b] = [SequenceId(0), SequenceId(1)];
+    /// cache.start(a, &[], StartOptions::default())?;
+    /// cache.start(b, &[], StartOptions::default())?;
+    /// let mut step = cache.begin_step(&[StepInput::count(a, 3), StepInput::count(b, 1)])?;
+    /// let rows = TensorView::host(&[0.5_f32; 8], &[4, 1, 2]); // 3 tokens and 1
+    /// step.write(0, rows, rows, QkvFormat::Thd)?;
+    /// let mut keys = [0.0_f32; 12];
+    /// let out = TensorViewMut::host(&mut keys, &[2, 3, 1, 2]); // 2 sequences of at most 3 tokens
+    /// step.gather(0, Plane::Key, out, QkvFormat::Bshd)?;
+    /// step.commit()?;
+    /// # Ok::<(), kv_core::CacheError>(())
+    /// ```
+    pub fn gather(
+        &mut self,
+        layer: impl Into<LayerId>,
+        plane: Plane,
+        out: TensorViewMut<'_, B::Buffer>,
+        format: QkvFormat,
+    ) -> Result<(), CacheError> {
+        self.cache.gather_open(layer.into(), plane, out, format)
+    }
+
+    /// Checks that every layer with memory is written, as [`Self::commit`] does, and leaves the
+    /// step open: a commit that finds one unwritten rolls the step back.
+    ///
+    /// # Errors
+    /// [`PlanError::LayersUnwritten`].
+    pub fn check_written(&self) -> Result<(), PlanError> {
+        self.cache.check_all_written()
     }
 
     /// The cache's lane of work, for what a device can do besides: capturing the launches of a

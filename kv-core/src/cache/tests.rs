@@ -4,6 +4,7 @@ mod admission;
 mod backoff;
 mod constants;
 mod counts;
+mod gather;
 mod held;
 mod late;
 mod leaked;

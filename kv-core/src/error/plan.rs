@@ -238,7 +238,7 @@ pub enum PlanError {
         /// Why it is not possible now.
         problem: &'static str,
     },
-    /// A layer of a front end, which numbers layers as the caller likes.
+    /// A layer that its caller has numbered: `kv-compat` takes any numbers.
     #[error("layer number {number} {problem}")]
     LayerNumber {
         /// The caller's number.
@@ -268,7 +268,7 @@ fn with_others(others: usize) -> String {
     }
 }
 
-/// What is wrong with a layer of a front end.
+/// What is wrong with a layer that its caller has numbered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayerProblem {
@@ -308,7 +308,7 @@ mod tests {
     #[test]
     fn layers_that_were_not_written_are_counted_in_words() {
         let layer = LayerId(3);
-        for (others, text, of_front) in [
+        for (others, text, numbered) in [
             (0, "layer 3 was not written in this step", "layer number 40 was not written"),
             (1, "layer 3 and 1 more layer were not", "layer number 40 and 1 more layer were not"),
             (5, "layer 3 and 5 more layers were not", "layer number 40 and 5 more layers were"),
@@ -317,7 +317,7 @@ mod tests {
             assert!(error.starts_with(text), "{error}");
             let problem = LayerProblem::Unwritten { others };
             let error = PlanError::LayerNumber { number: 40, problem }.to_string();
-            assert!(error.starts_with(of_front), "{error}");
+            assert!(error.starts_with(numbered), "{error}");
         }
     }
 }

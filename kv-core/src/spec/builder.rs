@@ -2,13 +2,13 @@
 use crate::error::SpecError;
 use crate::eviction::Eviction;
 use crate::format::KvFormat;
-use crate::geometry::BlockOrder;
+use crate::geometry::{BlockOrder, PlaneLayout};
 use crate::ids::{GroupId, LayerId};
 use crate::num::to_u64;
 use crate::plan::Determinism;
-use crate::spec::CacheSpec;
 use crate::spec::group::{GroupBuilder, KeyMean, Transform};
 use crate::spec::reuse::{PrefixReuse, PublishAt, Reuse};
+use crate::spec::{CacheSpec, GroupSpec, LateLayers};
 
 /// The longest sequence of a cache that keeps windows alone: positions and slots fit `u32`.
 const LEN_MAX: u32 = u32::MAX >> 2;
@@ -18,6 +18,7 @@ const LEN_MAX: u32 = u32::MAX >> 2;
 pub struct CacheSpecBuilder {
     layers: Option<u16>,
     on_demand: bool,
+    late_layers: LateLayers,
     default_group: GroupBuilder,
     groups: Vec<(Vec<u16>, GroupBuilder)>,
     max_sequences: Option<u32>,
@@ -50,6 +51,13 @@ impl CacheSpecBuilder {
     #[must_use]
     pub fn layers_on_demand(mut self) -> Self {
         self.on_demand = true;
+        self
+    }
+    /// What is read where a layer on demand got its memory after tokens were cached;
+    /// [`LateLayers::Refuse`] unless set. No effect without [`Self::layers_on_demand`].
+    #[must_use]
+    pub fn late_layers(mut self, late_layers: LateLayers) -> Self {
+        self.late_layers = late_layers;
         self
     }
     forward_to_default_group! {
@@ -152,8 +160,8 @@ impl CacheSpecBuilder {
     /// Checks everything together.
     ///
     /// # Errors
-    /// [`SpecError`], naming the first setting that is missing, zero or too large, or the first
-    /// layer that is in no group or in two.
+    /// [`SpecError`], naming the first setting that is missing, zero or too large, the first layer
+    /// that is in no group or in two, or two settings that exclude each other.
     pub fn build(self) -> Result<CacheSpec, SpecError> {
         let (layers, lists) = self.assign_layers()?;
         let mut groups = Vec::new();
@@ -173,6 +181,7 @@ impl CacheSpecBuilder {
             if group.contiguous {
                 max_sequences = max_sequences.min(group.num_blocks());
             }
+            self.check_late_layers(&group)?;
             groups.push(group);
         }
         for (field, given, limit) in [
@@ -189,6 +198,7 @@ impl CacheSpecBuilder {
             groups,
             layers,
             on_demand: self.on_demand,
+            late_layers: self.late_layers,
             max_sequences,
             max_seq_len,
             determinism: self.determinism,
@@ -198,6 +208,18 @@ impl CacheSpecBuilder {
         match spec.memory_checked() {
             Some(_) => Ok(spec),
             None => Err(SpecError::Overflow { what: "bytes of the cache" }),
+        }
+    }
+
+    /// Zero bytes are rows of zeros in plain formats; others may have a mean or a scale.
+    fn check_late_layers(&self, group: &GroupSpec) -> Result<(), SpecError> {
+        let mut formats = group.layouts().iter().map(PlaneLayout::format);
+        match formats.find(|format| format.is_quantised()) {
+            Some(format) if self.late_layers == LateLayers::Zeros => {
+                let problem = format!("zeros need rows of f32, f16 or bf16, not of {format}");
+                Err(SpecError::Conflict { what: "late_layers", problem })
+            }
+            _ => Ok(()),
         }
     }
 

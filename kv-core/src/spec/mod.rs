@@ -37,11 +37,33 @@ pub struct CacheSpec {
     /// Group and index inside it, by layer; empty for layers on demand.
     layers: Vec<(GroupId, usize)>,
     on_demand: bool,
+    late_layers: LateLayers,
     max_sequences: u32,
     max_seq_len: u32,
     determinism: Determinism,
     wipe_on_release: bool,
     reuse: Reuse,
+}
+
+/// What attention and gathers read from a layer on demand at positions that were cached before the
+/// layer had memory.
+///
+/// Neither choice makes such tokens reusable: see [`KvCache::allocate_layer`].
+///
+/// [`KvCache::allocate_layer`]: crate::KvCache::allocate_layer
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[expect(
+    clippy::exhaustive_enums,
+    reason = "an error, or the only content that memory starts with"
+)]
+pub enum LateLayers {
+    /// Nothing: the call is refused with [`PlanError::RowsUnwritten`](crate::PlanError).
+    #[default]
+    Refuse,
+    /// Zeros, which the layer's memory was allocated with. A query gives such keys the score 0, so
+    /// they take part in its softmax. For formats that store values as they are
+    /// ([`KvFormat::PLAIN`](crate::KvFormat::PLAIN)).
+    Zeros,
 }
 
 /// One group of a [`CacheSpec`].
@@ -120,6 +142,10 @@ impl CacheSpec {
     /// Whether layers get memory one by one, when asked for.
     pub fn layers_on_demand(&self) -> bool {
         self.on_demand
+    }
+    /// What is read where a layer on demand lacks rows.
+    pub fn late_layers(&self) -> LateLayers {
+        self.late_layers
     }
     /// The group of a layer and the layer's index inside it.
     pub fn locate(&self, layer: LayerId) -> Option<(GroupId, usize)> {

@@ -27,10 +27,10 @@
 mod attend;
 mod buffer;
 mod cache;
+mod compat;
 mod convert;
 mod copy;
 mod failure;
-mod front;
 mod gather;
 mod masked;
 mod quant;
@@ -70,8 +70,8 @@ pub(crate) fn cases<B: Device>() -> Vec<Case<B>> {
         segments::cases(),
         cache::cases(),
         scale::cases(),
+        compat::cases(),
         failure::cases(),
-        front::cases(),
         quant::cases(),
         random::cases(),
         stateful::cases(),

@@ -1,6 +1,6 @@
 //! Shared by the TransformerEngine vectors: configurations, tensors of published values, state.
-use kv_core::front::InferenceConfig;
-use kv_core::{BlockId, DType, InferenceParams, QkvFormat, SequenceId};
+use kv_compat::{InferenceConfig, InferenceParams};
+use kv_core::{BlockId, DType, QkvFormat, SequenceId};
 use serde::Deserialize;
 
 use crate::case::{CaseError, ensure};

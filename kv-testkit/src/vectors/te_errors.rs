@@ -2,7 +2,8 @@
 //! without a change.
 use std::collections::BTreeMap;
 
-use kv_core::{CacheError, DType, InferenceParams, TensorView};
+use kv_compat::InferenceParams;
+use kv_core::{CacheError, DType, TensorView};
 use serde::Deserialize;
 use serde_json::Value;
 

@@ -2,8 +2,8 @@
 //! behaviour.
 use std::collections::BTreeMap;
 
-use kv_core::front::InferenceConfig;
-use kv_core::{DType, InferenceParams};
+use kv_compat::{InferenceConfig, InferenceParams};
+use kv_core::DType;
 use serde::Deserialize;
 
 use super::te::{Config, Entry, Form, check_content, state, write};

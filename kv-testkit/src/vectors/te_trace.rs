@@ -1,7 +1,8 @@
 //! `te-trace/1`: behaviour of TransformerEngine, recorded step by step.
 use std::collections::{BTreeMap, HashSet};
 
-use kv_core::{InferenceParams, QkvFormat};
+use kv_compat::InferenceParams;
+use kv_core::QkvFormat;
 use serde::Deserialize;
 
 use super::te::{Config, Entry, Form, cached, hash, write};

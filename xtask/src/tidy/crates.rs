@@ -9,13 +9,14 @@ use crate::workspace::{Package, Workspace};
 /// listed before those that may use it.
 const MAY_DEPEND_ON: &[(&str, &[&str])] = &[
     ("kv-core", &[]),
+    ("kv-compat", &["kv-core"]),
     ("kv-quant", &["kv-core"]),
     ("kv-cpu-kernels", &["kv-core", "kv-quant"]),
     ("kv-cpu", &["kv-core", "kv-quant", "kv-cpu-kernels"]),
     ("kv-wgpu", &["kv-core", "kv-quant"]),
     ("kv-cuda", &["kv-core", "kv-quant"]),
     ("kv-tier", &["kv-core"]),
-    ("kv-testkit", &["kv-core", "kv-quant"]),
+    ("kv-testkit", &["kv-core", "kv-compat", "kv-quant"]),
     ("kv", &["kv-core", "kv-quant", "kv-cpu", "kv-wgpu", "kv-cuda", "kv-tier"]),
     ("kv-runner", &["kv"]),
     ("kv-bench", &["kv"]),

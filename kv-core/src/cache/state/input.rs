@@ -101,7 +101,7 @@ impl<'a> StepInput<'a> {
 
 /// Refuses a count above its limit.
 #[inline]
-pub(in crate::cache) fn bounded(what: &'static str, got: u32, max: u32) -> Result<(), PlanError> {
+pub(super) fn bounded(what: &'static str, got: u32, max: u32) -> Result<(), PlanError> {
     if got <= max {
         return Ok(());
     }

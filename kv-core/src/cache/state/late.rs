@@ -5,6 +5,7 @@ use crate::cache::state::CacheState;
 use crate::error::PlanError;
 use crate::ids::LayerId;
 use crate::plan::AttentionOptions;
+use crate::spec::LateLayers;
 
 /// Leading tokens of sequences, by table row, that were cached before a layer had memory. Empty but
 /// for layers on demand.
@@ -79,13 +80,17 @@ impl CacheState {
         Ok(())
     }
 
-    /// Refuses rows of a sequence from position `begin` on where a layer lacks them.
+    /// Refuses rows of a sequence from position `begin` on where a layer lacks them, unless the
+    /// spec says that they are read as zeros.
     pub(in crate::cache) fn check_rows_in(
         &self,
         layer: LayerId,
         row: u32,
         begin: u32,
     ) -> Result<(), PlanError> {
+        if self.spec.late_layers() == LateLayers::Zeros {
+            return Ok(());
+        }
         let tokens = self.late.tokens(row, layer);
         match self.sequences.id(row).filter(|_| begin < tokens) {
             Some(sequence) => Err(PlanError::RowsUnwritten { layer, sequence, tokens }),

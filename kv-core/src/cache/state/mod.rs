@@ -41,7 +41,6 @@ use crate::slot_map::SlotMap;
 use crate::spec::{CacheSpec, GroupSpec, Window};
 pub use admission::{Admission, BlockDemand};
 pub use input::StepInput;
-pub(super) use input::bounded;
 pub use pins::{Pin, PinId};
 pub(super) use rows::{Kept, Run, tokens};
 pub use start::StartOptions;

@@ -1,9 +1,10 @@
 //! How sequences become shorter and end.
 use crate::cache::state::{CacheState, lookup};
 use crate::error::PlanError;
-use crate::ids::SequenceId;
+use crate::ids::{LayerId, SequenceId};
 use crate::invariant::Invariant;
 use crate::num::{to_u32, to_usize};
+use crate::plan::{BatchEntry, GatherRange};
 
 impl CacheState {
     /// Takes tokens back, so that `sequence` has `len`: see
@@ -54,40 +55,47 @@ impl CacheState {
             let len = state.len;
             return Err(PlanError::SequenceTooShort { sequence, len, asked });
         }
-        let group = self.groups.at(group);
-        let (map, vacant) = (group.slot_map(), group.vacant(row));
-        let (gone, kept) = (map.tokens(vacant.start), map.tokens(vacant.end));
-        if !vacant.is_empty() && begin < kept && asked > gone && begin < asked {
-            return Err(PlanError::OutOfWindow { sequence, asked: begin, kept });
-        }
+        self.check_kept(row, group, (begin, asked))?;
         Ok(row)
     }
 
-    /// Row and length of a sequence.
-    pub(in crate::cache) fn row_and_len(
+    /// The rows of every entry of the open step's batch, this step's included, where all of them
+    /// can be read from a layer of one group.
+    pub(in crate::cache) fn batch_rows(
         &self,
-        sequence: SequenceId,
-    ) -> Result<(u32, u32), PlanError> {
-        self.sequences.get(sequence).map(|(row, state)| (row, state.len))
-    }
-
-    /// Row and length of a sequence that has reserved the slots of `tokens` tokens more.
-    pub(in crate::cache) fn room_ahead(
-        &self,
-        sequence: SequenceId,
-        tokens: u32,
-    ) -> Result<(u32, u32), PlanError> {
-        let (row, state) = self.sequences.get(sequence)?;
-        let (len, max) = (state.len, state.reserved);
-        match len.checked_add(tokens) {
-            Some(ahead) if ahead <= max => Ok((row, len)),
-            _ => Err(PlanError::SequenceTooLong { sequence, len, new: u64::from(tokens), max }),
+        layer: LayerId,
+        group: usize,
+    ) -> Result<Vec<GatherRange>, PlanError> {
+        if self.groups.at(group).slot_map().has_tail() {
+            let problem = "the tail of a sequence is read after the step";
+            return Err(PlanError::State { operation: "gather", problem });
         }
+        let whole = |entry: &BatchEntry| {
+            let len = entry.cached.saturating_add(entry.new_tokens);
+            if len > 0 {
+                self.check_kept(entry.row, group, (0, len))?;
+                self.check_rows_in(layer, entry.row, 0)?;
+            }
+            Ok(GatherRange { row: entry.row, begin: 0, len })
+        };
+        self.batch().iter().map(whole).collect()
     }
 
-    /// Sets the length of a sequence whose rows were written outside a step.
-    pub(in crate::cache) fn set_len(&mut self, row: u32, len: u32) {
-        self.sequences.at_mut(row).len = len;
+    /// Refuses positions `begin..end` of a row that fell out of a window.
+    fn check_kept(
+        &self,
+        row: u32,
+        group: usize,
+        (begin, end): (u32, u32),
+    ) -> Result<(), PlanError> {
+        let group = self.groups.at(group);
+        let (map, vacant) = (group.slot_map(), group.vacant(row));
+        let (gone, kept) = (map.tokens(vacant.start), map.tokens(vacant.end));
+        if !vacant.is_empty() && begin < kept && end > gone && begin < end {
+            let sequence = self.sequences.id(row).invariant("the row of a sequence has its id");
+            return Err(PlanError::OutOfWindow { sequence, asked: begin, kept });
+        }
+        Ok(())
     }
 
     /// Refuses queries from position `first` on, behind `len` tokens, that would see what fell out

@@ -1,10 +1,9 @@
 //! Counts that callers give: each is within a bound of the cache, or refused before anything is
 //! allocated for it.
 use super::*;
-use crate::front::{InferenceConfig, InferenceParams, KvCacheManager, SlotConfig};
 use crate::plan::{BatchEntry, ConvertPlan, GatherPlan, GatherRange, PlanBuffers};
 use crate::storage::Plane;
-use crate::{DType, Determinism, KvFormat};
+use crate::{Determinism, KvFormat};
 
 /// The most tokens of a sequence, in pools of 40.
 const MAX: u32 = 24;
@@ -279,50 +278,5 @@ fn slot_maps_take_any_number() {
             map.blocks_reserved(n);
             map.full_blocks(n);
         }
-    }
-}
-
-#[test]
-fn counts_of_a_slot_cache_are_bounded_by_its_slots() {
-    let config = SlotConfig {
-        num_layers: 1,
-        num_kv_heads: 1,
-        head_dim: 2,
-        max_seq_len: 8,
-        max_batch_size: 2,
-        format: KvFormat::F32,
-    };
-    let mut cache = KvCacheManager::new(NullBackend::new(), config).unwrap();
-    let rows = [0.0_f32; 9 * 2];
-    for (n, is_refused) in [(0, true), (1, false), (8, false), (9, true), (u32::MAX, true)] {
-        let taken = cache.allocate_sequence(n);
-        assert_eq!(taken.is_err(), is_refused, "{n} tokens of a sequence");
-        if let Ok(sequence) = taken {
-            cache.release_sequence(sequence).unwrap();
-        }
-        let sequence = cache.allocate_sequence(8).unwrap();
-        let view = TensorView::host(&rows, &[9, 1, 2]);
-        let written = cache.append_kv(sequence, 0, view, view, n);
-        assert_eq!(written.is_err(), is_refused, "{n} rows");
-        assert_eq!(cache.advance_seq_len(sequence, n).is_err(), is_refused, "{n} tokens");
-        cache.release_sequence(sequence).unwrap();
-    }
-    let sequence = cache.allocate_sequence(8).unwrap();
-    let mut out = rows;
-    let view = TensorView::host(&rows, &[9, 1, 2]);
-    for (n, is_refused) in [(0, true), (1, false), (9, false), (65_537, true), (u32::MAX, true)] {
-        let out = TensorViewMut::host(&mut out, &[9, 1, 2]);
-        let attended = cache.attend(0, &[(sequence, n)], view, out, &AttentionOptions::full(1.0));
-        assert_eq!(attended.is_err(), is_refused, "{n} queries");
-    }
-}
-
-#[test]
-fn tokens_of_inference_params_are_bounded_by_the_longest_sequence() {
-    let config = InferenceConfig::new(2, 16).num_heads_kv(1).head_dim_k(2).dtype(DType::F32);
-    let config = config.is_paged(true).page_size(4).total_num_pages(8);
-    for (n, is_refused) in [(0, false), (1, false), (16, false), (17, true), (u32::MAX, true)] {
-        let mut params = InferenceParams::new(NullBackend::new(), config.clone()).unwrap();
-        assert_eq!(params.pre_step(&[(1_u64, n)]).is_err(), is_refused, "{n}");
     }
 }

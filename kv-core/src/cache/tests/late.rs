@@ -1,12 +1,17 @@
 //! Layers that get memory when tokens are cached already.
 use super::*;
-use crate::Plane;
+use crate::{LateLayers, Plane};
 
 const PROMPT: [u32; 9] = [1, 2, 3, 4, 5, 6, 7, 8, 9];
 
 fn lazy() -> KvCache<NullBackend> {
+    lazy_with(LateLayers::default())
+}
+
+fn lazy_with(late_layers: LateLayers) -> KvCache<NullBackend> {
     let spec = CacheSpec::builder().layers_on_demand().kv_heads(1).head_dim(2).paged(4, 12);
-    KvCache::new(NullBackend::new(), spec.events(16).build().unwrap()).unwrap()
+    let spec = spec.late_layers(late_layers).events(16).build().unwrap();
+    KvCache::new(NullBackend::new(), spec).unwrap()
 }
 
 /// Brings what of a prompt is not cached, to `layers` layers.
@@ -140,4 +145,36 @@ fn a_sequence_without_tokens_lacks_nothing() {
     bring(&mut cache, SEQ[0], &PROMPT, 3).unwrap();
     attend(&mut cache, SEQ[0], 2, None).unwrap();
     assert_eq!(cache.probe(&PROMPT, StartOptions::default()), 8);
+}
+
+/// Reads the whole batch of a step with one query.
+fn gather_batch(cache: &mut KvCache<NullBackend>, layer: u16) -> Result<(), CacheError> {
+    let mut step = cache.begin_step(&[StepInput::query(SEQ[0], 1)])?;
+    let mut rows = [0.0_f32; 9 * 2];
+    let out = TensorViewMut::host(&mut rows, &[9, 1, 2]);
+    step.gather(layer, Plane::Key, out, QkvFormat::Thd)
+}
+
+#[test]
+fn rows_of_a_late_layer_are_zeros_where_the_spec_says_so() {
+    for late_layers in [LateLayers::Refuse, LateLayers::Zeros] {
+        let mut cache = lazy_with(late_layers);
+        assert_eq!(cache.spec().late_layers(), late_layers);
+        cache.allocate_layer(0).unwrap();
+        cache.start(SEQ[0], &PROMPT, StartOptions::default()).unwrap();
+        bring(&mut cache, SEQ[0], &PROMPT, 1).unwrap();
+        cache.allocate_layer(1).unwrap();
+        gather_batch(&mut cache, 0).unwrap();
+        let mut rows = [0.0_f32; 9 * 2];
+        let out = TensorViewMut::host(&mut rows, &[9, 1, 2]);
+        let gathered = cache.gather(1, Plane::Key, &[(SEQ[0], 0, 9)], out, QkvFormat::Thd);
+        let reads = [attend(&mut cache, SEQ[0], 1, None), gather_batch(&mut cache, 1), gathered];
+        for read in reads {
+            match late_layers {
+                LateLayers::Refuse => lacks(read, 9),
+                LateLayers::Zeros => read.unwrap(),
+            }
+        }
+        assert_eq!(cache.probe(&PROMPT, StartOptions::default()), 0, "nothing is reused");
+    }
 }

@@ -1,16 +1,14 @@
-//! The contract between [`InferenceParams`](super::InferenceParams) and what stores its K and V.
+//! The contract between [`InferenceParams`](crate::InferenceParams) and what stores its K and V.
 use std::any::Any;
 use std::fmt;
 
-use crate::backend::Backend;
-use crate::element::DType;
-use crate::error::CacheError;
-use crate::front::BlockManager;
-use crate::geometry::QkvFormat;
-use crate::ids::{BlockId, SequenceId};
-use crate::plan::AttentionOptions;
-use crate::storage::{Plane, PlaneView};
-use crate::tensor::{TensorView, TensorViewMut};
+use kv_core::backend::Backend;
+use kv_core::{
+    AttentionOptions, BlockId, CacheError, DType, Plane, PlaneView, QkvFormat, SequenceId,
+    TensorView, TensorViewMut,
+};
+
+use crate::BlockManager;
 
 /// What a cache manager is constructed from: the keywords that TransformerEngine passes to one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,7 +69,7 @@ pub struct TrackedSequence {
 
 /// Stores K and V and decides which sequence has which pages.
 ///
-/// [`InferenceParams`](super::InferenceParams) keeps the prefix sums, the page table and their
+/// [`InferenceParams`](crate::InferenceParams) keeps the prefix sums, the page table and their
 /// device buffers, and asks a manager for everything else. It owns the device and its queue,
 /// because all work of one cache goes through one queue, in order.
 ///
@@ -86,11 +84,10 @@ pub struct TrackedSequence {
 /// # Examples
 /// A manager that counts steps and leaves the rest to the built-in one:
 /// ```
+/// use kv_compat::{CacheManager, InferenceConfig, InferenceParams, TrackedSequence};
 /// use kv_core::backend::{Backend, NullBackend};
-/// use kv_core::front::{CacheManager, InferenceConfig, InferenceParams, TrackedSequence};
-/// use kv_core::plan::AttentionOptions;
-/// use kv_core::{BlockId, CacheError, DType, Plane, PlaneView, QkvFormat, SequenceId};
-/// use kv_core::{TensorView, TensorViewMut};
+/// use kv_core::{AttentionOptions, BlockId, CacheError, DType, Plane, PlaneView, QkvFormat};
+/// use kv_core::{SequenceId, TensorView, TensorViewMut};
 ///
 /// #[derive(Debug)]
 /// struct Counting<B: Backend> {
@@ -172,7 +169,7 @@ pub struct TrackedSequence {
 pub trait CacheManager<B: Backend>: Any + fmt::Debug + Send {
     /// The device.
     fn backend(&self) -> &B;
-    /// The lane all work of this cache is recorded on.
+    /// The queue that all work of this cache is recorded on.
     fn queue_mut(&mut self) -> &mut B::Queue;
 
     /// Gives a layer its memory, zeroed; `false`, and nothing changes, when it has some already.
@@ -235,7 +232,7 @@ pub trait CacheManager<B: Backend>: Any + fmt::Debug + Send {
     fn sequences(&self) -> &[TrackedSequence];
     /// Pages of a sequence in token order; none for an unknown one.
     fn pages(&self, sequence: SequenceId) -> &[BlockId];
-    /// Pages nobody holds; free slots when not paged.
+    /// Pages that no sequence holds; free slots when not paged.
     fn num_free_pages(&self) -> u32;
     /// One plane of a layer, `None` while it has no memory.
     fn plane(&self, layer: usize, plane: Plane) -> Option<PlaneView<'_, B::Buffer>>;

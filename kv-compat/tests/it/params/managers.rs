@@ -1,8 +1,8 @@
 //! Managers of the caller's own.
-use kv_core::backend::{AnyBackend, Backend, NullBackend};
-use kv_core::front::{
+use kv_compat::{
     BlockManager, CacheManager, CacheManagerConfig, InferenceParams, PageConfig, TrackedSequence,
 };
+use kv_core::backend::{AnyBackend, Backend, NullBackend};
 use kv_core::plan::AttentionOptions;
 use kv_core::{BlockId, BlockOrder, CacheError, DType, Plane, PlaneView, QkvFormat, SequenceId};
 use kv_core::{PlanError, TensorView, TensorViewMut};
@@ -11,7 +11,7 @@ use super::{config, paged, refusal};
 
 type Buf<B> = <B as Backend>::Buffer;
 
-/// The built-in manager with the answers of `sequences` turned round.
+/// The built-in manager, whose `sequences` are in the wrong order.
 #[derive(Debug)]
 struct Liar<B: Backend> {
     inner: BlockManager<B>,

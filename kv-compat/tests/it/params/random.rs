@@ -1,4 +1,4 @@
-//! Random lives against a model that is a list of lengths.
+//! Random operation sequences against a model that is a list of lengths.
 use kv_core::CacheError;
 use proptest::prelude::*;
 
@@ -26,7 +26,7 @@ fn expected(before: &[(u64, u32)], step: &[(u64, u32)], pages: u32) -> Option<Ve
     (step.len() <= 4 && !twice && fits).then_some(after)
 }
 
-fn live(mut params: Params, pages: u32, ops: &[Op]) {
+fn run_all(mut params: Params, pages: u32, ops: &[Op]) {
     params.allocate_memory(1).unwrap();
     // Lengths after the step, and those to return to when it is given up.
     let (mut model, mut given_up) = (Vec::new(), Vec::new());
@@ -70,12 +70,12 @@ fn live(mut params: Params, pages: u32, ops: &[Op]) {
 
 proptest! {
     #[test]
-    fn a_small_pool_lives_by_the_rules(ops in prop::collection::vec(op(), 1..60)) {
-        live(params(paged(4, 7)), 7, &ops);
+    fn a_small_pool_follows_the_rules(ops in prop::collection::vec(op(), 1..60)) {
+        run_all(params(paged(4, 7)), 7, &ops);
     }
 
     #[test]
-    fn slots_live_by_the_rules(ops in prop::collection::vec(op(), 1..60)) {
-        live(params(config()), u32::MAX, &ops);
+    fn slots_follow_the_rules(ops in prop::collection::vec(op(), 1..60)) {
+        run_all(params(config()), u32::MAX, &ops);
     }
 }

@@ -178,3 +178,11 @@ fn a_question_about_an_unknown_sequence_leaves_no_trace() {
         assert_eq!(params.batch_size(), 2);
     }
 }
+
+#[test]
+fn tokens_are_bounded_by_the_longest_sequence() {
+    for (n, is_refused) in [(0, false), (1, false), (16, false), (17, true), (u32::MAX, true)] {
+        let mut params = params(paged(4, 8));
+        assert_eq!(params.pre_step(&[(1_u64, n)]).is_err(), is_refused, "{n}");
+    }
+}

@@ -1,10 +1,9 @@
 //! The TransformerEngine-style and slot-style interfaces on a device.
 use std::collections::BTreeMap;
 
-use kv_core::front::{InferenceConfig, KvCacheManager, SlotConfig};
+use kv_compat::{InferenceConfig, InferenceParams, KvCacheManager, SlotConfig};
 use kv_core::{
-    AttentionOptions, CacheError, DType, InferenceParams, KvFormat, PlanError, QkvFormat,
-    SequenceId, TensorView,
+    AttentionOptions, CacheError, DType, KvFormat, PlanError, QkvFormat, SequenceId, TensorView,
 };
 
 use super::case;
@@ -13,17 +12,18 @@ use crate::device::{Device, Place, Staged, fetch};
 use crate::fixture::{FORMATS, check_attention, dense, options};
 use crate::oracle::Attention;
 use crate::rng::Rng;
-use crate::vectors::te::{Config, Entry, Form, check_content, state, write};
+use crate::vectors::te::{Config, Entry, Form, cached, check_content, state, write};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
-        case("front/inference_params_random_steps", random_steps),
-        case("front/inference_params_attends", attends),
-        case("front/inference_params_arrays", arrays),
-        case("front/inference_params_exhaustion", exhaustion),
-        case("front/inference_params_roll_back", roll_back),
-        case("front/slots_append_advance_attend", slots),
-        case("front/slots_refusals", slot_refusals),
+        case("compat/inference_params_random_steps", random_steps),
+        case("compat/inference_params_attends", attends),
+        case("compat/inference_params_arrays", arrays),
+        case("compat/inference_params_exhaustion", exhaustion),
+        case("compat/inference_params_roll_back", roll_back),
+        case("compat/inference_params_late_layer", late_layer),
+        case("compat/slots_append_advance_attend", slots),
+        case("compat/slots_refusals", slot_refusals),
     ]
 }
 
@@ -259,6 +259,38 @@ fn roll_back<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
+/// A layer that gets memory when tokens are cached has zeros in their place.
+fn late_layer<B: Device>(backend: &B) -> CaseResult {
+    for pages in [None, Some([4, 30])] {
+        let config = Config { layers: Some(1), ..config(backend, pages, "f32") };
+        let mut params = config.open(backend)?;
+        let form = Form { format: QkvFormat::Thd, padded: None };
+        params.pre_step(&[(1_u64, 6), (2, 3)])?;
+        write(backend, &mut params, &config, (1, &[(1, 0, 6), (2, 0, 3)]), form)?;
+        same("layer 2 gets memory", params.allocate_memory(2)?, true)?;
+        write(backend, &mut params, &config, (2, &[(1, 0, 6), (2, 0, 3)]), form)?;
+        same("layer 3 gets memory", params.allocate_memory(3)?, true)?;
+        write(backend, &mut params, &config, (3, &[(1, 0, 6), (2, 0, 3)]), form)?;
+        params.pre_step(&[(2_u64, 2), (1, 0)])?;
+        same("layer 4 gets memory", params.allocate_memory(4)?, true)?;
+        let entries: [Entry; 2] = [(2, 3, 2), (1, 6, 0)];
+        for layer in 1..=4 {
+            write(backend, &mut params, &config, (layer, &entries), form)?;
+        }
+        check_content(backend, &mut params, &Config { layers: Some(3), ..config.clone() })?;
+        let late = cached(backend, &mut params, &config, 4)?;
+        for ((kv, rows), [heads, dim]) in (0_u32..).zip(&late).zip(config.heads_dims()) {
+            let width = heads * dim;
+            let (before, new) = rows[0].split_at(3 * width);
+            let written = crate::vectors::te::rows(2, 3..5, [kv, 4], [heads, dim]);
+            same("rows of this step", new, written.as_slice())?;
+            let is_zero = before.iter().chain(&rows[1]).all(|value| *value == 0.0);
+            ensure(is_zero, || format!("{pages:?}: {before:?}, {:?}", rows[1]))?;
+        }
+    }
+    Ok(Outcome::Holds)
+}
+
 const SLOTS: SlotConfig = SlotConfig {
     num_layers: 2,
     num_kv_heads: 2,
@@ -358,7 +390,8 @@ fn slot_refusals<B: Device>(backend: &B) -> CaseResult {
     let last = manager.allocate_sequence(1)?;
     refused("a fourth slot", manager.allocate_sequence(1), plan)?;
     manager.release_sequence(last)?;
-    refused("a second release", manager.release_sequence(last), plan)?;
+    let again = manager.release_sequence(last).map_err(CacheError::from);
+    refused("a second release", again, plan)?;
     refused(
         "an append to a released one",
         append(&mut manager, last, 0, 1).map_err(cache_error),

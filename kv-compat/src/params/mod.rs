@@ -4,17 +4,15 @@
 mod accessors;
 mod output;
 
-use crate::backend::{AnyBackend, Backend};
-use crate::error::{CacheError, PlanError};
-use crate::front::buffers::{StepBuffers, new_len};
-use crate::front::config::{FormatArg, InferenceConfig};
-use crate::front::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
-use crate::geometry::QkvFormat;
-use crate::ids::SequenceId;
-use crate::num::recycle;
-use crate::plan::AttentionOptions;
-use crate::storage::Plane;
-use crate::tensor::{TensorView, TensorViewMut};
+use kv_core::backend::{AnyBackend, Backend};
+use kv_core::{
+    AttentionOptions, CacheError, PlanError, Plane, QkvFormat, SequenceId, TensorView,
+    TensorViewMut,
+};
+
+use crate::buffers::{StepBuffers, new_len};
+use crate::config::{FormatArg, InferenceConfig, OutputFormat};
+use crate::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
 pub use output::{CacheView, StepOutput};
 
 /// A KV cache driven by one call a step and one a layer.
@@ -28,7 +26,7 @@ pub use output::{CacheView, StepOutput};
 /// # Guarantees
 /// - A step is refused before anything changes, or it is prepared whole; pages that departures free
 ///   serve the same step's arrivals.
-/// - The arrays of a step, on the host and on the device, keep their addresses for life.
+/// - The arrays of a step, on the host and on the device, never move.
 /// - No history is ever moved: [`Self::page_table`] says where a row's tokens are, paged or not.
 ///
 /// # Source
@@ -37,8 +35,8 @@ pub use output::{CacheView, StepOutput};
 ///
 /// # Examples
 /// ```
+/// use kv_compat::{InferenceConfig, InferenceParams};
 /// use kv_core::backend::NullBackend;
-/// use kv_core::front::{InferenceConfig, InferenceParams};
 /// use kv_core::{AttentionOptions, DType, TensorView, TensorViewMut};
 ///
 /// let config = InferenceConfig::new(4, 64)
@@ -156,7 +154,7 @@ impl<B: Backend> InferenceParams<B> {
         &mut self,
         step: &[(S, u32)],
     ) -> Result<(), CacheError> {
-        recycle(&mut self.step);
+        self.step.clear();
         self.step.extend(step.iter().map(|(id, tokens)| ((*id).into(), *tokens)));
         match self.manager.pre_step(&self.step) {
             Ok(()) => {}
@@ -234,7 +232,7 @@ impl<B: Backend> InferenceParams<B> {
             cu_seqlens_q_buffer: self.cu_seqlens_q_buffer(),
             cu_seqlens_kv_buffer: self.cu_seqlens_kv_buffer(),
             max_sequence_length: self.config.max_seqlen,
-            format: format.into(),
+            format: OutputFormat::of(format),
         })
     }
 
@@ -342,6 +340,6 @@ fn batch_extent<Buf>(view: &TensorView<'_, Buf>, format: QkvFormat) -> Option<u3
     match format {
         QkvFormat::Bshd => dims.as_slice().first().copied(),
         QkvFormat::Sbhd => dims.as_slice().get(1).copied(),
-        QkvFormat::Thd => None,
+        _ => None,
     }
 }

@@ -1,19 +1,12 @@
-//! The classic front ends on the null device: bookkeeping, refusals, addresses. What is stored is
-//! the conformance suite's business.
-#![expect(
-    clippy::as_conversions,
-    clippy::arithmetic_side_effects,
-    reason = "tests count small numbers"
-)]
+//! `InferenceParams`: its constructor, its steps, and managers of the caller's own.
 mod construct;
 mod lifecycle;
 mod managers;
 mod random;
 mod refusals;
-mod slots;
 
+use kv_compat::{InferenceConfig, InferenceParams};
 use kv_core::backend::NullBackend;
-use kv_core::front::{InferenceConfig, InferenceParams};
 use kv_core::{CacheError, DType, PlanError, TensorView, TensorViewMut};
 
 pub(crate) type Params = InferenceParams<NullBackend>;

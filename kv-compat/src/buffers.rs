@@ -1,13 +1,13 @@
-//! Numbers of a step that live at one address for as long as the cache, on the host and on the
-//! device.
-use crate::backend::{Backend, Queue};
-use crate::error::{CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError};
-use crate::front::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
-use crate::num::{to_u64, to_usize};
+//! The arrays that describe a step, on the host and on the device, allocated once.
+use kv_core::backend::{Backend, Queue};
+use kv_core::num::{to_u64, to_usize};
+use kv_core::{BlockId, CacheError, DeviceError, DeviceErrorKind, PlanError, SpecError};
+
+use crate::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
 
 /// An array with a copy on the device. Neither ever moves; only what changed is uploaded.
 #[derive(Debug)]
-pub(super) struct StaticArray<Buf> {
+pub(crate) struct StaticArray<Buf> {
     host: Box<[u32]>,
     device: Buf,
     /// Entries that the device does not have yet, `begin..end`.
@@ -26,17 +26,20 @@ impl<Buf: 'static> StaticArray<Buf> {
         Ok(Self { host: host.into_boxed_slice(), device, dirty: (0, 0) })
     }
 
-    pub(super) fn host(&self) -> &[u32] {
+    pub(crate) fn host(&self) -> &[u32] {
         &self.host
     }
-    pub(super) fn device(&self) -> &Buf {
+    pub(crate) fn device(&self) -> &Buf {
         &self.device
     }
 
     fn set(&mut self, index: usize, value: u32) {
-        let Some(entry) = self.host.get_mut(index).filter(|entry| **entry != value) else {
-            return;
+        let Some(entry) = self.host.get_mut(index) else {
+            unreachable!("entry {index} is one of the array's");
         };
+        if *entry == value {
+            return;
+        }
         *entry = value;
         let (begin, end) = self.dirty;
         let after = index.saturating_add(1);
@@ -56,11 +59,11 @@ impl<Buf: 'static> StaticArray<Buf> {
 
 /// Prefix sums, lengths and the page table of the current step.
 #[derive(Debug)]
-pub(super) struct StepBuffers<Buf> {
-    pub(super) cu_seqlens_q: StaticArray<Buf>,
-    pub(super) cu_seqlens_kv: StaticArray<Buf>,
-    pub(super) seqlens_pre_step: StaticArray<Buf>,
-    pub(super) page_table: StaticArray<Buf>,
+pub(crate) struct StepBuffers<Buf> {
+    pub(crate) cu_seqlens_q: StaticArray<Buf>,
+    pub(crate) cu_seqlens_kv: StaticArray<Buf>,
+    pub(crate) seqlens_pre_step: StaticArray<Buf>,
+    pub(crate) page_table: StaticArray<Buf>,
     max_batch: usize,
     /// Entries of one row of the page table.
     width: usize,
@@ -69,7 +72,7 @@ pub(super) struct StepBuffers<Buf> {
 }
 
 impl<Buf: 'static> StepBuffers<Buf> {
-    pub(super) fn new<B: Backend<Buffer = Buf>>(
+    pub(crate) fn new<B: Backend<Buffer = Buf>>(
         backend: &B,
         config: &CacheManagerConfig,
     ) -> Result<Self, CacheError> {
@@ -90,12 +93,12 @@ impl<Buf: 'static> StepBuffers<Buf> {
     }
 
     /// Entries of one row of the page table.
-    pub(super) fn page_table_width(&self) -> usize {
+    pub(crate) fn page_table_width(&self) -> usize {
         self.width
     }
 
     /// Describes the batch that `manager` has prepared.
-    pub(super) fn fill<B: Backend<Buffer = Buf>>(
+    pub(crate) fn fill<B: Backend<Buffer = Buf>>(
         &mut self,
         manager: &dyn CacheManager<B>,
     ) -> Result<(), PlanError> {
@@ -115,9 +118,9 @@ impl<Buf: 'static> StepBuffers<Buf> {
         Ok(())
     }
 
-    fn fill_row(&mut self, row: usize, pages: &[crate::ids::BlockId]) {
+    fn fill_row(&mut self, row: usize, pages: &[BlockId]) {
         let Some(filled) = self.filled.get_mut(row) else {
-            return;
+            unreachable!("row {row} is one of the page table's");
         };
         let used = pages.len().min(self.width);
         let start = row.saturating_mul(self.width);
@@ -129,7 +132,7 @@ impl<Buf: 'static> StepBuffers<Buf> {
     }
 
     /// Makes everything zero.
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         for array in [&mut self.cu_seqlens_q, &mut self.cu_seqlens_kv, &mut self.seqlens_pre_step] {
             for index in 0..array.host.len() {
                 array.set(index, 0);
@@ -140,7 +143,7 @@ impl<Buf: 'static> StepBuffers<Buf> {
         }
     }
 
-    pub(super) fn upload<Q: Queue<Buffer = Buf>>(
+    pub(crate) fn upload<Q: Queue<Buffer = Buf>>(
         &mut self,
         queue: &mut Q,
     ) -> Result<(), DeviceError> {
@@ -152,7 +155,7 @@ impl<Buf: 'static> StepBuffers<Buf> {
 }
 
 /// Tokens a row brought to the step.
-pub(super) fn new_len(sequence: &TrackedSequence) -> u32 {
+pub(crate) fn new_len(sequence: &TrackedSequence) -> u32 {
     sequence.len.saturating_sub(sequence.pre_step_len)
 }
 

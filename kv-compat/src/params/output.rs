@@ -1,7 +1,8 @@
 //! What a step answers.
-use crate::backend::{AnyBackend, Backend};
-use crate::front::config::OutputFormat;
-use crate::storage::PlaneView;
+use kv_core::PlaneView;
+use kv_core::backend::{AnyBackend, Backend};
+
+use crate::config::OutputFormat;
 
 /// What [`step`](crate::InferenceParams::step) answers: where the cache is, and how its rows are
 /// divided.
@@ -20,7 +21,7 @@ pub struct StepOutput<'a, B: Backend = AnyBackend> {
     pub cu_seqlens_q_buffer: &'a B::Buffer,
     /// The device's copy of `cu_seqlens_kv`.
     pub cu_seqlens_kv_buffer: &'a B::Buffer,
-    /// The most tokens a sequence can have: the longest K and V an attention kernel will meet.
+    /// The most tokens a sequence can have: the longest K and V of an attention kernel.
     pub max_sequence_length: u32,
     /// Axes of q and of the cache.
     pub format: OutputFormat,

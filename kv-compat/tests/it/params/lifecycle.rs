@@ -1,6 +1,6 @@
 //! Steps that are accepted: lengths, rows, pages, arrays, shapes.
+use kv_compat::InferenceParams;
 use kv_core::backend::{NullBackend, NullControl};
-use kv_core::front::InferenceParams;
 use kv_core::{CacheError, DType, TensorView, TensorViewMut};
 
 use super::{Params, both, config, lens, paged, params, pre_step, run, state, write};
@@ -296,7 +296,7 @@ fn ids_are_any_u64() {
     }
 }
 
-/// A cache whose device fails after so many more operations.
+/// A cache of two sequences, and the control of its device.
 fn failing() -> (Params, NullControl) {
     let backend = NullBackend::new();
     let control = backend.control();

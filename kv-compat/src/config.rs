@@ -1,20 +1,18 @@
-//! What a caller of [`InferenceParams`](super::InferenceParams) configures, checked once.
+//! What a caller of [`InferenceParams`](crate::InferenceParams) configures, checked once.
 //!
 //! Text becomes an enum here and nowhere later.
 use std::fmt;
 
-use crate::element::DType;
-use crate::error::{CacheError, PlanError, SpecError, UnknownName};
-use crate::format::KvFormat;
-use crate::front::manager::{CacheManagerConfig, PageConfig};
-use crate::geometry::QkvFormat;
+use kv_core::{CacheError, DType, KvFormat, PlanError, QkvFormat, SpecError, UnknownName};
 
-/// Constructor arguments of [`InferenceParams`](super::InferenceParams), under their original
+use crate::manager::{CacheManagerConfig, PageConfig};
+
+/// Constructor arguments of [`InferenceParams`](crate::InferenceParams), under their original
 /// names.
 ///
 /// ```
+/// use kv_compat::InferenceConfig;
 /// use kv_core::DType;
-/// use kv_core::front::InferenceConfig;
 /// let config = InferenceConfig::new(4, 4096)
 ///     .num_heads_kv(8)
 ///     .head_dim_k(128)
@@ -44,10 +42,10 @@ pub struct InferenceConfig {
 }
 
 /// The parts of a checked configuration.
-pub(super) struct Checked {
-    pub(super) manager: CacheManagerConfig,
-    pub(super) format: QkvFormat,
-    pub(super) max_ctx_len: Option<u32>,
+pub(crate) struct Checked {
+    pub(crate) manager: CacheManagerConfig,
+    pub(crate) format: QkvFormat,
+    pub(crate) max_ctx_len: Option<u32>,
 }
 
 impl InferenceConfig {
@@ -112,7 +110,7 @@ impl InferenceConfig {
         self
     }
     /// Axes of the caller's tensors, by name or value; `bshd` unless set. An unknown name is
-    /// refused by the constructor. Every [`step`](super::InferenceParams::step) may choose anew.
+    /// refused by the constructor. Every [`step`](crate::InferenceParams::step) may choose anew.
     #[must_use]
     pub fn qkv_format<'n>(mut self, format: impl Into<FormatArg<'n>>) -> Self {
         self.qkv_format = format.into().resolve();
@@ -127,7 +125,7 @@ impl InferenceConfig {
     }
 
     /// Checks in the order of the original: required values, pages, format.
-    pub(super) fn check(self) -> Result<Checked, CacheError> {
+    pub(crate) fn check(self) -> Result<Checked, CacheError> {
         let max_seqlen = self.max_sequence_length;
         at_least_one("max_batch_size", self.max_batch_size)?;
         at_least_one("max_sequence_length", max_seqlen)?;
@@ -184,7 +182,7 @@ fn at_least_one(field: &'static str, n: u32) -> Result<(), SpecError> {
 }
 
 /// The format that stores `dtype` as it is.
-pub(super) fn stored_format(dtype: DType) -> Result<KvFormat, PlanError> {
+pub(crate) fn stored_format(dtype: DType) -> Result<KvFormat, PlanError> {
     let same = |format: &&KvFormat| format.element() == Some(dtype);
     KvFormat::PLAIN.iter().find(same).copied().ok_or(PlanError::ElementType {
         tensor: "the cache",
@@ -207,11 +205,15 @@ impl FormatArg<'_> {
     /// The value.
     ///
     /// # Errors
-    /// [`UnknownName`] for any other name, an output name such as `thd_2bshd` included.
+    /// [`UnknownName`] for any other format or name, an output name such as `thd_2bshd` included.
     pub fn resolve(self) -> Result<QkvFormat, UnknownName> {
-        match self {
-            Self::Format(format) => Ok(format),
-            Self::Name(name) => name.parse(),
+        let format = match self {
+            Self::Format(format) => format,
+            Self::Name(name) => name.parse()?,
+        };
+        match format {
+            QkvFormat::Bshd | QkvFormat::Sbhd | QkvFormat::Thd => Ok(format),
+            other => Err(UnknownName::new("qkv format", &other.to_string(), "bshd, sbhd, thd")),
         }
     }
 }
@@ -245,17 +247,16 @@ pub enum OutputFormat {
     Thd2bshd,
 }
 
-impl From<QkvFormat> for OutputFormat {
-    fn from(format: QkvFormat) -> Self {
+impl OutputFormat {
+    /// What goes with tensors of a format that [`FormatArg::resolve`] takes.
+    pub(crate) fn of(format: QkvFormat) -> Self {
         match format {
             QkvFormat::Bshd => Self::Bshd,
             QkvFormat::Sbhd => Self::Sbhd2bshd,
             QkvFormat::Thd => Self::Thd2bshd,
+            other => unreachable!("{other} was refused when it was given"),
         }
     }
-}
-
-impl OutputFormat {
     /// The name other systems use: `bshd`, `sbhd_2bshd` or `thd_2bshd`.
     pub fn name(self) -> &'static str {
         match self {

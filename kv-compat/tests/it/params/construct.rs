@@ -1,6 +1,6 @@
 //! The constructor: every argument, every default, every refusal.
+use kv_compat::{InferenceConfig, InferenceParams, OutputFormat};
 use kv_core::backend::NullBackend;
-use kv_core::front::{InferenceConfig, InferenceParams, OutputFormat};
 use kv_core::{CacheError, DType, PlanError, QkvFormat, SpecError};
 
 use super::{config, paged, params};

@@ -1,19 +1,19 @@
 //! What can be read off an [`InferenceParams`] without changing it.
 use std::fmt;
 
-use crate::backend::Backend;
-use crate::front::config::OutputFormat;
-use crate::front::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
-use crate::front::params::InferenceParams;
-use crate::geometry::QkvFormat;
-use crate::ids::{BlockId, SequenceId};
+use kv_core::backend::Backend;
+use kv_core::{BlockId, QkvFormat, SequenceId};
+
+use crate::config::OutputFormat;
+use crate::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
+use crate::params::InferenceParams;
 
 impl<B: Backend> InferenceParams<B> {
     /// The device.
     pub fn backend(&self) -> &B {
         self.manager.backend()
     }
-    /// The lane all work of this cache is recorded on. A step's work goes to the device when the
+    /// The queue that all work of this cache is recorded on. A step's work goes to the device when the
     /// next step begins; submit this queue to send it earlier.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
         self.manager.queue_mut()
@@ -40,7 +40,7 @@ impl<B: Backend> InferenceParams<B> {
     }
     /// Axes of q and of the cache that go with [`Self::input_qkv_format`].
     pub fn output_qkv_format(&self) -> OutputFormat {
-        self.input_format.into()
+        OutputFormat::of(self.input_format)
     }
     /// Axes of the cache: always `bshd`.
     pub fn cache_qkv_format(&self) -> QkvFormat {
@@ -60,11 +60,11 @@ impl<B: Backend> InferenceParams<B> {
         let id = sequence.into();
         self.sequences().iter().find(|row| row.id == id).map_or(0, |row| row.len)
     }
-    /// Pages nobody holds; free slots when not paged.
+    /// Pages that no sequence holds; free slots when not paged.
     pub fn num_free_pages(&self) -> u32 {
         self.manager.num_free_pages()
     }
-    /// Whether there is a page nobody holds.
+    /// Whether there is a page that no sequence holds.
     pub fn has_free_page(&self) -> bool {
         self.num_free_pages() > 0
     }

@@ -1,12 +1,12 @@
 //! The slot style: ids, limits, lengths, memory figures.
+use kv_compat::{KvCacheManager, SlotConfig};
 use kv_core::backend::NullBackend;
-use kv_core::front::{KvCacheManager, SlotConfig};
 use kv_core::{
-    AttentionOptions, CacheError, KvFormat, LayerId, PlanError, SequenceId, TensorView,
-    TensorViewMut,
+    AttentionOptions, CacheError, KvFormat, LayerId, PlanError, ScaleGroup, Scaling, SequenceId,
+    TensorView, TensorViewMut,
 };
 
-use super::refusal;
+use crate::params::refusal;
 
 type Slots = KvCacheManager<NullBackend>;
 
@@ -101,7 +101,7 @@ fn allocation_is_refused_with_the_reason() {
     cache.release_sequence(ids[0]).unwrap();
     let sequence = ids[0];
     let unknown = PlanError::UnknownSequence { sequence };
-    assert_eq!(refusal(cache.release_sequence(sequence)), unknown, "a second release");
+    assert_eq!(cache.release_sequence(sequence), Err(unknown), "a second release");
     cache.allocate_sequence(1).unwrap();
 }
 
@@ -198,6 +198,45 @@ fn rows_that_the_device_failed_to_write_do_not_count() {
 }
 
 #[test]
+fn a_release_needs_no_device() {
+    let backend = NullBackend::new();
+    let control = backend.control();
+    let mut cache = KvCacheManager::new(backend, CONFIG).unwrap();
+    let [seq, other] = [8, 8].map(|len| cache.allocate_sequence(len).unwrap());
+    append_all(&mut cache, seq, 2);
+    let (slot, recorded) = (cache.cache(seq, 0).unwrap().slot, control.recorded());
+    control.fail_after(0);
+    cache.release_sequence(seq).unwrap();
+    assert_eq!(control.recorded(), recorded);
+    assert_eq!((cache.seq_len(seq), cache.active_sequences()), (None, 1));
+    let next = cache.allocate_sequence(8).unwrap();
+    assert_eq!(cache.cache(next, 0).unwrap().slot, slot, "the slot serves the next sequence");
+    assert_eq!(cache.seq_len(other), Some(0));
+    assert!(append(&mut cache, next, 0, 1).is_err(), "the failure was still to come");
+    append_all(&mut cache, next, 1);
+    cache.advance_seq_len(next, 1).unwrap();
+}
+
+#[test]
+fn quantised_formats_are_stored_unless_they_need_a_calibration() {
+    for (format, is_stored) in [
+        (KvFormat::Int8(Scaling::Row), true),
+        (KvFormat::L4(ScaleGroup::Row), true),
+        (KvFormat::Fp8E4m3(Scaling::Tensor), false),
+    ] {
+        let opened =
+            KvCacheManager::new(NullBackend::new(), SlotConfig { head_dim: 32, format, ..CONFIG });
+        match opened {
+            Ok(_) => assert!(is_stored, "{format}"),
+            Err(error) => {
+                let is_calibration = matches!(error, CacheError::Calibration(_));
+                assert!(is_calibration && !is_stored, "{format}: {error}");
+            }
+        }
+    }
+}
+
+#[test]
 fn a_view_names_the_slot() {
     let mut cache = slots();
     let [a, b] = [3, 4].map(|len| cache.allocate_sequence(len).unwrap());
@@ -234,4 +273,40 @@ fn attention_takes_any_batch_of_live_sequences() {
     assert!(matches!(refusal(attend(3, &[(a, 1)], 2)), PlanError::UnknownLayer { .. }));
     assert!(matches!(refusal(attend(0, &[(a, 4)], 2)), PlanError::Shape { .. }));
     assert!(matches!(refusal(attend(0, &[(a, 1)], 1)), PlanError::HeadsNotDivisible { .. }));
+}
+
+/// Each count that a caller gives is within a bound of the cache, or refused.
+#[test]
+fn counts_of_a_slot_cache_are_bounded_by_its_slots() {
+    let config = SlotConfig {
+        num_layers: 1,
+        num_kv_heads: 1,
+        head_dim: 2,
+        max_seq_len: 8,
+        max_batch_size: 2,
+        format: KvFormat::F32,
+    };
+    let mut cache = KvCacheManager::new(NullBackend::new(), config).unwrap();
+    let rows = [0.0_f32; 9 * 2];
+    for (n, is_refused) in [(0, true), (1, false), (8, false), (9, true), (u32::MAX, true)] {
+        let taken = cache.allocate_sequence(n);
+        assert_eq!(taken.is_err(), is_refused, "{n} tokens of a sequence");
+        if let Ok(sequence) = taken {
+            cache.release_sequence(sequence).unwrap();
+        }
+        let sequence = cache.allocate_sequence(8).unwrap();
+        let view = TensorView::host(&rows, &[9, 1, 2]);
+        let written = cache.append_kv(sequence, 0, view, view, n);
+        assert_eq!(written.is_err(), is_refused, "{n} rows");
+        assert_eq!(cache.advance_seq_len(sequence, n).is_err(), is_refused, "{n} tokens");
+        cache.release_sequence(sequence).unwrap();
+    }
+    let sequence = cache.allocate_sequence(8).unwrap();
+    let mut out = rows;
+    let view = TensorView::host(&rows, &[9, 1, 2]);
+    for (n, is_refused) in [(0, true), (1, false), (9, false), (65_537, true), (u32::MAX, true)] {
+        let out = TensorViewMut::host(&mut out, &[9, 1, 2]);
+        let attended = cache.attend(0, &[(sequence, n)], view, out, &AttentionOptions::full(1.0));
+        assert_eq!(attended.is_err(), is_refused, "{n} queries");
+    }
 }

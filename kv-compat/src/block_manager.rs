@@ -1,19 +1,17 @@
 //! The built-in cache manager, paged and not.
 use hashbrown::{HashMap, HashSet};
+use kv_core::backend::{AnyBackend, Backend};
+use kv_core::error::LayerProblem;
+use kv_core::num::{to_u32, to_u64};
+use kv_core::{
+    AttentionOptions, BlockId, BlockOrder, BlocksExhausted, CacheError, CacheSpec, GroupId,
+    KvCache, LateLayers, LayerId, PlanError, Plane, PlaneView, QkvFormat, SequenceId, StartOptions,
+    Step, StepInput, TensorView, TensorViewMut,
+};
 
-use crate::backend::{AnyBackend, Backend};
-use crate::cache::{KvCache, StartOptions, StepInput};
-use crate::error::{BlocksExhausted, CacheError, LayerProblem, PlanError};
-use crate::front::buffers::new_len;
-use crate::front::config::stored_format;
-use crate::front::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
-use crate::geometry::{BlockOrder, QkvFormat};
-use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
-use crate::num::{to_u32, to_u64};
-use crate::plan::AttentionOptions;
-use crate::spec::CacheSpec;
-use crate::storage::{Plane, PlaneView};
-use crate::tensor::{TensorView, TensorViewMut};
+use crate::buffers::new_len;
+use crate::config::stored_format;
+use crate::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
 
 /// A [`CacheManager`] over [`KvCache`]; a cache that is not paged has one page a sequence.
 ///
@@ -60,6 +58,7 @@ impl<B: Backend> BlockManager<B> {
     ) -> Result<Self, CacheError> {
         let builder = CacheSpec::builder()
             .layers_on_demand()
+            .late_layers(LateLayers::Zeros)
             .kv_heads(config.num_heads)
             .head_dims(config.head_dim_k, config.head_dim_v)
             .format(stored_format(config.dtype)?)
@@ -123,10 +122,8 @@ impl<B: Backend> BlockManager<B> {
         if needed > free {
             return Err(BlocksExhausted { group: GroupId(0), needed, free, evictable: 0 }.into());
         }
-        if self.cache.is_step_open() {
-            self.cache.check_all_written().map_err(|error| self.by_number(error))?;
-        }
-        Ok(())
+        let written = self.cache.step().map_or(Ok(()), |step| step.check_written());
+        written.map_err(|error| by_number(&self.numbers, error).into())
     }
 
     /// Tracked sequences that the step under examination does not name.
@@ -137,7 +134,7 @@ impl<B: Backend> BlockManager<B> {
     /// Carries a checked step out: only the device can fail.
     fn apply(&mut self) -> Result<(), CacheError> {
         if self.cache.is_step_open() {
-            self.cache.commit_open(None)?;
+            self.cache.commit_step()?;
         }
         for sequence in &self.tracked {
             if !self.named.contains(&sequence.id) {
@@ -155,7 +152,7 @@ impl<B: Backend> BlockManager<B> {
                 tokens => StepInput::count(sequence.id, tokens),
             });
         }
-        self.cache.begin_open(&self.inputs)
+        self.cache.open_step(&self.inputs)
     }
 
     /// Makes the lengths those of the cache; after a failure of the device.
@@ -173,34 +170,36 @@ impl<B: Backend> BlockManager<B> {
         self.lens.extend(self.tracked.iter().map(|sequence| (sequence.id, sequence.len)));
     }
 
-    fn layer(&self, operation: &'static str, number: usize) -> Result<LayerId, PlanError> {
-        if !self.cache.is_step_open() {
-            return Err(PlanError::State { operation, problem: "pre_step comes first" });
-        }
+    /// Calls the prepared step with the cache's own id of a layer; an error names the caller's
+    /// number.
+    fn on_step(
+        &mut self,
+        operation: &'static str,
+        number: usize,
+        call: impl FnOnce(&mut Step<'_, B>, LayerId) -> Result<(), CacheError>,
+    ) -> Result<(), CacheError> {
+        let problem = "pre_step comes first";
+        let mut step = self.cache.step().ok_or(PlanError::State { operation, problem })?;
         let problem = LayerProblem::Unallocated;
-        self.layers.get(&number).copied().ok_or(PlanError::LayerNumber { number, problem })
-    }
-
-    /// The same error with the caller's layer number.
-    fn by_number(&self, error: PlanError) -> PlanError {
-        let (layer, problem) = match error {
-            PlanError::LayersUnwritten { layer, others } => {
-                (layer, LayerProblem::Unwritten { others })
-            }
-            PlanError::AttendBeforeWrite { layer } => (layer, LayerProblem::ReadBeforeWrite),
-            PlanError::LayerUnallocated { layer } => (layer, LayerProblem::Unallocated),
-            other => return other,
-        };
-        let number = self.numbers.get(usize::from(layer.0)).copied();
-        PlanError::LayerNumber { number: number.unwrap_or(usize::from(layer.0)), problem }
-    }
-
-    fn named_result(&self, result: Result<(), CacheError>) -> Result<(), CacheError> {
-        result.map_err(|error| match error {
-            CacheError::Plan(error) => self.by_number(error).into(),
+        let layer = self.layers.get(&number).copied();
+        let layer = layer.ok_or(PlanError::LayerNumber { number, problem })?;
+        call(&mut step, layer).map_err(|error| match error {
+            CacheError::Plan(error) => by_number(&self.numbers, error).into(),
             other => other,
         })
     }
+}
+
+/// The same error with the caller's layer number, `numbers` being those of the cache's layers.
+fn by_number(numbers: &[usize], error: PlanError) -> PlanError {
+    let (layer, problem) = match error {
+        PlanError::LayersUnwritten { layer, others } => (layer, LayerProblem::Unwritten { others }),
+        PlanError::AttendBeforeWrite { layer } => (layer, LayerProblem::ReadBeforeWrite),
+        PlanError::LayerUnallocated { layer } => (layer, LayerProblem::Unallocated),
+        other => return other,
+    };
+    let number = numbers.get(usize::from(layer.0)).copied();
+    PlanError::LayerNumber { number: number.unwrap_or(usize::from(layer.0)), problem }
 }
 
 impl<B: Backend> CacheManager<B> for BlockManager<B> {
@@ -252,23 +251,23 @@ impl<B: Backend> CacheManager<B> for BlockManager<B> {
     fn step(
         &mut self,
         layer: usize,
-        kv: [TensorView<'_, B::Buffer>; 2],
+        [k, v]: [TensorView<'_, B::Buffer>; 2],
         format: QkvFormat,
     ) -> Result<(), CacheError> {
-        let id = self.layer("step", layer)?;
-        self.cache.write_open(id, kv, format)
+        self.on_step("step", layer, |step, layer| step.write(layer, k, v, format))
     }
 
     fn attend(
         &mut self,
         layer: usize,
         q: TensorView<'_, B::Buffer>,
-        outputs: (TensorViewMut<'_, B::Buffer>, Option<TensorViewMut<'_, B::Buffer>>),
+        (out, lse): (TensorViewMut<'_, B::Buffer>, Option<TensorViewMut<'_, B::Buffer>>),
         options: &AttentionOptions<'_>,
     ) -> Result<(), CacheError> {
-        let id = self.layer("attend", layer)?;
-        let attended = self.cache.attend_open(id, q, outputs, options);
-        self.named_result(attended)
+        self.on_step("attend", layer, |step, layer| match lse {
+            Some(lse) => step.attend_lse(layer, q, out, lse, options),
+            None => step.attend(layer, q, out, options),
+        })
     }
 
     fn gather(
@@ -277,9 +276,7 @@ impl<B: Backend> CacheManager<B> for BlockManager<B> {
         plane: Plane,
         out: TensorViewMut<'_, B::Buffer>,
     ) -> Result<(), CacheError> {
-        let id = self.layer("gather", layer)?;
-        let gathered = self.cache.gather_open(id, plane, out, QkvFormat::Bshd);
-        self.named_result(gathered)
+        self.on_step("gather", layer, |step, layer| step.gather(layer, plane, out, QkvFormat::Bshd))
     }
 
     fn sequences(&self) -> &[TrackedSequence] {
