@@ -11,7 +11,7 @@ use crate::plan::{
     GatherPlan, WriteArgs, WritePlan,
 };
 
-/// Counts the operations it is given and can be told to fail at one of them.
+/// Counts operations, and can fail one of them.
 #[derive(Debug)]
 pub struct NullBackend {
     capabilities: Capabilities,
@@ -24,7 +24,7 @@ struct Shared {
     fail_at: AtomicU64,
 }
 
-/// A size without bytes.
+/// A size without memory.
 #[derive(Debug, Clone)]
 pub struct NullBuffer {
     bytes: u64,
@@ -41,7 +41,7 @@ pub struct NullQueue {
 #[non_exhaustive]
 pub struct NullFence;
 
-/// Zeros, as many as were asked for.
+/// A download of zeros.
 #[derive(Debug)]
 pub struct NullReadback {
     bytes: u64,
@@ -54,7 +54,7 @@ impl Default for NullBackend {
 }
 
 impl NullBackend {
-    /// A device of unlimited size.
+    /// Creates a device of unlimited size.
     pub fn new() -> Self {
         Self {
             capabilities: Capabilities::minimal()
@@ -69,14 +69,14 @@ impl NullBackend {
         }
     }
 
-    /// The same device with another table of capabilities.
+    /// Replaces the capabilities of the device.
     #[must_use]
     pub fn with_capabilities(mut self, capabilities: Capabilities) -> Self {
         self.capabilities = capabilities;
         self
     }
 
-    /// A handle that counts and fails operations while a cache owns the backend.
+    /// Returns a handle that counts and fails operations while a cache owns the backend.
     pub fn control(&self) -> NullControl {
         NullControl(Arc::clone(&self.shared))
     }
@@ -87,7 +87,7 @@ impl NullBackend {
 pub struct NullControl(Arc<Shared>);
 
 impl NullControl {
-    /// Operations recorded so far, submissions included.
+    /// Returns the number of operations recorded so far, including submissions.
     pub fn recorded(&self) -> u64 {
         self.0.recorded.load(Ordering::Relaxed)
     }

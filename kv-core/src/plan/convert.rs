@@ -1,4 +1,4 @@
-//! Moving rows between `bshd`, `sbhd` and `thd`.
+//! Conversion of rows between `bshd`, `sbhd` and `thd`.
 use crate::error::PlanError;
 use crate::geometry::QkvFormat;
 use crate::num::to_u32;
@@ -14,7 +14,7 @@ pub struct ConvertPlan {
 }
 
 impl ConvertPlan {
-    /// A batch of entries with the given lengths, in tokens.
+    /// Creates a batch of entries with the given lengths, in tokens.
     ///
     /// # Errors
     /// [`PlanError::TooMany`] when the total does not fit `u32`.
@@ -31,7 +31,7 @@ impl ConvertPlan {
         }
         Ok(Self { starts, len_max: lens.iter().copied().max().unwrap_or(0) })
     }
-    /// A batch from its prefix sums, `cu_seqlens[0] == 0`.
+    /// Creates a batch from its prefix sums, `cu_seqlens[0] == 0`.
     ///
     /// # Errors
     /// [`PlanError::Option`] when the sums are empty, do not start at 0 or fall.
@@ -50,16 +50,16 @@ impl ConvertPlan {
             None => refuse("must never fall"),
         }
     }
-    /// Entries of the batch.
+    /// Returns the number of entries.
     pub fn batch(&self) -> usize {
         self.starts.len().saturating_sub(1)
     }
-    /// First ragged row and number of tokens of every entry.
+    /// Iterates over the first ragged row and the number of tokens of every entry.
     pub fn entries(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let ends = self.starts.iter().skip(1);
         self.starts.iter().zip(ends).map(|(start, end)| (*start, end.saturating_sub(*start)))
     }
-    /// Tokens of all entries.
+    /// Returns the tokens of all entries.
     pub fn total(&self) -> u32 {
         self.starts.last().copied().unwrap_or(0)
     }
@@ -76,7 +76,7 @@ impl<'a, Buf> ConvertArgs<'a, Buf> {
     /// Checks both tensors; padding rows of `src` are not read, those of `dst` become zero.
     ///
     /// # Errors
-    /// As [`AttendArgs::new`](crate::plan::AttendArgs::new) for its tensors.
+    /// Those of [`AttendArgs::new`](crate::plan::AttendArgs::new) for its tensors.
     pub fn new(
         plan: &ConvertPlan,
         (src, from): (TensorView<'a, Buf>, QkvFormat),
@@ -97,15 +97,15 @@ impl<'a, Buf> ConvertArgs<'a, Buf> {
         let dst = TokenTensorMut::check(dst, &need("dst", to, Some(heads), dim))?;
         Ok(Self { src, dst })
     }
-    /// Where rows come from.
+    /// Returns the source.
     pub fn src(&self) -> &TokenTensor<'a, Buf> {
         &self.src
     }
-    /// Where they go.
+    /// Returns the target.
     pub fn dst(&mut self) -> &mut TokenTensorMut<'a, Buf> {
         &mut self.dst
     }
-    /// What is written: the target alone.
+    /// Returns the outputs: only the target.
     pub fn outputs(&mut self) -> [Option<&mut TokenTensorMut<'a, Buf>>; 2] {
         [Some(&mut self.dst), None]
     }

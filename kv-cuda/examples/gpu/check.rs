@@ -1,6 +1,6 @@
-//! Right before fast: a case of each kernel family at the shapes that are measured.
+//! Correctness first: a case of each kernel family at the measured shapes.
 //!
-//! `kv-testkit` compares with its oracle in f64: outputs within twice the error of the plain
+//! `kv-testkit` compares with its f64 oracle: outputs within twice the error of the plain
 //! computation in the inputs' precision, stored rows bit for bit as `kv-quant` encodes them.
 use kv_core::{CacheSpec, DType, KvFormat};
 use kv_testkit::device::Place;
@@ -14,13 +14,13 @@ use crate::input::{self, FORMATS};
 struct Sizes {
     kv_heads: u32,
     head_dim: u32,
-    /// Tokens of a sequence that is long, and of one that is short.
+    /// Tokens of a long and of a short sequence.
     lens: [u32; 2],
-    /// New tokens of a prompt's chunk.
+    /// New tokens of a prompt chunk.
     chunk: u32,
 }
 
-/// Whether all passed; each is a record.
+/// Runs all checks, each a record, and returns whether all passed.
 pub(crate) fn run(bench: &mut Bench) -> Result<bool> {
     let sizes = if bench.is_tiny {
         Sizes { kv_heads: 1, head_dim: 64, lens: [35, 3], chunk: 5 }

@@ -1,4 +1,5 @@
-//! The rows that live sequences hold, block by block: what an exchange of constants encodes anew.
+//! The rows that live sequences hold, block by block: those that an exchange of constants
+//! re-encodes.
 use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
 
@@ -14,7 +15,7 @@ pub(in crate::cache) struct Run {
     end: u32,
 }
 
-/// What a group keeps of its sequences.
+/// The rows that a group keeps.
 #[derive(Debug, Default)]
 pub(in crate::cache) struct Kept {
     /// In ascending order.
@@ -51,7 +52,7 @@ impl CacheState {
         Kept { blocks, batches: into_batches(&runs, most) }
     }
 
-    /// Whether a sequence with a tail was cut where its tokens are codes already.
+    /// Returns whether a sequence with a tail was truncated inside quantised tokens.
     pub(in crate::cache) fn is_cut_in_codes(&self) -> bool {
         let mut sequences = self.sequences.iter();
         sequences.any(|(row, state)| {
@@ -76,7 +77,7 @@ impl Run {
     }
 }
 
-/// Tokens of a batch.
+/// Returns the tokens of a batch.
 pub(in crate::cache) fn tokens(runs: &[Run]) -> u32 {
     runs.iter().map(Run::tokens).fold(0, u32::saturating_add)
 }

@@ -1,15 +1,15 @@
-//! Counts that callers give: each is within a bound of the cache, or refused before anything is
-//! allocated for it.
+//! Counts from callers: each is bounded by the cache, or refused before anything is allocated for
+//! it.
 use super::*;
 use crate::plan::{BatchEntry, ConvertPlan, GatherPlan, GatherRange, PlanBuffers};
 use crate::storage::Plane;
 use crate::{Determinism, KvFormat};
 
-/// The most tokens of a sequence, in pools of 40.
+/// Maximum tokens of a sequence, in pools of 40.
 const MAX: u32 = 24;
-/// Tokens that [`SEQ`]`[0]` has.
+/// Tokens of [`SEQ`]`[0]`.
 const LEN: u32 = 3;
-/// Bytes of tables and plans beyond which a count has been believed.
+/// Bytes of tables and plans beyond which a count was trusted unchecked.
 const BYTES_MAX: usize = 1 << 20;
 
 fn counted() -> KvCache<NullBackend> {
@@ -21,7 +21,7 @@ fn counted() -> KvCache<NullBackend> {
     cache
 }
 
-/// What a call with a count answers: refusals in words.
+/// The result of a call with a count, with the error's text.
 type Answer = Result<(), String>;
 type Call = fn(&mut KvCache<NullBackend>, u32) -> Result<(), CacheError>;
 
@@ -46,8 +46,8 @@ fn admit(
     cache.check_admission(&[1, 2], options, admission).map(|_| ())
 }
 
-/// Every call of a cache that takes a count, with the largest count that it takes, whether it takes
-/// none, and the refusal of one more.
+/// Every call of a cache with a count: the largest accepted count, whether 0 is accepted, and the
+/// error for one more.
 const CALLS: [(&str, u32, bool, &str, Call); 12] = [
     (
         "new tokens",
@@ -114,21 +114,21 @@ const CALLS: [(&str, u32, bool, &str, Call); 12] = [
         "sequence 0: 3 cached + 22 new tokens exceed the maximum of 24",
         |cache, n| cache.blocks_to_completion(GroupId(0), SEQ[0], n).map(drop),
     ),
-    ("tokens to keep", LEN, true, "sequence 0 has 3 tokens, 4 were asked for", |cache, n| {
+    ("tokens to keep", LEN, true, "sequence 0 has 3 tokens, 4 were requested", |cache, n| {
         cache.truncate(SEQ[0], n)
     }),
 ];
 
-/// A count with what it is answered: none, one, the bound, and what is beyond it.
+/// Returns counts with the expected results: 0, 1, the bound, and counts beyond it.
 fn cases(max: u32, takes_none: bool, refusal: &str) -> [(u32, Option<Answer>); 5] {
     let refused = || Some(Err(refusal.to_owned()));
     [
-        // The refusal of none is in other words.
+        // The error for 0 has other words.
         (0, takes_none.then_some(Ok(()))),
         (1, if max >= 1 { Some(Ok(())) } else { refused() }),
         (max, Some(Ok(()))),
         (max + 1, refused()),
-        // The refusal names another number.
+        // The error has another number.
         (u32::MAX, None),
     ]
 }
@@ -155,7 +155,7 @@ fn counts_are_bounded_before_anything_is_allocated() {
 }
 
 #[test]
-fn chunks_of_a_prompt_are_no_longer_than_it() {
+fn chunks_are_no_longer_than_their_prompt() {
     let mut cache = counted();
     for chunk in [1, MAX, u32::MAX] {
         let admission = Admission::default().chunk(chunk).must_fit();
@@ -200,7 +200,7 @@ fn tokens_beyond_the_pools_cost_nothing() {
 }
 
 #[test]
-fn accepted_tokens_are_those_that_were_brought() {
+fn accepted_tokens_are_bounded_by_new_ones() {
     for (accepted, is_refused) in [(0, false), (1, false), (2, false), (3, true), (u32::MAX, true)]
     {
         let mut cache = counted();
@@ -230,7 +230,7 @@ fn ranges_to_gather_lie_within_the_sequence() {
     }
 }
 
-/// Plans that a caller makes by hand know no cache: their tables are the bound.
+/// Hand-made plans have no cache: their tables are the bound.
 #[test]
 fn lengths_in_plans_are_bounded_by_their_tables() {
     let cache = counted();
@@ -253,7 +253,7 @@ fn lengths_in_plans_are_bounded_by_their_tables() {
         let range = GatherRange { row: 0, begin: n, len: n };
         assert!(GatherPlan::new(layout, tables, &[range]).is_err());
     }
-    // Queries take nothing here: tensors of as many rows are asked for later.
+    // Queries allocate nothing here: tensors with that many rows are required later.
     assert!(!plan(BatchEntry { queries: u32::MAX, ..entry }));
     assert!(ConvertPlan::new(&[u32::MAX, 1]).is_err());
     assert_eq!(ConvertPlan::new(&[u32::MAX]).unwrap().total(), u32::MAX);

@@ -1,5 +1,5 @@
-//! Random operation sequences: each operation applies whole or changes nothing, and the books are
-//! right after it.
+//! Random operation sequences: each operation applies whole or changes nothing, and the bookkeeping
+//! is consistent after it.
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ use crate::num::to_usize;
 #[derive(Debug, Clone)]
 pub(super) enum Operation {
     Start(SequenceId, u32),
-    /// Starts on a prompt: the first tokens of a text.
+    /// Starts a prompt: the first tokens of a text.
     Prompt(SequenceId, u32, u32),
     /// Computes a prompt and ends it, a few times.
     Ping(u32, u32),
@@ -20,23 +20,23 @@ pub(super) enum Operation {
     Release(SequenceId),
     /// Tokens without ids, committed or dropped.
     Step(Vec<(SequenceId, u32)>, bool),
-    /// Tokens of the text that each sequence follows.
+    /// Tokens of each sequence's text.
     Tokens(Vec<(SequenceId, u32)>, bool),
-    /// A step with a count that is at a bound, or far beyond it; taken back if it begins.
+    /// A step with a count at a bound, or far beyond it; rolled back if it begins.
     Extreme(SequenceId, Count, u32),
     FailNext(u64),
     Reset,
     Recalibrate(bool),
     Leak(Vec<(SequenceId, u32)>, bool),
-    /// Begins a step that is held while other operations come.
+    /// Begins a step that is held during other operations.
     Hold(Vec<(SequenceId, u32)>),
-    /// Takes a further sequence into the held step.
+    /// Adds a sequence to the held step.
     Join(SequenceId, u32),
     Finish(Finish),
     Query(SequenceId, u32),
 }
 
-/// Which count of a step.
+/// The kind of an extreme count.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Count {
     Tokens,
@@ -49,12 +49,12 @@ pub(super) enum Count {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Finish {
     Commit,
-    /// Of each entry, as many tokens as it brought or this many.
+    /// Accepts this many tokens of each entry, at most all.
     Accept(u32),
     RollBack,
 }
 
-/// Bytes of tables and plans of these small caches, whatever counts their steps were given.
+/// Limit for bytes of tables and plans of these small caches, whatever counts are passed.
 const BYTES_MAX: usize = 1 << 20;
 
 pub(super) fn operation() -> impl Strategy<Value = Operation> {
@@ -99,23 +99,23 @@ fn extreme() -> impl Strategy<Value = u32> {
     prop_oneof![around(2), around(16), around(24), around(1 << 16), around(u32::MAX)]
 }
 
-/// The first `len` tokens of a text; texts begin alike.
+/// Returns the first `len` tokens of a text; texts have common beginnings.
 fn text(number: u32, len: u32) -> Vec<u32> {
     (0..len).map(|at| if at < 3 { at } else { at + 100 * number }).collect()
 }
 
-/// What sequences are made of, and what can be cached because of it.
+/// The texts of sequences, and what can be cached because of them.
 #[derive(Debug, Default)]
 struct Model {
     /// Text of each sequence.
     texts: BTreeMap<SequenceId, u32>,
-    /// All that any block ever held, by group: the tokens up to its end.
+    /// Contents of all blocks so far, by group: the tokens up to a block's end.
     contents: BTreeSet<(u8, Vec<u32>)>,
     /// The held step.
     held: Option<Held>,
 }
 
-/// A step that is held: who brings how many tokens, and the books before it.
+/// A held step: new tokens of each sequence, and the bookkeeping before it.
 #[derive(Debug)]
 struct Held {
     entries: Vec<(SequenceId, u32)>,
@@ -211,7 +211,7 @@ impl Model {
         Ok(())
     }
 
-    /// The next tokens of the text that each sequence follows.
+    /// Runs a step with the next tokens of each sequence's text.
     fn tokens(
         &self,
         cache: &KvCache<NullBackend>,
@@ -256,13 +256,13 @@ impl Model {
         Ok(())
     }
 
-    /// Notes an entry of the held step, whose blocks may be offered before they are written.
+    /// Records an entry of the held step, whose blocks may be published before they are written.
     fn note_held(&mut self, cache: &KvCache<NullBackend>, (sequence, n): (SequenceId, u32)) {
         self.held.as_mut().unwrap().entries.push((sequence, n));
         self.note_to(cache, sequence, cache.seq_len(sequence).unwrap() + n);
     }
 
-    /// Ends the held step; where the device fails, it is as if it had never begun.
+    /// Ends the held step; after a device failure it must be rolled back.
     fn finish(&mut self, cache: &mut KvCache<NullBackend>, finish: Finish) {
         let Some(Held { entries, before }) = self.held.take() else {
             assert!(cache.step().is_none());
@@ -290,7 +290,7 @@ impl Model {
             }
         });
         if ended.is_err() {
-            // A write that failed leaves it open.
+            // A failed write leaves the step open.
             cache.roll_back();
         }
         if ended.is_err() || matches!(finish, Finish::RollBack) {
@@ -302,7 +302,7 @@ impl Model {
         }
     }
 
-    /// Notes what the blocks of a sequence may hold by now.
+    /// Records what the blocks of a sequence may hold by now.
     fn note(&mut self, cache: &KvCache<NullBackend>, sequence: SequenceId) {
         self.note_to(cache, sequence, cache.seq_len(sequence).unwrap());
     }
@@ -322,7 +322,7 @@ impl Model {
         }
     }
 
-    /// A request that comes again and again; where there is no room it is over at once.
+    /// Repeats a request; without free blocks it ends at once.
     fn ping(&mut self, cache: &mut KvCache<NullBackend>, prompt: &[u32]) -> Result<(), CacheError> {
         let id = SequenceId(99);
         let reused = cache.start(id, prompt, StartOptions::default())?;
@@ -350,7 +350,7 @@ impl Model {
     }
 }
 
-/// Begins a step and leaks it; the next call takes it back.
+/// Begins a step and leaks it; the next call rolls it back.
 fn leak(
     cache: &mut KvCache<NullBackend>,
     inputs: &[(SequenceId, u32)],
@@ -366,13 +366,13 @@ fn leak(
     written
 }
 
-/// Fails unless everything is as before.
+/// Checks that everything is as before.
 fn assert_same(cache: &KvCache<NullBackend>, before: &Books, what: impl std::fmt::Debug) {
     assert_eq!(&books(cache), before, "{what:?}");
 }
 
-/// Fails unless everything is as before a step that began, but for blocks that left a window as it
-/// did.
+/// Checks that everything is as before a step that began, except blocks that left a window when it
+/// began.
 fn assert_rolled_back(cache: &KvCache<NullBackend>, before: &Books, what: impl std::fmt::Debug) {
     let now = books(cache);
     if now.2 == before.2 {
@@ -387,7 +387,7 @@ fn assert_rolled_back(cache: &KvCache<NullBackend>, before: &Books, what: impl s
     assert!(fewer, "{what:?}: blocks have no other holders");
 }
 
-/// A mean of all keys.
+/// Returns a calibration with one mean for all keys.
 fn calibration(spec: &CacheSpec, other: bool) -> Calibration {
     let layer = |layer| {
         let (group, _) = spec.locate(LayerId(layer)).unwrap();
@@ -405,26 +405,26 @@ fn calibration(spec: &CacheSpec, other: bool) -> Calibration {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
     #[test]
-    fn random_operations_keep_the_books(
+    fn random_operations_keep_the_state_consistent(
         operations in prop::collection::vec(operation(), 1..60),
         wipe in any::<bool>(),
     ) {
-        live(&mut two_groups(wipe), &operations);
+        run_operations(&mut two_groups(wipe), &operations);
     }
 
     #[test]
-    fn random_operations_keep_the_books_where_blocks_are_offered_early(
+    fn random_operations_with_early_publication_keep_the_state_consistent(
         operations in prop::collection::vec(operation(), 1..60),
         wipe in any::<bool>(),
     ) {
-        live(&mut two_groups_with(wipe, crate::PublishAt::Begin), &operations);
+        run_operations(&mut two_groups_with(wipe, crate::PublishAt::Begin), &operations);
     }
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(150))]
     #[test]
-    fn random_operations_with_windows_keep_the_books(
+    fn random_operations_with_windows_keep_the_state_consistent(
         operations in prop::collection::vec(operation(), 1..60),
         (slack, sinks) in (0..6_u32, 0..3_u32),
     ) {
@@ -432,12 +432,12 @@ proptest! {
         let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(int8);
         let spec = spec.paged(4, 12).window_left(5).window_slack(slack).sink_tokens(1);
         let spec = spec.sinks(sinks).group([1], |group| group.paged(3, 16).window_left(3));
-        live(&mut KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap(), &operations);
+        run_operations(&mut KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap(), &operations);
     }
 }
 
 /// Runs operations; each applies whole or changes nothing.
-pub(super) fn live(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
+pub(super) fn run_operations(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
     use Operation::{
         Extreme, Hold, Join, Leak, Ping, Query, Release, Reset, Step, Tokens, Truncate,
     };
@@ -445,7 +445,7 @@ pub(super) fn live(cache: &mut KvCache<NullBackend>, operations: &[Operation]) {
     for operation in operations {
         let before = books(cache);
         let result = model.apply(cache, operation);
-        // A release stands even where the wipe after it failed; all else applies whole or not.
+        // A release stands even if the wipe after it failed; all else applies whole or not at all.
         match (result, operation) {
             (Err(CacheError::Device(_)), Release(_) | Truncate(..) | Reset) | (Ok(()), _) => {}
             // It began before the device failed.
