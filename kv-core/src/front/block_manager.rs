@@ -3,7 +3,7 @@ use hashbrown::{HashMap, HashSet};
 
 use crate::backend::{AnyBackend, Backend};
 use crate::cache::{KvCache, StartOptions, StepInput};
-use crate::error::{BlocksExhausted, CacheError, LayerProblem, PlanError};
+use crate::error::{BlocksExhausted, CacheError, LayerProblem, PlanError, StateProblem};
 use crate::front::buffers::new_len;
 use crate::front::config::stored_format;
 use crate::front::manager::{CacheManager, CacheManagerConfig, TrackedSequence};
@@ -175,7 +175,7 @@ impl<B: Backend> BlockManager<B> {
 
     fn layer(&self, operation: &'static str, number: usize) -> Result<LayerId, PlanError> {
         if !self.cache.is_step_open() {
-            return Err(PlanError::State { operation, problem: "pre_step comes first" });
+            return Err(PlanError::State { operation, problem: StateProblem::NotPrepared });
         }
         let problem = LayerProblem::Unallocated;
         self.layers.get(&number).copied().ok_or(PlanError::LayerNumber { number, problem })

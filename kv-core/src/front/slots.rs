@@ -6,7 +6,7 @@ use hashbrown::HashMap;
 
 use crate::backend::{AnyBackend, Backend};
 use crate::cache::{KvCache, StartOptions};
-use crate::error::{CacheError, PlanError};
+use crate::error::{CacheError, OptionProblem, PlanError};
 use crate::format::KvFormat;
 use crate::geometry::{BlockOrder, QkvFormat};
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
@@ -156,7 +156,7 @@ impl<B: Backend> KvCacheManager<B> {
     pub fn allocate_sequence(&mut self, max_len: u32) -> Result<SequenceId, CacheError> {
         let max = self.cache.spec().max_seq_len();
         if max_len == 0 {
-            let problem = "0 tokens given, at least 1 is needed";
+            let problem = OptionProblem::Zero;
             return Err(PlanError::Option { option: "max_len", problem }.into());
         }
         if max_len > max {

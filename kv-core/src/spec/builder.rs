@@ -1,5 +1,5 @@
 //! From settings to a checked [`CacheSpec`].
-use crate::error::SpecError;
+use crate::error::{SpecConflict, SpecError};
 use crate::eviction::Eviction;
 use crate::format::KvFormat;
 use crate::geometry::BlockOrder;
@@ -163,8 +163,8 @@ impl CacheSpecBuilder {
             let map = group.slot_map();
             let most = map.tokens(group.num_blocks().saturating_sub(map.tail_blocks_max()));
             if most == 0 {
-                let (blocks, tail) = (group.num_blocks(), map.tail_blocks_max());
-                let problem = format!("a tail takes {tail} blocks, the pool has {blocks}");
+                let (num_blocks, tail) = (group.num_blocks(), map.tail_blocks_max());
+                let problem = SpecConflict::TailBlocks { tail, num_blocks };
                 return Err(SpecError::Conflict { what: "tail", problem });
             }
             // A window needs no more blocks for more tokens.

@@ -3,7 +3,8 @@ use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
 
 use crate::cache::state::{CacheState, Group};
-use crate::ids::BlockId;
+use crate::ids::{BlockId, SequenceId};
+use crate::invariant::Invariant;
 use crate::plan::{BatchEntry, GatherRange};
 
 /// Rows of one sequence that an exchange encodes anew: all that some blocks hold.
@@ -51,15 +52,15 @@ impl CacheState {
         Kept { blocks, batches: into_batches(&runs, most) }
     }
 
-    /// Whether a sequence with a tail was cut where its tokens are codes already.
-    pub(in crate::cache) fn is_cut_in_codes(&self) -> bool {
-        let mut sequences = self.sequences.iter();
-        sequences.any(|(row, state)| {
+    /// The first sequence with a tail that was cut where its tokens are codes already.
+    pub(in crate::cache) fn cut_in_codes(&self) -> Option<SequenceId> {
+        let cut = self.sequences.iter().find(|(row, state)| {
             self.groups.iter().any(|group| {
-                let (map, coded) = (group.slot_map(), group.tables.coded(row));
+                let (map, coded) = (group.slot_map(), group.tables.coded(*row));
                 map.has_tail() && map.coded_after(0, state.len) != coded
             })
-        })
+        });
+        cut.map(|(row, _)| self.sequences.id(row).invariant("a sequence's row has its id"))
     }
 }
 
