@@ -24,7 +24,7 @@ pub(crate) const LIGHT: [&str; 5] =
 
 /// Switched on in every build of the light crates, for the same reason: the CUDA backend runs on
 /// the emulator too, `kv` opens every backend there is, and the CPU computes on rayon too.
-pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated,kv/wgpu,kv/cuda,kv/rayon"];
+pub(crate) const FEATURES: [&str; 2] = ["--features", "kv-cuda/emulated,kv/emulated,kv/wgpu,kv/rayon"];
 
 /// The emulator's own tests, with each sanitizer.
 const SELF_TEST: emulator::Options =
