@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use crate::block::BlockTables;
 use crate::calibration::PlaneConstants;
-use crate::error::{PlanError, SpecError, UnknownName};
+use crate::error::{PlanError, SpecConflict, SpecError, UnknownName};
 use crate::format::KvFormat;
 use crate::num::{to_u64, to_usize};
 use crate::slot_map::{Place, SlotMap};
@@ -162,8 +162,7 @@ impl PlaneLayout {
     ) -> Result<Self, SpecError> {
         let needed = self.format.wide_slots(self.head_dim);
         if (sinks > 0 || tail) && wide_slots < needed {
-            let problem =
-                format!("{needed} slots are needed for a row in 16 bits, not {wide_slots}");
+            let problem = SpecConflict::TooFewSlots { needed, got: wide_slots };
             return Err(SpecError::Conflict { what: "sinks", problem });
         }
         self.slot_map = SlotMap::new(self.block_size, wide_slots, sinks, tail)?;

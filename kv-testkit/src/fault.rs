@@ -8,7 +8,7 @@ use kv_core::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
 };
-use kv_core::{DeviceError, DeviceErrorKind};
+use kv_core::{DeviceError, DeviceErrorKind, GroupId};
 
 use crate::device::Device;
 
@@ -144,6 +144,14 @@ impl<Q: Queue> Queue for FaultyQueue<Q> {
     }
     fn zero(&mut self, dst: &Q::Buffer, offset: u64, bytes: u64) -> Result<(), DeviceError> {
         self.fault.run("zero", || self.inner.zero(dst, offset, bytes))
+    }
+    fn prepare(
+        &mut self,
+        group: GroupId,
+        write: &WritePlan<'_>,
+        attend: &AttentionPlan<'_>,
+    ) -> Result<(), DeviceError> {
+        self.fault.run("prepare", || self.inner.prepare(group, write, attend))
     }
     fn write_kv(
         &mut self,

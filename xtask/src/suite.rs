@@ -17,7 +17,7 @@ use crate::{
 /// and the CPU also on rayon. All crates are always selected together with the same features,
 /// because cargo builds a dependency again for every selection with other features of it.
 pub(crate) const FEATURES: [&str; 2] =
-    ["--features", "kv-cuda/emulated,kv/wgpu,kv/cuda,kv/rayon,kv-cli/wgpu,kv-cli/cuda"];
+    ["--features", "kv-cuda/emulated,kv/emulated,kv/wgpu,kv/rayon,kv-cli/wgpu,kv-cli/cuda"];
 
 /// Crates whose tests run models: a stage of their own.
 const MODELS: [&str; 2] = ["kv-runner", "kv-cli"];

@@ -230,7 +230,8 @@ pub trait Queue: fmt::Debug + Send + 'static {
     fn zero(&mut self, dst: &Self::Buffer, offset: u64, bytes: u64) -> Result<(), DeviceError>;
     /// Sends the plans of a step for one group of layers to the device, before any layer uses them:
     /// a captured graph of launches then finds every step's plans at the same addresses. Plans that
-    /// were not prepared work too. Does nothing in a backend that reads plans in host memory.
+    /// were not prepared work too. A backend that reads plans in host memory does nothing; one that
+    /// wraps another passes the call on.
     ///
     /// # Errors
     /// `OutOfMemory`, `OutOfRange` for a step larger than what was reserved, or `Lost`.
@@ -239,10 +240,7 @@ pub trait Queue: fmt::Debug + Send + 'static {
         group: GroupId,
         write: &WritePlan<'_>,
         attend: &AttentionPlan<'_>,
-    ) -> Result<(), DeviceError> {
-        let _ = (group, write, attend);
-        Ok(())
-    }
+    ) -> Result<(), DeviceError>;
     /// Records writes of new K and V rows into their slots, encoded in the planes' formats.
     ///
     /// # Errors

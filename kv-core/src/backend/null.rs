@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 
 use super::{Backend, Capabilities, Fence, Queue, Readback};
 use crate::error::{DeviceError, DeviceErrorKind};
+use crate::ids::GroupId;
 use crate::plan::{
     AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan, GatherArgs,
     GatherPlan, WriteArgs, WritePlan,
@@ -160,6 +161,14 @@ impl Queue for NullQueue {
     fn zero(&mut self, dst: &NullBuffer, at: u64, bytes: u64) -> Result<(), DeviceError> {
         in_range(dst, at, bytes, "zero")?;
         self.shared.record("zero")
+    }
+    fn prepare(
+        &mut self,
+        _group: GroupId,
+        _write: &WritePlan<'_>,
+        _attend: &AttentionPlan<'_>,
+    ) -> Result<(), DeviceError> {
+        self.shared.record("prepare")
     }
     fn write_kv(
         &mut self,

@@ -5,7 +5,7 @@
 use crate::backend::{Backend, Queue};
 use crate::cache::KvCache;
 use crate::cache::state::{Added, StartOptions, StepInput};
-use crate::error::{CacheError, PlanError};
+use crate::error::{CacheError, OptionProblem, PlanError, StateProblem};
 use crate::geometry::QkvFormat;
 use crate::ids::{GroupId, LayerId, SequenceId};
 use crate::invariant::Invariant;
@@ -39,6 +39,10 @@ impl Written {
     pub(super) fn contains(&self, layer: LayerId) -> bool {
         self.layers.get(usize::from(layer.0)).copied().unwrap_or(false)
     }
+    fn first(&self) -> Option<LayerId> {
+        let index = self.layers.iter().position(|written| *written)?;
+        Some(LayerId(u16::try_from(index).invariant("a layer has a number of 16 bits")))
+    }
     fn insert(&mut self, layer: LayerId) {
         let index = usize::from(layer.0);
         if self.layers.len() <= index {
@@ -67,7 +71,7 @@ impl<B: Backend> KvCache<B> {
     ) -> Result<(), CacheError> {
         self.recover();
         if self.state.is_step_open() {
-            let problem = "a step is open already";
+            let problem = StateProblem::StepOpen;
             return Err(PlanError::State { operation: "begin step", problem }.into());
         }
         self.wipe()?;
@@ -84,8 +88,8 @@ impl<B: Backend> KvCache<B> {
     /// Adds one more sequence to the open step, or changes nothing.
     pub(super) fn add_open(&mut self, input: StepInput<'_>) -> Result<(), CacheError> {
         self.state.check_open("add")?;
-        if self.written.count > 0 {
-            let problem = "a layer is written already";
+        if let Some(layer) = self.written.first() {
+            let problem = StateProblem::LayerWritten { layer };
             return Err(PlanError::State { operation: "add", problem }.into());
         }
         let added = self.state.reserve_more(input)?;
@@ -245,12 +249,14 @@ fn check_window(window: Option<Window>, options: &AttentionOptions<'_>) -> Resul
     let Some(window) = window else {
         return Ok(());
     };
-    if options.window().is_none_or(|left| left > window.left) {
-        let problem = "is none, or larger than what the group of the layer keeps";
+    let (got, kept) = (options.window(), window.left);
+    if got.is_none_or(|left| left > kept) {
+        let problem = OptionProblem::NotKept { got, kept };
         return Err(PlanError::Option { option: "window_left", problem });
     }
-    if options.num_sink_tokens() > window.sink_tokens {
-        let problem = "are more than what the group of the layer keeps";
+    let (got, kept) = (options.num_sink_tokens(), window.sink_tokens);
+    if got > kept {
+        let problem = OptionProblem::NotKept { got: Some(got), kept };
         return Err(PlanError::Option { option: "sink_tokens", problem });
     }
     Ok(())

@@ -10,7 +10,7 @@ use crate::cache::constants::Constants;
 use crate::cache::state::{Kept, Run, tokens};
 use crate::calibration::{Calibration, PlaneConstants};
 use crate::element::DType;
-use crate::error::{CacheError, DeviceError, PlanError};
+use crate::error::{CacheError, DeviceError, PlanError, StateProblem};
 use crate::geometry::{PlaneLayout, QkvFormat};
 use crate::ids::BlockId;
 use crate::invariant::Invariant;
@@ -92,11 +92,11 @@ impl<B: Backend> KvCache<B> {
         let refuse = |problem| Err(PlanError::State { operation: OPERATION, problem }.into());
         self.state.check_closed(OPERATION)?;
         if self.state.spec().layers_on_demand() {
-            return refuse("layers come on demand: give the calibration when the cache is made");
+            return refuse(StateProblem::LayersOnDemand);
         }
         let constants = Constants::new(self.state.spec(), Some(calibration))?;
-        if self.state.is_cut_in_codes() {
-            return refuse("a sequence was cut inside codes");
+        if let Some(sequence) = self.state.cut_in_codes() {
+            return refuse(StateProblem::CutInCodes { sequence });
         }
         Ok(constants)
     }
@@ -155,7 +155,7 @@ impl<B: Backend> KvCache<B> {
             for (index, layer) in spec.layers().iter().enumerate() {
                 let old = self.constants.layer(*layer, spec.layouts())?;
                 for (plane, old) in PLANES.into_iter().zip(old) {
-                    let view = plane_of(storage, index, plane)?;
+                    let view = plane_of(storage, index, plane);
                     if let Some((buffer, old)) = view.constants().zip(old) {
                         let bytes = bytemuck::cast_slice(old.values()).to_vec();
                         saved.push(Saved { buffer: buffer.clone(), offset: 0, bytes });
@@ -246,7 +246,7 @@ fn encode_batch<Q: Queue>(
         for (((plane, decoded), dims), new) in
             PLANES.into_iter().zip(decoded).zip(&dims).zip(constants)
         {
-            let view = plane_of(storage, index, plane)?;
+            let view = plane_of(storage, index, plane);
             let out = TensorViewMut::device(DType::F32, decoded, 0, dims);
             let plan = GatherPlan::new(view.layout(), tables, &ranges)?;
             queue.gather(&plan, GatherArgs::new(&plan, view, out, QkvFormat::Thd)?)?;
@@ -270,10 +270,9 @@ fn plane_of<Buf: 'static>(
     storage: &KvStorage<Buf>,
     index: usize,
     plane: Plane,
-) -> Result<PlaneView<'_, Buf>, PlanError> {
-    let problem = "a layer has no memory";
-    let missing = PlanError::State { operation: "recalibrate", problem };
-    storage.plane(index, plane).ok_or(missing)
+) -> PlaneView<'_, Buf> {
+    let view = storage.plane(index, plane);
+    view.invariant("constants are not exchanged where layers may have no memory")
 }
 
 /// Returns the bytes of rows of `tokens` tokens in `f32`.

@@ -168,8 +168,8 @@ fn a_fork_copies_the_partial_block_once() {
     assert_eq!(cache.usage().blocks_used, 2);
     let before = control.recorded();
     append(&mut cache, &[(SEQ[0], 1), (SEQ[1], 1)]).unwrap();
-    // One copy, two writes, one flush: the second writer is the only holder then.
-    assert_eq!(control.recorded() - before, 4);
+    // The plans, one copy, two writes, one flush: the second writer finds itself alone.
+    assert_eq!(control.recorded() - before, 5);
     let table = |cache: &KvCache<_>, s| cache.block_table(s, GroupId(0)).unwrap().to_vec();
     let (parent, child) = (table(&cache, SEQ[0]), table(&cache, SEQ[1]));
     assert_eq!(parent[0], child[0]);
@@ -178,13 +178,14 @@ fn a_fork_copies_the_partial_block_once() {
 }
 
 #[test]
-fn a_failed_copy_rolls_the_step_back() {
+fn a_failed_preparation_or_copy_rolls_the_step_back() {
     let mut cache = two_groups(false);
     start(&mut cache, SEQ[0]);
     append(&mut cache, &[(SEQ[0], 5)]).unwrap();
     cache.fork(SEQ[0], SEQ[1]).unwrap();
     let before = books(&cache);
-    for more in 0..2 {
+    // The plans of two groups, then a copy in each.
+    for more in 0..4 {
         cache.backend().control().fail_after(more);
         let failed = cache.begin_step(&[StepInput::count(SEQ[1], 1)]).unwrap_err();
         assert!(matches!(failed, CacheError::Device(e) if e.kind() == DeviceErrorKind::Driver));
@@ -199,7 +200,7 @@ fn a_failed_flush_rolls_the_step_back() {
     let mut cache = cache(4, 8);
     start(&mut cache, SEQ[0]);
     let before = books(&cache);
-    cache.backend().control().fail_after(2);
+    cache.backend().control().fail_after(3);
     assert!(append(&mut cache, &[(SEQ[0], 5)]).is_err());
     assert_eq!(books(&cache), before);
     append(&mut cache, &[(SEQ[0], 5)]).unwrap();

@@ -5,9 +5,11 @@
 //! the driver. The cache returns [`CacheError`], which holds one of them.
 mod device;
 mod plan;
+mod problem;
 
 pub use device::{DeviceError, DeviceErrorKind};
 pub use plan::{Expected, LayerProblem, PlanError};
+pub use problem::{OptionProblem, SpecConflict, StateProblem};
 
 use crate::calibration::CalibrationError;
 use crate::ids::{GroupId, LayerId};
@@ -77,8 +79,8 @@ pub enum SpecError {
     Conflict {
         /// The setting.
         what: &'static str,
-        /// What is wrong with it, numbers included.
-        problem: String,
+        /// What is wrong with it.
+        problem: SpecConflict,
     },
     /// A layer belongs to two groups, or to none.
     #[error("layer {layer} is in {groups} groups, exactly 1 is needed")]

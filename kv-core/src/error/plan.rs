@@ -2,7 +2,7 @@
 use std::fmt;
 
 use crate::element::DType;
-use crate::error::UnknownName;
+use crate::error::{OptionProblem, StateProblem, UnknownName};
 use crate::ids::{LayerId, SequenceId};
 use crate::tensor::Dims;
 
@@ -181,7 +181,7 @@ pub enum PlanError {
         /// The option.
         option: &'static str,
         /// What is wrong with it.
-        problem: &'static str,
+        problem: OptionProblem,
     },
     /// A block table or a copy names a block the group does not have.
     #[error("block {block} is out of range, the group has {num_blocks} blocks")]
@@ -236,7 +236,7 @@ pub enum PlanError {
         /// The call.
         operation: &'static str,
         /// Why it is not possible now.
-        problem: &'static str,
+        problem: StateProblem,
     },
     /// A layer of `kv-compat`, with the caller's own number.
     #[error("layer number {number} {problem}")]

@@ -1,7 +1,7 @@
 //! Attention plans and options.
 use crate::block::BlockTables;
 use crate::element::DType;
-use crate::error::PlanError;
+use crate::error::{OptionProblem, PlanError};
 use crate::geometry::{PlaneLayout, QkvFormat};
 use crate::num::{to_u32, to_usize};
 use crate::plan::batch::{PlanBuffers, PlannedSequence};
@@ -209,11 +209,11 @@ impl<'a> AttentionOptions<'a> {
     fn check(&self, q_heads: u32) -> Result<(), PlanError> {
         let refuse = |option, problem| Err(PlanError::Option { option, problem });
         if !self.scale.is_finite() {
-            return refuse("scale", "is not finite");
+            return refuse("scale", OptionProblem::NotFinite { got: self.scale });
         }
         match self.soft_cap {
             Some(cap) if !(cap.is_finite() && cap > 0.0) => {
-                return refuse("soft_cap", "must be finite and above 0");
+                return refuse("soft_cap", OptionProblem::NotPositive { got: cap });
             }
             _ => {}
         }
@@ -222,8 +222,9 @@ impl<'a> AttentionOptions<'a> {
                 let (what, expected, got) = ("sinks", to_usize(q_heads), sinks.len());
                 return Err(PlanError::LengthMismatch { what, expected, got });
             }
-            if sinks.iter().any(|s| s.is_nan() || *s == f32::INFINITY) {
-                return refuse("sinks", "hold a NaN or an infinity");
+            let is_wrong = |(_, logit): &(usize, &f32)| logit.is_nan() || **logit == f32::INFINITY;
+            if let Some((head, got)) = sinks.iter().enumerate().find(is_wrong) {
+                return refuse("sinks", OptionProblem::Logit { head, got: *got });
             }
         }
         Ok(())

@@ -1,5 +1,5 @@
 //! Conversion of rows between `bshd`, `sbhd` and `thd`.
-use crate::error::PlanError;
+use crate::error::{OptionProblem, PlanError};
 use crate::geometry::QkvFormat;
 use crate::num::to_u32;
 use crate::tensor::{TensorView, TensorViewMut, TokenRequirement, TokenTensor, TokenTensorMut};
@@ -37,18 +37,19 @@ impl ConvertPlan {
     /// [`PlanError::Option`] when the sums are empty, do not start at 0 or fall.
     pub fn from_cu_seqlens(cu_seqlens: &[u32]) -> Result<Self, PlanError> {
         let refuse = |problem| Err(PlanError::Option { option: "cu_seqlens", problem });
-        if cu_seqlens.first() != Some(&0) {
-            return refuse("must start with 0");
+        let first = cu_seqlens.first().copied();
+        if first != Some(0) {
+            return refuse(OptionProblem::NotFromZero { first });
         }
-        let lens: Option<Vec<_>> = cu_seqlens
-            .iter()
-            .zip(cu_seqlens.iter().skip(1))
-            .map(|(a, b)| b.checked_sub(*a))
-            .collect();
-        match lens {
-            Some(lens) => Self::new(&lens),
-            None => refuse("must never fall"),
+        let pairs = cu_seqlens.iter().zip(cu_seqlens.iter().skip(1));
+        let mut lens = Vec::with_capacity(pairs.len());
+        for (index, (before, got)) in (1..).zip(pairs) {
+            let Some(len) = got.checked_sub(*before) else {
+                return refuse(OptionProblem::Falls { index, before: *before, got: *got });
+            };
+            lens.push(len);
         }
+        Self::new(&lens)
     }
     /// Returns the number of entries.
     pub fn batch(&self) -> usize {

@@ -1,5 +1,5 @@
 //! The builder of [`CacheSpec`].
-use crate::error::SpecError;
+use crate::error::{SpecConflict, SpecError};
 use crate::eviction::Eviction;
 use crate::format::KvFormat;
 use crate::geometry::{BlockOrder, PlaneLayout};
@@ -171,8 +171,8 @@ impl CacheSpecBuilder {
             let map = group.slot_map();
             let most = map.tokens(group.num_blocks().saturating_sub(map.tail_blocks_max()));
             if most == 0 {
-                let (blocks, tail) = (group.num_blocks(), map.tail_blocks_max());
-                let problem = format!("a tail takes {tail} blocks, the pool has {blocks}");
+                let (num_blocks, tail) = (group.num_blocks(), map.tail_blocks_max());
+                let problem = SpecConflict::TailBlocks { tail, num_blocks };
                 return Err(SpecError::Conflict { what: "tail", problem });
             }
             // With a window, more tokens need no more blocks.
@@ -216,7 +216,7 @@ impl CacheSpecBuilder {
         let mut formats = group.layouts().iter().map(PlaneLayout::format);
         match formats.find(|format| format.is_quantised()) {
             Some(format) if self.late_layers == LateLayers::Zeros => {
-                let problem = format!("zeros need rows of f32, f16 or bf16, not of {format}");
+                let problem = SpecConflict::ZeroRows { format };
                 Err(SpecError::Conflict { what: "late_layers", problem })
             }
             _ => Ok(()),

@@ -1,5 +1,5 @@
 //! Settings of one group of layers.
-use crate::error::SpecError;
+use crate::error::{SpecConflict, SpecError};
 use crate::format::KvFormat;
 use crate::geometry::{BlockOrder, PlaneLayout, PlaneShape};
 use crate::ids::LayerId;
@@ -209,7 +209,7 @@ impl GroupBuilder {
             }
             Blocks::Contiguous { max_sequences, max_seq_len } => {
                 if self.tail {
-                    let problem = "a block of a contiguous cache is a whole sequence".to_owned();
+                    let problem = SpecConflict::Contiguous;
                     return Err(SpecError::Conflict { what: "tail", problem });
                 }
                 for (field, n) in [("max_sequences", max_sequences), ("max_seq_len", max_seq_len)] {
@@ -245,7 +245,7 @@ impl GroupBuilder {
         let v = v.with_wide_rows(sinks, tail, slots)?;
         match self.key_mean {
             KeyMean::PerBlock if !self.tail => {
-                let problem = "the mean of a block is known when it is full: needs the tail".into();
+                let problem = SpecConflict::NeedsTail;
                 Err(SpecError::Conflict { what: "key_mean", problem })
             }
             KeyMean::PerBlock if k.format().is_quantised() => Ok([k.with_block_means()?, v]),

@@ -5,7 +5,7 @@
 use crate::cache::state::input::check_queries;
 use crate::cache::state::undo::Undo;
 use crate::cache::state::{Added, CacheState, GROUP, StartOptions, StepInput};
-use crate::error::{CacheError, PlanError};
+use crate::error::{CacheError, PlanError, StateProblem};
 use crate::ids::SequenceId;
 use crate::invariant::Invariant;
 use crate::plan::{BatchEntry, SplitPolicy};
@@ -89,7 +89,7 @@ impl CacheState {
         inputs: &[StepInput<'_>],
     ) -> Result<Added, CacheError> {
         if self.open.is_open {
-            let problem = "a step is open already";
+            let problem = StateProblem::StepOpen;
             return Err(PlanError::State { operation: "begin step", problem }.into());
         }
         self.open.begin();

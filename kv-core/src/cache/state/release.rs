@@ -1,6 +1,6 @@
 //! Truncation and end of sequences.
 use crate::cache::state::{CacheState, lookup};
-use crate::error::PlanError;
+use crate::error::{PlanError, StateProblem};
 use crate::ids::{LayerId, SequenceId};
 use crate::invariant::Invariant;
 use crate::num::{to_u32, to_usize};
@@ -67,7 +67,7 @@ impl CacheState {
         group: usize,
     ) -> Result<Vec<GatherRange>, PlanError> {
         if self.groups.at(group).slot_map().has_tail() {
-            let problem = "the tail of a sequence is read after the step";
+            let problem = StateProblem::TailInStep;
             return Err(PlanError::State { operation: "gather", problem });
         }
         let whole = |entry: &BatchEntry| {

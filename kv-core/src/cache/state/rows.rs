@@ -4,7 +4,8 @@ use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
 
 use crate::cache::state::{CacheState, Group};
-use crate::ids::BlockId;
+use crate::ids::{BlockId, SequenceId};
+use crate::invariant::Invariant;
 use crate::plan::{BatchEntry, GatherRange};
 
 /// Rows of one sequence that an exchange encodes anew: all that some blocks hold.
@@ -52,15 +53,15 @@ impl CacheState {
         Kept { blocks, batches: into_batches(&runs, most) }
     }
 
-    /// Returns whether a sequence with a tail was truncated inside quantised tokens.
-    pub(in crate::cache) fn is_cut_in_codes(&self) -> bool {
-        let mut sequences = self.sequences.iter();
-        sequences.any(|(row, state)| {
+    /// Returns the first sequence with a tail that was truncated inside quantised tokens.
+    pub(in crate::cache) fn cut_in_codes(&self) -> Option<SequenceId> {
+        let cut = self.sequences.iter().find(|(row, state)| {
             self.groups.iter().any(|group| {
-                let (map, coded) = (group.slot_map(), group.tables.coded(row));
+                let (map, coded) = (group.slot_map(), group.tables.coded(*row));
                 map.has_tail() && map.coded_after(0, state.len) != coded
             })
-        })
+        });
+        cut.map(|(row, _)| self.sequences.id(row).invariant("a sequence's row has its id"))
     }
 }
 

@@ -2,7 +2,7 @@
 use crate::cache::state::block_demand::Exchanged;
 use crate::cache::state::undo::Undo;
 use crate::cache::state::{CacheState, GROUP, Group};
-use crate::error::PlanError;
+use crate::error::{PlanError, StateProblem};
 use crate::ids::{BlockId, GroupId};
 use crate::invariant::Invariant;
 use crate::num::{list_bytes, recycle};
@@ -206,13 +206,13 @@ impl CacheState {
         if self.open.is_open {
             return Ok(());
         }
-        Err(PlanError::State { operation, problem: "no step is open" })
+        Err(PlanError::State { operation, problem: StateProblem::NoStep })
     }
     /// Refuses a call that an open step could not undo, or that would change what it undoes.
     pub(in crate::cache) fn check_closed(&self, operation: &'static str) -> Result<(), PlanError> {
         if !self.open.is_open {
             return Ok(());
         }
-        Err(PlanError::State { operation, problem: "a step is open" })
+        Err(PlanError::State { operation, problem: StateProblem::StepOpen })
     }
 }

@@ -1,5 +1,6 @@
 //! Steps that are held between calls.
 use super::*;
+use crate::error::StateProblem;
 use crate::eviction::{Clock, Eviction, Priority, SystemClock};
 use crate::{Calibration, Plane};
 
@@ -133,7 +134,7 @@ fn calls_that_a_held_step_could_not_undo_are_refused() {
         let CacheError::Plan(PlanError::State { problem, .. }) = refused else {
             panic!("{name}: {refused}")
         };
-        assert!(problem.starts_with("a step is open"), "{name}: {problem}");
+        assert_eq!(problem, StateProblem::StepOpen, "{name}");
         assert_eq!(books(&cache), before, "{name}");
     }
     assert_eq!(cache.backend().control().recorded(), recorded, "nothing was recorded");
