@@ -108,8 +108,9 @@ pub(crate) struct GenerateArgs {
 
     /// Stored format of K and V, such as l4 or int8/l4 (K/V), with options behind commas: V=NAME,
     /// calib=FILE (what `kv calibrate` wrote) or calib=online (constants from the first tokens of
-    /// the run), sinks=N (first tokens of a sequence in 16 bits), tail=on (the block that is being
-    /// filled too), transform=on or off, mean=block (each block's own mean of K)
+    /// the run), full-precision-prefix=N (first tokens of a sequence in 16 bits), tail=on (the
+    /// block that is being filled too), transform=on or off, mean=block (each block's own mean of
+    /// K)
     #[arg(long, value_name = "NAME[,..]", default_value = "f32")]
     pub(crate) format: Stored,
 
@@ -179,8 +180,8 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "DIR|FILE")]
     pub(crate) model: Option<PathBuf>,
 
-    /// Stored format of K and V, such as l4, int8/l4 (K/V) or l4,sinks=0; may be repeated; all
-    /// formats unless given
+    /// Stored format of K and V, such as l4, int8/l4 (K/V) or l4,full-precision-prefix=0; may be
+    /// repeated; all formats unless given
     #[arg(long, value_name = "NAME[,..]")]
     pub(crate) format: Vec<Stored>,
 

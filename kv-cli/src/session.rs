@@ -84,7 +84,8 @@ impl Session {
         Ok(match &stored.calibration {
             Some(Source::File(path)) => Some(calibrate::load(path, model)?),
             Some(Source::Online) => {
-                let online = calibrate::online(model, backend, first, stored.sinks());
+                let online =
+                    calibrate::online(model, backend, first, stored.full_precision_prefix());
                 Some(online.context("calib=online")?)
             }
             None => {

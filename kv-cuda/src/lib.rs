@@ -11,8 +11,8 @@
 //! their addresses, as a captured graph of launches needs it.
 //!
 //! Device memory comes from a pool, which can be reserved when the device is opened
-//! ([`CudaOptions::reserved_bytes`]). Dropping a buffer waits for nothing: its memory is used again
-//! once every stream has passed the work of that moment.
+//! ([`CudaOptions::with_reserved_bytes`]). Dropping a buffer waits for nothing: its memory is used
+//! again once every stream has passed the work of that moment.
 //!
 //! Blocks of preempted sequences can leave for page-locked host memory and come back, on a stream
 //! beside the queue's: [`CudaBackend::swap`].

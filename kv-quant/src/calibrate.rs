@@ -111,8 +111,8 @@ impl Calibrator {
     /// Ignores the first `tokens` positions of every sequence, in rows shown from now on.
     ///
     /// Keys and values of the first tokens are unlike all others and would spoil every constant.
-    /// Give the number of sinks of the cache: what it keeps in 16 bits needs no constants, and what
-    /// it does not keep so must count, or its magnitudes may be cut off.
+    /// Give the full-precision prefix of the cache: what it keeps in 16 bits needs no constants,
+    /// and what it does not keep so must count, or its magnitudes may be cut off.
     #[must_use]
     pub fn skip_first(mut self, tokens: u32) -> Self {
         self.skipped = tokens;

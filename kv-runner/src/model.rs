@@ -56,7 +56,7 @@ impl Batch {
         let mut inputs = Vec::with_capacity(self.chunks.len());
         for chunk in &self.chunks {
             let (tokens, behind) = rest.split_at(to_usize(chunk.tokens).min(rest.len()));
-            inputs.push(StepInput::tokens(chunk.sequence, tokens).drafts(chunk.drafts));
+            inputs.push(StepInput::tokens(chunk.sequence, tokens).with_drafts(chunk.drafts));
             rest = behind;
         }
         inputs
@@ -259,7 +259,7 @@ impl Decoder {
         })?;
         let mut options = AttentionOptions::causal(to_f32(self.config.attention_scale()));
         if let Some(window) = layer.kind.window_left {
-            options = options.window_left(window);
+            options = options.with_window_left(window);
         }
         let dims = [tokens, heads, head_dim];
         let mut out = vec![0.0_f32; q_turned.len()];
@@ -333,7 +333,7 @@ mod tests {
     #[test]
     fn outputs_on_the_device_are_those_on_the_host() {
         let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).paged(4, 4);
-        let backend = CpuBackend::open(CpuOptions::default().threads(1)).unwrap();
+        let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
         let mut cache = KvCache::new(backend, spec.build().unwrap()).unwrap();
         let id = SequenceId(1);
         cache.start(id, &[], StartOptions::default()).unwrap();

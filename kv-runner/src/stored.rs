@@ -1,4 +1,4 @@
-//! How a cache stores K and V, and how that is written: `int8/l4,sinks=8`.
+//! How a cache stores K and V, and how that is written: `int8/l4,full-precision-prefix=8`.
 use std::collections::BTreeSet;
 use std::fmt;
 use std::path::PathBuf;
@@ -19,16 +19,17 @@ const TAIL_FITS: u32 = 16;
 
 /// First tokens of a sequence that stay in 16 bits, in formats whose rows are transformed, unless
 /// another number is given.
-pub const SINKS: u32 = 4;
+pub const FULL_PRECISION_PREFIX: u32 = 4;
 
 /// How a cache stores K and V. As text `K[/V]`, then options after commas: `V=NAME`,
-/// `calib=FILE|online`, `sinks=N`, `transform=on|off`, `tail=on|off`, `mean=calib|block`.
+/// `calib=FILE|online`, `full-precision-prefix=N`, `transform=on|off`, `tail=on|off`,
+/// `mean=calib|block`.
 ///
 /// ```
 /// use kv::KvFormat;
 /// use kv_runner::stored::Stored;
-/// let stored: Stored = "int8/l4,sinks=8".parse()?;
-/// assert_eq!((stored.formats(), stored.sinks()), ("int8/l4".to_owned(), 8));
+/// let stored: Stored = "int8/l4,full-precision-prefix=8".parse()?;
+/// assert_eq!((stored.formats(), stored.full_precision_prefix()), ("int8/l4".to_owned(), 8));
 /// assert_eq!("bf16".parse::<Stored>()?, Stored::plain(KvFormat::Bf16));
 /// # Ok::<(), kv_runner::stored::StoredError>(())
 /// ```
@@ -41,7 +42,7 @@ pub struct Stored {
     /// Where the constants come from, `None` for no constants.
     pub calibration: Option<Source>,
     /// First tokens of a sequence in 16 bits; unless given, as many as suit the format.
-    pub sinks: Option<u32>,
+    pub full_precision_prefix: Option<u32>,
     /// Whether rows are transformed; unless given, where it suits the format.
     pub transform: Option<bool>,
     /// Whether the block that a sequence is filling stays in 16 bits; unless given, where the mean
@@ -76,7 +77,8 @@ pub enum StoredError {
     },
     /// An option of an unknown name.
     #[error(
-        "{got:?} is no option of a format, expected V=, calib=, sinks=, transform=, tail= or mean="
+        "{got:?} is no option of a format, expected V=, calib=, full-precision-prefix=, transform=, \
+         tail= or mean="
     )]
     Option {
         /// What is there in place of an option.
@@ -109,8 +111,9 @@ pub struct NoScales {
 impl Stored {
     /// One format for K and V, the rest as suits it.
     pub fn plain(format: KvFormat) -> Self {
-        let (calibration, sinks, transform, tail, mean) = (None, None, None, None, None);
-        Self { k: format, v: format, calibration, sinks, transform, tail, mean }
+        let (calibration, full_precision_prefix, transform, tail, mean) =
+            (None, None, None, None, None);
+        Self { k: format, v: format, calibration, full_precision_prefix, transform, tail, mean }
     }
 
     /// Describes a cache for a model; `set` sets how its memory is divided and what else holds for
@@ -152,7 +155,7 @@ impl Stored {
                 Some(true) => Transform::On,
                 Some(false) => Transform::Off,
             })
-            .sinks(self.sinks())
+            .full_precision_prefix(self.full_precision_prefix())
             .tail(self.has_tail())
             .key_mean(self.mean.unwrap_or_default())
     }
@@ -180,13 +183,13 @@ impl Stored {
     }
 
     /// Returns how many first tokens of a sequence stay in 16 bits.
-    pub fn sinks(&self) -> u32 {
+    pub fn full_precision_prefix(&self) -> u32 {
         let transforms = |format: KvFormat| match self.transform {
             None => format.is_for_transformed(),
             Some(transform) => transform && format.is_quantised(),
         };
         let suits = transforms(self.k) || transforms(self.v);
-        self.sinks.unwrap_or(if suits { SINKS } else { 0 })
+        self.full_precision_prefix.unwrap_or(if suits { FULL_PRECISION_PREFIX } else { 0 })
     }
 
     /// Refuses formats whose scales must be given, where no calibration is; `give` says in the
@@ -223,9 +226,11 @@ impl Stored {
                 };
                 once("calib", &mut self.calibration, source)
             }
-            "sinks" => {
-                let sinks = value.parse().map_err(|_| wrong("sinks", "a number of tokens"))?;
-                once("sinks", &mut self.sinks, sinks)
+            "full-precision-prefix" => {
+                let prefix = value
+                    .parse()
+                    .map_err(|_| wrong("full-precision-prefix", "a number of tokens"))?;
+                once("full-precision-prefix", &mut self.full_precision_prefix, prefix)
             }
             "transform" => {
                 let on = on_or_off(value).ok_or_else(|| wrong("transform", "on or off"))?;
@@ -318,8 +323,8 @@ impl fmt::Display for Stored {
             Some(Source::Online) => f.write_str(",calib=online")?,
             None => {}
         }
-        if let Some(sinks) = self.sinks {
-            write!(f, ",sinks={sinks}")?;
+        if let Some(full_precision_prefix) = self.full_precision_prefix {
+            write!(f, ",full-precision-prefix={full_precision_prefix}")?;
         }
         for (name, on) in [("transform", self.transform), ("tail", self.tail)] {
             if let Some(on) = on {
@@ -348,11 +353,11 @@ mod tests {
             "l4",
             "int8/l4",
             "f32",
-            "l4,calib=a b/c.safetensors,sinks=0,transform=off",
+            "l4,calib=a b/c.safetensors,full-precision-prefix=0,transform=off",
             "fp8-e4m3/nvfp4,calib=online",
-            "l3-g32,sinks=12,transform=on",
+            "l3-g32,full-precision-prefix=12,transform=on",
             "l4,tail=on",
-            "l4,sinks=4,tail=off,mean=block",
+            "l4,full-precision-prefix=4,tail=off,mean=block",
             "l4,mean=calib",
         ] {
             assert_eq!(read(text).to_string(), text);
@@ -375,9 +380,15 @@ mod tests {
             ("l4,K=int8", "\"K=int8\" is no option"),
             ("l4,V=int7", "unknown stored format \"int7\""),
             ("int8/l4,V=l4", "V is given twice"),
-            ("l4,sinks=4,sinks=4", "sinks is given twice"),
-            ("l4,sinks=-1", "sinks=-1: expected a number of tokens"),
-            ("l4,sinks=4294967296", "expected a number of tokens"),
+            (
+                "l4,full-precision-prefix=4,full-precision-prefix=4",
+                "full-precision-prefix is given twice",
+            ),
+            (
+                "l4,full-precision-prefix=-1",
+                "full-precision-prefix=-1: expected a number of tokens",
+            ),
+            ("l4,full-precision-prefix=4294967296", "expected a number of tokens"),
             ("l4,transform=maybe", "transform=maybe: expected on or off"),
             ("l4,tail=yes", "tail=yes: expected on or off"),
             ("l4,mean=none", "mean=none: expected calib or block"),

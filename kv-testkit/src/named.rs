@@ -24,8 +24,8 @@ fn mix(a: u64, b: u64) -> u64 {
 
 /// The name of no tokens.
 pub(crate) fn root(options: &StartOptions<'_>) -> Name {
-    let salt = options.salt.iter().fold(1, |name, byte| mix(name, u64::from(*byte)));
-    mix(salt, options.adapter.map_or(0, |adapter| adapter + 1))
+    let salt = options.salt().iter().fold(1, |name, byte| mix(name, u64::from(*byte)));
+    mix(salt, options.adapter().map_or(0, |adapter| adapter + 1))
 }
 
 /// The name of one token more; `id`: what lies behind a placeholder.
@@ -39,7 +39,7 @@ pub(crate) fn names(tokens: &[u32], options: &StartOptions<'_>) -> Vec<Name> {
     let mut name = root(options);
     let behind = |at: u32| {
         let covers = |span: &&ContentSpan| at >= span.begin && at - span.begin < span.len;
-        options.contents.iter().find(covers).map(|span| span.id)
+        options.contents().iter().find(covers).map(|span| span.id)
     };
     let next = |(token, at): (&u32, u32)| {
         name = then(name, *token, behind(at));

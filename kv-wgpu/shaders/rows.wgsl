@@ -35,29 +35,29 @@ fn place_wide(p: Plane, nth: u32) -> Place {
     return Place(nth / p.wide_per_block, nth % p.wide_per_block * p.wide_slots, true);
 }
 
-// Slots of the sinks, with the gaps between them.
-fn sink_slots(p: Plane) -> u32 {
-    if p.sinks == 0u {
+// Slots of the full-precision prefix, with the gaps between them.
+fn prefix_slots(p: Plane) -> u32 {
+    if p.full_precision_prefix == 0u {
         return 0u;
     }
-    let last = place_wide(p, p.sinks - 1u);
+    let last = place_wide(p, p.full_precision_prefix - 1u);
     return last.index * p.block_size + last.inside + p.wide_slots;
 }
 
-// A token that is a sink or a code.
+// A token of the full-precision prefix, or a code.
 fn place_of(p: Plane, position: u32) -> Place {
-    if position < p.sinks {
+    if position < p.full_precision_prefix {
         return place_wide(p, position);
     }
-    let slot = sink_slots(p) + (position - p.sinks);
+    let slot = prefix_slots(p) + (position - p.full_precision_prefix);
     return Place(slot / p.block_size, slot % p.block_size, false);
 }
 
 // Blocks of `tokens` tokens without a tail.
 fn blocks_of(p: Plane, tokens: u32) -> u32 {
     var slots = tokens;
-    if p.sinks > 0u && tokens > 0u {
-        let wide = min(tokens, p.sinks);
+    if p.full_precision_prefix > 0u && tokens > 0u {
+        let wide = min(tokens, p.full_precision_prefix);
         let last = place_wide(p, wide - 1u);
         slots = last.index * p.block_size + last.inside + p.wide_slots + (tokens - wide);
     }
@@ -66,7 +66,7 @@ fn blocks_of(p: Plane, tokens: u32) -> u32 {
 
 // A token of a sequence whose first `coded` tokens are codes.
 fn place_in(p: Plane, position: u32, coded: u32) -> Place {
-    let begin = max(coded, p.sinks);
+    let begin = max(coded, p.full_precision_prefix);
     if p.has_tail == 0u || position < begin {
         return place_of(p, position);
     }
@@ -77,14 +77,14 @@ fn place_in(p: Plane, position: u32, coded: u32) -> Place {
 
 // A token of the tail there was, in a step that makes codes of it.
 fn place_sealed(p: Plane, s: Sequence, position: u32) -> Place {
-    var place = place_wide(p, position - max(s.coded_before, p.sinks));
+    var place = place_wide(p, position - max(s.coded_before, p.full_precision_prefix));
     place.index += s.sealed_index;
     return place;
 }
 
 // The first position in a tail, `len` where there is none.
 fn tail_begin(p: Plane, len: u32, coded: u32) -> u32 {
-    return select(len, min(max(coded, p.sinks), len), p.has_tail != 0u);
+    return select(len, min(max(coded, p.full_precision_prefix), len), p.has_tail != 0u);
 }
 
 // First byte of a block of this segment.

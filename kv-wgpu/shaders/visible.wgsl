@@ -10,11 +10,11 @@ struct Sight {
     pad: u32,
 }
 
-// Keys that one query sees: 0..sinks and begin..end. No bound falls from one query to the next.
+// Keys that one query sees: 0..sink_tokens, begin..end. No bound falls from a query to the next.
 struct Visible {
     begin: u32,
     end: u32,
-    sinks: u32,
+    sink_tokens: u32,
 }
 
 fn visible(sight: Sight, s: Sequence, query: u32) -> Visible {
@@ -30,5 +30,5 @@ fn visible(sight: Sight, s: Sequence, query: u32) -> Visible {
 }
 
 fn sees(v: Visible, position: u32) -> bool {
-    return position < v.sinks || (position >= v.begin && position < v.end);
+    return position < v.sink_tokens || (position >= v.begin && position < v.end);
 }

@@ -65,7 +65,7 @@ params! {
         scales_begin: u32,
         transforms: u32,
         block_means: u32,
-        sinks: u32,
+        full_precision_prefix: u32,
         wide_slots: u32,
         wide_per_block: u32,
         has_tail: u32,
@@ -194,7 +194,7 @@ params! {
         stats: u32,
         rows: u32,
         /// Whether there are sink logits.
-        sinks: u32,
+        sink_logits: u32,
         v_constants: u32,
         pad0: u32,
         pad1: u32,
@@ -205,6 +205,9 @@ params! {
 impl Plane {
     /// Whether its rows have more than a format: shaders for others leave that out.
     pub(crate) fn has_extras(&self) -> bool {
-        self.sinks > 0 || self.has_tail != 0 || self.transforms != 0 || self.block_means != 0
+        self.full_precision_prefix > 0
+            || self.has_tail != 0
+            || self.transforms != 0
+            || self.block_means != 0
     }
 }

@@ -12,7 +12,7 @@
 //! let mut cache = KvCache::new(Device::open("cpu")?, spec)?;
 //! let (seq, prompt) = (SequenceId(0), [11, 22]);
 //! let reused = cache.start(seq, &prompt, StartOptions::default())?; // tokens that need no step
-//! let mut step = cache.begin_step(&[StepInput::tokens(seq, &prompt[reused..])])?;
+//! let mut step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
 //! assert_eq!(step.positions(), [0, 1]); // what RoPE needs
 //! let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
 //! let (q, mut out) = ([0.0_f32; 8], [0.0_f32; 8]);

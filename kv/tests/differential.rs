@@ -16,7 +16,7 @@ use kv_testkit::pair::{LIVES_VARIABLE, Paired, SEED_VARIABLE, live_all};
 use kv_testkit::{Device, Shared};
 
 fn cpu(isa: Isa) -> Shared<CpuBackend> {
-    Shared::new(CpuBackend::open(CpuOptions::default().isa(isa)).unwrap())
+    Shared::new(CpuBackend::open(CpuOptions::default().with_isa(isa)).unwrap())
 }
 
 /// Lives on the CPU and on another device, and what must have happened in them.

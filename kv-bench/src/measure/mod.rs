@@ -128,10 +128,10 @@ fn choices<T: Copy>(given: &[T]) -> Vec<Option<T>> {
 fn open_cpu(isa: Option<Isa>, threads: Option<NonZeroUsize>) -> Result<CpuBackend, DeviceError> {
     let mut options = CpuOptions::default();
     if let Some(isa) = isa {
-        options = options.isa(isa);
+        options = options.with_isa(isa);
     }
     if let Some(threads) = threads {
-        options = options.threads(threads.get());
+        options = options.with_threads(threads.get());
     }
     CpuBackend::open(options)
 }

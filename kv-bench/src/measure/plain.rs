@@ -222,7 +222,7 @@ mod tests {
     #[test]
     fn a_copy_takes_as_many_bytes_as_it_says() {
         for threads in [1, 3] {
-            let cpu = CpuBackend::open(CpuOptions::default().threads(threads)).expect("cpu");
+            let cpu = CpuBackend::open(CpuOptions::default().with_threads(threads)).expect("cpu");
             let mut queue = cpu.queue().expect("a queue");
             let mut memory = cpu.reserve(4 * 1024 * 1024).expect("memory");
             let len = 3 * 1024 * 1024 + 4;

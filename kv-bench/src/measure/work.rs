@@ -169,7 +169,7 @@ pub(super) fn spec(shape: &Shape, stored: Formats) -> Result<CacheSpec, Error> {
             .head_dim(shape.head_dim)
             .formats(stored.k, stored.v)
             .block_order(shape.block_order)
-            .sinks(stored.sinks())
+            .full_precision_prefix(stored.full_precision_prefix())
             .max_sequences(sequences)
     };
     let BlockSize::Tokens(block_size) = shape.block_size else {
@@ -268,8 +268,8 @@ mod tests {
         let half = context / 2;
         let append = (3 * token, 3 * token / 2);
         assert_eq!(of("fp8-e4m3"), [(3 * half, 0), append, (context, half), (half, half)]);
-        // 34 bytes a row of 64, and a sink of 128 bytes takes four of them: 3 slots more for each
-        // of the first 4 tokens.
+        // 34 bytes a row of 64, and a wide row of 128 bytes takes four of them: 3 slots more for
+        // each of the first 4 tokens.
         let (slot, slots) = (34 * 16, 40 + 4 * 3);
         let stored = slots * slot;
         let append = (3 * token, 3 * slot);

@@ -69,7 +69,7 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let constants = calibrate(args, &loaded, &formats)?;
     let window = windows.first().map_or(0, |window| to_u32(window.len()));
     let cut = (args.block_size, window);
-    let lanes = lanes(&loaded, formats, &constants.by_sinks, cut)?;
+    let lanes = lanes(&loaded, formats, &constants.by_prefix, cut)?;
     let lanes = evaluate(&loaded, lanes, &windows)?;
     let measured = lanes.into_iter().filter_map(|lane| {
         let summary = Summary::of(&lane.scores)?;
@@ -99,7 +99,7 @@ fn check_plot(path: Option<&Path>) -> anyhow::Result<()> {
     output::check_writable(path)
 }
 
-/// What is measured, each with the sinks and the transform that it was asked for.
+/// What is measured, each with its full-precision prefix and transform.
 fn formats(args: &EvalArgs, has_calibration: bool) -> anyhow::Result<Vec<Format>> {
     let mut formats = args.format.clone();
     if formats.is_empty() {
@@ -118,7 +118,7 @@ fn formats(args: &EvalArgs, has_calibration: bool) -> anyhow::Result<Vec<Format>
         if args.no_transform {
             stored.transform = stored.transform.or(Some(false));
         }
-        stored.sinks = stored.sinks.or(args.sinks);
+        stored.full_precision_prefix = stored.full_precision_prefix.or(args.full_precision_prefix);
         Ok(Format { label, stored })
     };
     formats.into_iter().map(format).collect()
@@ -144,33 +144,34 @@ fn windows<'t>(args: &EvalArgs, ids: &'t [u32], context: u32) -> anyhow::Result<
 
 /// What the formats are calibrated with.
 struct Constants {
-    /// By the number of sinks: the first tokens count where they are stored as the others are, and
-    /// do not where they stay in 16 bits. A file is what it is.
-    by_sinks: BTreeMap<u32, Calibration>,
+    /// By full-precision prefix: the first tokens count where they are stored as the others are,
+    /// and do not where they stay in 16 bits. A file is what it is.
+    by_prefix: BTreeMap<u32, Calibration>,
     /// Where they come from.
     about: String,
 }
 
 fn calibrate(args: &EvalArgs, loaded: &Loaded, formats: &[Format]) -> anyhow::Result<Constants> {
-    let sinks: BTreeSet<_> = formats.iter().map(|format| format.stored.sinks()).collect();
+    let prefixes: BTreeSet<_> =
+        formats.iter().map(|format| format.stored.full_precision_prefix()).collect();
     if let Some(path) = &args.calib {
         let calibration = calibrate::load(path, &loaded.model)?;
-        let by_sinks = sinks.into_iter().map(|sinks| (sinks, calibration.clone())).collect();
-        return Ok(Constants { by_sinks, about: format!("constants from {}", path.display()) });
+        let by_prefix = prefixes.into_iter().map(|prefix| (prefix, calibration.clone())).collect();
+        return Ok(Constants { by_prefix, about: format!("constants from {}", path.display()) });
     }
     let Some(path) = &args.calib_text else {
-        return Ok(Constants { by_sinks: BTreeMap::new(), about: "no calibration".to_owned() });
+        return Ok(Constants { by_prefix: BTreeMap::new(), about: "no calibration".to_owned() });
     };
     let mut ids = loaded.read_tokens(path)?;
     ids.truncate(to_usize(args.calib_tokens));
-    let sinks: Vec<_> = sinks.into_iter().collect();
-    let calibrators = progress::calibrate(&loaded.model, &loaded.backend, &ids, &sinks)?;
+    let prefixes: Vec<_> = prefixes.into_iter().collect();
+    let calibrators = progress::calibrate(&loaded.model, &loaded.backend, &ids, &prefixes)?;
     let finished = calibrators
         .iter()
         .map(|calibrator| calibrator.finish().with_context(|| path.display().to_string()));
-    let by_sinks = sinks.into_iter().zip(finished).map(|(sinks, made)| Ok((sinks, made?)));
+    let by_prefix = prefixes.into_iter().zip(finished).map(|(prefix, made)| Ok((prefix, made?)));
     let about = format!("constants from {} tokens of {}", ids.len(), path.display());
-    Ok(Constants { by_sinks: by_sinks.collect::<anyhow::Result<_>>()?, about })
+    Ok(Constants { by_prefix: by_prefix.collect::<anyhow::Result<_>>()?, about })
 }
 
 /// A cache for every format.
@@ -181,7 +182,7 @@ fn lanes<'m>(
     (block_size, window): (u32, u32),
 ) -> anyhow::Result<Vec<Lane<'m>>> {
     let lane = |Format { label, stored }: Format| {
-        let constants = calibrations.get(&stored.sinks());
+        let constants = calibrations.get(&stored.full_precision_prefix());
         let device = &loaded.backend;
         let spec = reader::spec(&loaded.model, &stored, block_size, window);
         let reader = spec

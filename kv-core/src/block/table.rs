@@ -26,7 +26,8 @@ struct Row {
     blocks: Vec<BlockId>,
     /// Leading tokens that are codes.
     coded: u32,
-    /// First entry that is held behind the sinks' blocks: those before fell out of a window.
+    /// First entry that is held after the blocks of the sink tokens: those before fell out of a
+    /// window.
     live: u32,
     /// How often entries changed other than by appending.
     revision: u64,

@@ -14,7 +14,8 @@ use crate::ids::{GroupId, SequenceId};
 
 impl<B: Backend> KvCache<B> {
     /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step;
-    /// the first step brings the rest, at least the last token, whose logits are wanted.
+    /// the first step computes the rest ([`StepInput::prompt`](crate::StepInput::prompt)): at least
+    /// the last token, whose logits are needed.
     ///
     /// Blocks of the cached tokens are shared with those who hold them and cannot be given up while
     /// the sequence lives.
@@ -29,7 +30,7 @@ impl<B: Backend> KvCache<B> {
         sequence: SequenceId,
         prompt: &[u32],
         options: StartOptions<'_>,
-    ) -> Result<usize, CacheError> {
+    ) -> Result<u32, CacheError> {
         let state = self.recovered();
         state.check_closed("start")?;
         state.check_start(sequence, prompt, &options)?;
@@ -76,7 +77,7 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Ends a sequence whose blocks others need more; it comes back with
-    /// [`StartOptions::resumed`], and finds what nobody needed.
+    /// [`StartOptions::with_resumed`], and finds what nobody needed.
     ///
     /// # Errors
     /// As [`Self::release`].

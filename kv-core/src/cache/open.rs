@@ -111,7 +111,7 @@ impl<B: Backend> KvCache<B> {
         sequence: SequenceId,
         prompt: &[u32],
         options: StartOptions<'_>,
-    ) -> Result<usize, CacheError> {
+    ) -> Result<u32, CacheError> {
         self.state.check_open("start")?;
         self.state.check_start(sequence, prompt, &options)?;
         self.wipe()?;
@@ -254,11 +254,11 @@ fn check_window(window: Option<Window>, options: &AttentionOptions<'_>) -> Resul
     let Some(window) = window else {
         return Ok(());
     };
-    if options.window().is_none_or(|left| left > window.left) {
+    if options.window_left().is_none_or(|left| left > window.left) {
         let problem = "is none, or larger than what the group of the layer keeps";
         return Err(PlanError::Option { option: "window_left", problem });
     }
-    if options.num_sink_tokens() > window.sink_tokens {
+    if options.sink_tokens() > window.sink_tokens {
         let problem = "are more than what the group of the layer keeps";
         return Err(PlanError::Option { option: "sink_tokens", problem });
     }

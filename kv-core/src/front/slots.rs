@@ -168,7 +168,7 @@ impl<B: Backend> KvCacheManager<B> {
             return Err(PlanError::NoFreeSlot { used, total }.into());
         }
         let id = SequenceId(self.next_id);
-        self.cache.start(id, &[], StartOptions::default().reserve(max_len))?;
+        self.cache.start(id, &[], StartOptions::default().with_reserve(max_len))?;
         self.next_id = self.next_id.saturating_add(1);
         let mut appended = self.spare.pop().unwrap_or_default();
         appended.clear();

@@ -44,8 +44,8 @@ pub struct PlannedSequence {
     pub new_len: u32,
     /// Valid tokens, this step's included.
     pub kv_len: u32,
-    /// Leading tokens that are codes, or sinks, once the step is written; `kv_len` without a
-    /// [tail](crate::SlotMap).
+    /// Leading tokens that are codes, or full-precision prefix, once the step is written; `kv_len`
+    /// without a [tail](crate::SlotMap).
     pub coded: u32,
     /// The same before the step. Tokens between the two that were there before lie in the tail and
     /// become codes.

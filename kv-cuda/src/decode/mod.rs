@@ -172,7 +172,7 @@ fn room_of(plane: &Plane) -> u32 {
 /// Whether all rows are alike and lie as copies of 16 bytes need. Those of rows with scales go
 /// beyond them: blocks have to begin and end on 16 bytes, so that none leaves its block.
 fn is_alike(plane: &Plane) -> bool {
-    let extras = [plane.block_means, plane.sinks, plane.has_tail];
+    let extras = [plane.block_means, plane.full_precision_prefix, plane.has_tail];
     let rows = [plane.token_stride, plane.head_stride];
     let of_rows = if is_scaled(plane) { ALIGNED_SCALED } else { ALIGNED };
     [plane.block_bytes, plane.base].iter().all(|n| n.is_multiple_of(ALIGNED))
@@ -328,7 +328,7 @@ mod tests {
             Plane { base: 8, ..good },
             Plane { transforms: 1, ..good },
             Plane { block_means: 1, ..good },
-            Plane { sinks: 4, ..good },
+            Plane { full_precision_prefix: 4, ..good },
             Plane { has_tail: 1, ..good },
             Plane { head_dim: 64, ..good },
         ];
@@ -345,7 +345,7 @@ mod tests {
                 Plane { base: 8, ..good },
                 Plane { block_bytes: good.block_bytes + 2, ..good },
                 Plane { block_means: 1, ..good },
-                Plane { sinks: 4, ..good },
+                Plane { full_precision_prefix: 4, ..good },
                 Plane { has_tail: 1, ..good },
             ];
             for plane in bad {

@@ -51,7 +51,7 @@ impl Library {
                 .with_source(error)
         };
         // SAFETY: what runs when the emulator's library is loaded puts its kernels on a list. That
-        // the file is that library is the word of who named it (`EmulatorOptions::at`).
+        // the file is that library is the word of who named it (`EmulatorOptions::with_library`).
         let library = unsafe { libloading::Library::new(path) }.map_err(unsupported)?;
         // SAFETY: the function of this name in kernels/emulator/abi.cpp has this signature.
         let launch = *unsafe { library.get::<LaunchFn>(b"kv_emu_launch") }.map_err(unsupported)?;

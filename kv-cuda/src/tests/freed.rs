@@ -13,7 +13,7 @@ use crate::{CudaBackend, EmulatorOptions};
 
 /// A device whose streams run late, or one of which does.
 fn late(bytes: u64, is_early: bool) -> (Arc<LateGpu>, CudaBackend) {
-    let gpu = Arc::new(LateGpu::with(&EmulatorOptions::default().memory(bytes)));
+    let gpu = Arc::new(LateGpu::with(&EmulatorOptions::default().with_memory(bytes)));
     lock(&gpu.world).is_early = is_early;
     let backend = CudaBackend::on(Arc::<LateGpu>::clone(&gpu));
     (gpu, backend)

@@ -17,7 +17,7 @@ struct Life {
     rows: [Vec<Vec<Vec<f32>>>; 2],
     len: u32,
     coded: u32,
-    /// Blocks of sinks and codes, and of the tail behind them.
+    /// Blocks of full-precision prefix and codes, and of the tail after them.
     codes: Vec<u32>,
     tail: Vec<u32>,
     /// Means that blocks were given, by plane, head and index in the table.
@@ -85,7 +85,8 @@ impl Life {
         pool.splice(0..0, self.tail.drain(tail..));
         // A block that holds no code any more gets another mean.
         let coded = self.coded;
-        self.means.retain(|(_, _, index), _| map.tokens(*index).max(map.sinks()) < coded);
+        self.means
+            .retain(|(_, _, index), _| map.tokens(*index).max(map.full_precision_prefix()) < coded);
     }
 
     /// Puts what every position should hold into the image of a plane.
@@ -109,8 +110,9 @@ impl Life {
         let (plane, head, index) = key;
         let map = *world.layout.slot_map();
         let rows = &self.rows[plane][head];
-        let begin = map.tokens(index).max(map.sinks());
-        let end = map.tokens(index + 1).min(self.coded.max(map.sinks())).min(self.len);
+        let begin = map.tokens(index).max(map.full_precision_prefix());
+        let end =
+            map.tokens(index + 1).min(self.coded.max(map.full_precision_prefix())).min(self.len);
         let mean = self.means.entry(key).or_insert_with(|| {
             let mut mean = BlockMean::default();
             mean.reset(world.layout.head_dim() as usize);
@@ -134,7 +136,7 @@ struct Case {
     order: BlockOrder,
     transforms: bool,
     means: bool,
-    sinks: u32,
+    full_precision_prefix: u32,
 }
 
 const HEADS: u32 = 2;
@@ -151,7 +153,7 @@ fn layout(case: Case, plane: usize, wide_slots: u32) -> PlaneLayout {
         format: case.formats[plane],
     };
     let layout = PlaneLayout::new(shape).unwrap().with_transform(case.transforms);
-    let layout = layout.with_wide_rows(case.sinks, true, wide_slots).unwrap();
+    let layout = layout.with_wide_rows(case.full_precision_prefix, true, wide_slots).unwrap();
     let means = case.means && plane == 0 && case.formats[0].is_quantised();
     if means { layout.with_block_means().unwrap() } else { layout }
 }
@@ -257,9 +259,12 @@ fn tails_become_codes_block_by_block() {
             order: [BlockOrder::Nhd, BlockOrder::Hnd][i % 2],
             transforms: i % 4 < 2,
             means: i % 3 < 2,
-            sinks: (i % 4) as u32,
+            full_precision_prefix: (i % 4) as u32,
         };
         run(case, i as u64);
-        run(Case { means: true, transforms: true, sinks: 2, ..case }, 1000 + i as u64);
+        run(
+            Case { means: true, transforms: true, full_precision_prefix: 2, ..case },
+            1000 + i as u64,
+        );
     }
 }

@@ -24,7 +24,7 @@ pub struct Stats {
     decode_seconds: f64,
     /// How often a request was preempted.
     pub preemptions: usize,
-    /// K and V of one token over all layers; sinks take more.
+    /// K and V of one token over all layers; the full-precision prefix takes more.
     pub bytes_per_token: u64,
     /// Memory of the cache.
     pub cache_bytes: u64,

@@ -49,8 +49,8 @@ pub struct How {
     pub sink_tokens: u32,
     /// Soft cap.
     pub soft_cap: Option<f32>,
-    /// Whether heads have sinks.
-    pub sinks: bool,
+    /// Whether heads have sink logits.
+    pub sink_logits: bool,
     /// Scale of the queries: large for sharp weights.
     pub spread: f32,
     /// Whether the log-sum-exp is asked for.
@@ -76,7 +76,7 @@ impl Default for How {
             window_left: None,
             sink_tokens: 0,
             soft_cap: None,
-            sinks: false,
+            sink_logits: false,
             spread: 1.0,
             lse: true,
             shuffled: false,
@@ -105,7 +105,7 @@ impl How {
             causal: !rng.one_in(5),
             window_left: rng.one_in(3).then(|| rng.pick(&[0, 1, 5, 40])),
             soft_cap: rng.one_in(4).then_some(5.0),
-            sinks: rng.one_in(4),
+            sink_logits: rng.one_in(4),
             spread: rng.pick(&[0.5, 1.0, 4.0]),
             lse: rng.one_in(2),
             shuffled: rng.one_in(2),
@@ -115,14 +115,14 @@ impl How {
     }
 
     /// The oracle for a layer of this shape.
-    pub(crate) fn oracle(&self, shape: &LayerShape, sinks: &[f32]) -> Attention {
+    pub(crate) fn oracle(&self, shape: &LayerShape, sink_logits: &[f32]) -> Attention {
         let (heads, dims) = (shape.heads, shape.dims);
         Attention {
             causal: self.causal,
             window_left: self.window_left,
             sink_tokens: self.sink_tokens,
             soft_cap: self.soft_cap,
-            sinks: self.sinks.then(|| sinks.to_vec()),
+            sink_logits: self.sink_logits.then(|| sink_logits.to_vec()),
             turn: shape.turn(),
             ..Attention::causal(heads * self.group, heads, dims[0], dims[1])
         }
@@ -137,14 +137,14 @@ pub(crate) fn options(oracle: &Attention, format: QkvFormat) -> AttentionOptions
         AttentionOptions::full(oracle.scale)
     };
     if let Some(left) = oracle.window_left {
-        options = options.window_left(left);
+        options = options.with_window_left(left);
     }
-    options = options.sink_tokens(oracle.sink_tokens);
+    options = options.with_sink_tokens(oracle.sink_tokens);
     if let Some(cap) = oracle.soft_cap {
-        options = options.soft_cap(cap);
+        options = options.with_soft_cap(cap);
     }
-    if let Some(sinks) = &oracle.sinks {
-        options = options.sinks(sinks);
+    if let Some(sink_logits) = &oracle.sink_logits {
+        options = options.with_sink_logits(sink_logits);
     }
-    options.qkv_format(format)
+    options.with_qkv_format(format)
 }

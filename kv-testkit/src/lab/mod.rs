@@ -172,7 +172,7 @@ impl<B: Device> Lab<B> {
                 fits(group.slot_map(), self.cache.free_blocks(kv_core::GroupId(id)))
             });
             let len = room.min().unwrap_or(0).min(max_len);
-            if len == 0 || self.cache.num_sequences() as u32 >= self.cache.spec().max_sequences() {
+            if len == 0 || self.cache.num_sequences() >= self.cache.spec().max_sequences() {
                 break;
             }
             self.cache.start(seq(u64::MAX - id), &[], StartOptions::default())?;
@@ -261,7 +261,7 @@ impl<B: Device> Lab<B> {
     /// The first difference.
     pub fn check(&mut self) -> Result<(), CaseError> {
         let ids = self.model.sequences();
-        same("live sequences", self.cache.num_sequences(), ids.len())?;
+        same("live sequences", self.cache.num_sequences() as usize, ids.len())?;
         for id in &ids {
             same(format!("length of sequence {id}"), self.cache.seq_len(*id), self.model.len(*id))?;
         }

@@ -17,8 +17,8 @@ impl<B: Device> Lab<B> {
         &mut self,
         id: u64,
         prompt: &[u32],
-        rows: impl FnOnce(usize) -> Rows,
-    ) -> Result<usize, CaseError> {
+        rows: impl FnOnce(u32) -> Rows,
+    ) -> Result<u32, CaseError> {
         let reused = self.cache.start(seq(id), prompt, StartOptions::default())?;
         self.model.start(seq(id));
         if reused > 0 {

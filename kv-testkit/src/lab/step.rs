@@ -175,7 +175,7 @@ impl<B: Device> Lab<B> {
         let new: Vec<_> = inputs.iter().map(|(_, brings)| brings.counts().0).collect();
         let queries: Vec<_> = inputs.iter().map(|(_, brings)| brings.counts().1).collect();
         let q_heads = shape.heads * how.group;
-        let sinks = self.rng.normals(q_heads);
+        let sink_logits = self.rng.normals(q_heads);
         let mut q_row = |n: &usize| -> Vec<f32> {
             let values = self.rng.normals(n * q_heads * shape.dims[0]);
             values.into_iter().map(|x| round_f32(how.q_dtype, x * how.spread)).collect()
@@ -201,7 +201,7 @@ impl<B: Device> Lab<B> {
         };
         let out = output(shape.dims[1], how.q_dtype)?;
         let lse = if how.lse { Some(output(1, DType::F32)?) } else { None };
-        let oracle = how.oracle(&shape, &sinks);
+        let oracle = how.oracle(&shape, &sink_logits);
         Ok(LayerWork { kv, q, out, lse, q_rows, oracle })
     }
 

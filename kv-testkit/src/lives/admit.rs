@@ -23,11 +23,12 @@ impl<B: Device> Life<B> {
         let (id, before) = (self.new_id(), self.see());
         self.tell(|| format!("start {id}, {prompt:?}, {options:?}"));
         let probed = self.cache.probe(&prompt, options.all());
+        let len = prompt.len() as u32;
         // The last token is computed, and a pool of that many blocks can hold no more.
-        ensure(probed <= prompt.len().saturating_sub(1), || format!("{probed} tokens found"))?;
+        ensure(probed <= len.saturating_sub(1), || format!("{probed} tokens found"))?;
         let (chunk, lookahead) = (1 + bytes.below(9), bytes.pick(&[0, 0, 0, 3]));
-        let rest = prompt.len() - probed.min(prompt.len());
-        let terms = Terms { chunk: chunk.min(rest as u32), lookahead, whole: bytes.one_in(4) };
+        let rest = len - probed.min(len);
+        let terms = Terms { chunk: chunk.min(rest), lookahead, whole: bytes.one_in(4) };
         let admitted = self.admit(&prompt, &options, terms);
         self.unchanged(&before).at("check_admission")?;
         self.threaten(bytes);
@@ -74,9 +75,10 @@ impl<B: Device> Life<B> {
         Ok(())
     }
 
-    fn admit(&self, prompt: &[u32], options: &Options, terms: Terms) -> Result<usize, CacheError> {
-        let admission = Admission::default().chunk(terms.chunk).lookahead(terms.lookahead);
-        let admission = if terms.whole { admission.must_fit() } else { admission };
+    fn admit(&self, prompt: &[u32], options: &Options, terms: Terms) -> Result<u32, CacheError> {
+        let admission =
+            Admission::default().with_chunk(terms.chunk).with_lookahead(terms.lookahead);
+        let admission = admission.with_must_fit(terms.whole);
         self.cache.check_admission(prompt, options.all(), &admission)
     }
 
@@ -118,17 +120,17 @@ impl<B: Device> Life<B> {
         &mut self,
         prompt: &[u32],
         options: &Options,
-        reused: usize,
+        reused: u32,
         in_step: bool,
     ) {
-        self.lived.add_many(Happened::Reused, reused as u64);
+        self.lived.add_many(Happened::Reused, reused.into());
         self.lived.add_many(Happened::Retained, u64::from(options.retention.is_some()));
         if in_step {
-            self.lived.add_many(Happened::ReusedInStep, reused as u64);
+            self.lived.add_many(Happened::ReusedInStep, reused.into());
         }
         let ends = |group: &kv_core::GroupSpec| {
             let map = group.slot_map();
-            map.tokens(map.full_blocks(reused as u32)) == reused as u32
+            map.tokens(map.full_blocks(reused)) == reused
         };
         let is_part = !self.spec.groups().iter().all(ends);
         self.lived.add_many(Happened::ReusedPart, u64::from(is_part));

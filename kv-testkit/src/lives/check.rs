@@ -22,7 +22,7 @@ pub(super) struct Seen {
     /// Entries that left a window, by group and sequence.
     vacant: Vec<Range<u32>>,
     /// Tokens that known prompts would take over.
-    probes: Vec<usize>,
+    probes: Vec<u32>,
     /// Groups with a window.
     windowed: Vec<bool>,
     stats: Stats,
@@ -96,7 +96,7 @@ impl<B: Device> Life<B> {
 
     /// Every invariant.
     pub(super) fn check(&mut self) -> Result<(), CaseError> {
-        same("sequences", self.cache.num_sequences(), self.sequences.len())?;
+        same("sequences", self.cache.num_sequences() as usize, self.sequences.len())?;
         for sequence in &self.sequences {
             let len = Some(sequence.names.len() as u32);
             same(format!("length of {}", sequence.id), self.cache.seq_len(sequence.id), len)?;
@@ -234,7 +234,7 @@ impl<B: Device> Life<B> {
             }
             prompt.push(77);
             let found = self.cache.probe(&prompt, sequence.options.naming());
-            ensure(found as u32 >= whole, || {
+            ensure(found >= whole, || {
                 format!("{} offers {whole} tokens, {found} are found", sequence.id)
             })?;
         }
@@ -284,7 +284,7 @@ impl<B: Device> Life<B> {
         let empty = |(_, pool): (GroupId, &BlockPool)| pool.num_empty() == pool.num_blocks();
         ensure(self.groups().all(empty), || "content survived a reset".to_owned())?;
         let found = self.prompts.iter().map(|(prompt, o)| self.cache.probe(prompt, o.all()));
-        same("tokens found after a reset", found.sum::<usize>(), 0)?;
+        same("tokens found after a reset", found.sum::<u32>(), 0)?;
         same("contents after a reset", self.cache.snapshot().blocks.len(), 0)?;
         self.check_wiped()
     }
@@ -308,7 +308,12 @@ impl<B: Device> Life<B> {
         let group = |group: &kv_core::GroupSpec| {
             let [k, _] = group.layouts();
             let map = group.slot_map();
-            let rows = format!("{} sinks {} tail {}", k.format(), map.sinks(), map.has_tail());
+            let rows = format!(
+                "{} full-precision prefix {} tail {}",
+                k.format(),
+                map.full_precision_prefix(),
+                map.has_tail()
+            );
             let blocks = format!("{}x{}", group.num_blocks(), group.block_size());
             format!("{blocks} {:?} {rows}", group.window())
         };

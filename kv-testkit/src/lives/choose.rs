@@ -108,17 +108,17 @@ pub(super) struct Options {
 impl Options {
     /// For a start.
     pub(super) fn all(&self) -> StartOptions<'_> {
-        let options = self.naming().backoff_blocks(self.backoff).reserve(self.reserve);
+        let options = self.naming().with_backoff_blocks(self.backoff).with_reserve(self.reserve);
         let options = match &self.retention {
-            Some(retention) => options.retention(retention),
+            Some(retention) => options.with_retention(retention),
             None => options,
         };
-        if self.no_reuse { options.no_reuse() } else { options }
+        options.with_reuse(!self.no_reuse)
     }
     /// What tells tokens from equal ones.
     pub(super) fn naming(&self) -> StartOptions<'_> {
-        let options = StartOptions::default().salt(&self.salt).contents(&self.contents);
-        self.adapter.map_or(options, |adapter| options.adapter(adapter))
+        let options = StartOptions::default().with_salt(&self.salt).with_contents(&self.contents);
+        self.adapter.map_or(options, |adapter| options.with_adapter(adapter))
     }
     /// What lies behind the token at a position.
     pub(super) fn behind(&self, at: u32) -> Option<u128> {

@@ -115,8 +115,8 @@ happenings! {
     LivedQuantised,
     /// A life with a tail in 16 bits.
     LivedWithTail,
-    /// A life with sinks in 16 bits.
-    LivedWithSinks,
+    /// A life with a full-precision prefix.
+    LivedWithFullPrecisionPrefix,
     /// A life with a window and codes.
     LivedQuantisedWindow,
     /// A life with layers on demand.

@@ -40,7 +40,7 @@ pub(super) struct Begun {
     pub(super) id: SequenceId,
     pub(super) prompt: Vec<u32>,
     pub(super) options: Options,
-    pub(super) reused: usize,
+    pub(super) reused: u32,
 }
 
 /// What became of those who came late.
@@ -79,8 +79,9 @@ pub(super) fn join<B: Device>(
                     Err(other) => return Err(other.into()),
                 };
                 same("start and probe in a step", reused, probed)?;
-                let names = named::names(&prompt, &options.naming())[reused..].to_vec();
-                let (at, tokens) = (ids.len() + joined.begun.len(), prompt[reused..].to_vec());
+                let names = named::names(&prompt, &options.naming())[reused as usize..].to_vec();
+                let (at, tokens) =
+                    (ids.len() + joined.begun.len(), prompt[reused as usize..].to_vec());
                 joined.begun.push(Begun { id, prompt, options, reused });
                 let (is_unknown, drafts, lookahead) = (false, 0, 0);
                 (id, Entry { at, tokens, is_unknown, drafts, lookahead, names })

@@ -41,7 +41,7 @@ impl<B: Device> Life<B> {
     /// What was cached before cannot be reused.
     pub(super) fn nothing_is_found(&self) -> Result<(), CaseError> {
         let found = self.prompts.iter().map(|(prompt, o)| self.cache.probe(prompt, o.all()));
-        same("tokens found that are void", found.sum::<usize>(), 0)?;
+        same("tokens found that are void", found.sum::<u32>(), 0)?;
         same("contents that are void", self.cache.snapshot().blocks.len(), 0)
     }
 }

@@ -19,11 +19,12 @@
 //! - `probe`, `check_admission` and `blocks_for_step` predict what happens, to the block.
 //!
 //! Half of the lives store f32, whose rows come back to the bit. The others have 16 bits or codes,
-//! with sinks, a tail or means of blocks, and windows beside them. Their K and V are 1 and -1, so
-//! that the signs of 32 values are the name. `l3` and `l3-g32`, whose errors may turn a sign, are
-//! left out, and so are formats whose scale is given. Constants are exchanged up to twice and
-//! compared by bytes. The device fails in one operation of six, before or after its work is done.
-//! At the end nothing is held, nothing is cached after a reset, and wiped blocks are zero.
+//! with a full-precision prefix, a tail or means of blocks, and windows beside them. Their K and V
+//! are 1 and -1, so that the signs of 32 values are the name. `l3` and `l3-g32`, whose errors may
+//! turn a sign, are left out, and so are formats whose scale is given. Constants are exchanged up
+//! to twice and compared by bytes. The device fails in one operation of six, before or after its
+//! work is done. At the end nothing is held, nothing is cached after a reset, and wiped blocks are
+//! zero.
 mod admit;
 mod check;
 mod choose;
@@ -200,7 +201,7 @@ mod tests {
         let [a, b, c] = [[1, 2, 3], [1, 2, 4], [5, 2, 3]].map(|t| named::names(&t, &options));
         assert_eq!(a[..2], b[..2]);
         assert!(a[2] != b[2] && a.iter().zip(&c).all(|(a, c)| a != c));
-        let salted = named::names(&[1, 2, 3], &options.salt(b"x"));
+        let salted = named::names(&[1, 2, 3], &options.with_salt(b"x"));
         assert!(a.iter().zip(&salted).all(|(a, b)| a != b));
     }
 

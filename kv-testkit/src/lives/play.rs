@@ -121,8 +121,9 @@ impl<B: Device> Life<B> {
         &self,
         id: SequenceId,
         (prompt, options): (Vec<u32>, Options),
-        reused: usize,
+        reused: u32,
     ) -> Sequence {
+        let reused = reused as usize;
         let names = named::names(&prompt[..reused], &options.naming());
         let offers = !options.no_reuse && self.spec.prefix_reuse() != PrefixReuse::Off;
         Sequence {

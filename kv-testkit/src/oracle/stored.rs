@@ -35,7 +35,7 @@ impl Stored {
         Ok(Self { layout, constants: PlaneConstants::new(layer, plane, &layout, given)? })
     }
 
-    /// Encoding of rows behind the sinks.
+    /// Encoding of rows after the full-precision prefix.
     pub fn format(&self) -> KvFormat {
         self.layout.format()
     }
@@ -75,7 +75,7 @@ impl Stored {
     pub(crate) fn keep(&self, first: u32, index: usize, row: &mut [f32]) {
         let heads = self.layout.num_kv_heads() as usize;
         let position = first + (index / heads) as u32;
-        if position < self.layout.slot_map().sinks() {
+        if position < self.layout.slot_map().full_precision_prefix() {
             self.widen(row);
         } else {
             self.code(index % heads, row);

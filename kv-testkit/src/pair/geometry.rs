@@ -38,9 +38,13 @@ pub(super) fn choose(
     let v = if rng.one_in(2) { k } else { rng.pick(&all) };
     let has_codes = k.is_quantised() || v.is_quantised();
     let tail = k.is_quantised() && rng.one_in(3);
-    let sinks = if has_codes && rng.one_in(2) { rng.within(1, 4) } else { 0 };
+    let full_precision_prefix = if has_codes && rng.one_in(2) { rng.within(1, 4) } else { 0 };
     // A row in 16 bits takes the slots of several in codes, all of one block.
-    let block_size = if tail || sinks > 0 { rng.pick(&[9, 16]) } else { rng.pick(&[1, 3, 4, 16]) };
+    let block_size = if tail || full_precision_prefix > 0 {
+        rng.pick(&[9, 16])
+    } else {
+        rng.pick(&[1, 3, 4, 16])
+    };
     let dims = [20, 34, 64, 40].map(&fit);
     let (dim_k, dim_v) = (rng.pick(&dims), rng.pick(&dims));
     let heads = rng.pick(&[1, 2]);
@@ -53,7 +57,7 @@ pub(super) fn choose(
     let key_mean = if tail && rng.one_in(2) { KeyMean::PerBlock } else { KeyMean::Calibrated };
     let reuse = rng.pick(&[PrefixReuse::Off, PrefixReuse::FullBlocks, PrefixReuse::Partial]);
     let reuse = if tail { PrefixReuse::Off } else { reuse };
-    // A sink or a row that waits takes several slots.
+    // A wide row takes several slots.
     let blocks = SEQUENCES * LEN_MAX.div_ceil(block_size) + if has_codes { 24 } else { 2 };
     let spec = CacheSpec::builder()
         .layers(rng.pick(&[1, 1, 2]))
@@ -62,7 +66,7 @@ pub(super) fn choose(
         .formats(k, v)
         .block_order(rng.pick(&ORDERS))
         .transform(transform)
-        .sinks(sinks)
+        .full_precision_prefix(full_precision_prefix)
         .tail(tail)
         .key_mean(key_mean)
         .paged(block_size, blocks)

@@ -198,12 +198,12 @@ impl<A: Device, B: Device> Pair<A, B> {
         let mut known = Known { id, prompt: Vec::new(), tokens: Vec::new() };
         if self.geometry.shares {
             let (shapes, dtype) = (&self.shapes, self.geometry.dtype);
-            let rows = |len: usize| rows(shapes, dtype, &prompt[..len], 0);
+            let rows = |len: u32| rows(shapes, dtype, &prompt[..len as usize], 0);
             let one = self.one.start_prompt(id, prompt, rows);
             let reused = agreed("tokens taken over", one, self.two.start_prompt(id, prompt, rows))?;
-            self.seen.reused += reused as u64;
-            known.tokens = prompt[..reused].to_vec();
-            known.prompt = prompt[reused..].to_vec();
+            self.seen.reused += u64::from(reused);
+            known.tokens = prompt[..reused as usize].to_vec();
+            known.prompt = prompt[reused as usize..].to_vec();
         } else {
             agreed("start", self.one.start(id), self.two.start(id))?;
         }

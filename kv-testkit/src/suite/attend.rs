@@ -94,7 +94,7 @@ fn options_alone<B: Device>(backend: &B) -> CaseResult {
         How { causal: false, ..base.clone() },
         How { soft_cap: Some(5.0), ..base.clone() },
         How { soft_cap: Some(0.25), spread: 4.0, ..base.clone() },
-        How { sinks: true, ..base.clone() },
+        How { sink_logits: true, ..base.clone() },
         How { lse: false, ..base.clone() },
         How { spread: 0.0, ..base.clone() },
     ];
@@ -174,8 +174,8 @@ fn masked_rows<B: Device>(backend: &B) -> CaseResult {
         ensure(lse.iter().all(|x| *x == f32::NEG_INFINITY), || {
             format!("masked rows of lse hold {lse:?}")
         })?;
-        // With sinks, their logit is all there is.
-        lab.step(&[(1, Brings::Query(9))], &How { sinks: true, ..how })?;
+        // With sink logits, theirs is all there is.
+        lab.step(&[(1, Brings::Query(9))], &How { sink_logits: true, ..how })?;
     }
     Ok(Outcome::Holds)
 }
@@ -203,9 +203,9 @@ fn padding<B: Device>(backend: &B) -> CaseResult {
 
 /// Scores in the hundreds: no overflow, and the largest one takes all.
 fn sharp<B: Device>(backend: &B) -> CaseResult {
-    for sinks in [false, true] {
+    for sink_logits in [false, true] {
         for spread in [30.0, 300.0] {
-            let how = How { sinks, spread, ..How::default() };
+            let how = How { sink_logits, spread, ..How::default() };
             let spec = small().layers(1).head_dim(16).build()?;
             conversation(&mut Lab::new(backend, spec, 9)?, &how)?;
         }
@@ -238,7 +238,7 @@ fn splits<B: Device>(backend: &B) -> CaseResult {
             let base = How::default();
             for how in [
                 base.clone(),
-                How { q_dtype: DTYPES[2], sinks: true, soft_cap: Some(5.0), ..base.clone() },
+                How { q_dtype: DTYPES[2], sink_logits: true, soft_cap: Some(5.0), ..base.clone() },
                 // Whole splits lie outside the window.
                 How { window_left: Some(100), spread: 4.0, ..base.clone() },
                 How { window_left: Some(100), sink_tokens: 4, ..base.clone() },

@@ -177,14 +177,14 @@ fn bad_options<B: Device>(backend: &B) -> CaseResult {
     }
     let base = AttentionOptions::causal(1.0);
     for cap in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-        judge("a cap", attend(base.soft_cap(cap)), option)?;
+        judge("a cap", attend(base.with_soft_cap(cap)), option)?;
     }
-    judge("sinks", attend(base.sinks(&[0.0, f32::NAN])), option)?;
-    judge("sinks", attend(base.sinks(&[0.0, f32::INFINITY])), option)?;
+    judge("sink logits", attend(base.with_sink_logits(&[0.0, f32::NAN])), option)?;
+    judge("sink logits", attend(base.with_sink_logits(&[0.0, f32::INFINITY])), option)?;
     let length: Judge = |e| matches!(e, PlanError::LengthMismatch { .. });
-    judge("one sink", attend(base.sinks(&[0.0])), length)?;
-    judge("three sinks", attend(base.sinks(&[0.0; 3])), length)?;
-    attend(base.sinks(&[0.0, f32::NEG_INFINITY]))?;
+    judge("one sink logit", attend(base.with_sink_logits(&[0.0])), length)?;
+    judge("three sink logits", attend(base.with_sink_logits(&[0.0; 3])), length)?;
+    attend(base.with_sink_logits(&[0.0, f32::NEG_INFINITY]))?;
     Ok(Outcome::Holds)
 }
 

@@ -24,11 +24,17 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("random/wiped_and_limited", |b| {
             lives(b, &|spec| spec.paged(3, 15).wipe_on_release(true).max_seq_len(17))
         }),
-        case("random/quantised_contiguous", |b| coded(b, &|spec| spec.contiguous(5, 24).sinks(2))),
+        case("random/quantised_contiguous", |b| {
+            coded(b, &|spec| spec.contiguous(5, 24).full_precision_prefix(2))
+        }),
         case("random/quantised_paged_5", |b| coded(b, &|spec| spec.paged(5, 15))),
-        case("random/quantised_sinks", |b| coded(b, &|spec| spec.paged(9, 14).sinks(3))),
+        case("random/quantised_full_precision_prefix", |b| {
+            coded(b, &|spec| spec.paged(9, 14).full_precision_prefix(3))
+        }),
         case("random/quantised_tail", |b| {
-            coded(b, &|spec| spec.paged(8, 24).sinks(1).tail(true).key_mean(KeyMean::PerBlock))
+            coded(b, &|spec| {
+                spec.paged(8, 24).full_precision_prefix(1).tail(true).key_mean(KeyMean::PerBlock)
+            })
         }),
     ]
 }

@@ -109,10 +109,10 @@ fn coded<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(3);
     for format in quantised() {
         for (size, wide) in [(9, 0), (16, 3), (32, 1)] {
-            let spec = spec(backend, &mut rng, format, (size, 30)).sinks(wide);
+            let spec = spec(backend, &mut rng, format, (size, 30)).full_precision_prefix(wide);
             let mut lab = lab(backend, spec, LARGE_MEANS, 3)?;
             for how in windows().step_by(3) {
-                let how = How { group: rng.pick(&[1, 3, 8]), sinks: rng.one_in(2), ..how };
+                let how = How { group: rng.pick(&[1, 3, 8]), sink_logits: rng.one_in(2), ..how };
                 lives(&mut lab, &how)
                     .at(format!("{format}, blocks of {size}, {wide} rows in 16 bits, {how:?}"))?;
             }
@@ -127,7 +127,9 @@ fn beside_tail<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(4);
     for format in quantised() {
         for key_mean in [KeyMean::Calibrated, KeyMean::PerBlock] {
-            let spec = spec(backend, &mut rng, format, (9, 40)).sinks(rng.pick(&[0, 2])).tail(true);
+            let spec = spec(backend, &mut rng, format, (9, 40))
+                .full_precision_prefix(rng.pick(&[0, 2]))
+                .tail(true);
             let mut lab = lab(backend, spec.key_mean(key_mean), NEUTRAL, 4)?;
             for how in windows().step_by(2) {
                 for queries in [1, 2, 8] {

@@ -36,7 +36,7 @@ use crate::eviction::{Clock, SystemClock};
 use crate::geometry::PlaneLayout;
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
 use crate::invariant::Invariant;
-use crate::num::to_u64;
+use crate::num::{to_u32, to_u64};
 use crate::slot_map::SlotMap;
 use crate::spec::{CacheSpec, GroupSpec, Window};
 pub use admission::{Admission, BlockDemand};
@@ -65,7 +65,7 @@ pub use usage::Usage;
 /// let prompt = [1, 2, 3, 4, 5];
 /// for (id, cached) in [(SequenceId(0), 0), (SequenceId(1), 4)] {
 ///     assert_eq!(state.start(id, &prompt, StartOptions::default())?, cached);
-///     state.begin(&[StepInput::tokens(id, &prompt[cached..])], |_| 1)?;
+///     state.begin(&[StepInput::prompt(id, &prompt, cached)], |_| 1)?;
 ///     state.commit()?;
 /// }
 /// assert_eq!(state.usage().blocks_used, 4); // two are shared
@@ -278,9 +278,9 @@ impl CacheState {
     pub fn spec(&self) -> &CacheSpec {
         &self.spec
     }
-    /// What the bytes of a block depend on besides its tokens: formats, transforms, sinks, and the
-    /// constants, hashed (XXH3). Blocks may go from one cache to another only where this is equal
-    /// and the model is the same.
+    /// What the bytes of a block depend on besides its tokens: formats, transforms, full-precision
+    /// prefix, and the constants, hashed (XXH3). Blocks may go from one cache to another only where
+    /// this is equal and the model is the same.
     pub fn encoding_key(&self) -> u128 {
         self.encoding_key
     }
@@ -298,8 +298,8 @@ impl CacheState {
         self.sequences.ids()
     }
     /// Number of live sequences.
-    pub fn num_sequences(&self) -> usize {
-        self.sequences.len()
+    pub fn num_sequences(&self) -> u32 {
+        to_u32(self.sequences.len())
     }
     /// Blocks of a sequence in token order, reserved ones included.
     pub fn block_table(&self, sequence: SequenceId, group: GroupId) -> Option<&[BlockId]> {

@@ -21,7 +21,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("quant/formats_by_layer", by_layer),
         case("quant/transform_on_and_off", transforms),
         case("quant/large_means_with_cap_and_sink_logits", large_means),
-        case("quant/first_tokens_in_16_bits", sinks),
+        case("quant/first_tokens_in_16_bits", full_precision_prefix),
         case("quant/small_weights_where_great_ones_meet_zeros", small_weights),
         case("quant/long_context_is_split", long),
         case("quant/segments", segments),
@@ -38,7 +38,11 @@ fn matrix<B: Device>(backend: &B, dim: u32) -> CaseResult {
             for paged in [false, true] {
                 let spec = CacheSpec::builder().layers(1).kv_heads(heads).head_dim(dim);
                 let spec = spec.format(format).block_order(rng.pick(&ORDERS));
-                let spec = if paged { spec.paged(8, 6).sinks(1) } else { spec.contiguous(2, 12) };
+                let spec = if paged {
+                    spec.paged(8, 6).full_precision_prefix(1)
+                } else {
+                    spec.contiguous(2, 12)
+                };
                 let how = How { group, ..How::random(&mut rng) };
                 let mut lab = lab(backend, spec, NEUTRAL, 1)?;
                 talk(&mut lab, &how).at(format!("{format}, {heads} kv heads, paged: {paged}"))?;
@@ -55,7 +59,7 @@ fn odd_dims<B: Device>(backend: &B) -> CaseResult {
             let (k, v) = (dim(backend, k), dim(backend, v));
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(k, v).format(format);
             // The first formats with few values a row are wider in 16 bits than a block.
-            let mut lab = lab(backend, spec.paged(16, 4).sinks(1), NEUTRAL, 2)?;
+            let mut lab = lab(backend, spec.paged(16, 4).full_precision_prefix(1), NEUTRAL, 2)?;
             talk(&mut lab, &How::default()).at(format!("{format}, dims {k} and {v}"))?;
         }
     }
@@ -67,7 +71,8 @@ fn pairs<B: Device>(backend: &B) -> CaseResult {
     for k in KvFormat::all() {
         for v in KvFormat::all().filter(|v| *v != k) {
             let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dims(32, 48).formats(k, v);
-            let spec = spec.block_order(rng.pick(&ORDERS)).sinks(rng.below(3)).paged(9, 6);
+            let spec =
+                spec.block_order(rng.pick(&ORDERS)).full_precision_prefix(rng.below(3)).paged(9, 6);
             let mut lab = lab(backend, spec, NEUTRAL, 3)?;
             talk(&mut lab, &How::random(&mut rng)).at(format!("K {k}, V {v}"))?;
         }
@@ -82,7 +87,7 @@ fn by_layer<B: Device>(backend: &B) -> CaseResult {
         .kv_heads(2)
         .head_dim(40)
         .format(KvFormat::Int8(Scaling::Row))
-        .sinks(2)
+        .full_precision_prefix(2)
         .paged(4, 8)
         .group([0, 5], |group| group.format(KvFormat::Bf16).paged(3, 8))
         .group([2], |group| group.formats(L4, KvFormat::Q8_0).paged(8, 5))
@@ -115,17 +120,17 @@ fn transforms<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Where scores are capped, or compete with the logit of a sink, or their log-sum-exp is asked for,
+/// Where scores are capped, or compete with sink logits, or their log-sum-exp is asked for,
 /// the mean that was taken from K must be in them again.
 fn large_means<B: Device>(backend: &B) -> CaseResult {
     let base = How { lse: true, ..How::default() };
     let hows = [
         base.clone(),
         How { soft_cap: Some(3.0), ..base.clone() },
-        How { sinks: true, ..base.clone() },
-        How { sinks: true, soft_cap: Some(20.0), spread: 0.25, ..base.clone() },
-        How { window_left: Some(2), sinks: true, group: 3, ..base.clone() },
-        How { window_left: Some(2), sink_tokens: 3, sinks: true, ..base.clone() },
+        How { sink_logits: true, ..base.clone() },
+        How { sink_logits: true, soft_cap: Some(20.0), spread: 0.25, ..base.clone() },
+        How { window_left: Some(2), sink_logits: true, group: 3, ..base.clone() },
+        How { window_left: Some(2), sink_tokens: 3, sink_logits: true, ..base.clone() },
         How { causal: false, soft_cap: Some(0.5), ..base },
     ];
     for format in
@@ -133,7 +138,7 @@ fn large_means<B: Device>(backend: &B) -> CaseResult {
     {
         for how in &hows {
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(64).format(format);
-            let spec = spec.transform(Transform::On).sinks(2).paged(8, 6);
+            let spec = spec.transform(Transform::On).full_precision_prefix(2).paged(8, 6);
             let mut lab = lab(backend, spec, LARGE_MEANS, 6)?;
             talk(&mut lab, how).at(format!("{format}"))?;
         }
@@ -141,29 +146,29 @@ fn large_means<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Sinks of several slots in blocks that end behind, at and inside them.
-fn sinks<B: Device>(backend: &B) -> CaseResult {
+/// A prefix of several slots a row in blocks that end after, at and inside it.
+fn full_precision_prefix<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(7);
     for format in quantised() {
         let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(64, 24);
         let spec = spec.formats(format, rng.pick(&[L4, format, KvFormat::F32, KvFormat::Q8_0]));
-        let wide = slots(&spec.clone().sinks(1).paged(64, 1))?;
+        let wide = slots(&spec.clone().full_precision_prefix(1).paged(64, 1))?;
         let sizes = [wide, wide + 1, 2 * wide, 3 * wide - 1, 5 * wide];
-        for (size, sinks) in sizes.into_iter().zip([1, 4, 3, 4, 20]) {
-            let spec = spec.clone().block_order(rng.pick(&ORDERS)).sinks(sinks);
+        for (size, prefix) in sizes.into_iter().zip([1, 4, 3, 4, 20]) {
+            let spec = spec.clone().block_order(rng.pick(&ORDERS)).full_precision_prefix(prefix);
             let blocks = 16 * wide.div_ceil(size) + 40_u32.div_ceil(size) + 6;
             let mut lab = lab(backend, spec.clone().paged(size, blocks), LARGE_MEANS, 7)?;
             talk(&mut lab, &How::random(&mut rng))
-                .at(format!("{format}, {sinks} sinks of {wide} slots, blocks of {size}"))?;
+                .at(format!("{format}, {prefix} wide rows of {wide} slots, blocks of {size}"))?;
             let mut lab = self::lab(backend, spec.contiguous(2, 12), NEUTRAL, 7)?;
             talk(&mut lab, &How::random(&mut rng))
-                .at(format!("{format}, {sinks} sinks, contiguous"))?;
+                .at(format!("{format}, {prefix} wide rows, contiguous"))?;
         }
     }
     Ok(Outcome::Holds)
 }
 
-/// Slots of a sink.
+/// Slots of a wide row.
 fn slots(spec: &CacheSpecBuilder) -> Result<u32, CaseError> {
     Ok(spec.clone().build()?.groups()[0].slot_map().wide_slots())
 }
@@ -210,9 +215,11 @@ fn small_weights<B: Device>(backend: &B) -> CaseResult {
 fn long<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).format(format);
-        let mut lab = lab(backend, spec.sinks(4).paged(16, 48), LARGE_MEANS, 8)?;
+        let mut lab = lab(backend, spec.full_precision_prefix(4).paged(16, 48), LARGE_MEANS, 8)?;
         lab.fill(1, 600)?;
-        for how in [How::default(), How { sinks: true, window_left: Some(300), ..How::default() }] {
+        for how in
+            [How::default(), How { sink_logits: true, window_left: Some(300), ..How::default() }]
+        {
             lab.step(&[(1, Brings::Tokens(1))], &how).at(format!("{format}"))?;
         }
     }
@@ -223,7 +230,7 @@ fn long<B: Device>(backend: &B) -> CaseResult {
 fn segments<B: Device>(backend: &B) -> CaseResult {
     for format in [L4, KvFormat::Nvfp4, KvFormat::Fp8E4m3(Scaling::Row)] {
         let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(64, 32).format(format);
-        let spec = spec.sinks(2).paged(8, 12);
+        let spec = spec.full_precision_prefix(2).paged(8, 12);
         let block = spec.clone().build()?.groups()[0].layouts()[0].block_bytes();
         let device = limited(backend, |c| c.with_binding_bytes_max(5 * block));
         let mut lab = lab(&device, spec, NEUTRAL, 9)?;

@@ -10,7 +10,7 @@ use crate::suite::{ORDERS, case};
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
         case("quant/fork_at_every_offset", forks),
-        case("quant/fork_inside_the_first_tokens", forks_in_sinks),
+        case("quant/fork_inside_the_first_tokens", forks_in_prefix),
         case("quant/truncate_and_rewrite", rewrite),
         case("quant/rolled_back", rolled_back),
         case("quant/wiped_blocks", wiped),
@@ -58,14 +58,16 @@ fn forks<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn forks_in_sinks<B: Device>(backend: &B) -> CaseResult {
+fn forks_in_prefix<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for order in ORDERS {
-            // 2 sinks and a token fit the first block of most formats, and the rest the next one.
-            let spec = small(backend, format).block_order(order).sinks(3).paged(9, 16);
+            // 2 wide rows and a token fit the first block of most formats, and the rest the next
+            // one.
+            let spec =
+                small(backend, format).block_order(order).full_precision_prefix(3).paged(9, 16);
             fork_everywhere(&mut lab(backend, spec, LARGE_MEANS, 2)?, 7).at(format!("{format}"))?;
         }
-        let spec = small(backend, format).sinks(2).contiguous(2, 9);
+        let spec = small(backend, format).full_precision_prefix(2).contiguous(2, 9);
         fork_everywhere(&mut lab(backend, spec, NEUTRAL, 2)?, 3)
             .at(format!("{format}, contiguous"))?;
     }
@@ -74,9 +76,13 @@ fn forks_in_sinks<B: Device>(backend: &B) -> CaseResult {
 
 fn rewrite<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
-        for sinks in [0, 2] {
-            let mut lab =
-                lab(backend, small(backend, format).sinks(sinks).paged(8, 8), NEUTRAL, 3)?;
+        for full_precision_prefix in [0, 2] {
+            let mut lab = lab(
+                backend,
+                small(backend, format).full_precision_prefix(full_precision_prefix).paged(8, 8),
+                NEUTRAL,
+                3,
+            )?;
             lab.fill(1, 13)?;
             for len in [12, 8, 7, 2, 1, 0] {
                 lab.truncate(1, len)?;
@@ -89,11 +95,12 @@ fn rewrite<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Constants come when sequences live already, share blocks and lie in sinks and codes.
+/// Constants come when sequences live already, share blocks and lie in wide rows and codes.
 fn recalibrated<B: Device>(backend: &B) -> CaseResult {
     const MEASURED: Likeness = Likeness { mean: 0.5, balance: 1.0 };
     for format in quantised() {
-        let mut lab = lab(backend, small(backend, format).sinks(2).paged(9, 16), NEUTRAL, 5)?;
+        let mut lab =
+            lab(backend, small(backend, format).full_precision_prefix(2).paged(9, 16), NEUTRAL, 5)?;
         lab.fill(1, 13)?;
         lab.fork(1, 2)?;
         step(&mut lab, &[(2, 3)]).at(format!("{format}"))?;
@@ -112,7 +119,8 @@ fn recalibrated<B: Device>(backend: &B) -> CaseResult {
 
 fn rolled_back<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
-        let mut lab = lab(backend, small(backend, format).sinks(1).paged(8, 8), NEUTRAL, 4)?;
+        let mut lab =
+            lab(backend, small(backend, format).full_precision_prefix(1).paged(8, 8), NEUTRAL, 4)?;
         lab.fill(1, 6)?;
         lab.fork(1, 2)?;
         let before = lab.state();
@@ -127,7 +135,8 @@ fn rolled_back<B: Device>(backend: &B) -> CaseResult {
 /// Codes of 0 are not always values of 0, but wiped bytes are.
 fn wiped<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
-        let spec = small(backend, format).sinks(2).paged(8, 6).wipe_on_release(true);
+        let spec =
+            small(backend, format).full_precision_prefix(2).paged(8, 6).wipe_on_release(true);
         let mut lab = lab(backend, spec, NEUTRAL, 5)?;
         let stale = |lab: &mut Lab<B>| -> Result<usize, CaseError> {
             let all = crate::suite::life::bytes(&mut lab.cache, kv_core::GroupId(0))?;
@@ -142,13 +151,14 @@ fn wiped<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// A 4-bit cache holds at least 3.7 times the tokens of a bf16 one, sinks and scales included, by
-/// what the device really gave.
+/// A 4-bit cache holds at least 3.7 times the tokens of a bf16 one, wide rows and scales included,
+/// by what the device really gave.
 fn capacity<B: Device>(backend: &B) -> CaseResult {
     const BYTES: u64 = 8 << 20;
-    let tokens = |format, sinks| -> Result<u32, CaseError> {
+    let tokens = |format, full_precision_prefix| -> Result<u32, CaseError> {
         let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(128).format(format);
-        let spec = spec.sinks(sinks).paged_within(16, BYTES).build()?;
+        let spec =
+            spec.full_precision_prefix(full_precision_prefix).paged_within(16, BYTES).build()?;
         let given = constants(&spec, NEUTRAL, 6);
         let mut cache = kv_core::KvCache::with_calibration(backend.clone(), spec, given)?;
         let planes = crate::suite::life::bytes(&mut cache, kv_core::GroupId(0))?;

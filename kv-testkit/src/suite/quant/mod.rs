@@ -1,4 +1,5 @@
-//! Quantised storage: every format, its constants, its sinks, and what must be refused.
+//! Quantised storage: every format, its constants, its full-precision prefix, and what must be
+//! refused.
 mod attend;
 mod life;
 mod prefill;

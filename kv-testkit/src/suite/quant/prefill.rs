@@ -74,7 +74,8 @@ fn options<B: Device>(backend: &B) -> CaseResult {
     for k in KvFormat::all() {
         let v = rng.pick(&all);
         let spec = CacheSpec::builder().layers(1).kv_heads(rng.pick(&[1, 2])).head_dim(64);
-        let spec = spec.formats(k, v).block_order(rng.pick(&ORDERS)).sinks(rng.below(6));
+        let spec =
+            spec.formats(k, v).block_order(rng.pick(&ORDERS)).full_precision_prefix(rng.below(6));
         let spec = spec.transform(rng.pick(&[Transform::Off, Transform::On]));
         let how = How { q_dtype: rng.pick(&NARROW), ..How::random(&mut rng) };
         let mut lab = lab(backend, spec.paged(rng.pick(&[9, 16]), 40), LARGE_MEANS, 3)?;
@@ -90,7 +91,8 @@ fn tails<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(34);
     for format in quantised() {
         let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(64).format(format);
-        let spec = spec.tail(true).sinks(rng.pick(&[0, 3])).block_order(rng.pick(&ORDERS));
+        let spec =
+            spec.tail(true).full_precision_prefix(rng.pick(&[0, 3])).block_order(rng.pick(&ORDERS));
         let how = How { q_dtype: rng.pick(&NARROW), lse: false, ..How::default() };
         let mut lab = lab(backend, spec.paged(16, 40), LARGE_MEANS, 4)?;
         prompts(&mut lab, &how).at(format!("{format}"))?;
@@ -106,7 +108,7 @@ fn magnitudes<B: Device>(backend: &B) -> CaseResult {
             for factors in [[1e-3, 1.0, 30.0], [1.0, 1e-4, 1e-2], [300.0, 1e-3, 1.0]] {
                 let how = How { q_dtype, spread: 1e-2, lse: false, ..How::default() };
                 let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(64).format(format);
-                let spec = spec.sinks(2).transform(Transform::Off).paged(16, 16);
+                let spec = spec.full_precision_prefix(2).transform(Transform::Off).paged(16, 16);
                 let mut lab = lab(backend, spec, NEUTRAL, 5)?;
                 lab.start(1)?;
                 let mut rows = lab.random_rows(&[90], &how).remove(0);

@@ -57,10 +57,10 @@ impl<B: Device> World<B> {
     }
 
     /// Starts a sequence on a prompt and brings what is not cached, `chunk` tokens a step.
-    fn prompt(&mut self, id: u64, prompt: &[u32], chunk: usize) -> Result<usize, CaseError> {
+    fn prompt(&mut self, id: u64, prompt: &[u32], chunk: usize) -> Result<u32, CaseError> {
         let reused = self.cache.start(seq(id), prompt, StartOptions::default())?;
-        self.texts.push((seq(id), prompt[..reused].to_vec()));
-        for tokens in prompt[reused..].chunks(chunk) {
+        self.texts.push((seq(id), prompt[..reused as usize].to_vec()));
+        for tokens in prompt[reused as usize..].chunks(chunk) {
             self.bring(&[(id, tokens)])?;
         }
         Ok(reused)
@@ -257,7 +257,7 @@ impl<B: Device> World<B> {
         Ok(0)
     }
 
-    fn probes(&self) -> Vec<usize> {
+    fn probes(&self) -> Vec<u32> {
         let probe = |(_, text): &(_, Vec<u32>)| {
             let longer = [text.as_slice(), &[7]].concat();
             self.cache.probe(&longer, StartOptions::default())
@@ -306,8 +306,11 @@ fn wrapped<B: Device>(backend: &B) -> CaseResult {
 
 /// Others hold the blocks that a long sequence has left, and lie there as other kinds of rows.
 fn taken_over<B: Device>(backend: &B) -> CaseResult {
-    for sinks in [0, 2] {
-        let spec = spec(backend, INT8).paged(16, 12).window_left(12).sinks(sinks);
+    for full_precision_prefix in [0, 2] {
+        let spec = spec(backend, INT8)
+            .paged(16, 12)
+            .window_left(12)
+            .full_precision_prefix(full_precision_prefix);
         let mut world = World::new(backend, spec.build()?)?;
         for id in 1..3 {
             world.prompt(id, &text(id as u32, 3), 8)?;
@@ -319,23 +322,27 @@ fn taken_over<B: Device>(backend: &B) -> CaseResult {
         for id in 4..11 {
             world.prompt(id, &text(id as u32, 10), 16)?;
         }
-        world.recalibrate(0.05).at(format!("{sinks} first tokens in 16 bits"))?;
+        world.recalibrate(0.05).at(format!("{full_precision_prefix} tokens in 16 bits"))?;
     }
     Ok(Outcome::Holds)
 }
 
-/// Geometries with forks, shared prefixes and pins: with a window, in sinks, with a tail, in two
-/// groups, contiguous.
+/// Geometries with forks, shared prefixes and pins: with a window, in the full-precision prefix,
+/// with a tail, in two groups, contiguous.
 fn geometries<B: Device>(backend: &B) -> Result<Vec<CacheSpec>, CaseError> {
     let base = |format| spec(backend, format).layers(2).kv_heads(2);
     let tail = |spec: CacheSpecBuilder| spec.paged(8, 60).tail(true);
     let specs = [
         base(INT8).paged(4, 40),
         base(INT8).paged(4, 40).window_left(6).sink_tokens(2),
-        base(L6).paged(16, 20).window_left(9).sinks(2),
-        base(INT8).contiguous(6, 80).sinks(3),
-        tail(base(L6)).sinks(1),
-        tail(base(INT8)).window_left(7).sink_tokens(1).sinks(2).key_mean(KeyMean::PerBlock),
+        base(L6).paged(16, 20).window_left(9).full_precision_prefix(2),
+        base(INT8).contiguous(6, 80).full_precision_prefix(3),
+        tail(base(L6)).full_precision_prefix(1),
+        tail(base(INT8))
+            .window_left(7)
+            .sink_tokens(1)
+            .full_precision_prefix(2)
+            .key_mean(KeyMean::PerBlock),
         base(INT8).paged(4, 40).group([1], |group| group.paged(6, 40).window_left(5)),
         tail(base(L6)).group([1], |group| {
             group.tail(false).format(KvFormat::F32).paged(4, 60).window_left(3)

@@ -47,14 +47,15 @@ fn step<B: Device>(lab: &mut Lab<B>, ids: &[(u64, u32)]) -> Result<(), CaseError
 fn grows<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for (key_mean, order) in MEANS.into_iter().zip(ORDERS) {
-            for sinks in [0, 2] {
-                let spec = spec(backend, format, key_mean, order).sinks(sinks);
+            for full_precision_prefix in [0, 2] {
+                let spec = spec(backend, format, key_mean, order)
+                    .full_precision_prefix(full_precision_prefix);
                 let mut lab = lab(backend, spec, LARGE_MEANS, 1)?;
                 lab.start(1)?;
                 lab.start(2)?;
                 for (a, b) in [(1, 9), (1, 1), (6, 8), (1, 3), (1, 25), (7, 1), (14, 1)] {
                     step(&mut lab, &[(1, a), (2, b)])
-                        .at(format!("{format}, {key_mean:?}, {sinks} sinks"))?;
+                        .at(format!("{format}, {key_mean:?}, {full_precision_prefix} wide rows"))?;
                 }
             }
         }
@@ -67,7 +68,7 @@ fn alone<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(2);
     for format in quantised() {
         for key_mean in MEANS {
-            let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).sinks(1);
+            let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).full_precision_prefix(1);
             let mut lab = lab(backend, spec, NEUTRAL, 2)?;
             let rows = lab.random_rows(&[24], &How::default()).remove(0);
             lab.start(1)?;
@@ -106,16 +107,18 @@ fn truncated<B: Device>(backend: &B) -> CaseResult {
         KvFormat::Q8_0,
     ] {
         for key_mean in MEANS {
-            for sinks in [0, 3] {
-                let spec = spec(backend, format, key_mean, BlockOrder::Hnd).sinks(sinks);
+            for full_precision_prefix in [0, 3] {
+                let spec = spec(backend, format, key_mean, BlockOrder::Hnd)
+                    .full_precision_prefix(full_precision_prefix);
                 let mut lab = lab(backend, spec, LARGE_MEANS, 33)?;
                 for len in 0..24 {
                     lab.fill(1, 23)?;
                     lab.truncate(1, len)?;
                     lab.check().at(format!("{format}, {key_mean:?}, truncated to {len}"))?;
                     for more in [1, 4, 9] {
-                        step(&mut lab, &[(1, more)])
-                            .at(format!("{format}, {key_mean:?}, {sinks} sinks, from {len}"))?;
+                        step(&mut lab, &[(1, more)]).at(format!(
+                            "{format}, {key_mean:?}, {full_precision_prefix} wide rows, from {len}"
+                        ))?;
                     }
                     lab.release(1)?;
                 }
@@ -128,8 +131,12 @@ fn truncated<B: Device>(backend: &B) -> CaseResult {
 fn forked<B: Device>(backend: &B) -> CaseResult {
     for (format, order) in quantised().zip(ORDERS.into_iter().cycle()) {
         for key_mean in MEANS {
-            let mut lab =
-                lab(backend, spec(backend, format, key_mean, order).sinks(1), NEUTRAL, 4)?;
+            let mut lab = lab(
+                backend,
+                spec(backend, format, key_mean, order).full_precision_prefix(1),
+                NEUTRAL,
+                4,
+            )?;
             for len in [1, 2, 6, 7, 9, 10, 13] {
                 let place = || format!("{format}, {key_mean:?}, forked at {len}");
                 lab.fill(1, len)?;
@@ -153,7 +160,7 @@ fn rolled_back<B: Device>(backend: &B) -> CaseResult {
     let dropped = How { finish: Finish::Drop, ..How::default() };
     for format in quantised() {
         for key_mean in MEANS {
-            let spec = spec(backend, format, key_mean, BlockOrder::Nhd).sinks(1);
+            let spec = spec(backend, format, key_mean, BlockOrder::Nhd).full_precision_prefix(1);
             let mut lab = lab(backend, spec, NEUTRAL, 5)?;
             lab.fill(1, 8)?;
             lab.fork(1, 2)?;
@@ -176,7 +183,7 @@ fn options<B: Device>(backend: &B) -> CaseResult {
             for key_mean in MEANS {
                 let v = rng.pick(&[format, KvFormat::Bf16, KvFormat::L4(ScaleGroup::Row)]);
                 let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).formats(format, v);
-                let spec = spec.transform(transform).sinks(rng.pick(&[0, 1, 4, 7]));
+                let spec = spec.transform(transform).full_precision_prefix(rng.pick(&[0, 1, 4, 7]));
                 let spec = spec.paged(rng.pick(&[8, 11, 16]), 30);
                 let mut lab = lab(backend, spec, LARGE_MEANS, 6)?;
                 let how = How { group: 3, ..How::random(&mut rng) };

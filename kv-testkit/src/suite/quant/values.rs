@@ -34,7 +34,8 @@ fn forms<B: Device>(backend: &B) -> CaseResult {
                 let how = How { kv_format, kv_dtype, inputs, room, ..How::default() };
                 let spec =
                     CacheSpec::builder().layers(1).kv_heads(3).head_dims(16, 20).format(format);
-                let mut lab = lab(backend, spec.sinks(1).paged(8, 6), LARGE_MEANS, 1)?;
+                let mut lab =
+                    lab(backend, spec.full_precision_prefix(1).paged(8, 6), LARGE_MEANS, 1)?;
                 super::talk(&mut lab, &how).at(format!("{format} from {kv_dtype}, {kv_format}"))?;
             }
         }
@@ -46,7 +47,7 @@ fn gathers<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for order in ORDERS {
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(36, 20).format(format);
-            let spec = spec.block_order(order).sinks(2).paged(9, 12);
+            let spec = spec.block_order(order).full_precision_prefix(2).paged(9, 12);
             let mut lab = lab(backend, spec, LARGE_MEANS, 2)?;
             lab.fill(1, 13)?;
             lab.fill(2, 2)?;
@@ -71,7 +72,8 @@ fn write<B: Device>(
     rows: &Rows,
 ) -> Result<Lab<B>, CaseError> {
     let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(40).format(format);
-    let mut lab = lab(backend, spec.transform(transform).sinks(1).paged(8, 6), NEUTRAL, 3)?;
+    let mut lab =
+        lab(backend, spec.transform(transform).full_precision_prefix(1).paged(8, 6), NEUTRAL, 3)?;
     lab.start(1)?;
     let tokens = (rows[0][0].len() / 80) as u32;
     lab.write_only(&[(1, tokens)], std::slice::from_ref(rows), DType::F32)?;
@@ -96,7 +98,7 @@ fn poisoned<B: Device>(backend: &B) -> CaseResult {
     for format in KvFormat::all() {
         for transform in TRANSFORMS {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                // Head 0 of tokens 0, a sink, and 3; head 1 of token 6.
+                // Head 0 of tokens 0, a wide row, and 3; head 1 of token 6.
                 let hurt = [0, 6, 13];
                 let mut rows = clean.clone();
                 for row in hurt {

@@ -155,10 +155,11 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
             let first = tokens(0..9);
             match way {
                 // Asked for by who computes it, by who takes it over, and by who names it.
-                0 => drop(prompts.begin(1, &first[..8], plain().retention(&high))?),
+                0 => drop(prompts.begin(1, &first[..8], plain().with_retention(&high))?),
                 1 => {
                     leave(&mut prompts, &first[..8])?;
-                    let reused = prompts.cache.start(seq(1), &first, plain().retention(&high))?;
+                    let reused =
+                        prompts.cache.start(seq(1), &first, plain().with_retention(&high))?;
                     same("tokens", reused, 8)?;
                 }
                 _ => {
@@ -171,7 +172,7 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
             // It counts from when nobody runs on the blocks.
             time.advance(Duration::from_mins(1));
             prompts.cache.release(seq(1))?;
-            prompts.begin(2, &tokens(100..108), plain().retention(&middle))?;
+            prompts.begin(2, &tokens(100..108), plain().with_retention(&middle))?;
             prompts.cache.release(seq(2))?;
             time.advance(Duration::from_secs(seconds));
             prompts.begin(3, &tokens(200..208), plain())?;
@@ -190,7 +191,7 @@ fn spoken_for<B: Device>(backend: &B) -> CaseResult {
     prompts.begin(1, &[90], plain())?;
     // One block is held, one empty, two are cached, and either of these begins the prompt.
     let group = GroupId(0);
-    let full = |result: Result<usize, CacheError>| match result {
+    let full = |result: Result<u32, CacheError>| match result {
         Err(CacheError::Exhausted(exhausted)) => Ok(exhausted),
         other => Err(CaseError::from(format!("{other:?} where blocks are short"))),
     };
@@ -201,14 +202,14 @@ fn spoken_for<B: Device>(backend: &B) -> CaseResult {
     let refused = full(ask(&prompts, 13, all))?;
     same("13 tokens", refused, BlocksExhausted { group, needed: 4, free: 3, evictable: 2 })?;
     same("9 tokens", ask(&prompts, 9, all).ok(), Some(8))?;
-    same("a chunk of 13", ask(&prompts, 13, all.chunk(4)).ok(), Some(8))?;
-    full(ask(&prompts, 13, all.chunk(4).must_fit()))?;
-    let refused = full(ask(&prompts, 9, all.watermark(1)))?;
+    same("a chunk of 13", ask(&prompts, 13, all.with_chunk(4)).ok(), Some(8))?;
+    full(ask(&prompts, 13, all.with_chunk(4).with_must_fit(true)))?;
+    let refused = full(ask(&prompts, 9, all.with_watermark(1)))?;
     same("a watermark", refused, BlocksExhausted { group, needed: 4, free: 3, evictable: 2 })?;
-    let refused = full(prompts.cache.start(seq(2), &tokens(0..9), plain().reserve(16)))?;
+    let refused = full(prompts.cache.start(seq(2), &tokens(0..9), plain().with_reserve(16)))?;
     same("a reserve", refused, BlocksExhausted { group, needed: 2, free: 1, evictable: 0 })?;
     same("free blocks", prompts.cache.free_blocks(group), 3)?;
-    same("tokens", prompts.cache.start(seq(2), &tokens(0..9), plain().reserve(12))?, 8)?;
+    same("tokens", prompts.cache.start(seq(2), &tokens(0..9), plain().with_reserve(12))?, 8)?;
     same("free blocks", prompts.cache.free_blocks(group), 0)?;
     prompts.check(1)?;
     Ok(Outcome::Holds)

@@ -136,7 +136,8 @@ fn diverge<B: Device>(backend: &B) -> CaseResult {
     let drafts = [60, 61, 62, 63, 64];
     let names = prompts.follow(3, &drafts);
     let spec = prompts.spec.clone();
-    let mut step = prompts.cache.begin_step(&[StepInput::tokens(seq(3), &drafts).drafts(4)])?;
+    let mut step =
+        prompts.cache.begin_step(&[StepInput::tokens(seq(3), &drafts).with_drafts(4)])?;
     named::write(&mut step, &spec, &names)?;
     step.commit_accepted(&[2])?;
     prompts.names.entry(3).and_modify(|all| all.extend(&names[..2]));
@@ -173,7 +174,8 @@ fn unsure<B: Device>(backend: &B) -> CaseResult {
         prompts.names.insert(1, Vec::new());
         let drafts = tokens(0..8);
         let (names, spec) = (prompts.follow(1, &drafts), prompts.spec.clone());
-        let mut step = prompts.cache.begin_step(&[StepInput::tokens(seq(1), &drafts).drafts(7)])?;
+        let mut step =
+            prompts.cache.begin_step(&[StepInput::tokens(seq(1), &drafts).with_drafts(7)])?;
         named::write(&mut step, &spec, &names)?;
         step.commit()?;
         prompts.names.insert(1, names);

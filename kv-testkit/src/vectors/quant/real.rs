@@ -1,7 +1,7 @@
 //! `quant-meta/1`: K, V and some of Q of a model at work, and what storing K or V costs.
 //!
 //! Constants come from the first half of the tokens; the queries of the second half attend, on the
-//! device, over K or V in one format, the first tokens kept as sinks. The error is that of
+//! device, over K or V in one format, the first tokens kept in 16 bits. The error is that of
 //! attention's output, squared, relative to the output's own energy: the mean of all heads.
 //!
 //! It may be twice what a first-order analysis of this very recording says. A format of relative
@@ -36,7 +36,7 @@ use crate::oracle::gaussian;
 use limits::Expected;
 
 /// Tokens kept in 16 bits.
-const SINKS: u32 = 4;
+const FULL_PRECISION_PREFIX: u32 = 4;
 
 /// What a recording says of itself.
 #[derive(Debug)]
@@ -145,8 +145,9 @@ impl Recording {
         let heads = self.kv_heads as u32;
         let dims = self.dims.map(|dim| dim as u32);
         let refused = |error: CalibrateError| CaseError::Broken(error.to_string());
-        let mut calibrator =
-            Calibrator::new(self.layers as u16, heads, dims).map_err(refused)?.skip_first(SINKS);
+        let mut calibrator = Calibrator::new(self.layers as u16, heads, dims)
+            .map_err(refused)?
+            .skip_first(FULL_PRECISION_PREFIX);
         for layer in 0..self.layers {
             let part = |rows: &[f32], heads: usize, dim: usize| rows[..half * heads * dim].to_vec();
             // Every recorded query stands for those that are not.
@@ -181,8 +182,8 @@ impl Recording {
             .head_dims(dk, dv)
             .formats(formats[0], formats[1])
             .transform(Transform::On)
-            .sinks(SINKS)
-            .paged(16, self.tokens.div_ceil(16) as u32 + SINKS);
+            .full_precision_prefix(FULL_PRECISION_PREFIX)
+            .paged(16, self.tokens.div_ceil(16) as u32 + FULL_PRECISION_PREFIX);
         Ok(spec.build()?)
     }
 }
