@@ -1,8 +1,9 @@
 //! `kv devices`: what a cache can live on, and why what is missing is missing.
+use kv::backend::Backend;
 use kv::cpu::{CpuBackend, CpuOptions};
 use kv::cuda::CardFacts;
+use kv::error::DeviceError;
 use kv::wgpu::AdapterFacts;
-use kv::{Backend, DeviceError};
 use serde::Serialize;
 
 use crate::args::DevicesArgs;

@@ -11,7 +11,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use kv::{CacheSpec, GroupSpec, KvFormat};
+use kv::spec::GroupSpec;
+use kv::{CacheSpec, KvFormat};
 use kv_runner::gguf::is_further_part;
 use kv_runner::read_text;
 use kv_runner::stored::{Stored, bits_per_value};

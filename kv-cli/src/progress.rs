@@ -2,7 +2,7 @@
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kv::AnyBackend;
+use kv::backend::AnyBackend;
 use kv::quant::calibrate::Calibrator;
 use kv_runner::{Decoder, Error, calibrate};
 

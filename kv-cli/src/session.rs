@@ -1,6 +1,6 @@
 //! One `kv generate`: its model, its prompts, and its runs, each through a cache of its own.
 use anyhow::{Context, anyhow};
-use kv::Calibration;
+use kv::quant::Calibration;
 use kv_runner::scheduler::{Advice, BeamOptions, RequestSize, Stats};
 use kv_runner::stored::{Source, Stored, blocks_of};
 use kv_runner::{

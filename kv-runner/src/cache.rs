@@ -1,10 +1,11 @@
 //! The cache of a model, from a few choices.
 use std::fmt;
 
-use kv::{
-    AnyBackend, CacheSpec, Calibration, Determinism, KvCache, KvFormat, PrefixReuse, PublishAt,
-    SpecError,
-};
+use kv::backend::AnyBackend;
+use kv::error::SpecError;
+use kv::quant::Calibration;
+use kv::spec::{Determinism, PrefixReuse, PublishAt};
+use kv::{CacheSpec, KvCache, KvFormat};
 
 use crate::config::ModelConfig;
 use crate::error::Error;

@@ -2,9 +2,10 @@
 use std::path::Path;
 
 use candle_core::{D, IndexOp};
+use kv::backend::AnyBackend;
+use kv::quant::Calibration;
 use kv::quant::calibrate::Calibrator;
 use kv::quant::file::{self, Metadata};
-use kv::{AnyBackend, Calibration};
 
 use crate::error::{Error, InFile};
 use crate::model::{Decoder, Tapped};

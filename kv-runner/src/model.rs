@@ -9,10 +9,10 @@ use std::path::Path;
 
 use candle_core::{CpuStorage, Device, Module, Storage, Tensor};
 use candle_nn::Linear;
+use kv::backend::Backend;
 use kv::backend::{Queue, Readback};
 use kv::{
-    AttentionOptions, Backend, DType, QkvFormat, SequenceId, Step, StepInput, TensorView,
-    TensorViewMut,
+    AttentionOptions, DType, QkvFormat, SequenceId, Step, StepInput, TensorView, TensorViewMut,
 };
 
 use crate::config::{ModelConfig, QkNorm};

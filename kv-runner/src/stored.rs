@@ -4,10 +4,10 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use kv::{
-    CacheSpec, CacheSpecBuilder, KeyMean, KvFormat, ScaleGroup, Scaling, SpecError, Transform,
-    UnknownName,
-};
+use kv::error::{SpecError, UnknownName};
+use kv::quant::{ScaleGroup, Scaling};
+use kv::spec::{CacheSpecBuilder, KeyMean, Transform};
+use kv::{CacheSpec, KvFormat};
 
 use crate::config::ModelConfig;
 use crate::num::to_f64;

@@ -75,7 +75,9 @@ fn the_same_lines_run_on_cuda() {
 fn run_or_skip(device: &str, may_skip: bool) {
     use std::io::Write;
     match Device::open(device) {
-        Err(error) if may_skip && error.device_kind() == Some(kv::DeviceErrorKind::Unsupported) => {
+        Err(error)
+            if may_skip && error.device_kind() == Some(kv::error::DeviceErrorKind::Unsupported) =>
+        {
             let _ = writeln!(std::io::stderr(), "skipped: {error}");
         }
         Err(error) => panic!("{device}: {error}"),

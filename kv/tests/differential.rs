@@ -63,8 +63,8 @@ fn cpu_and_cuda() {
 }
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-fn skipped(error: &kv::DeviceError) {
+fn skipped(error: &kv::error::DeviceError) {
     use std::io::Write;
-    assert_eq!(error.kind(), kv::DeviceErrorKind::Unsupported, "{error}");
+    assert_eq!(error.kind(), kv::error::DeviceErrorKind::Unsupported, "{error}");
     let _ = writeln!(std::io::stderr(), "skipped: {error}");
 }

@@ -49,6 +49,6 @@ fn compared() -> impl Iterator<Item = kv::KvFormat> {
 }
 
 /// The CPU, erased as users have it.
-fn cpu() -> kv::AnyBackend {
+fn cpu() -> kv::backend::AnyBackend {
     kv::Device::open("cpu").unwrap()
 }

@@ -1,5 +1,6 @@
 //! What can go wrong in a measurement.
-use kv::{CacheError, Device, DeviceError, DeviceErrorKind, PlanError, SpecError};
+use kv::error::{DeviceError, DeviceErrorKind, PlanError, SpecError};
+use kv::{CacheError, Device};
 
 /// A measurement that cannot be made, or failed on the way.
 ///

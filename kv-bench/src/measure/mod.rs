@@ -21,8 +21,9 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Instant;
 
+use kv::Device;
 use kv::cpu::{CpuBackend, CpuOptions, Isa};
-use kv::{Device, DeviceError};
+use kv::error::DeviceError;
 
 use crate::num::to_u64;
 use clock::Samples;

@@ -4,7 +4,8 @@ use std::num::NonZeroUsize;
 use std::str::FromStr;
 
 use kv::cpu::Isa;
-use kv::{BlockOrder, Device, KvFormat, UnknownName};
+use kv::error::UnknownName;
+use kv::{BlockOrder, Device, KvFormat};
 use serde::Serialize;
 
 /// First tokens of a sequence that stay in 16 bits, in formats whose rows are transformed.

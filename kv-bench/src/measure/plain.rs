@@ -8,9 +8,9 @@ use kv::backend::{Fence, Queue};
 use kv::cpu::CpuBackend;
 #[cfg(feature = "cuda")]
 use kv::cuda::CudaBackend;
+use kv::error::{DeviceError, DeviceErrorKind};
 #[cfg(feature = "wgpu")]
 use kv::wgpu::WgpuBackend;
-use kv::{DeviceError, DeviceErrorKind};
 use rayon::iter::{IndexedParallelIterator, ParallelIterator};
 use rayon::slice::{ParallelSlice, ParallelSliceMut};
 

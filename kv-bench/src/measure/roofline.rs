@@ -9,9 +9,9 @@ use kv::backend::Backend;
 use kv::cpu::{CpuBackend, CpuBuffer};
 #[cfg(feature = "cuda")]
 use kv::cuda::CudaBackend;
+use kv::error::{DeviceError, DeviceErrorKind};
 #[cfg(feature = "wgpu")]
 use kv::wgpu::WgpuBackend;
-use kv::{DeviceError, DeviceErrorKind};
 use rayon::ThreadPool;
 use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelIterator};
 

@@ -1,9 +1,9 @@
 //! Every case of a grid beside its roofline.
 use std::sync::Arc;
 
-use kv::DeviceError;
 use kv::backend::Backend;
 use kv::cpu::AttendShape;
+use kv::error::DeviceError;
 
 use super::clock::{Samples, gb_per_s};
 use super::error::Error;

@@ -1,6 +1,8 @@
 //! What is measured, and how many bytes each of it moves.
-use kv::calibration::{Calibration, LayerCalibration, PlaneCalibration};
-use kv::{BlockOrder, CacheSpec, KvFormat, ScaleGroup, Scaling, SlotMap};
+use kv::backend::SlotMap;
+use kv::quant::{Calibration, LayerCalibration, PlaneCalibration};
+use kv::quant::{ScaleGroup, Scaling};
+use kv::{BlockOrder, CacheSpec, KvFormat};
 use serde::Serialize;
 
 use super::error::Error;

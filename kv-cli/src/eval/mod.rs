@@ -10,7 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use kv::{Calibration, KvFormat};
+use kv::KvFormat;
+use kv::quant::Calibration;
 use kv_runner::calibrate;
 use kv_runner::reader::{self, Reader};
 use kv_runner::stored::Stored;

@@ -9,9 +9,8 @@ use std::path::Path;
 
 use candle_core::Tensor;
 use kv::cpu::{CpuBackend, CpuOptions};
-use kv::{
-    CacheSpec, Determinism, KvCache, KvFormat, PrefixReuse, SequenceId, StartOptions, StepInput,
-};
+use kv::spec::{Determinism, PrefixReuse};
+use kv::{CacheSpec, KvCache, KvFormat, SequenceId, StartOptions, StepInput};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 

@@ -1,6 +1,7 @@
 //! Blocks that one request takes when nothing else runs, and what would help where the cache has
 //! fewer.
-use kv::{CacheSpec, GroupSpec};
+use kv::CacheSpec;
+use kv::spec::GroupSpec;
 
 /// The size of one request: how it is read and continued.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,5 +1,6 @@
 //! Beams as sequences of the cache: each branch goes on in place of its parent or as a fork of it.
-use kv::{Backend, CacheError, KvCache, SequenceId};
+use kv::backend::Backend;
+use kv::{CacheError, KvCache, SequenceId};
 
 use super::beams::{self, children};
 use super::task::{Finish, Search, Sequence};

@@ -1,10 +1,10 @@
 //! Which requests run, which wait, and what each brings to the next step.
 use std::collections::VecDeque;
 
-use kv::{
-    Admission, Backend, BlocksExhausted, CacheError, GroupId, KvCache, SequenceId, StartOptions,
-    Step, StepInput,
-};
+use kv::backend::Backend;
+use kv::error::BlocksExhausted;
+use kv::scheduling::Admission;
+use kv::{CacheError, GroupId, KvCache, SequenceId, StartOptions, Step, StepInput};
 
 use super::Limits;
 use super::draft;

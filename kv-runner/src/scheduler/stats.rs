@@ -1,5 +1,6 @@
 //! What a run counted.
-use kv::{Backend, KvCache, Usage};
+use kv::backend::Backend;
+use kv::{KvCache, Usage};
 
 use crate::num::{per_second, to_f64, to_u64, to_usize};
 

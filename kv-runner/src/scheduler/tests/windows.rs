@@ -1,5 +1,5 @@
 //! What a request needs of groups with windows: no block more than it holds at its peak.
-use kv::GroupSpec;
+use kv::spec::GroupSpec;
 
 use super::*;
 
