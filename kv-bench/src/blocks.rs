@@ -13,14 +13,14 @@ fn cache(num_blocks: u32, eviction: Eviction) -> Result<KvCache<NullBackend>, Er
     Ok(KvCache::new(NullBackend::new(), spec.paged(BLOCK_SIZE, num_blocks).build()?)?)
 }
 
-/// Runs a step with `tokens` of a sequence.
+/// Runs a step with the tokens of a prompt after its first `reused`.
 fn append(
     cache: &mut KvCache<NullBackend>,
     sequence: SequenceId,
-    tokens: &[u32],
+    (prompt, reused): (&[u32], u32),
 ) -> Result<(), Error> {
-    let mut step = cache.begin_step(&[StepInput::tokens(sequence, tokens)])?;
-    let count = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+    let mut step = cache.begin_step(&[StepInput::prompt(sequence, prompt, reused)])?;
+    let count = u32::try_from(step.positions().len()).unwrap_or(u32::MAX);
     let rows = values(u64::from(count).saturating_mul(2));
     let rows = TensorView::host(&rows, &[count, 1, 2]);
     step.write(0, rows, rows, QkvFormat::Thd)?;
@@ -70,9 +70,9 @@ impl Decode {
             // Every prompt has its own salt, so nothing is shared.
             let prompt = prompt.get(short..).unwrap_or_default();
             let salt = id.0.to_le_bytes();
-            let options = StartOptions::default().salt(&salt);
+            let options = StartOptions::default().with_salt(&salt);
             let reused = self.cache.start(*id, prompt, options)?;
-            append(&mut self.cache, *id, prompt.get(reused..).unwrap_or_default())?;
+            append(&mut self.cache, *id, (prompt, reused))?;
         }
         self.steps = 0;
         Ok(())
@@ -121,7 +121,7 @@ impl Hit {
         let mut last = Vec::new();
         for prompt in prompts {
             let reused = cache.start(SequenceId(0), &prompt, StartOptions::default())?;
-            append(&mut cache, SequenceId(0), prompt.get(reused..).unwrap_or_default())?;
+            append(&mut cache, SequenceId(0), (&prompt, reused))?;
             cache.release(SequenceId(0))?;
             last = prompt;
         }
@@ -133,7 +133,7 @@ impl Hit {
     ///
     /// # Errors
     /// Those of the cache.
-    pub fn start(&mut self) -> Result<(Duration, usize), Error> {
+    pub fn start(&mut self) -> Result<(Duration, u32), Error> {
         let begin = Instant::now();
         let hit = self.cache.start(SequenceId(1), &self.prompt, StartOptions::default())?;
         let took = begin.elapsed();
@@ -216,7 +216,7 @@ impl Repeat {
         let begin = Instant::now();
         let sequence = SequenceId(0);
         let reused = self.cache.start(sequence, &self.prompt, StartOptions::default())?;
-        append(&mut self.cache, sequence, self.prompt.get(reused..).unwrap_or_default())?;
+        append(&mut self.cache, sequence, (&self.prompt, reused))?;
         self.cache.release(sequence)?;
         Ok(begin.elapsed())
     }

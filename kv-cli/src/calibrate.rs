@@ -32,8 +32,8 @@ pub(crate) fn run(args: &CalibrateArgs) -> anyhow::Result<()> {
     let mut ids = loaded.read_tokens(&args.text)?;
     ids.truncate(to_usize(args.tokens));
     let Loaded { name, model, backend, .. } = &loaded;
-    let calibrators = progress::calibrate(model, backend, &ids, &[args.sinks])?;
-    let calibrator = calibrators.first().context("one was made for one number of sinks")?;
+    let calibrators = progress::calibrate(model, backend, &ids, &[args.full_precision_prefix])?;
+    let calibrator = calibrators.first().context("one was made for one full-precision prefix")?;
     let describe = || args.text.display().to_string();
     let bytes = calibrate::to_file(calibrator, model).with_context(describe)?;
     write(&args.output, &bytes).with_context(|| args.output.display().to_string())?;

@@ -1,10 +1,11 @@
 //! `kv devices`: the devices that a cache can use, and the reasons for those that are missing.
+use kv::backend::Backend;
 use kv::cpu::{CpuBackend, CpuOptions};
 #[cfg(feature = "cuda")]
 use kv::cuda::CardFacts;
 #[cfg(feature = "wgpu")]
+use kv::error::DeviceError;
 use kv::wgpu::AdapterFacts;
-use kv::{Backend, DeviceError};
 use serde::Serialize;
 
 use crate::args::DevicesArgs;

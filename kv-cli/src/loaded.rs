@@ -3,7 +3,8 @@ use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use kv::{AnyBackend, Device};
+use kv::Device;
+use kv::backend::AnyBackend;
 use kv_runner::{Decoder, Tokenizer, read_text};
 
 use crate::{bundled, output};

@@ -11,7 +11,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use kv::{CacheSpec, GroupSpec, KvFormat};
+use kv::spec::GroupSpec;
+use kv::{CacheSpec, KvFormat};
 use kv_runner::gguf::is_further_part;
 use kv_runner::read_text;
 use kv_runner::stored::{Stored, bits_per_value};
@@ -70,7 +71,7 @@ struct Line {
     /// Stored bits per value, with scales; the mean of K and V.
     bits_per_value: f64,
     /// First tokens of a sequence that stay in 16 bits.
-    sinks: u32,
+    full_precision_prefix: u32,
     /// Bytes that the model needs per token inside every window.
     bytes_per_token: u64,
     /// Bytes that this cache stores per token: more if V is a part of K.
@@ -243,7 +244,7 @@ impl<'a> Plan<'a> {
         Ok(Line {
             format: self.stored.to_string(),
             bits_per_value: bits_per_value(&self.spec),
-            sinks: first.slot_map().sinks(),
+            full_precision_prefix: first.slot_map().full_precision_prefix(),
             bytes_per_token: needed.iter().fold(0, |sum, bytes| sum.saturating_add(*bytes)),
             stored_bytes_per_token: memory.bytes_per_token,
             kind_bytes_per_token: needed,
@@ -324,14 +325,21 @@ impl Kind {
 impl Report {
     fn show(&self) -> String {
         let Self { model, kinds, context, block_size, .. } = self;
-        let heading =
-            ["format", "bits/value", "sinks", "bytes/token", "a sequence", "tokens", "sequences"];
+        let heading = [
+            "format",
+            "bits/value",
+            "full-precision prefix",
+            "bytes/token",
+            "a sequence",
+            "tokens",
+            "sequences",
+        ];
         let mut rows = vec![heading.map(str::to_owned).to_vec()];
         rows.extend(self.formats.iter().map(|line| {
             vec![
                 line.format.clone(),
                 format!("{:.3}", line.bits_per_value),
-                line.sinks.to_string(),
+                line.full_precision_prefix.to_string(),
                 line.bytes_per_token.to_string(),
                 Bytes(line.sequence_bytes).to_string(),
                 line.tokens.to_string(),

@@ -2,7 +2,7 @@
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kv::AnyBackend;
+use kv::backend::AnyBackend;
 use kv::quant::calibrate::Calibrator;
 use kv_runner::{Decoder, Error, calibrate};
 
@@ -28,11 +28,11 @@ pub(crate) fn calibrate(
     model: &Decoder,
     backend: &AnyBackend,
     ids: &[u32],
-    sinks: &[u32],
+    prefixes: &[u32],
 ) -> Result<Vec<Calibrator>, Error> {
     let bar = tokens(to_u64(ids.len())).with_message("calibration");
     let mut inc = |read| bar.inc(to_u64(read));
-    let calibrators = calibrate::observe(model, backend, ids, sinks, &mut inc)?;
+    let calibrators = calibrate::observe(model, backend, ids, prefixes, &mut inc)?;
     bar.finish_and_clear();
     Ok(calibrators)
 }

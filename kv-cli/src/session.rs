@@ -1,6 +1,6 @@
 //! One `kv generate`: its model, its prompts, and its runs, each with its own cache.
 use anyhow::{Context, anyhow};
-use kv::Calibration;
+use kv::quant::Calibration;
 use kv_runner::scheduler::{Advice, BeamOptions, RequestSize, Stats};
 use kv_runner::stored::{Source, Stored, blocks_of};
 use kv_runner::{
@@ -84,7 +84,8 @@ impl Session {
         Ok(match &stored.calibration {
             Some(Source::File(path)) => Some(calibrate::load(path, model)?),
             Some(Source::Online) => {
-                let online = calibrate::online(model, backend, first, stored.sinks());
+                let online =
+                    calibrate::online(model, backend, first, stored.full_precision_prefix());
                 Some(online.context("calib=online")?)
             }
             None => {

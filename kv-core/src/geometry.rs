@@ -148,24 +148,24 @@ impl PlaneLayout {
         self
     }
 
-    /// The same plane with rows kept in 16 bits: the first `sinks` tokens of every sequence, and
-    /// the tail if asked for. Each takes `wide_slots` slots (see [`SlotMap`]): as many as the wider
-    /// of K and V needs.
+    /// The same plane with rows kept in 16 bits: those of the first `full_precision_prefix` tokens
+    /// of every sequence, and of the tail if asked for. Each takes `wide_slots` slots (see
+    /// [`SlotMap`]): as many as the wider of K and V needs.
     ///
     /// # Errors
     /// [`SpecError::Conflict`] when a block is too small for one such row, or the slots for it.
     pub fn with_wide_rows(
         mut self,
-        sinks: u32,
+        full_precision_prefix: u32,
         tail: bool,
         wide_slots: u32,
     ) -> Result<Self, SpecError> {
         let needed = self.format.wide_slots(self.head_dim);
-        if (sinks > 0 || tail) && wide_slots < needed {
+        if (full_precision_prefix > 0 || tail) && wide_slots < needed {
             let problem = SpecConflict::TooFewSlots { needed, got: wide_slots };
-            return Err(SpecError::Conflict { what: "sinks", problem });
+            return Err(SpecError::Conflict { what: "full_precision_prefix", problem });
         }
-        self.slot_map = SlotMap::new(self.block_size, wide_slots, sinks, tail)?;
+        self.slot_map = SlotMap::new(self.block_size, wide_slots, full_precision_prefix, tail)?;
         Ok(self)
     }
 

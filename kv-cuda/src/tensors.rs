@@ -185,7 +185,7 @@ pub(crate) fn shape(layout: &PlaneLayout) -> Plane {
         scales_begin: narrow(format.scales_begin(dim)),
         transforms: layout.transforms().into(),
         block_means: layout.has_block_means().into(),
-        sinks: map.sinks(),
+        full_precision_prefix: map.full_precision_prefix(),
         wide_slots: map.wide_slots(),
         wide_per_block: wide_per_block(layout),
         has_tail: map.has_tail().into(),

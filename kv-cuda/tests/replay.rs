@@ -56,7 +56,7 @@ fn open() -> Option<CudaBackend> {
 
 #[cfg(feature = "emulated")]
 fn emulated() -> Result<CudaBackend, DeviceError> {
-    CudaBackend::emulated(&kv_cuda::EmulatorOptions::default().seed(3))
+    CudaBackend::emulated(&kv_cuda::EmulatorOptions::default().with_seed(3))
 }
 
 #[cfg(not(feature = "emulated"))]
@@ -150,7 +150,7 @@ fn layers(
     let [q, k, v] = inputs;
     let mut options = AttentionOptions::causal(0.125);
     if let Some(left) = window {
-        options = options.window_left(left);
+        options = options.with_window_left(left);
     }
     for layer in 0..LAYERS {
         let at = |len: u32| u64::from(len) * u64::from(layer) * 2;

@@ -1,10 +1,11 @@
 //! The options of a model's cache.
 use std::fmt;
 
-use kv::{
-    AnyBackend, CacheSpec, Calibration, Determinism, KvCache, KvFormat, PrefixReuse, PublishAt,
-    SpecError,
-};
+use kv::backend::AnyBackend;
+use kv::error::SpecError;
+use kv::quant::Calibration;
+use kv::spec::{Determinism, PrefixReuse, PublishAt};
+use kv::{CacheSpec, KvCache, KvFormat};
 
 use crate::config::ModelConfig;
 use crate::error::Error;

@@ -2,9 +2,10 @@
 use std::path::Path;
 
 use candle_core::{D, IndexOp};
+use kv::backend::AnyBackend;
+use kv::quant::Calibration;
 use kv::quant::calibrate::Calibrator;
 use kv::quant::file::{self, Metadata};
-use kv::{AnyBackend, Calibration};
 
 use crate::error::{Error, InFile};
 use crate::model::{Decoder, Tapped};
@@ -49,10 +50,10 @@ pub fn observe(
     model: &Decoder,
     backend: &AnyBackend,
     ids: &[u32],
-    sinks: &[u32],
+    prefixes: &[u32],
     progress: &mut dyn FnMut(usize),
 ) -> Result<Vec<Calibrator>, Error> {
-    let mut observer = Observer::new(model, sinks)?;
+    let mut observer = Observer::new(model, prefixes)?;
     let sequence = SEQUENCE_MAX.min(to_usize(model.config().context));
     let mut reader = Reader::f32(model, backend, to_u32(sequence.min(ids.len())))?;
     for ids in ids.chunks(sequence.max(1)) {
@@ -75,10 +76,10 @@ pub fn online(
     model: &Decoder,
     backend: &AnyBackend,
     prompt: &[u32],
-    sinks: u32,
+    full_precision_prefix: u32,
 ) -> Result<Calibration, Error> {
-    let mut observer = Observer::new(model, &[sinks])?;
-    let wanted = ONLINE_TOKENS.saturating_add(sinks).min(model.config().context);
+    let mut observer = Observer::new(model, &[full_precision_prefix])?;
+    let wanted = ONLINE_TOKENS.saturating_add(full_precision_prefix).min(model.config().context);
     let mut reader = Reader::f32(model, backend, wanted)?;
     reader.begin()?;
     let mut position = 0_u32;
@@ -93,7 +94,7 @@ pub fn online(
         }
     }
     let finished = observer.calibrators.iter().map(Calibrator::finish).next();
-    Ok(finished.unwrap_or_else(|| unreachable!("one was made for one number of sinks"))?)
+    Ok(finished.unwrap_or_else(|| unreachable!("one was made for one full-precision prefix"))?)
 }
 
 /// Calibrators that see the same rows.
@@ -103,14 +104,14 @@ struct Observer {
 }
 
 impl Observer {
-    fn new(model: &Decoder, sinks: &[u32]) -> Result<Self, Error> {
+    fn new(model: &Decoder, prefixes: &[u32]) -> Result<Self, Error> {
         let config = model.config();
         let head_dims = [config.head_dim; 2];
-        let calibrator = |sinks: &u32| {
+        let calibrator = |prefix: &u32| {
             let new = Calibrator::new(config.layers(), config.kv_heads, head_dims)?;
-            Ok(new.skip_first(*sinks))
+            Ok(new.skip_first(*prefix))
         };
-        let calibrators = sinks.iter().map(calibrator).collect::<Result<_, Error>>()?;
+        let calibrators = prefixes.iter().map(calibrator).collect::<Result<_, Error>>()?;
         Ok(Self { calibrators, q_heads: config.heads })
     }
 

@@ -5,9 +5,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use candle_core::Error as CandleError;
+use kv::CacheError;
+use kv::error::{DeviceError, PlanError, SpecError};
 use kv::quant::calibrate::CalibrateError;
 use kv::quant::file::FileError;
-use kv::{CacheError, DeviceError, PlanError, SpecError};
 
 use crate::config::ConfigError;
 use crate::gguf::GgufError;

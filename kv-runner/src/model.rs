@@ -9,9 +9,8 @@ use std::path::Path;
 
 use candle_core::{CpuStorage, Device, Module, Storage, Tensor};
 use candle_nn::Linear;
-use kv::{
-    AttentionOptions, Backend, QkvFormat, SequenceId, Step, StepInput, TensorView, TensorViewMut,
-};
+use kv::backend::Backend;
+use kv::{AttentionOptions, QkvFormat, SequenceId, Step, StepInput, TensorView, TensorViewMut};
 
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::{Error, InFile};
@@ -54,7 +53,7 @@ impl Batch {
         let mut inputs = Vec::with_capacity(self.chunks.len());
         for chunk in &self.chunks {
             let (tokens, after) = rest.split_at(to_usize(chunk.tokens).min(rest.len()));
-            inputs.push(StepInput::tokens(chunk.sequence, tokens).drafts(chunk.drafts));
+            inputs.push(StepInput::tokens(chunk.sequence, tokens).with_drafts(chunk.drafts));
             rest = after;
         }
         inputs
@@ -254,7 +253,7 @@ impl Decoder {
         })?;
         let mut options = AttentionOptions::causal(to_f32(self.config.attention_scale()));
         if let Some(window) = layer.kind.window_left {
-            options = options.window_left(window);
+            options = options.with_window_left(window);
         }
         let dims = [tokens, heads, head_dim];
         let mut out = vec![0.0_f32; q_rotated.len()];

@@ -1,9 +1,10 @@
 //! Runs a model over one text, with a cache of its own.
 use candle_core::Tensor;
-use kv::{
-    AnyBackend, CacheSpec, Calibration, Determinism, KvCache, KvFormat, SequenceId, SpecError,
-    StartOptions, StepInput,
-};
+use kv::backend::AnyBackend;
+use kv::error::SpecError;
+use kv::quant::Calibration;
+use kv::spec::Determinism;
+use kv::{CacheSpec, KvCache, KvFormat, SequenceId, StartOptions, StepInput};
 
 use crate::error::Error;
 use crate::model::{Decoder, Tap};

@@ -20,7 +20,9 @@ mod verify_drafts;
 
 use std::time::Instant;
 
-use kv::{Backend, BlocksExhausted, CacheError, KvCache, SequenceId};
+use kv::backend::Backend;
+use kv::error::BlocksExhausted;
+use kv::{CacheError, KvCache, SequenceId};
 
 use crate::config::ModelConfig;
 use crate::error::Error;
@@ -352,7 +354,7 @@ impl<'m, B: Backend, M: Model<B>> Scheduler<'m, B, M> {
         }
         let seconds = begun.elapsed().as_secs_f64();
         stats.note_step(seconds, queues.batch.tokens.len(), (decode, kept));
-        let block_size = cache.spec().groups().first().map_or(1, kv::GroupSpec::block_size);
+        let block_size = cache.spec().groups().first().map_or(1, kv::spec::GroupSpec::block_size);
         stats.note_usage(&cache.usage(), block_size);
     }
 

@@ -4,9 +4,10 @@ mod text;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use kv::{
-    CacheSpec, CacheSpecBuilder, KeyMean, KvFormat, ScaleGroup, Scaling, SpecError, Transform,
-};
+use kv::error::SpecError;
+use kv::quant::{ScaleGroup, Scaling};
+use kv::spec::{CacheSpecBuilder, KeyMean, Transform};
+use kv::{CacheSpec, KvFormat};
 
 use crate::config::ModelConfig;
 use crate::num::to_f64;
@@ -18,16 +19,16 @@ pub use text::StoredError;
 const TAIL_FITS: u32 = 16;
 
 /// Default number of tokens in the full-precision prefix, for formats whose rows are transformed.
-pub const SINKS: u32 = 4;
+pub const FULL_PRECISION_PREFIX: u32 = 4;
 
 /// The stored format of K and V. As text `K[/V]`, then options after commas: `V=NAME`,
-/// `calib=FILE|online`, `sinks=N`, `transform=on|off`, `tail=on|off`, `mean=calib|block`.
+/// `calib=FILE|online`, `full-precision-prefix=N`, `transform=on|off`, `tail=on|off`, `mean=calib|block`.
 ///
 /// ```
 /// use kv::KvFormat;
 /// use kv_runner::stored::Stored;
-/// let stored: Stored = "int8/l4,sinks=8".parse()?;
-/// assert_eq!((stored.formats(), stored.sinks()), ("int8/l4".to_owned(), 8));
+/// let stored: Stored = "int8/l4,full-precision-prefix=8".parse()?;
+/// assert_eq!((stored.formats(), stored.full_precision_prefix()), ("int8/l4".to_owned(), 8));
 /// assert_eq!("bf16".parse::<Stored>()?, Stored::plain(KvFormat::Bf16));
 /// # Ok::<(), kv_runner::stored::StoredError>(())
 /// ```
@@ -40,7 +41,7 @@ pub struct Stored {
     /// The source of the constants, `None` for no constants.
     pub calibration: Option<Source>,
     /// Tokens in the full-precision prefix; `None` for the format's default.
-    pub sinks: Option<u32>,
+    pub full_precision_prefix: Option<u32>,
     /// Whether rows are transformed; `None` for the format's default.
     pub transform: Option<bool>,
     /// Whether a tail stays in 16 bits until its block is full; `None` for yes if a block mean
@@ -75,8 +76,9 @@ pub struct NoScales {
 impl Stored {
     /// Makes one format for K and V, with default options.
     pub fn plain(format: KvFormat) -> Self {
-        let (calibration, sinks, transform, tail, mean) = (None, None, None, None, None);
-        Self { k: format, v: format, calibration, sinks, transform, tail, mean }
+        let (calibration, full_precision_prefix, transform, tail, mean) =
+            (None, None, None, None, None);
+        Self { k: format, v: format, calibration, full_precision_prefix, transform, tail, mean }
     }
 
     /// Makes the spec of a cache for a model; `set` adds the memory layout and other settings for
@@ -118,7 +120,7 @@ impl Stored {
                 Some(true) => Transform::On,
                 Some(false) => Transform::Off,
             })
-            .sinks(self.sinks())
+            .full_precision_prefix(self.full_precision_prefix())
             .tail(self.has_tail())
             .key_mean(self.mean.unwrap_or_default())
     }
@@ -146,13 +148,13 @@ impl Stored {
     }
 
     /// Returns the number of tokens in the full-precision prefix.
-    pub fn sinks(&self) -> u32 {
+    pub fn full_precision_prefix(&self) -> u32 {
         let transforms = |format: KvFormat| match self.transform {
             None => format.is_for_transformed(),
             Some(transform) => transform && format.is_quantised(),
         };
         let suits = transforms(self.k) || transforms(self.v);
-        self.sinks.unwrap_or(if suits { SINKS } else { 0 })
+        self.full_precision_prefix.unwrap_or(if suits { FULL_PRECISION_PREFIX } else { 0 })
     }
 
     /// Refuses formats that need given scales if there is no calibration; the message contains

@@ -25,8 +25,8 @@ fn mix(a: u64, b: u64) -> u64 {
 
 /// Returns the hash of the empty prefix.
 pub(crate) fn root(options: &StartOptions<'_>) -> PrefixHash {
-    let salt = options.salt.iter().fold(1, |hash, byte| mix(hash, u64::from(*byte)));
-    mix(salt, options.adapter.map_or(0, |adapter| adapter + 1))
+    let salt = options.salt().iter().fold(1, |hash, byte| mix(hash, u64::from(*byte)));
+    mix(salt, options.adapter().map_or(0, |adapter| adapter + 1))
 }
 
 /// Returns the hash of a prefix with one more token; `id` is the content of a placeholder.
@@ -40,7 +40,7 @@ pub(crate) fn prefix_hashes(tokens: &[u32], options: &StartOptions<'_>) -> Vec<P
     let mut hash = root(options);
     let content_id = |at: u32| {
         let covers = |span: &&ContentSpan| at >= span.begin && at - span.begin < span.len;
-        options.contents.iter().find(covers).map(|span| span.id)
+        options.contents().iter().find(covers).map(|span| span.id)
     };
     let next = |(token, at): (&u32, u32)| {
         hash = extend(hash, *token, content_id(at));

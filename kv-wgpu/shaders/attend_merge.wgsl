@@ -16,7 +16,7 @@ struct Params {
     segments: u32,
     stats: u32,
     rows: u32,      // of a workgroup of attend.wgsl
-    sinks: u32,     // whether there are sink logits
+    sink_logits: u32,  // whether there are sink logits
     v_constants: u32,
     pad0: u32,
     pad1: u32,
@@ -90,11 +90,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         let is_empty = sum == 0.0;
         var total = most;
         var total_sum = sum;
-        if params.sinks != 0u {
-            let sink = sink_logits[head];
-            if sink > EMPTY {
-                total = max(most, sink);
-                total_sum = exponential(sink - total);
+        if params.sink_logits != 0u {
+            let sink_logit = sink_logits[head];
+            if sink_logit > EMPTY {
+                total = max(most, sink_logit);
+                total_sum = exponential(sink_logit - total);
                 if !is_empty {
                     total_sum += sum * rescaled(most, total);
                 }

@@ -129,23 +129,24 @@ fn work_item_of(group: vec3<u32>) -> WorkItem {
 
 // Tokens that the rows see: sink tokens, and those from `begin` on.
 struct Walk {
-    sinks_end: u32,
+    sink_tokens_end: u32,
     begin: u32,
     end: u32,
 }
 fn walk_of(u: WorkItem, lowest: Visible, highest: Visible) -> Walk {
     // Bounds never fall and neighbouring windows overlap or touch, so the first and the last give
     // the union.
-    let sinks = max(lowest.sinks, min(highest.sinks, lowest.begin));
-    return Walk(min(sinks, u.end), max(lowest.begin, u.begin), min(highest.end, u.end));
+    let sink_tokens = max(lowest.sink_tokens, min(highest.sink_tokens, lowest.begin));
+    return Walk(min(sink_tokens, u.end), max(lowest.begin, u.begin), min(highest.end, u.end));
 }
 // Returns the first tile from `tile` on that contains a seen token.
 fn tile_from(w: Walk, tile: u32) -> u32 {
     var next = tile;
-    if next * TILE >= w.sinks_end && next * TILE + TILE <= w.begin {
+    if next * TILE >= w.sink_tokens_end && next * TILE + TILE <= w.begin {
         next = w.begin / TILE;
     }
-    let is_end = next * TILE >= max(w.end, w.sinks_end) || (next * TILE >= w.sinks_end && w.begin >= w.end);
+    let is_end = next * TILE >= max(w.end, w.sink_tokens_end)
+        || (next * TILE >= w.sink_tokens_end && w.begin >= w.end);
     return select(next, NO_TILE, is_end);
 }
 
@@ -263,7 +264,7 @@ fn find(u: WorkItem, w: Walk, tile: u32, buffer: u32, local: u32) {
     }
     let position = tile * TILE + local;
     let t = buffer * TILE + local;
-    let is_seen = position < w.sinks_end || (position >= w.begin && position < w.end);
+    let is_seen = position < w.sink_tokens_end || (position >= w.begin && position < w.end);
     how[t] = ABSENT;
     if is_seen && position >= u.begin && position < u.end {
         let place = place_in(params.k, position, u.s.coded);

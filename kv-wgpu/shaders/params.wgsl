@@ -33,7 +33,7 @@ struct Plane {
     scales_begin: u32,
     transforms: u32,
     block_means: u32,
-    sinks: u32,
+    full_precision_prefix: u32,
     wide_slots: u32,
     wide_per_block: u32,
     has_tail: u32,

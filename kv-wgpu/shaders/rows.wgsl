@@ -37,28 +37,28 @@ fn place_wide(p: Plane, nth: u32) -> Place {
 }
 
 // Returns the slots of the full-precision prefix, with the gaps in it.
-fn sink_slots(p: Plane) -> u32 {
-    if p.sinks == 0u {
+fn prefix_slots(p: Plane) -> u32 {
+    if p.full_precision_prefix == 0u {
         return 0u;
     }
-    let last = place_wide(p, p.sinks - 1u);
+    let last = place_wide(p, p.full_precision_prefix - 1u);
     return last.index * p.block_size + last.inside + p.wide_slots;
 }
 
 // Places a token of the full-precision prefix, or a quantised one.
 fn place_of(p: Plane, position: u32) -> Place {
-    if position < p.sinks {
+    if position < p.full_precision_prefix {
         return place_wide(p, position);
     }
-    let slot = sink_slots(p) + (position - p.sinks);
+    let slot = prefix_slots(p) + (position - p.full_precision_prefix);
     return Place(slot / p.block_size, slot % p.block_size, false);
 }
 
 // Returns the blocks of `tokens` tokens without a tail.
 fn blocks_of(p: Plane, tokens: u32) -> u32 {
     var slots = tokens;
-    if p.sinks > 0u && tokens > 0u {
-        let wide = min(tokens, p.sinks);
+    if p.full_precision_prefix > 0u && tokens > 0u {
+        let wide = min(tokens, p.full_precision_prefix);
         let last = place_wide(p, wide - 1u);
         slots = last.index * p.block_size + last.inside + p.wide_slots + (tokens - wide);
     }
@@ -67,7 +67,7 @@ fn blocks_of(p: Plane, tokens: u32) -> u32 {
 
 // Places a token of a sequence whose first `coded` tokens are quantised.
 fn place_in(p: Plane, position: u32, coded: u32) -> Place {
-    let begin = max(coded, p.sinks);
+    let begin = max(coded, p.full_precision_prefix);
     if p.has_tail == 0u || position < begin {
         return place_of(p, position);
     }
@@ -78,14 +78,14 @@ fn place_in(p: Plane, position: u32, coded: u32) -> Place {
 
 // Places a token of the old tail, in a step that quantises it.
 fn place_sealed(p: Plane, s: Sequence, position: u32) -> Place {
-    var place = place_wide(p, position - max(s.coded_before, p.sinks));
+    var place = place_wide(p, position - max(s.coded_before, p.full_precision_prefix));
     place.index += s.sealed_index;
     return place;
 }
 
 // Returns the first position of the tail; `len` without one.
 fn tail_begin(p: Plane, len: u32, coded: u32) -> u32 {
-    return select(len, min(max(coded, p.sinks), len), p.has_tail != 0u);
+    return select(len, min(max(coded, p.full_precision_prefix), len), p.has_tail != 0u);
 }
 
 // Returns the first byte of a block of this segment.

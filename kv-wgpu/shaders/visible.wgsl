@@ -10,11 +10,11 @@ struct MaskOptions {
     pad: u32,
 }
 
-// Keys that one query sees: 0..sinks and begin..end. No bound decreases from one query to the next.
+// Keys that one query sees: 0..sink_tokens, begin..end. No bound decreases from a query to the next.
 struct Visible {
     begin: u32,
     end: u32,
-    sinks: u32,
+    sink_tokens: u32,
 }
 
 fn visible(mask: MaskOptions, s: Sequence, query: u32) -> Visible {
@@ -31,5 +31,5 @@ fn visible(mask: MaskOptions, s: Sequence, query: u32) -> Visible {
 }
 
 fn sees(v: Visible, position: u32) -> bool {
-    return position < v.sinks || (position >= v.begin && position < v.end);
+    return position < v.sink_tokens || (position >= v.begin && position < v.end);
 }

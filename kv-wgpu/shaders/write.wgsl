@@ -46,7 +46,7 @@ fn token_of(row: u32) -> Token {
     let s = sequence_of(params.plan, entry);
     let token = row - s.new_start;
     let position = s.kv_len - s.new_len + token;
-    let wide = position < p.sinks || position >= tail_begin(p, s.kv_len, s.coded);
+    let wide = position < p.full_precision_prefix || position >= tail_begin(p, s.kv_len, s.coded);
     let is_mine = is_here(p, block) && (p.has_tail == 0u || wide);
     return Token(entry, s.new_start, token, block, Place(0u, slot % p.block_size, wide), is_mine);
 }

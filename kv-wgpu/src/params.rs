@@ -66,7 +66,7 @@ params! {
         scales_begin: u32,
         transforms: u32,
         block_means: u32,
-        sinks: u32,
+        full_precision_prefix: u32,
         wide_slots: u32,
         wide_per_block: u32,
         has_tail: u32,
@@ -196,7 +196,7 @@ params! {
         stats: u32,
         rows: u32,
         /// Whether there are sink logits.
-        sinks: u32,
+        sink_logits: u32,
         v_constants: u32,
         pad0: u32,
         pad1: u32,
@@ -208,6 +208,9 @@ impl Plane {
     /// Returns whether rows have transforms, block means or 16-bit rows among codes: shaders for
     /// other planes leave that code out.
     pub(crate) fn has_extras(&self) -> bool {
-        self.sinks > 0 || self.has_tail != 0 || self.transforms != 0 || self.block_means != 0
+        self.full_precision_prefix > 0
+            || self.has_tail != 0
+            || self.transforms != 0
+            || self.block_means != 0
     }
 }

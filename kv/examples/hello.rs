@@ -16,7 +16,7 @@ fn main() -> Result<(), kv::Error> {
 
     // Prefill. `reused` is the number of leading tokens that are cached already: none yet.
     let reused = cache.start(seq, &prompt, StartOptions::default())?;
-    let mut step = cache.begin_step(&[StepInput::tokens(seq, &prompt[reused..])])?;
+    let mut step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
     assert_eq!(step.positions(), [0, 1]); // what RoPE needs
     let dims = [2, 1, 4]; // tokens, heads, head_dim
     let k = [1.0_f32, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0];

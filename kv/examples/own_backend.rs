@@ -3,10 +3,11 @@
 //! `cargo run --release -p kv --example own_backend -- cpu`
 #![expect(clippy::print_stdout, reason = "an example")]
 
+use kv::backend::plan::{AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan};
+use kv::backend::plan::{GatherArgs, GatherPlan, WriteArgs, WritePlan};
 use kv::backend::{Backend, Capabilities, Queue};
-use kv::plan::{AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan};
-use kv::plan::{GatherArgs, GatherPlan, WriteArgs, WritePlan};
-use kv::{AttentionOptions, CacheSpec, Device, DeviceError, GroupId, KvCache, QkvFormat};
+use kv::error::DeviceError;
+use kv::{AttentionOptions, CacheSpec, Device, GroupId, KvCache, QkvFormat};
 use kv::{SequenceId, StartOptions, StepInput, TensorView, TensorViewMut};
 use std::sync::{Mutex, PoisonError};
 

@@ -4,7 +4,8 @@
 //! `cargo run --release -p kv --example quantised -- cpu`
 #![expect(clippy::print_stdout, reason = "an example")]
 
-use kv::{AttentionOptions, CacheSpec, Device, KvCache, KvFormat, QkvFormat, ScaleGroup, Scaling};
+use kv::quant::{ScaleGroup, Scaling};
+use kv::{AttentionOptions, CacheSpec, Device, KvCache, KvFormat, QkvFormat};
 use kv::{SequenceId, StartOptions, StepInput, TensorView, TensorViewMut};
 
 const TOKENS: u32 = 64;

@@ -1,5 +1,5 @@
 //! A model whose second layer attends within a sliding window: its group of layers frees blocks as
-//! they leave the window, and keeps the first tokens (attention sinks).
+//! they leave the window, and keeps the first tokens (sink tokens).
 //!
 //! `cargo run --release -p kv --example sliding_window -- cpu`
 #![expect(clippy::print_stdout, clippy::as_conversions, reason = "an example")]
@@ -25,7 +25,7 @@ fn main() -> Result<(), kv::Error> {
     let (full, windowed) = (GroupId(0), GroupId(1));
     let mut cache = KvCache::new(Device::open(&device)?, spec)?;
     let full_options = AttentionOptions::causal(0.5);
-    let window_options = full_options.window_left(WINDOW_LEFT).sink_tokens(SINK_TOKENS);
+    let window_options = full_options.with_window_left(WINDOW_LEFT).with_sink_tokens(SINK_TOKENS);
 
     let seq = SequenceId(0);
     cache.start(seq, &[0], StartOptions::default())?;

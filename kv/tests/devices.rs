@@ -17,7 +17,7 @@ fn example(device: &str) -> Result<(), kv::Error> {
     let mut cache = KvCache::new(Device::open(device)?, spec)?;
     let (seq, prompt) = (SequenceId(0), [11, 22]);
     let reused = cache.start(seq, &prompt, StartOptions::default())?;
-    let mut step = cache.begin_step(&[StepInput::tokens(seq, &prompt[reused..])])?;
+    let mut step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
     assert_eq!(step.positions(), [0, 1]);
     let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
     let (q, mut out) = ([0.0_f32; 8], [0.0_f32; 8]);
@@ -81,7 +81,9 @@ fn the_same_lines_run_on_the_emulator() {
 fn run_or_skip(device: &str, may_skip: bool) {
     use std::io::Write;
     match Device::open(device) {
-        Err(error) if may_skip && error.device_kind() == Some(kv::DeviceErrorKind::Unsupported) => {
+        Err(error)
+            if may_skip && error.device_kind() == Some(kv::error::DeviceErrorKind::Unsupported) =>
+        {
             let _ = writeln!(std::io::stderr(), "skipped: {error}");
         }
         Err(error) => panic!("{device}: {error}"),

@@ -16,7 +16,7 @@ use kv_testkit::differential::{Coverage, RUNS_VARIABLE, SEED_VARIABLE, run_all};
 use kv_testkit::{Device, Shared};
 
 fn cpu(isa: Isa) -> Shared<CpuBackend> {
-    Shared::new(CpuBackend::open(CpuOptions::default().isa(isa)).unwrap())
+    Shared::new(CpuBackend::open(CpuOptions::default().with_isa(isa)).unwrap())
 }
 
 /// Runs on the CPU and on another device, and checks what the runs covered.
@@ -64,8 +64,8 @@ fn cpu_and_cuda() {
 }
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-fn skipped(error: &kv::DeviceError) {
+fn skipped(error: &kv::error::DeviceError) {
     use std::io::Write;
-    assert_eq!(error.kind(), kv::DeviceErrorKind::Unsupported, "{error}");
+    assert_eq!(error.kind(), kv::error::DeviceErrorKind::Unsupported, "{error}");
     let _ = writeln!(std::io::stderr(), "skipped: {error}");
 }

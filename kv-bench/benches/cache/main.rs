@@ -48,6 +48,6 @@ fn compared() -> impl Iterator<Item = kv::KvFormat> {
 }
 
 /// Opens the CPU, type-erased as for users.
-fn cpu() -> kv::AnyBackend {
+fn cpu() -> kv::backend::AnyBackend {
     kv::Device::open("cpu").unwrap()
 }

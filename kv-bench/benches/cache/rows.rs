@@ -1,6 +1,7 @@
 //! Writing rows to the cache and gathering them.
 use criterion::{BenchmarkId, Criterion, Throughput};
-use kv::{BlockOrder, KvFormat, Plane, QkvFormat, StepInput, TensorView, TensorViewMut};
+use kv::backend::Plane;
+use kv::{BlockOrder, KvFormat, QkvFormat, StepInput, TensorView, TensorViewMut};
 use kv_bench::{Shape, is_smoke, values};
 
 pub(crate) fn benches(criterion: &mut Criterion) {

@@ -1,5 +1,6 @@
 //! Errors of a measurement.
-use kv::{CacheError, Device, DeviceError, DeviceErrorKind, PlanError, SpecError};
+use kv::error::{DeviceError, DeviceErrorKind, PlanError, SpecError};
+use kv::{CacheError, Device};
 
 /// A measurement that is not possible, or failed.
 ///

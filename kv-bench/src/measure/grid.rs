@@ -229,7 +229,7 @@ impl Case {
         };
         let spec = work::spec(&shape, stored)?;
         let work = work::work(&shape, &spec, operation);
-        let block_size = spec.groups().first().map_or(0, kv::GroupSpec::block_size);
+        let block_size = spec.groups().first().map_or(0, kv::spec::GroupSpec::block_size);
         shape.layers = match (options.layers, operation) {
             // These are not memory-bound.
             (_, Operation::Plan) | (None, Operation::Prefill) => 1,

@@ -21,8 +21,9 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Instant;
 
+use kv::Device;
 use kv::cpu::{CpuBackend, CpuOptions, Isa};
-use kv::{Device, DeviceError};
+use kv::error::DeviceError;
 
 use crate::num::to_u64;
 use clock::Samples;
@@ -128,10 +129,10 @@ fn choices<T: Copy>(given: &[T]) -> Vec<Option<T>> {
 fn open_cpu(isa: Option<Isa>, threads: Option<NonZeroUsize>) -> Result<CpuBackend, DeviceError> {
     let mut options = CpuOptions::default();
     if let Some(isa) = isa {
-        options = options.isa(isa);
+        options = options.with_isa(isa);
     }
     if let Some(threads) = threads {
-        options = options.threads(threads.get());
+        options = options.with_threads(threads.get());
     }
     CpuBackend::open(options)
 }

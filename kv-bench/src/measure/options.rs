@@ -4,11 +4,12 @@ use std::num::NonZeroUsize;
 use std::str::FromStr;
 
 use kv::cpu::Isa;
-use kv::{BlockOrder, Device, KvFormat, UnknownName};
+use kv::error::UnknownName;
+use kv::{BlockOrder, Device, KvFormat};
 use serde::Serialize;
 
 /// Tokens in the full-precision prefix, in formats whose rows are transformed.
-const SINKS: u32 = 4;
+const FULL_PRECISION_PREFIX: u32 = 4;
 
 /// Options of a measurement. An empty list and `None` select defaults for the device; without
 /// suites, only the first value of each list is used.
@@ -107,9 +108,9 @@ pub struct Formats {
 
 impl Formats {
     /// Returns the number of tokens in the full-precision prefix.
-    pub(super) fn sinks(self) -> u32 {
+    pub(super) fn full_precision_prefix(self) -> u32 {
         let transforms = self.k.is_for_transformed() || self.v.is_for_transformed();
-        if transforms { SINKS } else { 0 }
+        if transforms { FULL_PRECISION_PREFIX } else { 0 }
     }
 }
 
@@ -144,16 +145,19 @@ mod tests {
 
     #[test]
     fn formats_are_one_or_two_names() {
-        for (text, shown, sinks) in [
+        for (text, shown, prefix) in [
             ("bf16", "bf16", 0),
             (" int8/l4", "int8/l4", 4),
             ("l4/l4", "l4", 4),
             ("int8-head", "int8-head", 0),
         ] {
             let formats: Formats = text.parse().unwrap();
-            assert_eq!((formats.to_string().as_str(), formats.sinks()), (shown, sinks));
+            assert_eq!(
+                (formats.to_string().as_str(), formats.full_precision_prefix()),
+                (shown, prefix)
+            );
         }
-        for text in ["", "l4/", "/l4", "l4,sinks=8", "l4/l4/l4", "abc"] {
+        for text in ["", "l4/", "/l4", "l4,full-precision-prefix=8", "l4/l4/l4", "abc"] {
             assert!(text.parse::<Formats>().is_err(), "{text}");
         }
     }

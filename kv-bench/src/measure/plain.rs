@@ -7,9 +7,9 @@ use kv::backend::{Fence, Queue};
 use kv::cpu::CpuBackend;
 #[cfg(feature = "cuda")]
 use kv::cuda::CudaBackend;
+use kv::error::{DeviceError, DeviceErrorKind};
 #[cfg(feature = "wgpu")]
 use kv::wgpu::WgpuBackend;
-use kv::{DeviceError, DeviceErrorKind};
 use rayon::iter::{IndexedParallelIterator, ParallelIterator};
 use rayon::slice::{ParallelSlice, ParallelSliceMut};
 
@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn a_copy_has_the_requested_size() {
         for threads in [1, 3] {
-            let cpu = CpuBackend::open(CpuOptions::default().threads(threads)).expect("cpu");
+            let cpu = CpuBackend::open(CpuOptions::default().with_threads(threads)).expect("cpu");
             let mut queue = cpu.queue().expect("a queue");
             let mut memory = cpu.reserve(4 * 1024 * 1024).expect("memory");
             let len = 3 * 1024 * 1024 + 4;

@@ -9,9 +9,9 @@ use kv::backend::Backend;
 use kv::cpu::{CpuBackend, CpuBuffer};
 #[cfg(feature = "cuda")]
 use kv::cuda::CudaBackend;
+use kv::error::{DeviceError, DeviceErrorKind};
 #[cfg(feature = "wgpu")]
 use kv::wgpu::WgpuBackend;
-use kv::{DeviceError, DeviceErrorKind};
 use rayon::ThreadPool;
 use rayon::iter::{IndexedParallelIterator, IntoParallelRefMutIterator, ParallelIterator};
 
@@ -333,7 +333,7 @@ mod tests {
     #[test]
     fn the_cpu_reads_as_much_as_was_reserved() {
         for threads in [1, 3] {
-            let cpu = CpuBackend::open(CpuOptions::default().threads(threads)).expect("cpu");
+            let cpu = CpuBackend::open(CpuOptions::default().with_threads(threads)).expect("cpu");
             let mut arena = cpu.arena(3 << 20).expect("memory");
             let (bytes, seconds) = cpu.read(&mut arena).expect("no device fails");
             assert_eq!(bytes, 3 << 20);

@@ -1,9 +1,9 @@
 //! Measures every case of a grid together with its roofline.
 use std::sync::Arc;
 
-use kv::DeviceError;
 use kv::backend::Backend;
 use kv::cpu::AttendShape;
+use kv::error::DeviceError;
 
 use super::clock::{Samples, gb_per_s};
 use super::error::Error;

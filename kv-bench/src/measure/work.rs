@@ -1,6 +1,8 @@
 //! The measured operations, and the bytes that each moves.
-use kv::calibration::{Calibration, LayerCalibration, PlaneCalibration};
-use kv::{BlockOrder, CacheSpec, KvFormat, ScaleGroup, Scaling, SlotMap};
+use kv::backend::SlotMap;
+use kv::quant::{Calibration, LayerCalibration, PlaneCalibration};
+use kv::quant::{ScaleGroup, Scaling};
+use kv::{BlockOrder, CacheSpec, KvFormat};
 use serde::Serialize;
 
 use super::error::Error;
@@ -168,7 +170,7 @@ pub(super) fn spec(shape: &Shape, stored: Formats) -> Result<CacheSpec, Error> {
             .head_dim(shape.head_dim)
             .formats(stored.k, stored.v)
             .block_order(shape.block_order)
-            .sinks(stored.sinks())
+            .full_precision_prefix(stored.full_precision_prefix())
             .max_sequences(sequences)
     };
     let BlockSize::Tokens(block_size) = shape.block_size else {

@@ -2,11 +2,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use kv::backend::plan::{BlockCopy, CopyArgs, CopyPlan, GatherArgs, GatherPlan, GatherRange};
 use kv::backend::{Backend, Fence, Queue};
-use kv::plan::{BlockCopy, CopyArgs, CopyPlan, GatherArgs, GatherPlan, GatherRange};
+use kv::backend::{KvStorage, Plane};
+use kv::error::DeviceError;
 use kv::{
-    AttentionOptions, BlockId, CacheSpec, DType, DeviceError, GroupId, KvCache, KvStorage, Plane,
-    QkvFormat, SequenceId, StartOptions, Step, StepInput, TensorView, TensorViewMut,
+    AttentionOptions, BlockId, CacheSpec, DType, GroupId, KvCache, QkvFormat, SequenceId,
+    StartOptions, Step, StepInput, TensorView, TensorViewMut,
 };
 
 use super::error::Error;
@@ -239,7 +241,7 @@ fn gather<B: Backend>(
     let plan = step
         .attention_plan(GROUP)
         .unwrap_or_else(|| unreachable!("a step has a plan of every group"));
-    let range = |sequence: &kv::plan::PlannedSequence| GatherRange {
+    let range = |sequence: &kv::backend::plan::PlannedSequence| GatherRange {
         row: sequence.row,
         begin: 0,
         len: sequence.kv_len,

@@ -3,7 +3,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use kv::Device;
-use kv_runner::stored::{SINKS, Stored};
+use kv_runner::stored::{FULL_PRECISION_PREFIX, Stored};
 
 use super::{at_least_1, backend};
 
@@ -51,8 +51,10 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N", value_parser = at_least_1)]
     pub(crate) windows: Option<u32>,
 
-    /// Stored format of K and V, such as l4, int8/l4 (K/V) or l4,sinks=0; may be repeated. Default:
-    /// all but f32, those with given scales only with a calibration
+    /// Stored format of K and V, such as l4, int8/l4 (K/V) or l4,full-precision-prefix=0; may be
+    /// repeated. Default:
+    /// all but f32, those with given scales only with a
+    /// calibration
     #[arg(long, value_name = "NAME[,..]")]
     pub(crate) format: Vec<Stored>,
 
@@ -76,7 +78,7 @@ pub(crate) struct EvalArgs {
     /// First tokens of a window that stay in 16 bits; default: 4 if rows are transformed, otherwise
     /// 0. A format's own sinks= takes precedence
     #[arg(long, value_name = "N")]
-    pub(crate) sinks: Option<u32>,
+    pub(crate) full_precision_prefix: Option<u32>,
 
     /// Tokens per block: matters only for mean=block and tail=on
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_1)]
@@ -126,8 +128,8 @@ pub(crate) struct CalibrateArgs {
     pub(crate) tokens: u32,
 
     /// First tokens of a sequence to leave out, because the cache will keep them in 16 bits
-    #[arg(long, value_name = "N", default_value_t = SINKS)]
-    pub(crate) sinks: u32,
+    #[arg(long, value_name = "N", default_value_t = FULL_PRECISION_PREFIX)]
+    pub(crate) full_precision_prefix: u32,
 
     /// File to write, safetensors
     #[arg(long, short, value_name = "FILE")]

@@ -10,7 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use kv::{Calibration, KvFormat};
+use kv::KvFormat;
+use kv::quant::Calibration;
 use kv_runner::calibrate;
 use kv_runner::reader::{self, Reader};
 use kv_runner::stored::Stored;
@@ -69,7 +70,7 @@ pub(crate) fn run(args: &EvalArgs) -> anyhow::Result<()> {
     let constants = calibrate(args, &loaded, &formats)?;
     let window = windows.first().map_or(0, |window| to_u32(window.len()));
     let cut = (args.block_size, window);
-    let format_runs = format_runs(&loaded, formats, &constants.by_sinks, cut)?;
+    let format_runs = format_runs(&loaded, formats, &constants.by_prefix, cut)?;
     let format_runs = evaluate(&loaded, format_runs, &windows)?;
     let measured = format_runs.into_iter().filter_map(|format_run| {
         let summary = Summary::of(&format_run.scores)?;
@@ -99,7 +100,7 @@ fn check_plot(path: Option<&Path>) -> anyhow::Result<()> {
     output::check_writable(path)
 }
 
-/// Returns the formats to measure, with the prefix and transform of the options.
+/// Returns the formats to measure, with its prefix prefix transform of the options.
 fn formats(args: &EvalArgs, has_calibration: bool) -> anyhow::Result<Vec<Format>> {
     let mut formats = args.format.clone();
     if formats.is_empty() {
@@ -118,7 +119,7 @@ fn formats(args: &EvalArgs, has_calibration: bool) -> anyhow::Result<Vec<Format>
         if args.no_transform {
             stored.transform = stored.transform.or(Some(false));
         }
-        stored.sinks = stored.sinks.or(args.sinks);
+        stored.full_precision_prefix = stored.full_precision_prefix.or(args.full_precision_prefix);
         Ok(Format { label, stored })
     };
     formats.into_iter().map(format).collect()
@@ -146,31 +147,32 @@ fn windows<'t>(args: &EvalArgs, ids: &'t [u32], context: u32) -> anyhow::Result<
 struct Constants {
     /// Constants by the length of the full-precision prefix: its tokens are left out, because they
     /// stay in 16 bits. A file's constants are used for any length.
-    by_sinks: BTreeMap<u32, Calibration>,
+    by_prefix: BTreeMap<u32, Calibration>,
     /// The source of the constants.
     about: String,
 }
 
 fn calibrate(args: &EvalArgs, loaded: &Loaded, formats: &[Format]) -> anyhow::Result<Constants> {
-    let sinks: BTreeSet<_> = formats.iter().map(|format| format.stored.sinks()).collect();
+    let prefixes: BTreeSet<_> =
+        formats.iter().map(|format| format.stored.full_precision_prefix()).collect();
     if let Some(path) = &args.calib {
         let calibration = calibrate::load(path, &loaded.model)?;
-        let by_sinks = sinks.into_iter().map(|sinks| (sinks, calibration.clone())).collect();
-        return Ok(Constants { by_sinks, about: format!("constants from {}", path.display()) });
+        let by_prefix = prefixes.into_iter().map(|prefix| (prefix, calibration.clone())).collect();
+        return Ok(Constants { by_prefix, about: format!("constants from {}", path.display()) });
     }
     let Some(path) = &args.calib_text else {
-        return Ok(Constants { by_sinks: BTreeMap::new(), about: "no calibration".to_owned() });
+        return Ok(Constants { by_prefix: BTreeMap::new(), about: "no calibration".to_owned() });
     };
     let mut ids = loaded.read_tokens(path)?;
     ids.truncate(to_usize(args.calib_tokens));
-    let sinks: Vec<_> = sinks.into_iter().collect();
-    let calibrators = progress::calibrate(&loaded.model, &loaded.backend, &ids, &sinks)?;
+    let prefixes: Vec<_> = prefixes.into_iter().collect();
+    let calibrators = progress::calibrate(&loaded.model, &loaded.backend, &ids, &prefixes)?;
     let finished = calibrators
         .iter()
         .map(|calibrator| calibrator.finish().with_context(|| path.display().to_string()));
-    let by_sinks = sinks.into_iter().zip(finished).map(|(sinks, made)| Ok((sinks, made?)));
+    let by_prefix = prefixes.into_iter().zip(finished).map(|(prefix, made)| Ok((prefix, made?)));
     let about = format!("constants from {} tokens of {}", ids.len(), path.display());
-    Ok(Constants { by_sinks: by_sinks.collect::<anyhow::Result<_>>()?, about })
+    Ok(Constants { by_prefix: by_prefix.collect::<anyhow::Result<_>>()?, about })
 }
 
 /// Makes a cache for every format.
@@ -181,7 +183,7 @@ fn format_runs<'m>(
     (block_size, window): (u32, u32),
 ) -> anyhow::Result<Vec<FormatRun<'m>>> {
     let format_run = |Format { label, stored }: Format| {
-        let constants = calibrations.get(&stored.sinks());
+        let constants = calibrations.get(&stored.full_precision_prefix());
         let device = &loaded.backend;
         let spec = reader::spec(&loaded.model, &stored, block_size, window);
         let reader = spec

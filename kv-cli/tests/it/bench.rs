@@ -244,7 +244,11 @@ fn wrong_input_is_refused() {
     fails_with(&["--backend", "abacus"], 2, "unknown backend \"abacus\"");
     fails_with(&["--backend", "cpu:1"], 2, "expected NAME or NAME:INDEX");
     fails_with(&["--formats", "bf16,int3"], 2, "unknown stored format \"int3\"");
-    fails_with(&["--formats", "l4,sinks=0"], 2, "unknown stored format \"sinks=0\"");
+    fails_with(
+        &["--formats", "l4,full-precision-prefix=0"],
+        2,
+        "unknown stored format \"full-precision-prefix=0\"",
+    );
     fails_with(&["--formats", ""], 2, "unknown stored format \"\"");
     for name in ["--batch", "--context", "--q-heads", "--kv-heads", "--head-dim", "--block-size"] {
         fails_with(&[name, "0"], 2, "at least 1");
@@ -255,7 +259,7 @@ fn wrong_input_is_refused() {
     fails_with(&["--layers", "0"], 2, "--layers");
     fails_with(&["--layers", "65536"], 2, "--layers");
     fails_with(&["--kv-heads", "5"], 2, "--q-heads 32 is not a multiple of --kv-heads 5");
-    fails_with(&["--block-size", "2", "--formats", "l4"], 1, "l4: sinks");
+    fails_with(&["--block-size", "2", "--formats", "l4"], 1, "l4: full_precision_prefix");
     fails_with(&["--batch", "4294967295", "--formats", "bf16"], 1, "too many sequences");
     let many = ["--batch", "4294967294", "--context", "4294967295", "--formats", "bf16"];
     fails_with(&many, 1, "more than 2^32 blocks");

@@ -113,7 +113,7 @@ fn a_calibration_is_made_and_belongs_to_its_model() {
     let (file, report) = calibrate(&dir, &["--tokens", "300"]);
     let name = file.to_str().expect("UTF-8");
     assert_eq!(report["file"], name);
-    assert_eq!(report["tokens"], 296, "the sinks do not count");
+    assert_eq!(report["tokens"], 296, "the full-precision prefix does not count");
     assert_eq!((&report["layers"], &report["kv_heads"]), (&json!(5), &json!(4)));
     let bytes = fs::read(&file).expect("the file");
     assert_eq!(report["bytes"], bytes.len());

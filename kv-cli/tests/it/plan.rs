@@ -40,7 +40,7 @@ fn figures_follow_from_the_configuration() {
 }
 
 #[test]
-fn scales_and_sinks_are_counted() {
+fn scales_and_wide_rows_are_counted() {
     let dir = tempfile::TempDir::new().expect("a directory");
     let config = json!({
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -49,13 +49,14 @@ fn scales_and_sinks_are_counted() {
     });
     std::fs::write(dir.path().join("config.json"), config.to_string()).expect("config.json");
     let model = dir.path().to_str().expect("UTF-8");
-    let formats = ["l4", "l4,sinks=0", "int8/l4", "fp8-e4m3", "q4_0,transform=on", "f32"];
+    let formats =
+        ["l4", "l4,full-precision-prefix=0", "int8/l4", "fp8-e4m3", "q4_0,transform=on", "f32"];
     let mut args = vec!["plan", "--model", model, "--memory", "24GiB"];
     args.extend(formats.iter().flat_map(|format| ["--format", format]));
     let report = json(&args);
     // Bytes of a row of K and of V, then extra slots of the four rows in the full-precision prefix:
     // 256 bytes of f16 take four rows of 66.
-    for ((line, name), (k, v, further, sinks)) in
+    for ((line, name), (k, v, further, prefix)) in
         report["formats"].as_array().expect("a list").iter().zip(formats).zip([
             (66_u64, 66, 12, 4),
             (66, 66, 0, 0),
@@ -66,7 +67,7 @@ fn scales_and_sinks_are_counted() {
         ])
     {
         assert_eq!(line["format"], name);
-        assert_eq!(line["sinks"], sinks, "{line}");
+        assert_eq!(line["full_precision_prefix"], prefix, "{line}");
         let bytes_per_token = 32 * 8 * (k + v);
         assert_eq!(line["bytes_per_token"], bytes_per_token, "{line}");
         let blocks = (8192_u64 + further).div_ceil(16);
@@ -83,10 +84,10 @@ fn scales_and_sinks_are_counted() {
 }
 
 #[test]
-fn a_block_must_hold_a_sink() {
-    fails(&["plan", "--format", "l3", "--block-size", "2"], 1, "sinks");
-    let report = json(&["plan", "--format", "l3,sinks=0", "--block-size", "2"]);
-    assert_eq!(report["formats"][0]["sinks"], 0);
+fn a_block_must_hold_a_wide_row() {
+    fails(&["plan", "--format", "l3", "--block-size", "2"], 1, "full_precision_prefix");
+    let report = json(&["plan", "--format", "l3,full-precision-prefix=0", "--block-size", "2"]);
+    assert_eq!(report["formats"][0]["full_precision_prefix"], 0);
 }
 
 #[test]

@@ -85,7 +85,7 @@ fn k_and_v_have_formats_of_their_own() {
 #[test]
 fn a_file_of_constants_equals_its_text() {
     let (text, constants) = (data("calibration.txt"), Constants::new());
-    let formats = ["l4", "int8,sinks=4", "fp8-e4m3,sinks=4"];
+    let formats = ["l4", "int8,full-precision-prefix=4", "fp8-e4m3,full-precision-prefix=4"];
     let from_text = klds(&formats, &["--calib-text", &text]);
     let from_file = klds(&formats, &["--calib", &constants.path()]);
     assert_eq!(from_text, from_file);
@@ -94,7 +94,8 @@ fn a_file_of_constants_equals_its_text() {
 #[test]
 fn options_of_a_format_change_what_is_stored() {
     let text = data("calibration.txt");
-    let formats = ["l4", "l4,sinks=0", "l4,sinks=32", "l4,transform=off"];
+    let formats =
+        ["l4", "l4,full-precision-prefix=0", "l4,full-precision-prefix=32", "l4,transform=off"];
     let klds_on = klds(&formats, &["--calib-text", &text]);
     for (index, kld) in klds_on.iter().enumerate() {
         assert!(
@@ -104,11 +105,11 @@ fn options_of_a_format_change_what_is_stored() {
     }
     assert!(klds_on[3] > klds_on[0] * 4.0, "the transform is worth its while: {klds_on:?}");
     let off = klds(&["l4"], &["--calib-text", &text, "--no-transform"]);
-    let same = klds(&["l4,sinks=0,transform=off"], &["--calib-text", &text]);
+    let same = klds(&["l4,full-precision-prefix=0,transform=off"], &["--calib-text", &text]);
     assert_eq!(off, same, "without a transform there is no prefix by default");
     assert_eq!(
-        klds(&["l4"], &["--no-transform", "--sinks", "7"]),
-        klds(&["l4,sinks=7,transform=off"], &[])
+        klds(&["l4"], &["--no-transform", "--full-precision-prefix", "7"]),
+        klds(&["l4,full-precision-prefix=7,transform=off"], &[])
     );
 }
 

@@ -25,7 +25,8 @@ struct Row {
     blocks: Vec<BlockId>,
     /// Leading tokens that are codes.
     coded: u32,
-    /// First held entry after the sink tokens' blocks: those before it left a window.
+    /// First held entry after the sink tokens' blocks of the sink tokens: those before it left a
+    /// window.
     live: u32,
     /// Number of changes other than appending.
     revision: u64,

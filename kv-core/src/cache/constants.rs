@@ -76,7 +76,7 @@ fn hash_layout(hash: &mut Xxh3Default, layout: &PlaneLayout) {
         layout.head_dim(),
         order,
         u32::from(layout.transforms()),
-        layout.slot_map().sinks(),
+        layout.slot_map().full_precision_prefix(),
         layout.slot_map().wide_slots(),
         u32::from(layout.slot_map().has_tail()),
         u32::from(layout.has_block_means()),

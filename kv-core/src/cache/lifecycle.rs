@@ -14,7 +14,8 @@ use crate::ids::{GroupId, SequenceId};
 
 impl<B: Backend> KvCache<B> {
     /// Begins a sequence. Returns how many tokens of `prompt` are cached already and need no step.
-    /// The first step computes the rest: at least the last token, whose logits are needed.
+    /// The first step computes the rest: at least
+    /// the last token, whose logits are needed.
     ///
     /// Blocks of the cached tokens are shared with their other holders and cannot be evicted while
     /// the sequence is live.
@@ -29,7 +30,7 @@ impl<B: Backend> KvCache<B> {
         sequence: SequenceId,
         prompt: &[u32],
         options: StartOptions<'_>,
-    ) -> Result<usize, CacheError> {
+    ) -> Result<u32, CacheError> {
         let state = self.recovered();
         state.check_closed("start")?;
         state.check_start(sequence, prompt, &options)?;
@@ -76,7 +77,7 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Ends a sequence whose blocks are needed more urgently. It restarts with
-    /// [`StartOptions::resumed`], and reuses what is still cached.
+    /// [`StartOptions::with_resumed`], and reuses what is still cached.
     ///
     /// # Errors
     /// Those of [`Self::release`].

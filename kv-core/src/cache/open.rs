@@ -108,7 +108,7 @@ impl<B: Backend> KvCache<B> {
         sequence: SequenceId,
         prompt: &[u32],
         options: StartOptions<'_>,
-    ) -> Result<usize, CacheError> {
+    ) -> Result<u32, CacheError> {
         self.state.check_open("start")?;
         self.state.check_start(sequence, prompt, &options)?;
         self.wipe()?;
@@ -249,12 +249,12 @@ fn check_window(window: Option<Window>, options: &AttentionOptions<'_>) -> Resul
     let Some(window) = window else {
         return Ok(());
     };
-    let (got, kept) = (options.window(), window.left);
+    let (got, kept) = (options.window_left(), window.left);
     if got.is_none_or(|left| left > kept) {
         let problem = OptionProblem::NotKept { got, kept };
         return Err(PlanError::Option { option: "window_left", problem });
     }
-    let (got, kept) = (options.num_sink_tokens(), window.sink_tokens);
+    let (got, kept) = (options.sink_tokens(), window.sink_tokens);
     if got > kept {
         let problem = OptionProblem::NotKept { got: Some(got), kept };
         return Err(PlanError::Option { option: "sink_tokens", problem });

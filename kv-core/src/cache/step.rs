@@ -81,7 +81,7 @@ impl<B: Backend> Step<'_, B> {
     ///
     /// # Shapes
     /// `q` is `[t, num_q_heads, head_dim_k]` and `out` `[t, num_q_heads, head_dim_v]` for `thd`,
-    /// and likewise for the other formats ([`AttentionOptions::qkv_format`]). `out` has the element
+    /// and likewise for the other formats ([`AttentionOptions::with_qkv_format`]). `out` has the element
     /// type of `q`; `num_q_heads` is a multiple of `num_kv_heads`.
     ///
     /// An `out` in host memory holds its rows when the call returns. On a GPU that costs a
@@ -104,7 +104,7 @@ impl<B: Backend> Step<'_, B> {
     }
 
     /// As [`Self::attend`], and writes the natural log-sum-exp of every query and head to `lse`
-    /// (`[t, num_q_heads]`, f32), sinks included.
+    /// (`[t, num_q_heads]`, f32), sink logits included.
     ///
     /// # Errors
     /// Those of [`Self::attend`].
@@ -217,7 +217,7 @@ impl<B: Backend> Step<'_, B> {
         sequence: SequenceId,
         prompt: &[u32],
         options: StartOptions<'_>,
-    ) -> Result<usize, CacheError> {
+    ) -> Result<u32, CacheError> {
         self.cache.start_open(sequence, prompt, options)
     }
 

@@ -249,7 +249,7 @@ fn two_caches_share_a_device() {
     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(2).paged(4, 4).build().unwrap();
     let mut first = KvCache::new(Arc::clone(&backend), spec.clone()).unwrap();
     let mut second = KvCache::new(Arc::clone(&backend), spec).unwrap();
-    first.start(SEQ[0], &[], StartOptions::default().reserve(16)).unwrap();
-    second.start(SEQ[0], &[], StartOptions::default().reserve(16)).unwrap();
+    first.start(SEQ[0], &[], StartOptions::default().with_reserve(16)).unwrap();
+    second.start(SEQ[0], &[], StartOptions::default().with_reserve(16)).unwrap();
     assert_eq!(backend.control().recorded(), 4, "K and V of one layer, twice");
 }

@@ -77,7 +77,7 @@ pub enum Mask {
 ///
 /// ```
 /// use kv_core::AttentionOptions;
-/// let options = AttentionOptions::causal(0.125).window_left(1023).soft_cap(50.0);
+/// let options = AttentionOptions::causal(0.125).with_window_left(1023).with_soft_cap(50.0);
 /// # let _ = options;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -87,7 +87,7 @@ pub struct AttentionOptions<'a> {
     window_left: Option<u32>,
     sink_tokens: u32,
     soft_cap: Option<f32>,
-    sinks: Option<&'a [f32]>,
+    sink_logits: Option<&'a [f32]>,
     qkv_format: QkvFormat,
 }
 
@@ -100,7 +100,7 @@ impl<'a> AttentionOptions<'a> {
             window_left: None,
             sink_tokens: 0,
             soft_cap: None,
-            sinks: None,
+            sink_logits: None,
             qkv_format: QkvFormat::Thd,
         }
     }
@@ -108,38 +108,38 @@ impl<'a> AttentionOptions<'a> {
     pub fn full(scale: f32) -> Self {
         Self { mask: Mask::Full, ..Self::causal(scale) }
     }
-    /// Sliding window: a query at position `p` also needs `j >= p - window_left`, so it sees at
-    /// most `window_left + 1` keys (flash-attention's `window_size_left`).
+    /// Limits what a query sees to a sliding window: a query at position `p` also needs
+    /// `j >= p - window_left`, so it sees at most `window_left + 1` keys (flash-attention's
+    /// `window_size_left`).
     #[must_use]
-    pub fn window_left(self, window_left: u32) -> Self {
+    pub fn with_window_left(self, window_left: u32) -> Self {
         Self { window_left: Some(window_left), ..self }
     }
-    /// First tokens of the sequence that every query sees besides its window: keys `j <
-    /// sink_tokens`, as far as mask and length let it. Says nothing without a window. Positions
-    /// stay as they are: keys are met as they were stored.
-    ///
-    /// Not the sink *logits* of [`Self::sinks`], which have no token.
+    /// Lets every query see the first `sink_tokens` tokens of the sequence besides its window:
+    /// keys `j < sink_tokens`, as far as mask and length let it. Has no effect without a window.
+    /// Positions stay as they are: keys are read as they were stored.
     ///
     /// # Source
     /// Xiao et al., "Efficient streaming language models with attention sinks" (2023).
     #[must_use]
-    pub fn sink_tokens(self, sink_tokens: u32) -> Self {
+    pub fn with_sink_tokens(self, sink_tokens: u32) -> Self {
         Self { sink_tokens, ..self }
     }
-    /// Soft cap `c > 0`: a scaled score `s` becomes `c * tanh(s / c)` before masking (Gemma 2).
+    /// Sets a soft cap `c > 0`: a scaled score `s` becomes `c * tanh(s / c)` before masking
+    /// (Gemma 2).
     #[must_use]
-    pub fn soft_cap(self, soft_cap: f32) -> Self {
+    pub fn with_soft_cap(self, soft_cap: f32) -> Self {
         Self { soft_cap: Some(soft_cap), ..self }
     }
-    /// Attention sinks: one extra logit a query head that joins the softmax's denominator and
-    /// carries no value (gpt-oss).
+    /// Adds one logit for every query head that joins the softmax's denominator and has neither
+    /// token nor value (gpt-oss).
     #[must_use]
-    pub fn sinks(self, sinks: &'a [f32]) -> Self {
-        Self { sinks: Some(sinks), ..self }
+    pub fn with_sink_logits(self, sink_logits: &'a [f32]) -> Self {
+        Self { sink_logits: Some(sink_logits), ..self }
     }
-    /// Axes of `q`, `out` and the log-sum-exp; [`QkvFormat::Thd`] unless set.
+    /// Sets the axes of `q`, `out` and the log-sum-exp; [`QkvFormat::Thd`] unless set.
     #[must_use]
-    pub fn qkv_format(self, qkv_format: QkvFormat) -> Self {
+    pub fn with_qkv_format(self, qkv_format: QkvFormat) -> Self {
         Self { qkv_format, ..self }
     }
     /// Factor of the scores.
@@ -151,23 +151,23 @@ impl<'a> AttentionOptions<'a> {
         self.mask
     }
     /// Keys before its own position that a query sees, `None` for all.
-    pub fn window(&self) -> Option<u32> {
+    pub fn window_left(&self) -> Option<u32> {
         self.window_left
     }
-    /// First tokens that every query sees besides its window; says nothing without one.
-    pub fn num_sink_tokens(&self) -> u32 {
+    /// First tokens that every query sees besides its window; no effect without one.
+    pub fn sink_tokens(&self) -> u32 {
         self.sink_tokens
     }
     /// Soft cap of the scores.
-    pub fn cap(&self) -> Option<f32> {
+    pub fn soft_cap(&self) -> Option<f32> {
         self.soft_cap
     }
-    /// Extra logit of every query head.
+    /// Logit without a token of every query head.
     pub fn sink_logits(&self) -> Option<&'a [f32]> {
-        self.sinks
+        self.sink_logits
     }
     /// Axes of `q` and `out`.
-    pub fn format(&self) -> QkvFormat {
+    pub fn qkv_format(&self) -> QkvFormat {
         self.qkv_format
     }
 
@@ -199,7 +199,7 @@ impl<'a> AttentionOptions<'a> {
     /// `0..n`, where `n` is at most `begin` of [`Self::visible`]. Never decreases from one query to
     /// the next.
     ///
-    /// With a window, a kernel that ends a tile at [`Self::num_sink_tokens`] has one visible range
+    /// With a window, a kernel that ends a tile at [`Self::sink_tokens`] has one visible range
     /// per tile: `0..end` below that position, and from there on the range of `visible`.
     pub fn visible_sink_tokens(&self, sequence: &PlannedSequence, i: u32) -> u32 {
         let (begin, _) = self.visible(sequence, i);
@@ -217,14 +217,14 @@ impl<'a> AttentionOptions<'a> {
             }
             _ => {}
         }
-        if let Some(sinks) = self.sinks {
-            if sinks.len() != to_usize(q_heads) {
-                let (what, expected, got) = ("sinks", to_usize(q_heads), sinks.len());
+        if let Some(sink_logits) = self.sink_logits {
+            if sink_logits.len() != to_usize(q_heads) {
+                let (what, expected, got) = ("sink_logits", to_usize(q_heads), sink_logits.len());
                 return Err(PlanError::LengthMismatch { what, expected, got });
             }
             let is_wrong = |(_, logit): &(usize, &f32)| logit.is_nan() || **logit == f32::INFINITY;
-            if let Some((head, got)) = sinks.iter().enumerate().find(is_wrong) {
-                return refuse("sinks", OptionProblem::Logit { head, got: *got });
+            if let Some((head, got)) = sink_logits.iter().enumerate().find(is_wrong) {
+                return refuse("sink_logits", OptionProblem::Logit { head, got: *got });
             }
         }
         Ok(())
@@ -255,7 +255,8 @@ impl<'a, Buf> AttendArgs<'a, Buf> {
     /// # Errors
     /// Those of [`WriteArgs::new`](crate::plan::WriteArgs::new), and
     /// [`PlanError::HeadsNotDivisible`],
-    /// [`PlanError::Overlap`], [`PlanError::Option`], [`PlanError::LengthMismatch`] for the sinks.
+    /// [`PlanError::Overlap`], [`PlanError::Option`], [`PlanError::LengthMismatch`] for the sink
+    /// logits.
     pub fn new(
         plan: &AttentionPlan<'_>,
         q: TensorView<'a, Buf>,

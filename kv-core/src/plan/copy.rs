@@ -12,7 +12,7 @@ pub struct BlockCopy {
     pub from: BlockId,
     /// Target block.
     pub to: BlockId,
-    /// How many slots from the block's start: one a token, several a sink.
+    /// Number of slots from the block's start: one a token, several a wide row.
     pub slots: u32,
 }
 

@@ -18,11 +18,11 @@ pub(crate) struct Growth {
     pub(crate) coded: u32,
     /// First token of the tail before; the length before where there was none.
     pub(crate) tail_begin: u32,
-    /// Blocks of codes and sinks before; says nothing without a tail.
+    /// Blocks of full-precision prefix and codes before; says nothing without a tail.
     pub(crate) code_blocks_before: u32,
     /// Blocks of the tail before.
     pub(crate) tail_blocks_before: u32,
-    /// Blocks of codes and sinks after.
+    /// Blocks of full-precision prefix and codes after.
     pub(crate) code_blocks: u32,
     /// Blocks of the tail after.
     pub(crate) tail_blocks: u32,

@@ -75,8 +75,9 @@ impl CacheSpecBuilder {
         block_order(order: BlockOrder);
         /// Whether quantised rows are transformed; [`Transform::Auto`] by default.
         transform(transform: Transform);
-        /// Keeps the first tokens of every sequence in 16 bits; see [`GroupBuilder::sinks`].
-        sinks(tokens: u32);
+        /// Keeps the first tokens of every sequence in 16 bits; see
+        /// [`GroupBuilder::full_precision_prefix`].
+        full_precision_prefix(tokens: u32);
         /// Keeps the block that is being filled in 16 bits; see [`GroupBuilder::tail`].
         tail(tail: bool);
         /// The mean that is subtracted from keys; [`KeyMean::Calibrated`] by default.

@@ -17,7 +17,7 @@ pub struct GroupBuilder {
     format_v: Option<KvFormat>,
     order: BlockOrder,
     transform: Transform,
-    sinks: u32,
+    full_precision_prefix: u32,
     tail: bool,
     key_mean: KeyMean,
     window_left: Option<u32>,
@@ -113,8 +113,8 @@ impl GroupBuilder {
     /// none unless set, 4 are enough. Each takes several slots, see
     /// [`SlotMap`](crate::SlotMap).
     #[must_use]
-    pub fn sinks(mut self, tokens: u32) -> Self {
-        self.sinks = tokens;
+    pub fn full_precision_prefix(mut self, tokens: u32) -> Self {
+        self.full_precision_prefix = tokens;
         self
     }
     /// Keeps the tokens of the block that a sequence is filling in 16 bits while the rest is
@@ -140,7 +140,7 @@ impl GroupBuilder {
         self
     }
     /// With a window, keeps the first `tokens` tokens of every sequence too
-    /// ([`AttentionOptions::sink_tokens`](crate::AttentionOptions::sink_tokens)).
+    /// ([`AttentionOptions::with_sink_tokens`](crate::AttentionOptions::with_sink_tokens)).
     #[must_use]
     pub fn sink_tokens(mut self, tokens: u32) -> Self {
         self.sink_tokens = tokens;
@@ -217,11 +217,12 @@ impl GroupBuilder {
                         return Err(SpecError::Zero { field });
                     }
                 }
-                // A block has a slot for every token and the further slots of the sinks.
+                // A block has a slot for every token and the further slots of the full-precision
+                // prefix.
                 let planes = [(self.format_k, self.head_dim_k), (self.format_v, self.head_dim_v)];
                 let [k, v] = planes.map(|(f, dim)| format(f).wide_slots(dim.unwrap_or(0)));
                 let further = k.max(v).saturating_sub(1);
-                let further = further.saturating_mul(self.sinks.min(max_seq_len));
+                let further = further.saturating_mul(self.full_precision_prefix.min(max_seq_len));
                 let block_size = max_seq_len
                     .checked_add(further)
                     .ok_or(SpecError::Overflow { what: "slots of a sequence" })?;
@@ -238,11 +239,12 @@ impl GroupBuilder {
         let [k, v] = layouts.map(|l| l.with_transform(self.transform.applies(l.format())));
         // Unquantised rows need no 16-bit rows among them.
         let quantised = k.format().is_quantised() || v.format().is_quantised();
-        let (sinks, tail) = if quantised { (self.sinks, self.tail) } else { (0, false) };
+        let (full_precision_prefix, tail) =
+            if quantised { (self.full_precision_prefix, self.tail) } else { (0, false) };
         let slots = [k, v].map(|l| l.format().wide_slots(l.head_dim())).into_iter().max();
         let slots = slots.unwrap_or(1);
-        let k = k.with_wide_rows(sinks, tail, slots)?;
-        let v = v.with_wide_rows(sinks, tail, slots)?;
+        let k = k.with_wide_rows(full_precision_prefix, tail, slots)?;
+        let v = v.with_wide_rows(full_precision_prefix, tail, slots)?;
         match self.key_mean {
             KeyMean::PerBlock if !self.tail => {
                 let problem = SpecConflict::NeedsTail;

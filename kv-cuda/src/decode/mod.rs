@@ -175,7 +175,7 @@ fn row_room(plane: &Plane) -> u32 {
 /// with scales go beyond a row: blocks must begin and end at 16 bytes, so that no copy leaves its
 /// block.
 fn is_uniform(plane: &Plane) -> bool {
-    let extras = [plane.block_means, plane.sinks, plane.has_tail];
+    let extras = [plane.block_means, plane.full_precision_prefix, plane.has_tail];
     let rows = [plane.token_stride, plane.head_stride];
     let of_rows = if is_scaled(plane) { ALIGNED_SCALED } else { ALIGNED };
     [plane.block_bytes, plane.base].iter().all(|n| n.is_multiple_of(ALIGNED))
@@ -331,7 +331,7 @@ mod tests {
             Plane { base: 8, ..good },
             Plane { transforms: 1, ..good },
             Plane { block_means: 1, ..good },
-            Plane { sinks: 4, ..good },
+            Plane { full_precision_prefix: 4, ..good },
             Plane { has_tail: 1, ..good },
             Plane { head_dim: 64, ..good },
         ];
@@ -348,7 +348,7 @@ mod tests {
                 Plane { base: 8, ..good },
                 Plane { block_bytes: good.block_bytes + 2, ..good },
                 Plane { block_means: 1, ..good },
-                Plane { sinks: 4, ..good },
+                Plane { full_precision_prefix: 4, ..good },
                 Plane { has_tail: 1, ..good },
             ];
             for plane in bad {

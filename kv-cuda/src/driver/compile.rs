@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn no_compiler_is_an_error_every_time() {
-        let options = CudaOptions::default().nvrtc("/nowhere").without_cache();
+        let options = CudaOptions::default().with_nvrtc("/nowhere").without_cache();
         let compiler = Compiler::new(80, 13000, &options);
         let unit = Unit::new(Source { name: "x.cu", text: "" }, &[]);
         for _ in 0..2 {
@@ -122,7 +122,8 @@ mod tests {
             return println!("skipped: {reason}");
         }
         let folder = tempfile::tempdir().unwrap();
-        let compiler = || Compiler::new(80, 99000, &CudaOptions::default().cache(folder.path()));
+        let compiler =
+            || Compiler::new(80, 99000, &CudaOptions::default().with_cache(folder.path()));
         let text = "extern \"C\" __global__ void nothing() {}";
         let unit = Unit::new(Source { name: "nothing.cu", text }, &[]);
         let image = compiler().image(&unit).unwrap();

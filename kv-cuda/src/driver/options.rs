@@ -6,7 +6,7 @@ use std::path::PathBuf;
 ///
 /// ```
 /// use kv_cuda::CudaOptions;
-/// let options = CudaOptions::new(1).nvrtc("/opt/cuda/lib64").without_cache();
+/// let options = CudaOptions::new(1).with_nvrtc("/opt/cuda/lib64").without_cache();
 /// assert_eq!(options.device(), 1);
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -35,19 +35,19 @@ impl CudaOptions {
     }
     /// Uses this NVRTC to compile kernels: a library, or its folder.
     #[must_use]
-    pub fn nvrtc(self, place: impl Into<PathBuf>) -> Self {
+    pub fn with_nvrtc(self, place: impl Into<PathBuf>) -> Self {
         Self { nvrtc: Some(place.into()), ..self }
     }
     /// Uses the kernels of this folder, an edited copy of `kv-cuda/kernels`, to try a change on the
     /// machine that has the card. Units that differ from this build are compiled on first use,
     /// which requires NVRTC.
     #[must_use]
-    pub fn sources(self, folder: impl Into<PathBuf>) -> Self {
+    pub fn with_sources(self, folder: impl Into<PathBuf>) -> Self {
         Self { sources: Some(folder.into()), ..self }
     }
     /// Keeps compiled kernels in this folder instead of the user's cache.
     #[must_use]
-    pub fn cache(self, folder: impl Into<PathBuf>) -> Self {
+    pub fn with_cache(self, folder: impl Into<PathBuf>) -> Self {
         Self { cache: CacheChoice::Folder(folder.into()), ..self }
     }
     /// Keeps no compiled kernels: every start compiles what no archive has.
@@ -62,7 +62,7 @@ impl CudaOptions {
     /// Buffers beyond the reserve are allocated as usual. Either transfer, freed memory is kept for
     /// later buffers until the device is closed.
     #[must_use]
-    pub fn reserved_bytes(self, bytes: u64) -> Self {
+    pub fn with_reserved_bytes(self, bytes: u64) -> Self {
         Self { reserved_bytes: bytes, ..self }
     }
     /// Returns the ordinal of the device.
@@ -79,13 +79,14 @@ mod tests {
     fn the_last_call_of_a_setter_counts() {
         let options = CudaOptions::default();
         assert_eq!((options.device(), &options.cache), (0, &CacheChoice::OfUser));
-        let options = CudaOptions::new(3).without_cache().cache("/kept").nvrtc("a").nvrtc("b");
+        let options =
+            CudaOptions::new(3).without_cache().with_cache("/kept").with_nvrtc("a").with_nvrtc("b");
         assert_eq!(options.device(), 3);
         assert_eq!(options.cache, CacheChoice::Folder("/kept".into()));
         assert_eq!(options.nvrtc, Some("b".into()));
-        let options = options.sources("x").sources("y");
+        let options = options.with_sources("x").with_sources("y");
         assert_eq!(options.sources, Some("y".into()));
-        let options = options.reserved_bytes(1 << 40).reserved_bytes(1 << 30);
+        let options = options.with_reserved_bytes(1 << 40).with_reserved_bytes(1 << 30);
         assert_eq!(options.reserved_bytes, 1 << 30);
         assert_eq!(options.without_cache().cache, CacheChoice::Nowhere);
     }

@@ -175,7 +175,7 @@ fn memory_of_callers_is_checked() {
 #[test]
 fn reserved_memory_stays_with_the_device() {
     let options = CudaOptions::default();
-    let Ok(gpu) = CudaGpu::open(&options.clone().reserved_bytes(64 << 20)) else { return };
+    let Ok(gpu) = CudaGpu::open(&options.clone().with_reserved_bytes(64 << 20)) else { return };
     let Some(held) = gpu.memory.held_bytes() else { return };
     assert!(held >= 64 << 20, "{held} bytes");
     for _ in 0..4 {
@@ -184,7 +184,7 @@ fn reserved_memory_stays_with_the_device() {
         unsafe { gpu.free(address) };
     }
     assert_eq!(gpu.memory.held_bytes(), Some(held), "the reserve was enough");
-    let error = CudaGpu::open(&options.reserved_bytes(1 << 50)).unwrap_err();
+    let error = CudaGpu::open(&options.with_reserved_bytes(1 << 50)).unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::OutOfMemory, "{error}");
 }
 

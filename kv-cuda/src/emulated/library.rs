@@ -51,7 +51,7 @@ impl Library {
                 .with_source(error)
         };
         // SAFETY: the initialisers of the emulator's library only register its kernels. Whoever
-        // names the file (`EmulatorOptions::at`) guarantees that it is that library.
+        // names the file (`EmulatorOptions::with_library`) guarantees that it is that library.
         let library = unsafe { libloading::Library::new(path) }.map_err(unsupported)?;
         // SAFETY: the function of this name in kernels/emulator/abi.cpp has this signature.
         let launch = *unsafe { library.get::<LaunchFn>(b"kv_emu_launch") }.map_err(unsupported)?;

@@ -32,8 +32,8 @@ const NAME: &str = "emulated";
 /// ```
 /// use kv_cuda::EmulatorOptions;
 ///
-/// let options = EmulatorOptions::default().seed(7).multiprocessors(3);
-/// assert_eq!(options, EmulatorOptions::default().multiprocessors(3).seed(7));
+/// let options = EmulatorOptions::default().with_seed(7).with_multiprocessors(3);
+/// assert_eq!(options, EmulatorOptions::default().with_multiprocessors(3).with_seed(7));
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
@@ -55,34 +55,35 @@ impl Default for EmulatorOptions {
 impl EmulatorOptions {
     /// Uses the library at this path, built by `cargo xtask emulator`. By default, the variable
     /// `KV_CUDA_EMULATOR` names it, or it is `target/emulator/libkv_emulator.so` of this workspace.
-    pub fn at(mut self, path: impl Into<PathBuf>) -> Self {
+    pub fn with_library(mut self, path: impl Into<PathBuf>) -> Self {
         self.place = Some(path.into());
         self
     }
 
     /// Shuffles the blocks of a launch and the threads of a block, differently for each launch of a
     /// stream. The default, 0, keeps them in order.
-    pub fn seed(mut self, seed: u32) -> Self {
+    pub fn with_seed(mut self, seed: u32) -> Self {
         self.seed = seed;
         self
     }
 
     /// Sets the reported number of multiprocessors, which decides how work is split. At least 1.
-    pub fn multiprocessors(mut self, multiprocessors: u32) -> Self {
+    pub fn with_multiprocessors(mut self, multiprocessors: u32) -> Self {
         self.multiprocessors = multiprocessors.max(1);
         self
     }
 
     /// Sets the bytes of device memory: allocations beyond it fail with `OutOfMemory`.
-    pub fn memory(mut self, bytes: u64) -> Self {
+    pub fn with_memory(mut self, bytes: u64) -> Self {
         self.memory = bytes;
         self
     }
 
     /// Reserves bytes of device memory when it is opened, as
-    /// [`CudaOptions::reserved_bytes`](crate::CudaOptions::reserved_bytes) does. More than it has
+    /// [`CudaOptions::with_reserved_bytes`](crate::CudaOptions::with_reserved_bytes) does.
+    /// More than it has
     /// fails with `OutOfMemory`.
-    pub fn reserved_bytes(mut self, bytes: u64) -> Self {
+    pub fn with_reserved_bytes(mut self, bytes: u64) -> Self {
         self.reserved_bytes = bytes;
         self
     }

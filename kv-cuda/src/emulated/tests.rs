@@ -47,7 +47,7 @@ fn a_wrong_launch_is_refused() {
 
 #[test]
 fn memory_is_aligned_zeroed_counted_and_bounded() {
-    let gpu = Emulator::open(&EmulatorOptions::default().memory(4096)).unwrap();
+    let gpu = Emulator::open(&EmulatorOptions::default().with_memory(4096)).unwrap();
     let address = gpu.alloc(1000).unwrap();
     assert_eq!((address % 256, gpu.allocated()), (0, (1, 1000)));
     let pinned = gpu.pinned(1000).unwrap();
@@ -68,11 +68,11 @@ fn memory_is_aligned_zeroed_counted_and_bounded() {
 
 #[test]
 fn reserved_memory_is_not_shared() {
-    let options = EmulatorOptions::default().memory(4096);
-    let error = Emulator::open(&options.clone().reserved_bytes(4097)).unwrap_err();
+    let options = EmulatorOptions::default().with_memory(4096);
+    let error = Emulator::open(&options.clone().with_reserved_bytes(4097)).unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::OutOfMemory);
     assert!(error.to_string().contains("4097 bytes of 4096"), "{error}");
-    let gpu = Emulator::open(&options.reserved_bytes(3000)).unwrap();
+    let gpu = Emulator::open(&options.with_reserved_bytes(3000)).unwrap();
     assert!(!gpu.memory.take_elsewhere(1097));
     assert!(gpu.memory.take_elsewhere(1000));
     // Freed memory is available again, still to this device only.
@@ -132,7 +132,7 @@ fn events_of_another_device_are_refused() {
 
 #[test]
 fn a_missing_library_names_the_command_that_builds_it() {
-    let nowhere = EmulatorOptions::default().at("/nowhere/libkv_emulator.so");
+    let nowhere = EmulatorOptions::default().with_library("/nowhere/libkv_emulator.so");
     let error = Emulator::open(&nowhere).unwrap_err();
     assert_eq!(error.kind(), DeviceErrorKind::Unsupported);
     let text = error.to_string();

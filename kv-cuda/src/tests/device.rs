@@ -17,7 +17,7 @@ pub(super) struct Device {
 impl Device {
     /// Opens one whose order of threads and blocks depends on `seed`.
     pub(super) fn open(seed: u32) -> Self {
-        let gpu = Emulator::open(&EmulatorOptions::default().seed(seed)).unwrap();
+        let gpu = Emulator::open(&EmulatorOptions::default().with_seed(seed)).unwrap();
         let stream = gpu.stream().unwrap();
         Self { gpu, stream, taken: Vec::new() }
     }

@@ -13,7 +13,7 @@ use crate::{CudaBackend, EmulatorOptions};
 
 /// Opens a device all of whose streams run late, or only the first.
 fn late(bytes: u64, is_early: bool) -> (Arc<LateGpu>, CudaBackend) {
-    let gpu = Arc::new(LateGpu::with(&EmulatorOptions::default().memory(bytes)));
+    let gpu = Arc::new(LateGpu::with(&EmulatorOptions::default().with_memory(bytes)));
     lock(&gpu.state).is_early = is_early;
     let backend = CudaBackend::on(Arc::<LateGpu>::clone(&gpu));
     (gpu, backend)

@@ -165,7 +165,7 @@ struct Case {
     dtype: u32,
     order: BlockOrder,
     transforms: bool,
-    sinks: u32,
+    full_precision_prefix: u32,
     /// Offset of tensors from a multiple of 16, in bytes.
     offset: u64,
 }
@@ -182,10 +182,10 @@ fn run(case: Case, seed: u64) {
     let wide_slots = formats[0].wide_slots(dims[0]).max(formats[1].wide_slots(dims[1]));
     let mut fixtures: [Fixture; 2] = std::array::from_fn(|i| {
         let plain = layout(formats[i], order, dims[i], heads).with_transform(case.transforms);
-        let sinks = if wide_slots <= 16 { case.sinks } else { 0 };
+        let full_precision_prefix = if wide_slots <= 16 { case.full_precision_prefix } else { 0 };
         Fixture::new(
             &mut device,
-            plain.with_wide_rows(sinks, false, wide_slots).unwrap(),
+            plain.with_wide_rows(full_precision_prefix, false, wide_slots).unwrap(),
             &mut random,
         )
     });
@@ -329,7 +329,7 @@ fn every_format_equals_the_hosts() {
                 dtype: 0,
                 order: ORDERS[j % 2],
                 transforms: false,
-                sinks: 0,
+                full_precision_prefix: 0,
                 offset: 0,
             };
             run(case, (i * 100 + j) as u64);
@@ -348,7 +348,7 @@ fn rows_are_transformed_and_the_prefix_has_16_bits() {
                 dtype: (j as u32) % 3,
                 order: ORDERS[i % 2],
                 transforms: j % 2 == 0,
-                sinks: (i as u32) % 4,
+                full_precision_prefix: (i as u32) % 4,
                 offset: 0,
             };
             run(case, (10_000 + i * 100 + j) as u64);
@@ -369,7 +369,7 @@ fn unquantised_rows_of_any_type_and_alignment_are_moved() {
                     dtype,
                     order: ORDERS[j % 2],
                     transforms: false,
-                    sinks: 0,
+                    full_precision_prefix: 0,
                     offset,
                 };
                 run(case, (20_000 + i * 100 + j * 10) as u64 + u64::from(dtype));

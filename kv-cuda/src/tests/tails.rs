@@ -86,7 +86,8 @@ impl SequenceModel {
         pool.splice(0..0, self.tail.drain(tail..));
         // A block without codes gets a new mean.
         let coded = self.coded;
-        self.means.retain(|(_, _, index), _| map.tokens(*index).max(map.sinks()) < coded);
+        self.means
+            .retain(|(_, _, index), _| map.tokens(*index).max(map.full_precision_prefix()) < coded);
     }
 
     /// Writes what every position should hold into the expected content of a plane.
@@ -111,8 +112,9 @@ impl SequenceModel {
         let (plane, head, index) = key;
         let map = *fixture.layout.slot_map();
         let rows = &self.rows[plane][head];
-        let begin = map.tokens(index).max(map.sinks());
-        let end = map.tokens(index + 1).min(self.coded.max(map.sinks())).min(self.len);
+        let begin = map.tokens(index).max(map.full_precision_prefix());
+        let end =
+            map.tokens(index + 1).min(self.coded.max(map.full_precision_prefix())).min(self.len);
         let mean = self.means.entry(key).or_insert_with(|| {
             let mut mean = BlockMean::default();
             mean.reset(fixture.layout.head_dim() as usize);
@@ -136,7 +138,7 @@ struct Case {
     order: BlockOrder,
     transforms: bool,
     means: bool,
-    sinks: u32,
+    full_precision_prefix: u32,
 }
 
 const HEADS: u32 = 2;
@@ -153,7 +155,7 @@ fn layout(case: Case, plane: usize, wide_slots: u32) -> PlaneLayout {
         format: case.formats[plane],
     };
     let layout = PlaneLayout::new(shape).unwrap().with_transform(case.transforms);
-    let layout = layout.with_wide_rows(case.sinks, true, wide_slots).unwrap();
+    let layout = layout.with_wide_rows(case.full_precision_prefix, true, wide_slots).unwrap();
     let means = case.means && plane == 0 && case.formats[0].is_quantised();
     if means { layout.with_block_means().unwrap() } else { layout }
 }
@@ -259,9 +261,12 @@ fn tails_are_quantised_block_by_block() {
             order: [BlockOrder::Nhd, BlockOrder::Hnd][i % 2],
             transforms: i % 4 < 2,
             means: i % 3 < 2,
-            sinks: (i % 4) as u32,
+            full_precision_prefix: (i % 4) as u32,
         };
         run(case, i as u64);
-        run(Case { means: true, transforms: true, sinks: 2, ..case }, 1000 + i as u64);
+        run(
+            Case { means: true, transforms: true, full_precision_prefix: 2, ..case },
+            1000 + i as u64,
+        );
     }
 }

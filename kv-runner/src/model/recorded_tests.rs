@@ -9,9 +9,8 @@ use std::path::Path;
 
 use candle_core::Tensor;
 use kv::cpu::{CpuBackend, CpuOptions};
-use kv::{
-    CacheSpec, Determinism, KvCache, KvFormat, PrefixReuse, SequenceId, StartOptions, StepInput,
-};
+use kv::spec::{Determinism, PrefixReuse};
+use kv::{CacheSpec, KvCache, KvFormat, SequenceId, StartOptions, StepInput};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
@@ -56,7 +55,7 @@ fn model(case: &Recorded) -> Decoder {
 }
 
 fn cache(model: &Decoder) -> KvCache<CpuBackend> {
-    let backend = CpuBackend::open(CpuOptions::default().threads(1)).expect("the CPU");
+    let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).expect("the CPU");
     let spec: Result<CacheSpec, _> = Stored::plain(KvFormat::F32).spec(model.config(), |spec| {
         let spec = spec.paged(4, 64).prefix_reuse(PrefixReuse::Partial);
         spec.determinism(Determinism::BatchInvariant)
@@ -136,14 +135,14 @@ fn a_fork_and_a_cached_prefix_have_the_logits_of_transformers() {
         for id in [first, fork] {
             cache.release(id).expect("releases");
         }
-        let reused = cache.start(second, &ids, StartOptions::default()).expect("starts");
+        let reused = cache.start(second, &ids, StartOptions::default()).expect("starts") as usize;
         assert!(reused >= prompt.len(), "{}: {reused} tokens reused", case.name);
         let rows = read(&model, &mut cache, second, &ids[reused..]);
         check(case, reused, &rows, "after a cached prefix");
         cache.release(second).expect("releases");
         // A prefix that ends inside the prompt and inside a block.
         let reused = cache.start(second, &[&ids[..21], &[3]].concat(), StartOptions::default());
-        let reused = reused.expect("starts");
+        let reused = reused.expect("starts") as usize;
         assert!(reused > 0 && reused <= 21, "{}: {reused} tokens reused", case.name);
         let rows = read(&model, &mut cache, second, &ids[reused..]);
         check(case, reused, &rows, "after a part of it");

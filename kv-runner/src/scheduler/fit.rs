@@ -1,5 +1,6 @@
 //! The blocks that one request needs alone, and advice if the cache has fewer.
-use kv::{CacheSpec, GroupSpec};
+use kv::CacheSpec;
+use kv::spec::GroupSpec;
 
 /// The size of one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,7 +85,7 @@ impl RequestSize {
         let totals = (self.prompt..self.tokens).map(|len| {
             let held = held(group, len, len.saturating_add(1));
             // The prompt's full blocks that are still in the window.
-            let shared = full.saturating_sub(held.live).saturating_add(held.sinks.min(full));
+            let shared = full.saturating_sub(held.live).saturating_add(held.sink_blocks.min(full));
             self.of_all(held.of_one, shared.min(held.of_one))
         });
         totals.max().unwrap_or(0)
@@ -128,17 +129,17 @@ struct Held {
     /// First block after the sink tokens that the step's first query sees.
     live: u32,
     /// Blocks of sink tokens.
-    sinks: u32,
+    sink_blocks: u32,
 }
 
 fn held(group: &GroupSpec, begin: u32, end: u32) -> Held {
     let map = group.slot_map();
-    let sinks = group.window().map_or(0, |window| map.blocks(window.sink_tokens));
+    let sink_blocks = group.window().map_or(0, |window| map.blocks(window.sink_tokens));
     let live = group.window().map_or(0, |window| {
         let first = window.begin(begin);
         if first >= begin { map.full_blocks(begin) } else { map.place(first).index }
     });
-    let live = live.max(sinks);
-    let left = live.saturating_sub(sinks);
-    Held { of_one: map.blocks_reserved(end).saturating_sub(left), live, sinks }
+    let live = live.max(sink_blocks);
+    let left = live.saturating_sub(sink_blocks);
+    Held { of_one: map.blocks_reserved(end).saturating_sub(left), live, sink_blocks }
 }

@@ -1,6 +1,7 @@
 //! Beams as sequences of the cache: the first continuation of a beam keeps its sequence, others are
 //! forks.
-use kv::{Backend, CacheError, KvCache, SequenceId};
+use kv::backend::Backend;
+use kv::{CacheError, KvCache, SequenceId};
 
 use super::beams::{self, children};
 use super::task::{Finish, Search, Sequence};

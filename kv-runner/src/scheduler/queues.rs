@@ -1,10 +1,10 @@
 //! The waiting and running requests, and the batch of the next step.
 use std::collections::VecDeque;
 
-use kv::{
-    Admission, Backend, BlocksExhausted, CacheError, GroupId, KvCache, SequenceId, StartOptions,
-    Step, StepInput,
-};
+use kv::backend::Backend;
+use kv::error::BlocksExhausted;
+use kv::scheduling::Admission;
+use kv::{CacheError, GroupId, KvCache, SequenceId, StartOptions, Step, StepInput};
 
 use super::Limits;
 use super::draft;
@@ -81,8 +81,8 @@ impl Queues {
                 return Ok(None);
             }
             let watermark = if is_alone { 0 } else { promised(step.cache(), &self.running, next)? };
-            let admission = Admission::default().chunk(to_u32(left)).must_fit();
-            let admission = admission.watermark(watermark);
+            let admission = Admission::default().with_chunk(to_u32(left)).with_must_fit(true);
+            let admission = admission.with_watermark(watermark);
             let options = next.start_options();
             let fits = step.cache().check_admission(next.first_part(), options, &admission);
             match fits {
@@ -119,7 +119,7 @@ impl Queues {
         let Some(id) = task.sequences.first().map(|first| first.id) else {
             return Ok(());
         };
-        let reused = step.start(id, task.first_part(), options)?;
+        let reused = to_usize(step.start(id, task.first_part(), options)?);
         task.reused.get_or_insert(reused.min(task.prompt_len));
         let Some(first) = task.sequences.first_mut() else {
             return Ok(());
@@ -141,8 +141,7 @@ impl Queues {
 
 impl Task {
     fn start_options(&self) -> StartOptions<'static> {
-        let options = StartOptions::default();
-        if self.was_preempted { options.resumed() } else { options }
+        StartOptions::default().with_resumed(self.was_preempted)
     }
 
     /// Returns the tokens of its first sequence before any fork.

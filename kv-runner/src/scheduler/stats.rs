@@ -1,5 +1,6 @@
 //! Counts of a run.
-use kv::{Backend, KvCache, Usage};
+use kv::backend::Backend;
+use kv::{KvCache, Usage};
 
 use crate::num::{per_second, to_f64, to_u64, to_usize};
 
@@ -24,7 +25,7 @@ pub struct Stats {
     decode_seconds: f64,
     /// Number of preemptions.
     pub preemptions: usize,
-    /// Bytes of K and V per token over all layers; rows of the full-precision prefix take more.
+    /// Bytes of K and V per token over all layers; rows of the full-precision prefix takes more.
     pub bytes_per_token: u64,
     /// Bytes of the cache.
     pub cache_bytes: u64,

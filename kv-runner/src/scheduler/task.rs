@@ -1,7 +1,8 @@
 //! One request and its progress: sequences, search, results.
 use std::time::Instant;
 
-use kv::{GroupSpec, SequenceId};
+use kv::SequenceId;
+use kv::spec::GroupSpec;
 
 use super::beams::{BeamOptions, BeamSearch, Hypothesis};
 use crate::num::to_u32;

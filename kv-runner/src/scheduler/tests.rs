@@ -9,11 +9,10 @@ mod windows;
 
 use std::cell::RefCell;
 
+use kv::backend::AnyBackend;
 use kv::backend::NullBackend;
-use kv::{
-    AnyBackend, AttentionOptions, CacheSpec, CacheSpecBuilder, Device, PrefixReuse, PublishAt,
-    QkvFormat, Step, TensorView, TensorViewMut,
-};
+use kv::spec::{CacheSpecBuilder, PrefixReuse, PublishAt};
+use kv::{AttentionOptions, CacheSpec, Device, QkvFormat, Step, TensorView, TensorViewMut};
 
 use super::*;
 use crate::model::Batch;

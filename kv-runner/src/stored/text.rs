@@ -1,8 +1,10 @@
-//! The text form of a stored format: `int8/l4,sinks=8`.
+//! The text form of a stored format: `int8/l4,full-precision-prefix=8`.
 use std::fmt;
 use std::str::FromStr;
 
-use kv::{KeyMean, KvFormat, UnknownName};
+use kv::KvFormat;
+use kv::error::UnknownName;
+use kv::spec::KeyMean;
 
 use super::{Source, Stored};
 
@@ -21,7 +23,7 @@ pub enum StoredError {
     },
     /// An unknown option.
     #[error(
-        "{got:?} is not an option of a format, expected V=, calib=, sinks=, transform=, tail= or mean="
+        "{got:?} is not an option of a format, expected V=, calib=, full-precision-prefix=, transform=, tail= or mean="
     )]
     Option {
         /// The text instead of an option.
@@ -55,9 +57,15 @@ impl Stored {
                 };
                 once("calib", &mut self.calibration, source)
             }
-            "sinks" => {
-                let sinks = value.parse().map_err(|_| wrong("sinks", "a number of tokens"))?;
-                once("sinks", &mut self.sinks, sinks)
+            "full-precision-prefix" => {
+                let full_precision_prefix = value
+                    .parse()
+                    .map_err(|_| wrong("full-precision-prefix", "a number of tokens"))?;
+                once(
+                    "full-precision-prefix",
+                    &mut self.full_precision_prefix,
+                    full_precision_prefix,
+                )
             }
             "transform" => {
                 let on = on_or_off(value).ok_or_else(|| wrong("transform", "on or off"))?;
@@ -122,8 +130,8 @@ impl fmt::Display for Stored {
             Some(Source::Online) => f.write_str(",calib=online")?,
             None => {}
         }
-        if let Some(sinks) = self.sinks {
-            write!(f, ",sinks={sinks}")?;
+        if let Some(full_precision_prefix) = self.full_precision_prefix {
+            write!(f, ",full-precision-prefix={full_precision_prefix}")?;
         }
         for (name, on) in [("transform", self.transform), ("tail", self.tail)] {
             if let Some(on) = on {
@@ -140,7 +148,7 @@ impl fmt::Display for Stored {
 
 #[cfg(test)]
 mod tests {
-    use kv::ScaleGroup;
+    use kv::quant::ScaleGroup;
 
     use super::*;
 
@@ -154,11 +162,11 @@ mod tests {
             "l4",
             "int8/l4",
             "f32",
-            "l4,calib=a b/c.safetensors,sinks=0,transform=off",
+            "l4,calib=a b/c.safetensors,full-precision-prefix=0,transform=off",
             "fp8-e4m3/nvfp4,calib=online",
-            "l3-g32,sinks=12,transform=on",
+            "l3-g32,full-precision-prefix=12,transform=on",
             "l4,tail=on",
-            "l4,sinks=4,tail=off,mean=block",
+            "l4,full-precision-prefix=4,tail=off,mean=block",
             "l4,mean=calib",
         ] {
             assert_eq!(read(text).to_string(), text);
@@ -181,9 +189,15 @@ mod tests {
             ("l4,K=int8", "\"K=int8\" is no option"),
             ("l4,V=int7", "unknown stored format \"int7\""),
             ("int8/l4,V=l4", "V is given twice"),
-            ("l4,sinks=4,sinks=4", "sinks is given twice"),
-            ("l4,sinks=-1", "sinks=-1: expected a number of tokens"),
-            ("l4,sinks=4294967296", "expected a number of tokens"),
+            (
+                "l4,full-precision-prefix=4,full-precision-prefix=4",
+                "full-precision-prefix is given twice",
+            ),
+            (
+                "l4,full-precision-prefix=-1",
+                "full-precision-prefix=-1: expected a number of tokens",
+            ),
+            ("l4,full-precision-prefix=4294967296", "expected a number of tokens"),
             ("l4,transform=maybe", "transform=maybe: expected on or off"),
             ("l4,tail=yes", "tail=yes: expected on or off"),
             ("l4,mean=none", "mean=none: expected calib or block"),

@@ -38,9 +38,13 @@ pub(super) fn choose(
     let v = if rng.one_in(2) { k } else { rng.pick(&all) };
     let has_codes = k.is_quantised() || v.is_quantised();
     let tail = k.is_quantised() && rng.one_in(3);
-    let sinks = if has_codes && rng.one_in(2) { rng.within(1, 4) } else { 0 };
+    let full_precision_prefix = if has_codes && rng.one_in(2) { rng.within(1, 4) } else { 0 };
     // A row in 16 bits takes the slots of several rows of codes, all in one block.
-    let block_size = if tail || sinks > 0 { rng.pick(&[9, 16]) } else { rng.pick(&[1, 3, 4, 16]) };
+    let block_size = if tail || full_precision_prefix > 0 {
+        rng.pick(&[9, 16])
+    } else {
+        rng.pick(&[1, 3, 4, 16])
+    };
     let dims = [20, 34, 64, 40].map(&fit);
     let (dim_k, dim_v) = (rng.pick(&dims), rng.pick(&dims));
     let heads = rng.pick(&[1, 2]);
@@ -62,7 +66,7 @@ pub(super) fn choose(
         .formats(k, v)
         .block_order(rng.pick(&ORDERS))
         .transform(transform)
-        .sinks(sinks)
+        .full_precision_prefix(full_precision_prefix)
         .tail(tail)
         .key_mean(key_mean)
         .paged(block_size, blocks)

@@ -202,12 +202,12 @@ impl<A: Device, B: Device> DevicePair<A, B> {
         let mut sequence = TrackedSequence { id, prompt: Vec::new(), tokens: Vec::new() };
         if self.geometry.shares {
             let (shapes, dtype) = (&self.shapes, self.geometry.dtype);
-            let rows = |len: usize| rows(shapes, dtype, &prompt[..len], 0);
+            let rows = |len: u32| rows(shapes, dtype, &prompt[..len as usize], 0);
             let one = self.one.start_prompt(id, prompt, rows);
             let reused = agreed("reused tokens", one, self.two.start_prompt(id, prompt, rows))?;
-            self.coverage.reused += reused as u64;
-            sequence.tokens = prompt[..reused].to_vec();
-            sequence.prompt = prompt[reused..].to_vec();
+            self.coverage.reused += u64::from(reused);
+            sequence.tokens = prompt[..reused as usize].to_vec();
+            sequence.prompt = prompt[reused as usize..].to_vec();
         } else {
             agreed("start", self.one.start(id), self.two.start(id))?;
         }

@@ -95,7 +95,7 @@ pub struct Attention {
     /// Soft cap of the scaled scores.
     pub soft_cap: Option<f32>,
     /// The sink logit of every query head, which has no value.
-    pub sinks: Option<Vec<f32>>,
+    pub sink_logits: Option<Vec<f32>>,
     /// The transform that K and V are stored with, if any. The query is transformed too, and the
     /// output is transformed back.
     pub transforms: Transforms,
@@ -147,7 +147,7 @@ impl Attention {
             window_left: None,
             sink_tokens: 0,
             soft_cap: None,
-            sinks: None,
+            sink_logits: None,
             transforms: Transforms::default(),
         }
     }
@@ -155,9 +155,10 @@ impl Attention {
     /// Returns whether query `i` of `nq` sees key `j` of `nk`.
     pub fn sees(&self, i: usize, nq: usize, j: usize, nk: usize) -> bool {
         let (position, j) = (i as i64 + nk as i64 - nq as i64, j as i64);
-        let is_sink = j < i64::from(self.sink_tokens);
+        let is_sink_token = j < i64::from(self.sink_tokens);
         (!self.causal || j <= position)
-            && (is_sink || self.window_left.is_none_or(|left| j >= position - i64::from(left)))
+            && (is_sink_token
+                || self.window_left.is_none_or(|left| j >= position - i64::from(left)))
     }
 
     /// Computes the reference: `q` (`[nq, q_heads, dk]`) attends to `k` (`[nk, kv_heads, dk]`) and
@@ -266,17 +267,17 @@ impl Attention {
 
     /// Returns the weights of the visible keys, and the log-sum-exp.
     fn softmax<R: Real>(&self, scores: &[R], head: usize) -> (Vec<R>, f64) {
-        let sink = self.sinks.as_ref().map(|sinks| R::of(sinks[head]));
-        let sink = sink.filter(|sink| sink.value() > f64::NEG_INFINITY);
-        if scores.is_empty() && sink.is_none() {
+        let sink_logit = self.sink_logits.as_ref().map(|sink_logits| R::of(sink_logits[head]));
+        let sink_logit = sink_logit.filter(|logit| logit.value() > f64::NEG_INFINITY);
+        if scores.is_empty() && sink_logit.is_none() {
             return (Vec::new(), f64::NEG_INFINITY);
         }
         let larger = |a: R, b: R| if b > a { b } else { a };
-        let max = scores.iter().copied().chain(sink).reduce(larger).unwrap_or(R::of(0.0));
+        let max = scores.iter().copied().chain(sink_logit).reduce(larger).unwrap_or(R::of(0.0));
         let minus = |x: R| x + max * R::of(-1.0);
         let exps: Vec<R> = scores.iter().map(|&score| minus(score).exp()).collect();
-        let sink = sink.map(|sink| minus(sink).exp());
-        let total = exps.iter().copied().chain(sink).fold(R::of(0.0), |sum, e| sum + e);
+        let sink_logit = sink_logit.map(|logit| minus(logit).exp());
+        let total = exps.iter().copied().chain(sink_logit).fold(R::of(0.0), |sum, e| sum + e);
         let weights = exps.into_iter().map(|e| e / total).collect();
         (weights, (max + total.ln()).value())
     }
@@ -308,14 +309,14 @@ mod tests {
     }
 
     #[test]
-    fn a_sink_takes_weight_and_no_value() {
+    fn a_sink_logit_takes_weight_and_no_value() {
         let (attention, q, k, v) = two_keys();
-        let attention = Attention { sinks: Some(vec![0.0]), ..attention };
+        let attention = Attention { sink_logits: Some(vec![0.0]), ..attention };
         let got = attention.exact(&q, &k, &v);
-        // Weights 1/5, 3/5, and 1/5 for the sink.
+        // Weights 1/5, 3/5, and 1/5 for the sink logit.
         assert!((got.out[0] - 28.0 / 5.0).abs() < 1e-6, "{got:?}");
         assert!((got.lse[0] - 5_f64.ln()).abs() < 1e-6);
-        let alone = Attention { sinks: Some(vec![0.5]), ..attention }.exact(&q, &[], &[]);
+        let alone = Attention { sink_logits: Some(vec![0.5]), ..attention }.exact(&q, &[], &[]);
         assert_eq!((alone.out, alone.lse), (vec![0.0], vec![0.5]));
     }
 
@@ -328,9 +329,9 @@ mod tests {
         assert_eq!(got.lse[0], f64::NEG_INFINITY);
         let windowed = Attention { window_left: Some(0), ..attention.clone() };
         near(&windowed.exact(&[1.0; 2], &[0.0; 2], &[4.0, 8.0]).out, &[4.0, 8.0]);
-        let sink = Attention { sink_tokens: 1, ..windowed };
-        near(&sink.exact(&[1.0; 3], &[0.0; 3], &[4.0, 8.0, 6.0]).out, &[4.0, 6.0, 5.0]);
-        let all = Attention { window_left: None, ..sink };
+        let with_sink_token = Attention { sink_tokens: 1, ..windowed };
+        near(&with_sink_token.exact(&[1.0; 3], &[0.0; 3], &[4.0, 8.0, 6.0]).out, &[4.0, 6.0, 5.0]);
+        let all = Attention { window_left: None, ..with_sink_token };
         near(&all.exact(&[1.0], &[0.0; 3], &[4.0, 8.0, 6.0]).out, &[6.0]);
         let full = Attention { causal: false, ..attention };
         near(&full.exact(&[1.0; 3], &[0.0; 2], &[4.0, 8.0]).out, &[6.0; 3]);

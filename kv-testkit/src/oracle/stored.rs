@@ -75,7 +75,7 @@ impl Stored {
     pub(crate) fn keep(&self, first: u32, index: usize, row: &mut [f32]) {
         let heads = self.layout.num_kv_heads() as usize;
         let position = first + (index / heads) as u32;
-        if position < self.layout.slot_map().sinks() {
+        if position < self.layout.slot_map().full_precision_prefix() {
             self.widen(row);
         } else {
             self.code(index % heads, row);

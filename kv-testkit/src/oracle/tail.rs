@@ -39,7 +39,7 @@ impl Tail {
         let new = (rows[0].len() / stored[0].width()) as u32;
         let (old, len) = (self.len, self.len + new);
         self.len = len;
-        let before = self.coded.max(self.map.sinks()).min(len);
+        let before = self.coded.max(self.map.full_precision_prefix()).min(len);
         self.coded = self.map.coded_after(self.coded, len);
         let codes = before..self.coded.max(before);
         if stored[0].has_block_means() {
@@ -64,7 +64,7 @@ impl Tail {
         self.len = len;
         // The mean of a block is dropped with its last code.
         let (map, coded) = (self.map, self.coded);
-        self.means.retain(|index, _| map.tokens(*index).max(map.sinks()) < coded);
+        self.means.retain(|index, _| map.tokens(*index).max(map.full_precision_prefix()) < coded);
     }
 
     fn row(&self, stored: &Stored, plane: usize, position: u32) -> &[f32] {
@@ -98,7 +98,7 @@ impl Tail {
     /// Returns the kept form of one token.
     fn keep(&self, stored: &Stored, plane: usize, position: u32) -> Vec<f32> {
         let mut row = self.row(stored, plane, position).to_vec();
-        if position < self.map.sinks() || position >= self.coded {
+        if position < self.map.full_precision_prefix() || position >= self.coded {
             return row;
         }
         let mean = self.means.get(&self.map.place(position).index).filter(|_| plane == 0);

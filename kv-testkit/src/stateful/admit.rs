@@ -23,12 +23,12 @@ impl<B: Device> StatefulTest<B> {
         let (id, before) = (self.new_id(), self.visible_state());
         self.record(|| format!("start {id}, {prompt:?}, {options:?}"));
         let probed = self.cache.probe(&prompt, options.start_options());
+        let len = prompt.len() as u32;
         // The last token is always computed, and no more tokens than the prompt has can be found.
-        ensure(probed <= prompt.len().saturating_sub(1), || format!("{probed} tokens were found"))?;
+        ensure(probed <= len.saturating_sub(1), || format!("{probed} tokens were found"))?;
         let (chunk, lookahead) = (1 + choices.below(9), choices.pick(&[0, 0, 0, 3]));
-        let rest = prompt.len() - probed.min(prompt.len());
-        let terms =
-            PrefillTerms { chunk: chunk.min(rest as u32), lookahead, whole: choices.one_in(4) };
+        let rest = len - probed.min(len);
+        let terms = PrefillTerms { chunk: chunk.min(rest), lookahead, whole: choices.one_in(4) };
         let admitted = self.admit(&prompt, &options, terms);
         self.unchanged(&before).at("check_admission")?;
         self.arm_fault(choices);
@@ -80,9 +80,10 @@ impl<B: Device> StatefulTest<B> {
         prompt: &[u32],
         options: &Options,
         terms: PrefillTerms,
-    ) -> Result<usize, CacheError> {
-        let admission = Admission::default().chunk(terms.chunk).lookahead(terms.lookahead);
-        let admission = if terms.whole { admission.must_fit() } else { admission };
+    ) -> Result<u32, CacheError> {
+        let admission =
+            Admission::default().with_chunk(terms.chunk).with_lookahead(terms.lookahead);
+        let admission = admission.with_must_fit(terms.whole);
         self.cache.check_admission(prompt, options.start_options(), &admission)
     }
 
@@ -125,17 +126,17 @@ impl<B: Device> StatefulTest<B> {
         &mut self,
         prompt: &[u32],
         options: &Options,
-        reused: usize,
+        reused: u32,
         in_step: bool,
     ) {
-        self.coverage.add_many(Behaviour::Reused, reused as u64);
+        self.coverage.add_many(Behaviour::Reused, reused.into());
         self.coverage.add_many(Behaviour::WithRetention, u64::from(options.retention.is_some()));
         if in_step {
-            self.coverage.add_many(Behaviour::ReusedInStep, reused as u64);
+            self.coverage.add_many(Behaviour::ReusedInStep, reused.into());
         }
         let ends = |group: &kv_core::GroupSpec| {
             let map = group.slot_map();
-            map.tokens(map.full_blocks(reused as u32)) == reused as u32
+            map.tokens(map.full_blocks(reused)) == reused
         };
         let is_part = !self.spec.groups().iter().all(ends);
         self.coverage.add_many(Behaviour::ReusedPart, u64::from(is_part));

@@ -108,17 +108,18 @@ pub(super) struct Options {
 impl Options {
     /// Returns the options of a start.
     pub(super) fn start_options(&self) -> StartOptions<'_> {
-        let options = self.key_options().backoff_blocks(self.backoff).reserve(self.reserve);
+        let options =
+            self.key_options().with_backoff_blocks(self.backoff).with_reserve(self.reserve);
         let options = match &self.retention {
-            Some(retention) => options.retention(retention),
+            Some(retention) => options.with_retention(retention),
             None => options,
         };
-        if self.no_reuse { options.no_reuse() } else { options }
+        options.with_reuse(!self.no_reuse)
     }
     /// Returns the options that are part of a block's key.
     pub(super) fn key_options(&self) -> StartOptions<'_> {
-        let options = StartOptions::default().salt(&self.salt).contents(&self.contents);
-        self.adapter.map_or(options, |adapter| options.adapter(adapter))
+        let options = StartOptions::default().with_salt(&self.salt).with_contents(&self.contents);
+        self.adapter.map_or(options, |adapter| options.with_adapter(adapter))
     }
     /// Returns the content id of the token at a position, if it is a placeholder.
     pub(super) fn content_id(&self, at: u32) -> Option<u128> {

@@ -16,7 +16,7 @@ struct Stored {
     format: KvFormat,
     transform: Transform,
     key_mean: KeyMean,
-    sinks: u32,
+    full_precision_prefix: u32,
     tail: bool,
 }
 
@@ -37,11 +37,11 @@ impl Stored {
         ]);
         let kind = choices.next();
         let tail = format.is_quantised() && kind & 0b11 < 2;
-        let sinks = if kind & 0b1100 == 0b1100 { u32::from(kind >> 6) } else { 0 };
+        let full_precision_prefix = if kind & 0b1100 == 0b1100 { u32::from(kind >> 6) } else { 0 };
         let transform = if kind & 0x10 == 0 { Transform::Auto } else { Transform::Off };
         let per_block = tail && kind & 0x20 == 0x20;
         let key_mean = if per_block { KeyMean::PerBlock } else { KeyMean::Calibrated };
-        Self { format, transform, key_mean, sinks, tail }
+        Self { format, transform, key_mean, full_precision_prefix, tail }
     }
 
     /// Values of a row: two f32 distinguish prefixes; codes need 32 signs.
@@ -51,14 +51,16 @@ impl Stored {
 
     /// Returns a block size that holds at least one row in 16 bits.
     fn block_size(self, at_least: u32, few: u32) -> u32 {
-        let has_wide = self.format.is_quantised() && (self.tail || self.sinks > 0);
+        let has_wide = self.format.is_quantised() && (self.tail || self.full_precision_prefix > 0);
         let wide = if has_wide { self.format.wide_slots(self.head_dim(few)) } else { 1 };
         at_least.max(wide)
     }
 
     fn of(self, spec: CacheSpecBuilder, few: u32) -> CacheSpecBuilder {
         let spec = spec.head_dim(self.head_dim(few)).format(self.format).transform(self.transform);
-        spec.key_mean(self.key_mean).sinks(self.sinks).tail(self.tail)
+        spec.key_mean(self.key_mean)
+            .full_precision_prefix(self.full_precision_prefix)
+            .tail(self.tail)
     }
 }
 
@@ -141,7 +143,10 @@ pub(super) fn count(spec: &CacheSpec, coverage: &mut Coverage) {
     let is_quantised = |group: &kv_core::GroupSpec| group.layouts()[0].format().is_quantised();
     note(Behaviour::WithCodes, spec.groups().iter().any(is_quantised));
     note(Behaviour::WithTail, any(|group| group.slot_map().has_tail()));
-    note(Behaviour::WithFullPrecisionPrefix, any(|group| group.slot_map().sinks() > 0));
+    note(
+        Behaviour::WithFullPrecisionPrefix,
+        any(|group| group.slot_map().full_precision_prefix() > 0),
+    );
     let windowed = spec.groups().iter().filter(|group| group.window().is_some());
     note(Behaviour::WithCodesAndWindow, windowed.clone().any(is_quantised));
     note(Behaviour::WithLayersOnDemand, spec.layers_on_demand());

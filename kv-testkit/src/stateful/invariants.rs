@@ -22,7 +22,7 @@ pub(super) struct VisibleState {
     /// Entries that left a window, by group and sequence.
     vacant: Vec<Range<u32>>,
     /// Tokens that known prompts would reuse.
-    probes: Vec<usize>,
+    probes: Vec<u32>,
     /// Groups with a window.
     windowed: Vec<bool>,
     stats: Stats,
@@ -99,7 +99,7 @@ impl<B: Device> StatefulTest<B> {
 
     /// Checks every invariant.
     pub(super) fn check(&mut self) -> Result<(), CaseError> {
-        same("sequences", self.cache.num_sequences(), self.sequences.len())?;
+        same("sequences", self.cache.num_sequences() as usize, self.sequences.len())?;
         for sequence in &self.sequences {
             let len = Some(sequence.hashes.len() as u32);
             same(format!("length of {}", sequence.id), self.cache.seq_len(sequence.id), len)?;
@@ -246,7 +246,7 @@ impl<B: Device> StatefulTest<B> {
             }
             prompt.push(77);
             let found = self.cache.probe(&prompt, sequence.options.key_options());
-            ensure(found as u32 >= whole, || {
+            ensure(found >= whole, || {
                 format!("{} published {whole} tokens, but {found} are found", sequence.id)
             })?;
         }
@@ -298,7 +298,7 @@ impl<B: Device> StatefulTest<B> {
         ensure(self.groups().all(empty), || "content survived a reset".to_owned())?;
         let found =
             self.prompts.iter().map(|(prompt, o)| self.cache.probe(prompt, o.start_options()));
-        same("tokens found after a reset", found.sum::<usize>(), 0)?;
+        same("tokens found after a reset", found.sum::<u32>(), 0)?;
         same("contents after a reset", self.cache.snapshot().blocks.len(), 0)?;
         self.check_wiped()
     }
@@ -322,7 +322,12 @@ impl<B: Device> StatefulTest<B> {
         let group = |group: &kv_core::GroupSpec| {
             let [k, _] = group.layouts();
             let map = group.slot_map();
-            let rows = format!("{} sinks {} tail {}", k.format(), map.sinks(), map.has_tail());
+            let rows = format!(
+                "{} full-precision prefix {} tail {}",
+                k.format(),
+                map.full_precision_prefix(),
+                map.has_tail()
+            );
             let blocks = format!("{}x{}", group.num_blocks(), group.block_size());
             format!("{blocks} {:?} {rows}", group.window())
         };

@@ -40,7 +40,7 @@ pub(super) struct StartedSequence {
     pub(super) id: SequenceId,
     pub(super) prompt: Vec<u32>,
     pub(super) options: Options,
-    pub(super) reused: usize,
+    pub(super) reused: u32,
 }
 
 /// The sequences that joined, and the behaviours seen.
@@ -80,9 +80,11 @@ pub(super) fn join<B: Device>(
                     Err(other) => return Err(other.into()),
                 };
                 same("start and probe in a step", reused, probed)?;
-                let hashes =
-                    provenance::prefix_hashes(&prompt, &options.key_options())[reused..].to_vec();
-                let (at, tokens) = (ids.len() + joined.started.len(), prompt[reused..].to_vec());
+                let hashes = provenance::prefix_hashes(&prompt, &options.key_options())
+                    [reused as usize..]
+                    .to_vec();
+                let (at, tokens) =
+                    (ids.len() + joined.started.len(), prompt[reused as usize..].to_vec());
                 joined.started.push(StartedSequence { id, prompt, options, reused });
                 let (is_unknown, drafts, lookahead) = (false, 0, 0);
                 (id, Entry { at, tokens, is_unknown, drafts, lookahead, hashes })

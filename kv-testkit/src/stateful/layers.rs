@@ -44,7 +44,7 @@ impl<B: Device> StatefulTest<B> {
     pub(super) fn check_nothing_cached(&self) -> Result<(), CaseError> {
         let found =
             self.prompts.iter().map(|(prompt, o)| self.cache.probe(prompt, o.start_options()));
-        same("tokens found in invalidated blocks", found.sum::<usize>(), 0)?;
+        same("tokens found in invalidated blocks", found.sum::<u32>(), 0)?;
         same("contents of invalidated blocks", self.cache.snapshot().blocks.len(), 0)
     }
 }

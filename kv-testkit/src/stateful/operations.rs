@@ -121,8 +121,9 @@ impl<B: Device> StatefulTest<B> {
         &self,
         id: SequenceId,
         (prompt, options): (Vec<u32>, Options),
-        reused: usize,
+        reused: u32,
     ) -> Sequence {
+        let reused = reused as usize;
         let hashes = provenance::prefix_hashes(&prompt[..reused], &options.key_options());
         let publishes = !options.no_reuse && self.spec.prefix_reuse() != PrefixReuse::Off;
         Sequence {

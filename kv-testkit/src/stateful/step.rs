@@ -29,7 +29,7 @@ impl Entry {
         } else {
             StepInput::tokens(id, &self.tokens)
         };
-        input.drafts(self.drafts).lookahead(self.lookahead)
+        input.with_drafts(self.drafts).with_lookahead(self.lookahead)
     }
 }
 

@@ -101,7 +101,7 @@ fn options_alone<B: Device>(backend: &B) -> CaseResult {
         StepConfig { causal: false, ..base.clone() },
         StepConfig { soft_cap: Some(5.0), ..base.clone() },
         StepConfig { soft_cap: Some(0.25), spread: 4.0, ..base.clone() },
-        StepConfig { sinks: true, ..base.clone() },
+        StepConfig { sink_logits: true, ..base.clone() },
         StepConfig { lse: false, ..base.clone() },
         StepConfig { spread: 0.0, ..base.clone() },
     ];
@@ -182,7 +182,7 @@ fn masked_rows<B: Device>(backend: &B) -> CaseResult {
             format!("masked rows of lse hold {lse:?}")
         })?;
         // With sink logits, the softmax has only them.
-        fixture.step(&[(1, StepKind::Query(9))], &StepConfig { sinks: true, ..config })?;
+        fixture.step(&[(1, StepKind::Query(9))], &StepConfig { sink_logits: true, ..config })?;
     }
     Ok(Outcome::Holds)
 }
@@ -213,9 +213,9 @@ fn padding<B: Device>(backend: &B) -> CaseResult {
 
 /// Scores in the hundreds: no overflow, and the largest one gets all the weight.
 fn sharp<B: Device>(backend: &B) -> CaseResult {
-    for sinks in [false, true] {
+    for sink_logits in [false, true] {
         for spread in [30.0, 300.0] {
-            let config = StepConfig { sinks, spread, ..StepConfig::default() };
+            let config = StepConfig { sink_logits, spread, ..StepConfig::default() };
             let spec = small().layers(1).head_dim(16).build()?;
             mixed_batches(&mut CacheFixture::new(backend, spec, 9)?, &config)?;
         }
@@ -251,7 +251,12 @@ fn splits<B: Device>(backend: &B) -> CaseResult {
             let base = StepConfig::default();
             for config in [
                 base.clone(),
-                StepConfig { q_dtype: DTYPES[2], sinks: true, soft_cap: Some(5.0), ..base.clone() },
+                StepConfig {
+                    q_dtype: DTYPES[2],
+                    sink_logits: true,
+                    soft_cap: Some(5.0),
+                    ..base.clone()
+                },
                 // Whole splits are outside the window.
                 StepConfig { window_left: Some(100), spread: 4.0, ..base.clone() },
                 StepConfig { window_left: Some(100), sink_tokens: 4, ..base.clone() },

@@ -122,7 +122,9 @@ fn token_ids<B: Device>(backend: &B) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().build()?, 5)?;
     let prompt = [7, 8, 9, 10, 11];
     let reused = fixture.cache.start(seq(1), &prompt, StartOptions::default())?;
-    ensure(reused < prompt.len(), || format!("{reused} tokens reused by an empty cache"))?;
+    ensure((reused as usize) < prompt.len(), || {
+        format!("{reused} tokens reused by an empty cache")
+    })?;
     fixture.model.start(seq(1));
     let rows = kv(&mut fixture, 5)?;
     let mut step = fixture.cache.begin_step(&[StepInput::tokens(seq(1), &prompt)])?;
@@ -219,7 +221,7 @@ fn exhaustion<B: Device>(backend: &B) -> CaseResult {
     fixture.step(&[tokens(1, 1), tokens(2, 1), (3, StepKind::Idle)], &StepConfig::default())?;
     fixture.check()?;
     let before = fixture.state();
-    let reserve = StartOptions::default().reserve(20);
+    let reserve = StartOptions::default().with_reserve(20);
     refused(
         "a reserve larger than the pool",
         fixture.cache.start(seq(9), &[], reserve),
@@ -345,7 +347,7 @@ fn host_tensors<B: Device>(backend: &B) -> CaseResult {
     let mut cache = KvCache::new(backend.clone(), spec)?;
     let prompt = [11, 22];
     let reused = cache.start(seq(1), &prompt, StartOptions::default())?;
-    let mut step = cache.begin_step(&[StepInput::tokens(seq(1), &prompt[reused..])])?;
+    let mut step = cache.begin_step(&[StepInput::prompt(seq(1), &prompt, reused)])?;
     let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
     let (q, mut out, mut lse) = ([0.0_f32; 8], [0.0_f32; 8], [1.0_f32; 2]);
     let view = |data| TensorView::host::<f32>(data, &[2, 1, 4]);

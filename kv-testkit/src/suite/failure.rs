@@ -180,14 +180,14 @@ fn bad_options<B: Device>(backend: &B) -> CaseResult {
     }
     let base = AttentionOptions::causal(1.0);
     for cap in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-        expect("a cap", attend(base.soft_cap(cap)), option)?;
+        expect("a cap", attend(base.with_soft_cap(cap)), option)?;
     }
-    expect("sinks", attend(base.sinks(&[0.0, f32::NAN])), option)?;
-    expect("sinks", attend(base.sinks(&[0.0, f32::INFINITY])), option)?;
+    expect("sink logits", attend(base.with_sink_logits(&[0.0, f32::NAN])), option)?;
+    expect("sink logits", attend(base.with_sink_logits(&[0.0, f32::INFINITY])), option)?;
     let length: Matches = |e| matches!(e, PlanError::LengthMismatch { .. });
-    expect("one sink", attend(base.sinks(&[0.0])), length)?;
-    expect("three sinks", attend(base.sinks(&[0.0; 3])), length)?;
-    attend(base.sinks(&[0.0, f32::NEG_INFINITY]))?;
+    expect("one sink logit", attend(base.with_sink_logits(&[0.0])), length)?;
+    expect("three sink logits", attend(base.with_sink_logits(&[0.0; 3])), length)?;
+    attend(base.with_sink_logits(&[0.0, f32::NEG_INFINITY]))?;
     Ok(Outcome::Holds)
 }
 

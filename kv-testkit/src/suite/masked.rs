@@ -118,11 +118,14 @@ fn coded<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(3);
     for format in quantised() {
         for (size, wide) in [(9, 0), (16, 3), (32, 1)] {
-            let spec = spec(backend, &mut rng, format, (size, 30)).sinks(wide);
+            let spec = spec(backend, &mut rng, format, (size, 30)).full_precision_prefix(wide);
             let mut fixture = calibrated(backend, spec, LARGE_MEANS, 3)?;
             for config in windows().step_by(3) {
-                let config =
-                    StepConfig { group: rng.pick(&[1, 3, 8]), sinks: rng.one_in(2), ..config };
+                let config = StepConfig {
+                    group: rng.pick(&[1, 3, 8]),
+                    sink_logits: rng.one_in(2),
+                    ..config
+                };
                 run_sequences(&mut fixture, &config).at(format!(
                     "{format}, blocks of {size}, {wide} rows in 16 bits, {config:?}"
                 ))?;
@@ -138,7 +141,9 @@ fn beside_tail<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(4);
     for format in quantised() {
         for key_mean in [KeyMean::Calibrated, KeyMean::PerBlock] {
-            let spec = spec(backend, &mut rng, format, (9, 40)).sinks(rng.pick(&[0, 2])).tail(true);
+            let spec = spec(backend, &mut rng, format, (9, 40))
+                .full_precision_prefix(rng.pick(&[0, 2]))
+                .tail(true);
             let mut fixture = calibrated(backend, spec.key_mean(key_mean), NEUTRAL, 4)?;
             for config in windows().step_by(2) {
                 for queries in [1, 2, 8] {

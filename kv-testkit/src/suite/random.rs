@@ -25,15 +25,15 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
             plain_formats(b, &|spec| spec.paged(3, 15).wipe_on_release(true).max_seq_len(17))
         }),
         case("random/quantised_contiguous", |b| {
-            quantised_formats(b, &|spec| spec.contiguous(5, 24).sinks(2))
+            quantised_formats(b, &|spec| spec.contiguous(5, 24).full_precision_prefix(2))
         }),
         case("random/quantised_paged_5", |b| quantised_formats(b, &|spec| spec.paged(5, 15))),
-        case("random/quantised_sinks", |b| {
-            quantised_formats(b, &|spec| spec.paged(9, 14).sinks(3))
+        case("random/quantised_full_precision_prefix", |b| {
+            quantised_formats(b, &|spec| spec.paged(9, 14).full_precision_prefix(3))
         }),
         case("random/quantised_tail", |b| {
             quantised_formats(b, &|spec| {
-                spec.paged(8, 24).sinks(1).tail(true).key_mean(KeyMean::PerBlock)
+                spec.paged(8, 24).full_precision_prefix(1).tail(true).key_mean(KeyMean::PerBlock)
             })
         }),
     ]

@@ -168,7 +168,7 @@ fn thousand<B: Device>(backend: &B) -> CaseResult {
 
 fn reserve<B: Device>(backend: &B) -> CaseResult {
     let mut fixture = CacheFixture::new(backend, small().paged(4, 6).build()?, 6)?;
-    let options = StartOptions::default().reserve(14);
+    let options = StartOptions::default().with_reserve(14);
     fixture.cache.start(seq(1), &[], options)?;
     fixture.model.start(seq(1));
     same("free blocks", fixture.cache.free_blocks(GroupId(0)), 2)?;
@@ -232,7 +232,7 @@ fn late_layer<B: Device>(backend: &B) -> CaseResult {
         let reused = cache.start(seq(id), &prompt, StartOptions::default())?;
         same(format!("tokens that sequence {id} reuses"), reused, if id == 2 { 8 } else { 0 })?;
         let view = || kv_core::TensorView::host(&ones, &[9, 1, 8]);
-        let mut step = cache.begin_step(&[StepInput::tokens(seq(id), &prompt[reused..])])?;
+        let mut step = cache.begin_step(&[StepInput::prompt(seq(id), &prompt, reused)])?;
         (0..layers).try_for_each(|layer| step.write(layer, view(), view(), format))?;
         step.commit()?;
         if id == 2 {

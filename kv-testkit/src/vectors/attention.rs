@@ -203,15 +203,16 @@ impl Batch {
         ensure(out_shape == [total_q, q_heads, dv], || format!("out has shape {out_shape:?}"))?;
         let (lse_shape, lse) = numbers(&file, "lse", Dtype::F64, f64::from_le_bytes)?;
         ensure(lse_shape == [total_q, q_heads], || format!("lse has shape {lse_shape:?}"))?;
-        let sinks = match metadata.get("sinks").map(String::as_str) {
+        let sink_logits = match metadata.get("sinks").map(String::as_str) {
             Some("true") => {
-                let (shape, sinks) = numbers(&file, "sinks", Dtype::F32, f32::from_le_bytes)?;
-                ensure(shape == [q_heads], || format!("sinks have shape {shape:?}"))?;
-                Some(sinks)
+                let (shape, sink_logits) = numbers(&file, "sinks", Dtype::F32, f32::from_le_bytes)?;
+                ensure(shape == [q_heads], || format!("sink logits have shape {shape:?}"))?;
+                Some(sink_logits)
             }
             _ => None,
         };
-        let oracle = Attention { sinks, ..attention(&metadata, [q_heads, kv_heads, dk, dv])? };
+        let oracle =
+            Attention { sink_logits, ..attention(&metadata, [q_heads, kv_heads, dk, dv])? };
         let q = cut(&q, &cu_q, q_heads * dk);
         let kv = [cut(&k, &cu_kv, kv_heads * dk), cut(&v, &cu_kv, kv_heads * dv)];
         let dtype = dtype(&metadata)?;

@@ -26,14 +26,13 @@ struct Request {
 
 impl Request {
     fn options(&self, backoff: u32) -> StartOptions<'_> {
-        let options = options(&self.salt, self.adapter, backoff);
-        if self.was_preempted { options.resumed() } else { options }
+        options(&self.salt, self.adapter, backoff).with_resumed(self.was_preempted)
     }
 }
 
 fn options(salt: &[u8], adapter: Option<u64>, backoff: u32) -> StartOptions<'_> {
-    let options = StartOptions::default().salt(salt).backoff_blocks(backoff);
-    adapter.map_or(options, |adapter| options.adapter(adapter))
+    let options = StartOptions::default().with_salt(salt).with_backoff_blocks(backoff);
+    adapter.map_or(options, |adapter| options.with_adapter(adapter))
 }
 
 /// The conditions of one admission.
@@ -200,7 +199,7 @@ impl<B: Device> Engine<B> {
     /// Returns the number of cached tokens of a prompt.
     pub(super) fn look_up(&self, tokens: &[u32], salt: Option<&str>, adapter: Option<u64>) -> u32 {
         let options = options(salt.unwrap_or_default().as_bytes(), adapter, self.backoff);
-        self.cache.probe(tokens, options) as u32
+        self.cache.probe(tokens, options)
     }
 
     /// Admits a request, or changes nothing.
@@ -212,25 +211,25 @@ impl<B: Device> Engine<B> {
         let most = request.tokens.len().min(self.cache.spec().max_seq_len() as usize);
         let prompt = request.tokens[..most].to_vec();
         let options = request.options(self.backoff);
-        let computed = self.cache.probe(&request.tokens, options) as u32;
+        let computed = self.cache.probe(&request.tokens, options);
         let refused = Admitted { computed, is_in: false, new_blocks: Vec::new() };
         let rest = prompt.len() as u32 - computed;
         let chunk = terms.chunk.unwrap_or(rest).min(rest);
-        let admission = Admission::default().chunk(chunk).lookahead(terms.lookahead);
-        let admission = admission.watermark(terms.watermark);
-        let admission = if terms.must_fit { admission.must_fit() } else { admission };
+        let admission = Admission::default().with_chunk(chunk).with_lookahead(terms.lookahead);
+        let admission = admission.with_watermark(terms.watermark);
+        let admission = admission.with_must_fit(terms.must_fit);
         match self.cache.check_admission(&request.tokens, options, &admission) {
-            Ok(tokens) => same("check_admission and probe", tokens as u32, computed)?,
+            Ok(tokens) => same("check_admission and probe", tokens, computed)?,
             Err(CacheError::Exhausted(_)) => return Ok(refused),
             Err(other) => return Err(other.into()),
         }
         let sequence = request.sequence;
         let hashes = provenance::prefix_hashes(&prompt, &options);
         let before = (self.free(), self.cache.stats());
-        let started = self.cache.start(sequence, &prompt, options)? as u32;
+        let started = self.cache.start(sequence, &prompt, options)?;
         same("start and probe", started, computed)?;
         let first = &prompt[computed as usize..(computed + chunk) as usize];
-        let input = StepInput::tokens(sequence, first).lookahead(terms.lookahead);
+        let input = StepInput::tokens(sequence, first).with_lookahead(terms.lookahead);
         let spec = self.cache.spec().clone();
         let mut step = self.cache.begin_step(&[input]).at("a step that was said to fit")?;
         provenance::write(
@@ -306,7 +305,7 @@ impl<B: Device> Engine<B> {
         let hashes = provenance::prefix_hashes(&all, &request.options(0));
         let sequence = request.sequence;
         let input = StepInput::tokens(sequence, &all[begin..]);
-        let input = input.drafts(drafts.len() as u32).lookahead(lookahead);
+        let input = input.with_drafts(drafts.len() as u32).with_lookahead(lookahead);
         if self.windows.len() > 1 && !self.fits_together(&input)? {
             return Ok(false);
         }

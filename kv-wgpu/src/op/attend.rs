@@ -30,7 +30,7 @@ struct Work {
     merged: MergeParams,
     /// Query, constants of K, constants of V.
     inputs: [Slot; 3],
-    sinks: Slot,
+    sink_logits: Slot,
     /// Output, and the log-sum-exp if it was requested.
     outputs: Vec<Slot>,
     tiles: u32,
@@ -55,7 +55,7 @@ pub(crate) fn attend(
     let k = call.plane(&k_view, blocks, Some(plan.layout()))?;
     let v = call.plane(&v_view, blocks, Some(plan.layout()))?;
     let inputs = [q_slot, call.constants(&k_view)?, call.constants(&v_view)?];
-    let sinks = call.recorder.push(options.sink_logits().unwrap_or(&[0.0; 4]))?.into();
+    let sink_logits = call.recorder.push(options.sink_logits().unwrap_or(&[0.0; 4]))?.into();
     let group = group(&q, &k, &v)?;
     let most = plan.sequences().iter().map(|s| s.q_len).max().unwrap_or(0).saturating_mul(group);
     let rows = Rows::of(&k, &v, most);
@@ -73,7 +73,7 @@ pub(crate) fn attend(
         v,
         mask: mask_options(&options),
         scale: options.scale(),
-        soft_cap: options.cap().unwrap_or(0.0),
+        soft_cap: options.soft_cap().unwrap_or(0.0),
         group,
         splits,
         slices,
@@ -91,7 +91,7 @@ pub(crate) fn attend(
         slices,
         segments,
         rows: rows.count,
-        sinks: options.sink_logits().is_some().into(),
+        sink_logits: options.sink_logits().is_some().into(),
         v_constants,
         ..MergeParams::default()
     };
@@ -103,7 +103,7 @@ pub(crate) fn attend(
         params,
         merged,
         inputs,
-        sinks,
+        sink_logits,
         outputs: std::iter::once(out_slot.clone()).chain(lse_slot).collect(),
         tiles: u32::try_from(units).unwrap_or(u32::MAX).saturating_add(to_u32(room.entries)),
         kv_heads: k.num_kv_heads,
@@ -128,8 +128,8 @@ fn group(q: &Tensor, k: &Plane, v: &Plane) -> Result<u32, DeviceError> {
 fn mask_options(options: &AttentionOptions<'_>) -> MaskOptions {
     MaskOptions {
         full: (options.mask() == Mask::Full).into(),
-        window_left: options.window().unwrap_or(u32::MAX),
-        sink_tokens: options.num_sink_tokens(),
+        window_left: options.window_left().unwrap_or(u32::MAX),
+        sink_tokens: options.sink_tokens(),
         pad: 0,
     }
 }
@@ -178,7 +178,7 @@ fn run(
         let (parts, _) = recorder.slot(&memory, (0, bytes), (false, OPERATION))?;
         let merged = MergeParams { first_tile, stats, ..*merged };
         let [_, _, v_constants] = work.inputs.clone();
-        let inputs = [step.lists.clone(), parts, work.sinks.clone(), v_constants];
+        let inputs = [step.lists.clone(), parts, work.sink_logits.clone(), v_constants];
         let slots = [inputs.as_slice(), &work.outputs].concat();
         recorder.dispatch(&work.merge, &merged, &slots, [tiles, work.kv_heads, 1])?;
         first_tile = first_tile.saturating_add(tiles);

@@ -22,7 +22,11 @@ fn kernel(plane: &Plane) -> Kernel {
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
     use kv_core::backend::kernels::FORMATS;
-    let plane = |(format, sinks)| Plane { format, sinks, ..Plane::default() };
+    let plane = |(format, full_precision_prefix)| Plane {
+        format,
+        full_precision_prefix,
+        ..Plane::default()
+    };
     let formats = FORMATS.iter().map(|format| format.kernel_code());
     formats.flat_map(|format| [(format, 0), (format, 1)]).map(|of| kernel(&plane(of))).collect()
 }

@@ -49,12 +49,13 @@ impl CodedRuns {
             }
             let cached = sequence.kv_len.saturating_sub(sequence.new_len);
             let tail = map.tail_begin(sequence.kv_len, sequence.coded);
-            let mut begin = map.tail_begin(cached, sequence.coded_before).max(map.sinks());
+            let mut begin =
+                map.tail_begin(cached, sequence.coded_before).max(map.full_precision_prefix());
             while begin < tail {
                 let index = map.place(begin).index;
                 let end = map.tokens(index.saturating_add(1)).min(tail);
                 // A block that already has codes keeps its mean.
-                let is_whole = begin <= map.tokens(index).max(map.sinks());
+                let is_whole = begin <= map.tokens(index).max(map.full_precision_prefix());
                 words.extend([to_u32(entry), begin, end, is_whole.into(), staged]);
                 staged = staged.saturating_add(cached.min(end).saturating_sub(begin));
                 count = count.saturating_add(1);

@@ -7,46 +7,64 @@ use crate::cache::state::start::{Lookup, exhausted};
 use crate::cache::state::{CacheState, Group, StartOptions, StepInput};
 use crate::error::{CacheError, PlanError};
 use crate::ids::{BlockId, GroupId, SequenceId};
-use crate::num::{to_u32, to_usize};
+use crate::num::to_u32;
 use crate::plan::{BatchEntry, Growth};
 
-/// Under which conditions a prompt may come in.
+/// Conditions under which [`CacheState::check_admission`] admits a prompt.
+///
+/// ```
+/// use kv_core::Admission;
+/// let admission = Admission::default().with_chunk(512).with_watermark(8);
+/// assert_eq!((admission.chunk(), admission.watermark()), (Some(512), 8));
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
 pub struct Admission {
-    /// Tokens of the prompt behind those taken over that its first step brings at most; all of them
-    /// unless set.
-    pub chunk: Option<u32>,
-    /// Slots behind these that are taken too ([`StepInput::lookahead`]).
-    pub lookahead: u32,
-    /// Blocks of every group that must stay free, so that running sequences can grow.
-    pub watermark: u32,
-    /// The whole prompt must fit, computed alone and in steps of [`Self::chunk`] tokens, not just
-    /// the first step's tokens. Windows give back what they leave on the way; blocks that turn out
-    /// to be cached when they are full, and are shared then, are counted as if they were not.
-    pub must_fit: bool,
+    chunk: Option<u32>,
+    lookahead: u32,
+    watermark: u32,
+    must_fit: bool,
 }
 
 impl Admission {
-    /// Sets [`Self::chunk`].
+    /// Limits the tokens that the first step computes of the prompt, after those that are reused;
+    /// all of them unless set.
     #[must_use]
-    pub fn chunk(self, tokens: u32) -> Self {
+    pub fn with_chunk(self, tokens: u32) -> Self {
         Self { chunk: Some(tokens), ..self }
     }
-    /// Sets [`Self::lookahead`].
+    /// Counts the slots of `tokens` tokens after these too ([`StepInput::with_lookahead`]).
     #[must_use]
-    pub fn lookahead(self, tokens: u32) -> Self {
+    pub fn with_lookahead(self, tokens: u32) -> Self {
         Self { lookahead: tokens, ..self }
     }
-    /// Sets [`Self::watermark`].
+    /// Keeps `blocks` blocks of every group free, so that running sequences can grow.
     #[must_use]
-    pub fn watermark(self, blocks: u32) -> Self {
+    pub fn with_watermark(self, blocks: u32) -> Self {
         Self { watermark: blocks, ..self }
     }
-    /// Sets [`Self::must_fit`].
+    /// Whether the whole prompt must fit, computed alone and in steps of [`Self::chunk`] tokens,
+    /// not just the first step's tokens: false unless set. Windows release what they leave on the
+    /// way; blocks that turn out to be cached when they are full, and are shared then, are counted
+    /// as if they were not.
     #[must_use]
-    pub fn must_fit(self) -> Self {
-        Self { must_fit: true, ..self }
+    pub fn with_must_fit(self, must_fit: bool) -> Self {
+        Self { must_fit, ..self }
+    }
+    /// Most tokens that the first step computes, `None` for all.
+    pub fn chunk(&self) -> Option<u32> {
+        self.chunk
+    }
+    /// Tokens after these whose slots are counted too.
+    pub fn lookahead(&self) -> u32 {
+        self.lookahead
+    }
+    /// Blocks of every group that stay free.
+    pub fn watermark(&self) -> u32 {
+        self.watermark
+    }
+    /// Whether the whole prompt must fit.
+    pub fn must_fit(&self) -> bool {
+        self.must_fit
     }
 }
 
@@ -80,7 +98,7 @@ impl CacheState {
         prompt: &[u32],
         options: StartOptions<'_>,
         admission: &Admission,
-    ) -> Result<usize, CacheError> {
+    ) -> Result<u32, CacheError> {
         bounded("reserved tokens", options.reserve, self.spec.max_seq_len())?;
         let mut lookup = Lookup::default();
         self.look_up_unnamed(&mut lookup, prompt, &options);
@@ -120,7 +138,7 @@ impl CacheState {
                 return Err(exhausted(group, total, (free, evictable)).into());
             }
         }
-        Ok(to_usize(reused))
+        Ok(reused)
     }
 
     /// Returns the blocks of one group that [`Self::begin`] would allocate for `inputs`, and those
@@ -214,12 +232,12 @@ impl Chunks<'_> {
         let has_steps = group.window.is_some() || map.has_tail();
         let rest = self.len.saturating_sub(self.reused);
         let chunk = if has_steps && self.chunk > 0 { self.chunk } else { rest.max(1) };
-        let sinks = sink_blocks(group.window, &map);
+        let num_sink_blocks = sink_blocks(group.window, &map);
         // Shared blocks cost nothing, and releasing them frees nothing. The copied block is not
         // shared.
         let is_shared = |block: &BlockId| !group.pool.is_idle(*block) && copied != Some(*block);
         let shared = |live: u32| {
-            let is_live = |at: u32| at < sinks || at >= live;
+            let is_live = |at: u32| at < num_sink_blocks || at >= live;
             let blocks = found.iter(has_part).zip(0..).filter(|(_, at)| is_live(*at));
             to_u32(blocks.filter_map(|(block, _)| block).filter(is_shared).count())
         };
@@ -240,7 +258,7 @@ impl Chunks<'_> {
             let before = if map.has_tail() { reserved } else { entries };
             let further = if ahead > 0 { map.blocks(next.saturating_add(ahead)) } else { 0 };
             entries = growth.blocks().max(further).max(before);
-            let held = entries.saturating_sub(live.saturating_sub(sinks));
+            let held = entries.saturating_sub(live.saturating_sub(num_sink_blocks));
             most = most.max(held.saturating_sub(shared(live)));
             (at, coded, ahead) = (next, map.coded_after(coded, next), 0);
         }

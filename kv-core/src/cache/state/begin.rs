@@ -65,7 +65,7 @@ impl CacheState {
         sequence: SequenceId,
         prompt: &[u32],
         options: StartOptions<'_>,
-    ) -> Result<usize, CacheError> {
+    ) -> Result<u32, CacheError> {
         self.check_open("start")?;
         self.check_start(sequence, prompt, &options)?;
         self.start_in_step_checked(sequence, prompt, options)
@@ -77,7 +77,7 @@ impl CacheState {
         sequence: SequenceId,
         prompt: &[u32],
         options: StartOptions<'_>,
-    ) -> Result<usize, CacheError> {
+    ) -> Result<u32, CacheError> {
         let started = self.start_checked(sequence, prompt, options)?;
         self.open.undo.push(Undo::Started { sequence });
         Ok(started)

@@ -17,7 +17,7 @@ pub(super) struct Written {
     pub(super) growth: Growth,
     /// Number of blocks that the row must have.
     pub(super) blocks: u32,
-    /// Entries that are written, of codes and sinks and of the tail.
+    /// Entries that are written, of full-precision prefix and codes, and of the tail.
     entries: [Range<u32>; 2],
 }
 
@@ -33,7 +33,8 @@ impl Written {
             return Self { growth, blocks, entries };
         }
         // The first row that is written among the codes, and the first in the tail.
-        let first_code = if cached < map.sinks() { cached } else { growth.tail_begin };
+        let first_code =
+            if cached < map.full_precision_prefix() { cached } else { growth.tail_begin };
         let tail_begin = map.tail_begin(len, growth.coded);
         let codes = if first_code < tail_begin {
             map.place(first_code).index..growth.code_blocks

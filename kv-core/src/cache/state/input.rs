@@ -4,7 +4,7 @@ use crate::cache::state::step_state::OpenEntry;
 use crate::error::CacheError;
 use crate::error::PlanError;
 use crate::ids::SequenceId;
-use crate::num::to_u64;
+use crate::num::{to_u64, to_usize};
 use crate::plan::BatchEntry;
 use crate::spec::CacheSpec;
 #[cfg(doc)]
@@ -35,7 +35,13 @@ impl<'a> StepInput<'a> {
     pub fn tokens(sequence: SequenceId, tokens: &'a [u32]) -> Self {
         Self::new(sequence, InputKind::Tokens(tokens))
     }
-    /// So many new tokens, from a caller without token ids; such tokens are never reused.
+    /// The tokens of a prompt after its first `reused`: those that
+    /// [`KvCache::start`](crate::KvCache::start) left to compute. A step refuses an input without
+    /// tokens ([`PlanError::ZeroTokens`]).
+    pub fn prompt(sequence: SequenceId, prompt: &'a [u32], reused: u32) -> Self {
+        Self::tokens(sequence, prompt.get(to_usize(reused)..).unwrap_or_default())
+    }
+    /// A number of new tokens, from a caller without token ids; such tokens are never reused.
     pub fn count(sequence: SequenceId, tokens: u32) -> Self {
         Self::new(sequence, InputKind::Count(tokens))
     }
@@ -53,13 +59,13 @@ impl<'a> StepInput<'a> {
     /// hold one are not reusable before a later step. [`Step::commit_accepted`] or
     /// [`KvCache::truncate`] removes those that were not accepted.
     #[must_use]
-    pub fn drafts(self, drafts: u32) -> Self {
+    pub fn with_drafts(self, drafts: u32) -> Self {
         Self { drafts, ..self }
     }
     /// Also takes the slots of the next `tokens` tokens, for later steps. No effect in groups with
     /// a tail. A lookahead beyond the pools is [exhausted](CacheError::Exhausted).
     #[must_use]
-    pub fn lookahead(self, tokens: u32) -> Self {
+    pub fn with_lookahead(self, tokens: u32) -> Self {
         Self { lookahead: tokens, ..self }
     }
 

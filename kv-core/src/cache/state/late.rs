@@ -72,8 +72,8 @@ impl CacheState {
         }
         for entry in self.open.batch.iter().filter(|entry| entry.queries > 0) {
             let first = entry.cached.saturating_add(entry.new_tokens).saturating_sub(entry.queries);
-            let sees_sinks = options.num_sink_tokens() > 0;
-            let window = options.window().filter(|_| !sees_sinks);
+            let sees_sink_tokens = options.sink_tokens() > 0;
+            let window = options.window_left().filter(|_| !sees_sink_tokens);
             let begin = window.map_or(0, |left| first.saturating_sub(left));
             self.check_rows_in(layer, entry.row, begin)?;
         }

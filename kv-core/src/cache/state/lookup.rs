@@ -42,7 +42,7 @@ impl PrefixHit {
             donor: found.donor,
             live: [self.whole, self.tokens()]
                 .map(|len| window.map_or(0, |window| first_live(map, window, len))),
-            sinks: sink_blocks(window, map),
+            sink_blocks: sink_blocks(window, map),
         }
     }
 
@@ -121,13 +121,13 @@ pub(super) struct Needed<'a> {
     donor: Option<BlockId>,
     /// First block needed after those of the sink tokens, without the donor and with it.
     live: [u32; 2],
-    sinks: u32,
+    sink_blocks: u32,
 }
 
 impl Needed<'_> {
     /// Iterates in table order, with `None` for a vacant entry. `part`: with the donor.
     pub(super) fn iter(&self, part: bool) -> impl Iterator<Item = Option<BlockId>> + '_ {
-        let is_vacant = move |index: u32| index >= self.sinks && index < self.live(part);
+        let is_vacant = move |index: u32| index >= self.sink_blocks && index < self.live(part);
         let whole = self.blocks.iter().zip(0..);
         let whole = whole.map(move |(block, i)| if is_vacant(i) { None } else { *block });
         whole.chain(self.donor.filter(|_| part).map(Some))
@@ -135,7 +135,7 @@ impl Needed<'_> {
     /// Returns the number of whole blocks, without vacant entries.
     pub(super) fn num_blocks(&self, part: bool) -> u32 {
         let whole = to_u32(self.blocks.len());
-        whole.saturating_sub(self.live(part).min(whole).saturating_sub(self.sinks))
+        whole.saturating_sub(self.live(part).min(whole).saturating_sub(self.sink_blocks))
     }
     pub(super) fn live(&self, part: bool) -> u32 {
         let [whole, with_part] = self.live;
@@ -184,7 +184,7 @@ impl HitBlocks {
             return map.tokens(blocks);
         };
         let is_there = |i: &u32| self.blocks.get(to_usize(*i)).is_some_and(Option::is_some);
-        let sinks = sink_blocks(Some(window), &map);
+        let num_sink_blocks = sink_blocks(Some(window), &map);
         while blocks > 0 {
             let end = blocks.saturating_add(backoff);
             // A window of only the query itself needs no block; still something must be cached.
@@ -194,7 +194,7 @@ impl HitBlocks {
                 blocks = gap.saturating_sub(backoff);
                 continue;
             }
-            match (0..sinks.min(blocks)).find(|i| !is_there(i)) {
+            match (0..num_sink_blocks.min(blocks)).find(|i| !is_there(i)) {
                 Some(gap) => blocks = gap.saturating_sub(backoff),
                 None => break,
             }

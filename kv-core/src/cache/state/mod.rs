@@ -35,7 +35,7 @@ use crate::eviction::{Clock, SystemClock};
 use crate::geometry::PlaneLayout;
 use crate::ids::{BlockId, GroupId, LayerId, SequenceId};
 use crate::invariant::Invariant;
-use crate::num::to_u64;
+use crate::num::{to_u32, to_u64};
 use crate::slot_map::SlotMap;
 use crate::spec::{CacheSpec, GroupSpec, Window};
 pub use admission::{Admission, BlockDemand};
@@ -63,7 +63,7 @@ pub use usage::Usage;
 /// let prompt = [1, 2, 3, 4, 5];
 /// for (id, cached) in [(SequenceId(0), 0), (SequenceId(1), 4)] {
 ///     assert_eq!(state.start(id, &prompt, StartOptions::default())?, cached);
-///     state.begin(&[StepInput::tokens(id, &prompt[cached..])], |_| 1)?;
+///     state.begin(&[StepInput::prompt(id, &prompt, cached)], |_| 1)?;
 ///     state.commit()?;
 /// }
 /// assert_eq!(state.usage().blocks_used, 4); // two are shared
@@ -296,8 +296,8 @@ impl CacheState {
         self.sequences.ids()
     }
     /// Returns the number of live sequences.
-    pub fn num_sequences(&self) -> usize {
-        self.sequences.len()
+    pub fn num_sequences(&self) -> u32 {
+        to_u32(self.sequences.len())
     }
     /// Returns the blocks of a sequence in token order, reserved ones included.
     pub fn block_table(&self, sequence: SequenceId, group: GroupId) -> Option<&[BlockId]> {

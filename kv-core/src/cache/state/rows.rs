@@ -89,9 +89,9 @@ fn each_block(group: &Group, row: u32, len: u32, mut each: impl FnMut(BlockId, R
     let coded = group.tables.coded(row);
     let tail_begin = map.tail_begin(len, coded);
     let (count, vacant) = (map.blocks(tail_begin), group.vacant(row));
-    let (sinks, live) =
+    let (sink_blocks, live) =
         if vacant.is_empty() { (0, 0) } else { (vacant.start.min(count), vacant.end) };
-    for at in (0..sinks).chain(live..count) {
+    for at in (0..sink_blocks).chain(live..count) {
         let (begin, end) = (map.tokens(at), map.tokens(at.saturating_add(1)).min(tail_begin));
         if begin < end {
             each(group.entry(row, at), Run { row, begin, end });

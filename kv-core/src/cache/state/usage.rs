@@ -12,7 +12,7 @@ use crate::ids::{GroupId, SequenceId};
 #[non_exhaustive]
 pub struct Usage {
     /// Live sequences.
-    pub sequences: usize,
+    pub sequences: u32,
     /// Committed tokens of all sequences; a shared token counts once a sequence.
     pub tokens: u64,
     /// Blocks of all pools.
@@ -58,7 +58,7 @@ impl CacheState {
             self.groups.iter().fold(0_u32, |n, group| n.saturating_add(count(&group.pool)))
         };
         Usage {
-            sequences: self.sequences.len(),
+            sequences: self.num_sequences(),
             tokens,
             blocks_total: sum(BlockPool::num_blocks),
             blocks_used: sum(BlockPool::num_used),

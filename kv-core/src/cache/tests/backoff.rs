@@ -5,7 +5,7 @@ use crate::PrefixReuse;
 use crate::eviction::Eviction;
 
 fn draft() -> StartOptions<'static> {
-    StartOptions::default().backoff_blocks(1)
+    StartOptions::default().with_backoff_blocks(1)
 }
 
 /// Creates groups with full-block reuse of 4 tokens, one per window.
@@ -30,7 +30,7 @@ fn keep_only(cache: &mut KvCache<NullBackend>, group: usize, prompt: &[u32], kep
 }
 
 /// Returns the tokens hit of eight blocks and one token, of which groups have only some.
-fn found(windows: &[Option<u32>], kept: &[&[u32]], options: StartOptions<'_>) -> usize {
+fn found(windows: &[Option<u32>], kept: &[&[u32]], options: StartOptions<'_>) -> u32 {
     let mut cache = windowed(windows);
     // All at once, so that no block leaves a window before it is published.
     run(&mut cache, SEQ[0], &tokens(0..32));
@@ -52,7 +52,7 @@ fn the_last_block_of_a_hit_is_dropped() {
     assert_eq!(found(&[None, Some(7)], &[all, all], draft()), 28);
     assert_eq!(found(&[None], &[&[0, 1, 2]], draft()), 8);
     assert_eq!(found(&[None], &[&[0]], draft()), 0);
-    assert_eq!(found(&[None], &[all], StartOptions::default().backoff_blocks(9)), 0);
+    assert_eq!(found(&[None], &[all], StartOptions::default().with_backoff_blocks(9)), 0);
 }
 
 /// A window of 8 tokens needs two blocks before it, and one more for the backoff.

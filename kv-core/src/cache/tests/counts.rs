@@ -64,48 +64,48 @@ const CALLS: [(&str, u32, bool, &str, Call); 12] = [
         |cache, n| step(cache, StepInput::query(SEQ[0], n)),
     ),
     ("drafts", 2, true, "drafts: 3 given, at most 2 are possible", |cache, n| {
-        step(cache, StepInput::count(SEQ[0], 2).drafts(n))
+        step(cache, StepInput::count(SEQ[0], 2).with_drafts(n))
     }),
     ("drafts of ids", 2, true, "drafts: 3 given, at most 2 are possible", |cache, n| {
-        step(cache, StepInput::tokens(SEQ[0], &[5, 6]).drafts(n))
+        step(cache, StepInput::tokens(SEQ[0], &[5, 6]).with_drafts(n))
     }),
     ("drafts without tokens", 0, true, "drafts: 1 given, at most 0 are possible", |cache, n| {
-        step(cache, StepInput::idle(SEQ[0]).drafts(n))
+        step(cache, StepInput::idle(SEQ[0]).with_drafts(n))
     }),
     (
         "lookahead",
         36,
         true,
         "group 0 is out of blocks: 10 needed, 9 free, 0 of them evictable",
-        |cache, n| step(cache, StepInput::count(SEQ[0], 1).lookahead(n)),
+        |cache, n| step(cache, StepInput::count(SEQ[0], 1).with_lookahead(n)),
     ),
     (
         "reserve",
         MAX,
         true,
         "sequence 1: 0 cached + 25 new tokens exceed the maximum of 24",
-        |cache, n| cache.start(SEQ[1], &[], StartOptions::default().reserve(n)).map(drop),
+        |cache, n| cache.start(SEQ[1], &[], StartOptions::default().with_reserve(n)).map(drop),
     ),
     (
         "reserve of a prompt that asks",
         MAX,
         true,
         "reserved tokens: 25 given, at most 24 are possible",
-        |cache, n| admit(cache, StartOptions::default().reserve(n), &Admission::default()),
+        |cache, n| admit(cache, StartOptions::default().with_reserve(n), &Admission::default()),
     ),
     (
         "lookahead of a prompt that asks",
         34,
         true,
         "group 0 is out of blocks: 10 needed, 9 free, 0 of them evictable",
-        |cache, n| admit(cache, StartOptions::default(), &Admission::default().lookahead(n)),
+        |cache, n| admit(cache, StartOptions::default(), &Admission::default().with_lookahead(n)),
     ),
     (
         "watermark of a prompt that asks",
         8,
         true,
         "group 0 is out of blocks: 10 needed, 9 free, 0 of them evictable",
-        |cache, n| admit(cache, StartOptions::default(), &Admission::default().watermark(n)),
+        |cache, n| admit(cache, StartOptions::default(), &Admission::default().with_watermark(n)),
     ),
     (
         "tokens at completion",
@@ -158,12 +158,14 @@ fn counts_are_bounded_before_anything_is_allocated() {
 fn chunks_are_no_longer_than_their_prompt() {
     let mut cache = counted();
     for chunk in [1, MAX, u32::MAX] {
-        let admission = Admission::default().chunk(chunk).must_fit();
+        let admission = Admission::default().with_chunk(chunk).with_must_fit(true);
         admit(&cache, StartOptions::default(), &admission).unwrap();
     }
     let long = vec![7; 25];
-    assert!(cache.start(SEQ[1], &long, StartOptions::default().backoff_blocks(u32::MAX)).is_err());
-    cache.start(SEQ[1], &[7; 24], StartOptions::default().backoff_blocks(u32::MAX)).unwrap();
+    assert!(
+        cache.start(SEQ[1], &long, StartOptions::default().with_backoff_blocks(u32::MAX)).is_err()
+    );
+    cache.start(SEQ[1], &[7; 24], StartOptions::default().with_backoff_blocks(u32::MAX)).unwrap();
 }
 
 #[test]
@@ -262,7 +264,12 @@ fn lengths_in_plans_are_bounded_by_their_tables() {
 #[test]
 fn slot_maps_take_any_number() {
     let spec = |tail| {
-        let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).sinks(3).tail(tail);
+        let spec = CacheSpec::builder()
+            .layers(1)
+            .kv_heads(1)
+            .head_dim(32)
+            .full_precision_prefix(3)
+            .tail(tail);
         let spec = spec.format(KvFormat::Int8(crate::Scaling::Row)).paged(4, 100);
         *spec.build().unwrap().groups()[0].slot_map()
     };

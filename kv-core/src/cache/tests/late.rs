@@ -51,7 +51,7 @@ fn attend(
     let (q, mut out) = ([0.0_f32; 2], [0.0_f32; 2]);
     let out = TensorViewMut::host(&mut out, &[1, 1, 2]);
     let options = AttentionOptions::causal(1.0);
-    let options = left.map_or(options, |left| options.window_left(left));
+    let options = left.map_or(options, |left| options.with_window_left(left));
     step.attend(layer, TensorView::host(&q, &[1, 1, 2]), out, &options)
 }
 

@@ -17,7 +17,7 @@ fn of_16(
 }
 
 /// Computes a prompt and ends it; returns how many of its tokens were cached.
-fn request(cache: &mut KvCache<NullBackend>, prompt: &[u32]) -> usize {
+fn request(cache: &mut KvCache<NullBackend>, prompt: &[u32]) -> u32 {
     let reused = run(cache, SEQ[0], prompt);
     cache.release(SEQ[0]).unwrap();
     reused
@@ -154,7 +154,7 @@ fn drafts_are_shared_only_when_they_are_accepted() {
             prompt.drain(..usize::try_from(reused).unwrap());
             step_all(&mut cache, &[(SEQ[1], &prompt)]);
             let drafts = tokens(4..9);
-            let input = StepInput::tokens(SEQ[1], &drafts).drafts(5);
+            let input = StepInput::tokens(SEQ[1], &drafts).with_drafts(5);
             let mut step = cache.begin_step(&[input]).unwrap();
             write_all(&mut step).unwrap();
             step.commit_accepted(&[accepted]).unwrap();
@@ -228,7 +228,7 @@ fn a_partial_block_is_replaced_by_content_that_continues_it() {
         check_invariants(&cache);
     }
     for len in (2..16).rev() {
-        assert_eq!(request(&mut cache, &tokens(0..len)), usize::try_from(len - 1).unwrap());
+        assert_eq!(request(&mut cache, &tokens(0..len)), len - 1);
         assert_eq!(cached(&cache), 1, "{len} tokens");
     }
     let mut other = tokens(0..9);
@@ -260,15 +260,15 @@ fn namespaces_and_contents_are_indexed_apart() {
     let (cat, dog) = (image(1), image(2));
     let all = [
         StartOptions::default(),
-        StartOptions::default().salt(b"t1"),
-        StartOptions::default().adapter(1),
-        StartOptions::default().contents(&cat),
-        StartOptions::default().contents(&dog),
+        StartOptions::default().with_salt(b"t1"),
+        StartOptions::default().with_adapter(1),
+        StartOptions::default().with_contents(&cat),
+        StartOptions::default().with_contents(&dog),
     ];
     for round in 0..3 {
         for options in &all {
             let reused = cache.start(SEQ[0], &prompt, *options).unwrap();
-            step_all(&mut cache, &[(SEQ[0], &prompt[reused..])]);
+            step_all(&mut cache, &[(SEQ[0], &prompt[reused as usize..])]);
             cache.release(SEQ[0]).unwrap();
             check_invariants(&cache);
             assert!(round == 0 || reused == 15, "{options:?}: {reused} reused");
@@ -284,10 +284,10 @@ fn a_part_of_a_block_is_reused_up_to_where_images_differ() {
     let prompt = tokens(0..16);
     let probe = |made: &[ContentSpan], asked: &[ContentSpan]| {
         let mut cache = of_16(64, |spec| spec);
-        cache.start(SEQ[0], &prompt[..15], StartOptions::default().contents(made)).unwrap();
+        cache.start(SEQ[0], &prompt[..15], StartOptions::default().with_contents(made)).unwrap();
         step_all(&mut cache, &[(SEQ[0], &prompt[..15])]);
         cache.release(SEQ[0]).unwrap();
-        cache.probe(&prompt, StartOptions::default().contents(asked))
+        cache.probe(&prompt, StartOptions::default().with_contents(asked))
     };
     let cat = span(5, 4, 1);
     assert_eq!(probe(&[cat], &[cat]), 15);
@@ -368,7 +368,8 @@ fn accepted_drafts_are_published_before_a_truncated_block() {
         });
         run(&mut cache, SEQ[0], &tokens(0..4));
         let drafts = tokens(4..12);
-        let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &drafts).drafts(8)]).unwrap();
+        let mut step =
+            cache.begin_step(&[StepInput::tokens(SEQ[0], &drafts).with_drafts(8)]).unwrap();
         write_all(&mut step).unwrap();
         step.commit().unwrap();
         cache.truncate(SEQ[0], 9).unwrap();
@@ -385,7 +386,8 @@ fn a_block_that_forks_hold_is_not_replaced_by_an_idle_one() {
     request(&mut cache, &prompt[..16]);
     // The fork holds the same block of 16 tokens, two of which are not accepted yet.
     cache.start(SEQ[1], &[], StartOptions::default()).unwrap();
-    let mut step = cache.begin_step(&[StepInput::tokens(SEQ[1], &prompt[..16]).drafts(2)]).unwrap();
+    let mut step =
+        cache.begin_step(&[StepInput::tokens(SEQ[1], &prompt[..16]).with_drafts(2)]).unwrap();
     write_all(&mut step).unwrap();
     step.commit().unwrap();
     cache.fork(SEQ[1], SEQ[2]).unwrap();

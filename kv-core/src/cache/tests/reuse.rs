@@ -21,9 +21,9 @@ fn full_blocks(num_blocks: u32) -> KvCache<NullBackend> {
 }
 
 /// Starts a sequence and computes what is not cached; returns the number of cached tokens.
-pub(super) fn run(cache: &mut KvCache<NullBackend>, sequence: SequenceId, prompt: &[u32]) -> usize {
+pub(super) fn run(cache: &mut KvCache<NullBackend>, sequence: SequenceId, prompt: &[u32]) -> u32 {
     let reused = cache.start(sequence, prompt, StartOptions::default()).unwrap();
-    feed(cache, sequence, &prompt[reused..]);
+    feed(cache, sequence, &prompt[reused as usize..]);
     reused
 }
 
@@ -95,7 +95,7 @@ fn drafts_are_not_reusable_before_they_are_confirmed() {
             spec.prefix_reuse(PrefixReuse::FullBlocks).publish_at(publish_at)
         });
         run(&mut cache, SEQ[0], &tokens(0..7));
-        let input = StepInput::tokens(SEQ[0], &[7, 8, 9, 10, 11]).drafts(4);
+        let input = StepInput::tokens(SEQ[0], &[7, 8, 9, 10, 11]).with_drafts(4);
         let mut step = cache.begin_step(&[input]).unwrap();
         write_all(&mut step).unwrap();
         step.commit_accepted(&[2]).unwrap();
@@ -163,7 +163,7 @@ fn no_part_is_reused_of_a_block_that_the_open_step_fills() {
         let mut step = cache.begin_step(&[StepInput::tokens(SEQ[0], &prompt)]).unwrap();
         let reused = step.start(SEQ[1], &prompt, StartOptions::default()).unwrap();
         assert_eq!(reused, if publish_at == PublishAt::Begin { 12 } else { 0 });
-        step.add(StepInput::tokens(SEQ[1], &prompt[reused..])).unwrap();
+        step.add(StepInput::prompt(SEQ[1], &prompt, reused)).unwrap();
         write_all(&mut step).unwrap();
         step.commit().unwrap();
         assert_eq!(cache.stats().cow_copies, 0);
@@ -175,7 +175,7 @@ fn no_part_is_reused_of_a_block_that_the_open_step_fills() {
 #[test]
 fn a_first_chunk_is_no_longer_than_the_prompt() {
     let cache = full_blocks(8);
-    let admission = Admission::default().chunk(1000).must_fit();
+    let admission = Admission::default().with_chunk(1000).with_must_fit(true);
     let admits = |tokens: u32| {
         let prompt: Vec<_> = (0..tokens).collect();
         cache.check_admission(&prompt, StartOptions::default(), &admission)
@@ -220,16 +220,16 @@ fn salts_adapters_and_contents_keep_prompts_apart() {
     let (cat, dog) = (image(1), image(2));
     let all = [
         StartOptions::default(),
-        StartOptions::default().salt(b"t1"),
-        StartOptions::default().salt(b"t2"),
-        StartOptions::default().adapter(1),
-        StartOptions::default().contents(&cat),
-        StartOptions::default().contents(&dog),
+        StartOptions::default().with_salt(b"t1"),
+        StartOptions::default().with_salt(b"t2"),
+        StartOptions::default().with_adapter(1),
+        StartOptions::default().with_contents(&cat),
+        StartOptions::default().with_contents(&dog),
     ];
     for (options, hits) in all.iter().zip([0, 0, 0, 0, 4, 4]) {
         assert_eq!(cache.probe(&prompt, *options), hits);
         assert_eq!(cache.start(SEQ[0], &prompt, *options).unwrap(), hits);
-        feed(&mut cache, SEQ[0], &prompt[hits..]);
+        feed(&mut cache, SEQ[0], &prompt[hits as usize..]);
         cache.release(SEQ[0]).unwrap();
     }
     assert!(all.iter().all(|options| cache.probe(&prompt, *options) == 16));
@@ -335,7 +335,7 @@ fn drafts_that_are_committed_wait_for_a_later_step() {
             spec.prefix_reuse(PrefixReuse::FullBlocks).publish_at(publish_at)
         });
         run(&mut cache, SEQ[0], &tokens(0..7));
-        let input = StepInput::tokens(SEQ[0], &[7, 8, 9, 10, 11, 12]).drafts(5);
+        let input = StepInput::tokens(SEQ[0], &[7, 8, 9, 10, 11, 12]).with_drafts(5);
         let mut step = cache.begin_step(&[input]).unwrap();
         write_all(&mut step).unwrap();
         step.commit().unwrap();

@@ -56,7 +56,7 @@ fn sequences_that_ended_keep_no_memory() {
     let before = (cache.plan_bytes(), cache.history_bytes());
     for id in [LONG, SEQ[1], LONG] {
         let reused = cache.start(id, &prompt, StartOptions::default()).unwrap();
-        commit(&mut cache, &[StepInput::tokens(id, &prompt[reused..])]);
+        commit(&mut cache, &[StepInput::prompt(id, &prompt, reused)]);
         cache.fork(id, SEQ[2]).unwrap();
         assert!(cache.history_bytes() > 4 * 250_000);
         cache.release(id).unwrap();

@@ -60,7 +60,7 @@ fn blocks_of_the_slack_are_counted() {
         for chunk in [1, 5] {
             let mut cache = window(slack, 40);
             let prompt: Vec<_> = (0..70).collect();
-            let admission = Admission::default().chunk(chunk).must_fit();
+            let admission = Admission::default().with_chunk(chunk).with_must_fit(true);
             start(&mut cache, SEQ[0]);
             let mut most = 0;
             for at in (0..70).step_by(usize::try_from(chunk).unwrap()) {

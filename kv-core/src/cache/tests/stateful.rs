@@ -130,7 +130,7 @@ impl Model {
     ) -> Result<(), CacheError> {
         match operation {
             Operation::Start(s, n) => {
-                cache.start(*s, &[], StartOptions::default().reserve(*n))?;
+                cache.start(*s, &[], StartOptions::default().with_reserve(*n))?;
                 self.texts.insert(*s, 0);
             }
             Operation::Prompt(s, n, number) => {
@@ -164,8 +164,8 @@ impl Model {
                 let input = match count {
                     Count::Tokens => StepInput::count(*sequence, *n),
                     Count::Queries => StepInput::query(*sequence, *n),
-                    Count::Drafts => StepInput::count(*sequence, 2).drafts(*n),
-                    Count::Lookahead => StepInput::count(*sequence, 1).lookahead(*n),
+                    Count::Drafts => StepInput::count(*sequence, 2).with_drafts(*n),
+                    Count::Lookahead => StepInput::count(*sequence, 1).with_lookahead(*n),
                 };
                 self.step(cache, &[input], false)?;
             }
@@ -326,7 +326,7 @@ impl Model {
     fn ping(&mut self, cache: &mut KvCache<NullBackend>, prompt: &[u32]) -> Result<(), CacheError> {
         let id = SequenceId(99);
         let reused = cache.start(id, prompt, StartOptions::default())?;
-        let ran = cache.begin_step(&[StepInput::tokens(id, &prompt[reused..])]);
+        let ran = cache.begin_step(&[StepInput::prompt(id, &prompt, reused)]);
         let ran = ran.and_then(|mut step| {
             write_all(&mut step)?;
             step.commit()
@@ -426,12 +426,14 @@ proptest! {
     #[test]
     fn random_operations_with_windows_keep_the_state_consistent(
         operations in prop::collection::vec(operation(), 1..60),
-        (slack, sinks) in (0..6_u32, 0..3_u32),
+        (slack, prefix) in (0..6_u32, 0..3_u32),
     ) {
         let int8 = crate::KvFormat::Int8(crate::Scaling::Row);
         let spec = CacheSpec::builder().layers(2).kv_heads(1).head_dim(4).format(int8);
         let spec = spec.paged(4, 12).window_left(5).window_slack(slack).sink_tokens(1);
-        let spec = spec.sinks(sinks).group([1], |group| group.paged(3, 16).window_left(3));
+        let spec = spec.full_precision_prefix(prefix).group([1], |group| {
+            group.paged(3, 16).window_left(3)
+        });
         run_operations(&mut KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap(), &operations);
     }
 }

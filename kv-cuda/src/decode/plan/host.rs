@@ -96,8 +96,8 @@ impl Work {
         let (begin, _) = self.visible(sequence, query(row));
         let (_, end) = self.visible(sequence, last);
         let first = begin / TILE;
-        let sinks = self.sink_tokens.min(begin).div_ceil(TILE).min(first);
-        sinks + if end > begin { end.div_ceil(TILE) - first } else { 0 }
+        let sink_tiles = self.sink_tokens.min(begin).div_ceil(TILE).min(first);
+        sink_tiles + if end > begin { end.div_ceil(TILE) - first } else { 0 }
     }
 
     /// Computes `AttentionOptions::visible`.

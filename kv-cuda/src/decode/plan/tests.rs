@@ -150,7 +150,11 @@ fn keys_outside_a_window_have_no_tiles() {
     let windowed = Work { window_left: 100, sink_tokens: 70, ..work(1, 1, 1) };
     let tiles = |work: &Work, kv_len| planned(&sequences(&[(1, kv_len)]), work).pieces[0].tile_end;
     assert_eq!(tiles(&windowed, 10_000), 2 + 3, "sink tokens, then 9899..10000");
-    assert_eq!(tiles(&windowed, 228), 1 + 3, "127..228 begins in the second tile of the sinks");
+    assert_eq!(
+        tiles(&windowed, 228),
+        1 + 3,
+        "127..228 begins in the second tile of the sink tokens"
+    );
     assert_eq!(tiles(&windowed, 100), 2);
     assert_eq!(tiles(&Work { sink_tokens: 0, ..windowed }, 10_000), 3);
     assert_eq!(tiles(&Work { window_left: u32::MAX, ..windowed }, 10_000), 157);
@@ -187,7 +191,7 @@ mod device {
 
     /// Plans on host and device; the device's thread order depends on `seed`.
     fn compare(seed: u32, cases: impl Iterator<Item = (Vec<Sequence>, Work)>) {
-        let gpu = Emulator::open(&EmulatorOptions::default().seed(seed)).unwrap();
+        let gpu = Emulator::open(&EmulatorOptions::default().with_seed(seed)).unwrap();
         let mut stream = gpu.stream().unwrap();
         for (sequences, work) in cases {
             let host = planned(&sequences, &work);

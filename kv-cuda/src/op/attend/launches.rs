@@ -160,7 +160,7 @@ pub(super) fn prefill(selected: Prefill, params: &AttendParams, extent: &Extent)
 /// Returns whether all rows have one width and are aligned to 16 bytes.
 fn is_copyable(plane: &Plane) -> bool {
     let strides = [plane.base, plane.block_bytes, plane.token_stride, plane.head_stride];
-    let extras = [plane.transforms, plane.block_means, plane.sinks, plane.has_tail];
+    let extras = [plane.transforms, plane.block_means, plane.full_precision_prefix, plane.has_tail];
     strides.iter().all(|n| n.is_multiple_of(16)) && extras.iter().all(|n| *n == 0)
 }
 

@@ -62,9 +62,9 @@ pub(crate) fn attend(
     if group == 0 || v_plane.num_kv_heads != kv_heads {
         return Err(unsupported(OPERATION, format!("{} query, {kv_heads} kv heads", q.heads)));
     }
-    let sinks = options
+    let sink_logits = options
         .sink_logits()
-        .map(|sinks| constants.get((&mut transfer, call.held), sinks))
+        .map(|sink_logits| constants.get((&mut transfer, call.held), sink_logits))
         .transpose()?;
     let mut params = AttendParams {
         plan: step.plan,
@@ -73,13 +73,13 @@ pub(crate) fn attend(
         lse: lse.unwrap_or_default(),
         k_plane,
         v_plane,
-        sink_logits: sinks.unwrap_or(0),
+        sink_logits: sink_logits.unwrap_or(0),
         part_index: step.part_index,
         scale: options.scale(),
-        soft_cap: options.cap().unwrap_or(0.0),
+        soft_cap: options.soft_cap().unwrap_or(0.0),
         full: (options.mask() == Mask::Full).into(),
-        window_left: options.window().unwrap_or(u32::MAX),
-        sink_tokens: options.num_sink_tokens(),
+        window_left: options.window_left().unwrap_or(u32::MAX),
+        sink_tokens: options.sink_tokens(),
         group,
         q_len_max: u32::MAX,
         ..AttendParams::default()

@@ -1,21 +1,21 @@
 //! Blocks that a request needs in groups with windows: exactly those that it holds at its peak.
-use kv::GroupSpec;
+use kv::spec::GroupSpec;
 
 use super::*;
 
 /// One layer without a window and one with a window, with blocks for each.
-fn mixed((left, sinks): (u32, u32), block_size: u32, blocks: &[u32]) -> CacheSpec {
+fn mixed((left, sink_tokens): (u32, u32), block_size: u32, blocks: &[u32]) -> CacheSpec {
     let spec = CacheSpec::builder().layers(LAYERS).kv_heads(1).head_dim(1);
     let spec = spec.paged(block_size, blocks[0]).publish_at(PublishAt::Begin);
     let spec = spec.group([1], |group| {
-        group.window_left(left).sink_tokens(sinks).paged(block_size, blocks[1])
+        group.window_left(left).sink_tokens(sink_tokens).paged(block_size, blocks[1])
     });
     spec.build().expect("spec")
 }
 
-fn window_only(left: u32, sinks: u32, block_size: u32, blocks: u32) -> CacheSpec {
+fn window_only(left: u32, sink_tokens: u32, block_size: u32, blocks: u32) -> CacheSpec {
     let spec = CacheSpec::builder().layers(LAYERS).kv_heads(1).head_dim(1).max_seq_len(CONTEXT);
-    let spec = spec.window_left(left).sink_tokens(sinks).publish_at(PublishAt::Begin);
+    let spec = spec.window_left(left).sink_tokens(sink_tokens).publish_at(PublishAt::Begin);
     spec.paged(block_size, blocks).build().expect("spec")
 }
 
@@ -101,13 +101,13 @@ fn a_predicted_fit_runs_and_one_block_less_is_refused() {
     let mut exact = 0;
     for round in 0..150 {
         let (request, limits, size) = random_request(&mut random);
-        let (left, sinks) = (random.below(40), random.below(3) * random.below(9));
+        let (left, sink_tokens) = (random.below(40), random.below(3) * random.below(9));
         let block_size = 1 + random.below(9);
         let group = |spec: &CacheSpec, at: usize| size.blocks(&spec.groups()[at]);
-        let about = format!("round {round}: {size:?} {left} {sinks} {block_size}");
+        let about = format!("round {round}: {size:?} {left} {sink_tokens} {block_size}");
         // Only layers with a window.
-        let needed = group(&window_only(left, sinks, block_size, 1), 0);
-        let spec = |blocks| window_only(left, sinks, block_size, blocks);
+        let needed = group(&window_only(left, sink_tokens, block_size, 1), 0);
+        let spec = |blocks| window_only(left, sink_tokens, block_size, blocks);
         let (_, stats) = run_blind(spec(needed), vec![request.clone()], limits.clone())
             .unwrap_or_else(|error| panic!("{about}: {needed} blocks: {error}"));
         exact += u32::from(stats.blocks_peak == needed);
@@ -115,9 +115,9 @@ fn a_predicted_fit_runs_and_one_block_less_is_refused() {
             run_blind(spec(needed - 1), vec![request.clone()], limits.clone()).expect_err(&about);
         }
         // A layer without a window besides.
-        let both = mixed((left, sinks), block_size, &[1, 1]);
+        let both = mixed((left, sink_tokens), block_size, &[1, 1]);
         let needed: Vec<_> = (0..2).map(|at| group(&both, at)).collect();
-        let both = |blocks: &[u32]| mixed((left, sinks), block_size, blocks);
+        let both = |blocks: &[u32]| mixed((left, sink_tokens), block_size, blocks);
         run_blind(both(&needed), vec![request.clone()], limits.clone())
             .unwrap_or_else(|error| panic!("{about}: {needed:?} blocks: {error}"));
         for at in 0..2 {

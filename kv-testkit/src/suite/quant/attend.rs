@@ -21,7 +21,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("quant/formats_by_layer", by_layer),
         case("quant/transform_on_and_off", transforms),
         case("quant/large_means_with_cap_and_sink_logits", large_means),
-        case("quant/first_tokens_in_16_bits", sinks),
+        case("quant/first_tokens_in_16_bits", full_precision_prefix),
         case("quant/small_weights_decide", small_weights),
         case("quant/long_context_is_split", long),
         case("quant/segments", segments),
@@ -38,7 +38,11 @@ fn matrix<B: Device>(backend: &B, dim: u32) -> CaseResult {
             for paged in [false, true] {
                 let spec = CacheSpec::builder().layers(1).kv_heads(heads).head_dim(dim);
                 let spec = spec.format(format).block_order(rng.pick(&ORDERS));
-                let spec = if paged { spec.paged(8, 6).sinks(1) } else { spec.contiguous(2, 12) };
+                let spec = if paged {
+                    spec.paged(8, 6).full_precision_prefix(1)
+                } else {
+                    spec.contiguous(2, 12)
+                };
                 let config = StepConfig { group, ..StepConfig::random(&mut rng) };
                 let mut fixture = calibrated(backend, spec, NEUTRAL, 1)?;
                 two_sequences(&mut fixture, &config)
@@ -56,7 +60,8 @@ fn odd_dims<B: Device>(backend: &B) -> CaseResult {
             let (k, v) = (dim(backend, k), dim(backend, v));
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(k, v).format(format);
             // In some formats, a short row in 16 bits is longer than a block of codes.
-            let mut fixture = calibrated(backend, spec.paged(16, 4).sinks(1), NEUTRAL, 2)?;
+            let mut fixture =
+                calibrated(backend, spec.paged(16, 4).full_precision_prefix(1), NEUTRAL, 2)?;
             two_sequences(&mut fixture, &StepConfig::default())
                 .at(format!("{format}, dims {k} and {v}"))?;
         }
@@ -69,7 +74,8 @@ fn pairs<B: Device>(backend: &B) -> CaseResult {
     for k in KvFormat::all() {
         for v in KvFormat::all().filter(|v| *v != k) {
             let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dims(32, 48).formats(k, v);
-            let spec = spec.block_order(rng.pick(&ORDERS)).sinks(rng.below(3)).paged(9, 6);
+            let spec =
+                spec.block_order(rng.pick(&ORDERS)).full_precision_prefix(rng.below(3)).paged(9, 6);
             let mut fixture = calibrated(backend, spec, NEUTRAL, 3)?;
             two_sequences(&mut fixture, &StepConfig::random(&mut rng))
                 .at(format!("K {k}, V {v}"))?;
@@ -85,7 +91,7 @@ fn by_layer<B: Device>(backend: &B) -> CaseResult {
         .kv_heads(2)
         .head_dim(40)
         .format(KvFormat::Int8(Scaling::Row))
-        .sinks(2)
+        .full_precision_prefix(2)
         .paged(4, 8)
         .group([0, 5], |group| group.format(KvFormat::Bf16).paged(3, 8))
         .group([2], |group| group.formats(L4, KvFormat::Q8_0).paged(8, 5))
@@ -125,10 +131,10 @@ fn large_means<B: Device>(backend: &B) -> CaseResult {
     let hows = [
         base.clone(),
         StepConfig { soft_cap: Some(3.0), ..base.clone() },
-        StepConfig { sinks: true, ..base.clone() },
-        StepConfig { sinks: true, soft_cap: Some(20.0), spread: 0.25, ..base.clone() },
-        StepConfig { window_left: Some(2), sinks: true, group: 3, ..base.clone() },
-        StepConfig { window_left: Some(2), sink_tokens: 3, sinks: true, ..base.clone() },
+        StepConfig { sink_logits: true, ..base.clone() },
+        StepConfig { sink_logits: true, soft_cap: Some(20.0), spread: 0.25, ..base.clone() },
+        StepConfig { window_left: Some(2), sink_logits: true, group: 3, ..base.clone() },
+        StepConfig { window_left: Some(2), sink_tokens: 3, sink_logits: true, ..base.clone() },
         StepConfig { causal: false, soft_cap: Some(0.5), ..base },
     ];
     for format in
@@ -136,7 +142,7 @@ fn large_means<B: Device>(backend: &B) -> CaseResult {
     {
         for config in &hows {
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(64).format(format);
-            let spec = spec.transform(Transform::On).sinks(2).paged(8, 6);
+            let spec = spec.transform(Transform::On).full_precision_prefix(2).paged(8, 6);
             let mut fixture = calibrated(backend, spec, LARGE_MEANS, 6)?;
             two_sequences(&mut fixture, config).at(format!("{format}"))?;
         }
@@ -144,24 +150,24 @@ fn large_means<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Full-precision prefixes of several slots per row, in blocks that end after, at and inside them.
-fn sinks<B: Device>(backend: &B) -> CaseResult {
+/// Full-precision prefixes of several slots per row, in blocks that end after, at and inside it.
+fn full_precision_prefix<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(7);
     for format in quantised() {
         let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(64, 24);
         let spec = spec.formats(format, rng.pick(&[L4, format, KvFormat::F32, KvFormat::Q8_0]));
-        let wide = slots(&spec.clone().sinks(1).paged(64, 1))?;
+        let wide = slots(&spec.clone().full_precision_prefix(1).paged(64, 1))?;
         let sizes = [wide, wide + 1, 2 * wide, 3 * wide - 1, 5 * wide];
-        for (size, sinks) in sizes.into_iter().zip([1, 4, 3, 4, 20]) {
-            let spec = spec.clone().block_order(rng.pick(&ORDERS)).sinks(sinks);
+        for (size, prefix) in sizes.into_iter().zip([1, 4, 3, 4, 20]) {
+            let spec = spec.clone().block_order(rng.pick(&ORDERS)).full_precision_prefix(prefix);
             let blocks = 16 * wide.div_ceil(size) + 40_u32.div_ceil(size) + 6;
             let mut fixture =
                 calibrated(backend, spec.clone().paged(size, blocks), LARGE_MEANS, 7)?;
             two_sequences(&mut fixture, &StepConfig::random(&mut rng))
-                .at(format!("{format}, {sinks} sinks of {wide} slots, blocks of {size}"))?;
+                .at(format!("{format}, {prefix} wide rows of {wide} slots, blocks of {size}"))?;
             let mut fixture = calibrated(backend, spec.contiguous(2, 12), NEUTRAL, 7)?;
             two_sequences(&mut fixture, &StepConfig::random(&mut rng))
-                .at(format!("{format}, {sinks} sinks, contiguous"))?;
+                .at(format!("{format}, {prefix} wide rows, contiguous"))?;
         }
     }
     Ok(Outcome::Holds)
@@ -222,11 +228,12 @@ fn small_weights<B: Device>(backend: &B) -> CaseResult {
 fn long<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).format(format);
-        let mut fixture = calibrated(backend, spec.sinks(4).paged(16, 48), LARGE_MEANS, 8)?;
+        let mut fixture =
+            calibrated(backend, spec.full_precision_prefix(4).paged(16, 48), LARGE_MEANS, 8)?;
         fixture.fill(1, 600)?;
         for config in [
             StepConfig::default(),
-            StepConfig { sinks: true, window_left: Some(300), ..StepConfig::default() },
+            StepConfig { sink_logits: true, window_left: Some(300), ..StepConfig::default() },
         ] {
             fixture.step(&[(1, StepKind::Tokens(1))], &config).at(format!("{format}"))?;
         }
@@ -238,7 +245,7 @@ fn long<B: Device>(backend: &B) -> CaseResult {
 fn segments<B: Device>(backend: &B) -> CaseResult {
     for format in [L4, KvFormat::Nvfp4, KvFormat::Fp8E4m3(Scaling::Row)] {
         let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dims(64, 32).format(format);
-        let spec = spec.sinks(2).paged(8, 12);
+        let spec = spec.full_precision_prefix(2).paged(8, 12);
         let block = spec.clone().build()?.groups()[0].layouts()[0].block_bytes();
         let device = limited(backend, |c| c.with_binding_bytes_max(5 * block));
         let mut fixture = calibrated(&device, spec, NEUTRAL, 9)?;

@@ -81,7 +81,8 @@ fn options<B: Device>(backend: &B) -> CaseResult {
     for k in KvFormat::all() {
         let v = rng.pick(&all);
         let spec = CacheSpec::builder().layers(1).kv_heads(rng.pick(&[1, 2])).head_dim(64);
-        let spec = spec.formats(k, v).block_order(rng.pick(&ORDERS)).sinks(rng.below(6));
+        let spec =
+            spec.formats(k, v).block_order(rng.pick(&ORDERS)).full_precision_prefix(rng.below(6));
         let spec = spec.transform(rng.pick(&[Transform::Off, Transform::On]));
         let config = StepConfig { q_dtype: rng.pick(&NARROW), ..StepConfig::random(&mut rng) };
         let mut fixture = calibrated(backend, spec.paged(rng.pick(&[9, 16]), 40), LARGE_MEANS, 3)?;
@@ -97,7 +98,8 @@ fn tails<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(34);
     for format in quantised() {
         let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(64).format(format);
-        let spec = spec.tail(true).sinks(rng.pick(&[0, 3])).block_order(rng.pick(&ORDERS));
+        let spec =
+            spec.tail(true).full_precision_prefix(rng.pick(&[0, 3])).block_order(rng.pick(&ORDERS));
         let config = StepConfig { q_dtype: rng.pick(&NARROW), lse: false, ..StepConfig::default() };
         let mut fixture = calibrated(backend, spec.paged(16, 40), LARGE_MEANS, 4)?;
         prompts(&mut fixture, &config).at(format!("{format}"))?;
@@ -114,7 +116,7 @@ fn magnitudes<B: Device>(backend: &B) -> CaseResult {
                 let config =
                     StepConfig { q_dtype, spread: 1e-2, lse: false, ..StepConfig::default() };
                 let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(64).format(format);
-                let spec = spec.sinks(2).transform(Transform::Off).paged(16, 16);
+                let spec = spec.full_precision_prefix(2).transform(Transform::Off).paged(16, 16);
                 let mut fixture = calibrated(backend, spec, NEUTRAL, 5)?;
                 fixture.start(1)?;
                 let mut rows = fixture.random_rows(&[90], &config).remove(0);

@@ -58,10 +58,10 @@ impl<B: Device> Fixture<B> {
     }
 
     /// Starts a sequence on a prompt and computes the rest, `chunk` tokens a step.
-    fn prompt(&mut self, id: u64, prompt: &[u32], chunk: usize) -> Result<usize, CaseError> {
+    fn prompt(&mut self, id: u64, prompt: &[u32], chunk: usize) -> Result<u32, CaseError> {
         let reused = self.cache.start(seq(id), prompt, StartOptions::default())?;
-        self.texts.push((seq(id), prompt[..reused].to_vec()));
-        for tokens in prompt[reused..].chunks(chunk) {
+        self.texts.push((seq(id), prompt[..reused as usize].to_vec()));
+        for tokens in prompt[reused as usize..].chunks(chunk) {
             self.append(&[(id, tokens)])?;
         }
         Ok(reused)
@@ -259,7 +259,7 @@ impl<B: Device> Fixture<B> {
         Ok(0)
     }
 
-    fn probes(&self) -> Vec<usize> {
+    fn probes(&self) -> Vec<u32> {
         let probe = |(_, text): &(_, Vec<u32>)| {
             let longer = [text.as_slice(), &[7]].concat();
             self.cache.probe(&longer, StartOptions::default())
@@ -309,8 +309,11 @@ fn wrapped<B: Device>(backend: &B) -> CaseResult {
 
 /// Other sequences hold the blocks that left a long sequence's window, with rows of other kinds.
 fn taken_over<B: Device>(backend: &B) -> CaseResult {
-    for sinks in [0, 2] {
-        let spec = spec(backend, INT8).paged(16, 12).window_left(12).sinks(sinks);
+    for full_precision_prefix in [0, 2] {
+        let spec = spec(backend, INT8)
+            .paged(16, 12)
+            .window_left(12)
+            .full_precision_prefix(full_precision_prefix);
         let mut fixture = Fixture::new(backend, spec.build()?)?;
         for id in 1..3 {
             fixture.prompt(id, &text(id as u32, 3), 8)?;
@@ -322,7 +325,7 @@ fn taken_over<B: Device>(backend: &B) -> CaseResult {
         for id in 4..11 {
             fixture.prompt(id, &text(id as u32, 10), 16)?;
         }
-        fixture.recalibrate(0.05).at(format!("{sinks} rows in 16 bits"))?;
+        fixture.recalibrate(0.05).at(format!("{full_precision_prefix} rows in 16 bits"))?;
     }
     Ok(Outcome::Holds)
 }
@@ -335,10 +338,14 @@ fn geometries<B: Device>(backend: &B) -> Result<Vec<CacheSpec>, CaseError> {
     let specs = [
         base(INT8).paged(4, 40),
         base(INT8).paged(4, 40).window_left(6).sink_tokens(2),
-        base(L6).paged(16, 20).window_left(9).sinks(2),
-        base(INT8).contiguous(6, 80).sinks(3),
-        tail(base(L6)).sinks(1),
-        tail(base(INT8)).window_left(7).sink_tokens(1).sinks(2).key_mean(KeyMean::PerBlock),
+        base(L6).paged(16, 20).window_left(9).full_precision_prefix(2),
+        base(INT8).contiguous(6, 80).full_precision_prefix(3),
+        tail(base(L6)).full_precision_prefix(1),
+        tail(base(INT8))
+            .window_left(7)
+            .sink_tokens(1)
+            .full_precision_prefix(2)
+            .key_mean(KeyMean::PerBlock),
         base(INT8).paged(4, 40).group([1], |group| group.paged(6, 40).window_left(5)),
         tail(base(L6)).group([1], |group| {
             group.tail(false).format(KvFormat::F32).paged(4, 60).window_left(3)

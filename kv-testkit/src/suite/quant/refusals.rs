@@ -14,7 +14,7 @@ pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
         case("quant/refuses_missing_scales", missing),
         case("quant/refuses_impossible_numbers", numbers),
         case("quant/refuses_another_models_calibration", another),
-        case("quant/refuses_blocks_too_small_for_a_sink", too_small),
+        case("quant/refuses_blocks_too_small_for_a_wide_row", too_small),
         case("quant/refuses_a_tail_that_cannot_be", tails),
     ]
 }
@@ -162,12 +162,20 @@ fn another<B: Device>(backend: &B) -> CaseResult {
 
 fn too_small<B: Device>(_backend: &B) -> CaseResult {
     for format in KvFormat::all().filter(|format| format.is_quantised()) {
-        let wide = CacheSpec::builder().layers(1).kv_heads(1).head_dim(64).format(format).sinks(1);
+        let wide = CacheSpec::builder()
+            .layers(1)
+            .kv_heads(1)
+            .head_dim(64)
+            .format(format)
+            .full_precision_prefix(1);
         let slots = wide.clone().paged(64, 1).build()?.groups()[0].slot_map().wide_slots();
         wide.clone().paged(slots, 1).build()?;
         if let Some(few) = slots.checked_sub(1).filter(|few| *few > 0) {
             let conflict = |error: &CacheError| {
-                matches!(error, CacheError::Spec(SpecError::Conflict { what: "sinks", .. }))
+                matches!(
+                    error,
+                    CacheError::Spec(SpecError::Conflict { what: "full_precision_prefix", .. })
+                )
             };
             refused(format!("{format} in blocks of {few}"), wide.paged(few, 1).build(), conflict)?;
         }
@@ -189,7 +197,7 @@ fn tails<B: Device>(_backend: &B) -> CaseResult {
     let mean = spec().key_mean(KeyMean::PerBlock).build();
     refused("a mean of blocks without a tail", mean, calibration_error("key_mean"))?;
     let narrow = spec().tail(true).paged(1, 64).build();
-    refused("a tail in blocks of one slot", narrow, calibration_error("sinks"))?;
+    refused("a tail in blocks of one slot", narrow, calibration_error("full_precision_prefix"))?;
     let small = spec().tail(true).paged(8, 2).build();
     refused("a tail larger than the pool", small, calibration_error("tail"))?;
     spec().tail(true).key_mean(KeyMean::PerBlock).paged(8, 16).build()?;

@@ -10,7 +10,7 @@ use crate::suite::{ORDERS, case};
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
         case("quant/fork_at_every_offset", forks),
-        case("quant/fork_inside_the_first_tokens", forks_in_sinks),
+        case("quant/fork_inside_the_first_tokens", forks_in_prefix),
         case("quant/truncate_and_rewrite", rewrite),
         case("quant/rolled_back", rolled_back),
         case("quant/wiped_blocks", wiped),
@@ -59,16 +59,18 @@ fn forks<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-fn forks_in_sinks<B: Device>(backend: &B) -> CaseResult {
+fn forks_in_prefix<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for order in ORDERS {
             // 2 wide rows and a token fit into the first block of most formats, and the rest into
-            // the next one.
-            let spec = small(backend, format).block_order(order).sinks(3).paged(9, 16);
+            // the next
+            // one.
+            let spec =
+                small(backend, format).block_order(order).full_precision_prefix(3).paged(9, 16);
             fork_everywhere(&mut calibrated(backend, spec, LARGE_MEANS, 2)?, 7)
                 .at(format!("{format}"))?;
         }
-        let spec = small(backend, format).sinks(2).contiguous(2, 9);
+        let spec = small(backend, format).full_precision_prefix(2).contiguous(2, 9);
         fork_everywhere(&mut calibrated(backend, spec, NEUTRAL, 2)?, 3)
             .at(format!("{format}, contiguous"))?;
     }
@@ -77,9 +79,13 @@ fn forks_in_sinks<B: Device>(backend: &B) -> CaseResult {
 
 fn rewrite<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
-        for sinks in [0, 2] {
-            let mut fixture =
-                calibrated(backend, small(backend, format).sinks(sinks).paged(8, 8), NEUTRAL, 3)?;
+        for full_precision_prefix in [0, 2] {
+            let mut fixture = calibrated(
+                backend,
+                small(backend, format).full_precision_prefix(full_precision_prefix).paged(8, 8),
+                NEUTRAL,
+                3,
+            )?;
             fixture.fill(1, 13)?;
             for len in [12, 8, 7, 2, 1, 0] {
                 fixture.truncate(1, len)?;
@@ -96,8 +102,12 @@ fn rewrite<B: Device>(backend: &B) -> CaseResult {
 fn recalibrated<B: Device>(backend: &B) -> CaseResult {
     const MEASURED: ConstantRanges = ConstantRanges { mean: 0.5, balance: 1.0 };
     for format in quantised() {
-        let mut fixture =
-            calibrated(backend, small(backend, format).sinks(2).paged(9, 16), NEUTRAL, 5)?;
+        let mut fixture = calibrated(
+            backend,
+            small(backend, format).full_precision_prefix(2).paged(9, 16),
+            NEUTRAL,
+            5,
+        )?;
         fixture.fill(1, 13)?;
         fixture.fork(1, 2)?;
         step(&mut fixture, &[(2, 3)]).at(format!("{format}"))?;
@@ -117,8 +127,12 @@ fn recalibrated<B: Device>(backend: &B) -> CaseResult {
 
 fn rolled_back<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
-        let mut fixture =
-            calibrated(backend, small(backend, format).sinks(1).paged(8, 8), NEUTRAL, 4)?;
+        let mut fixture = calibrated(
+            backend,
+            small(backend, format).full_precision_prefix(1).paged(8, 8),
+            NEUTRAL,
+            4,
+        )?;
         fixture.fill(1, 6)?;
         fixture.fork(1, 2)?;
         let before = fixture.state();
@@ -134,7 +148,8 @@ fn rolled_back<B: Device>(backend: &B) -> CaseResult {
 /// Codes of 0 are not always values of 0, but wiped bytes are.
 fn wiped<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
-        let spec = small(backend, format).sinks(2).paged(8, 6).wipe_on_release(true);
+        let spec =
+            small(backend, format).full_precision_prefix(2).paged(8, 6).wipe_on_release(true);
         let mut fixture = calibrated(backend, spec, NEUTRAL, 5)?;
         let stale = |fixture: &mut CacheFixture<B>| -> Result<usize, CaseError> {
             let all = crate::suite::scale::bytes(&mut fixture.cache, kv_core::GroupId(0))?;
@@ -153,9 +168,10 @@ fn wiped<B: Device>(backend: &B) -> CaseResult {
 /// scales included, measured by the device's allocations.
 fn capacity<B: Device>(backend: &B) -> CaseResult {
     const BYTES: u64 = 8 << 20;
-    let tokens = |format, sinks| -> Result<u32, CaseError> {
+    let tokens = |format, full_precision_prefix| -> Result<u32, CaseError> {
         let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(128).format(format);
-        let spec = spec.sinks(sinks).paged_within(16, BYTES).build()?;
+        let spec =
+            spec.full_precision_prefix(full_precision_prefix).paged_within(16, BYTES).build()?;
         let given = constants(&spec, NEUTRAL, 6);
         let mut cache = kv_core::KvCache::with_calibration(backend.clone(), spec, given)?;
         let planes = crate::suite::scale::bytes(&mut cache, kv_core::GroupId(0))?;

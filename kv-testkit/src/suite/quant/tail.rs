@@ -47,14 +47,15 @@ fn step<B: Device>(fixture: &mut CacheFixture<B>, ids: &[(u64, u32)]) -> Result<
 fn grows<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for (key_mean, order) in MEANS.into_iter().zip(ORDERS) {
-            for sinks in [0, 2] {
-                let spec = spec(backend, format, key_mean, order).sinks(sinks);
+            for full_precision_prefix in [0, 2] {
+                let spec = spec(backend, format, key_mean, order)
+                    .full_precision_prefix(full_precision_prefix);
                 let mut fixture = calibrated(backend, spec, LARGE_MEANS, 1)?;
                 fixture.start(1)?;
                 fixture.start(2)?;
                 for (a, b) in [(1, 9), (1, 1), (6, 8), (1, 3), (1, 25), (7, 1), (14, 1)] {
                     step(&mut fixture, &[(1, a), (2, b)])
-                        .at(format!("{format}, {key_mean:?}, {sinks} sinks"))?;
+                        .at(format!("{format}, {key_mean:?}, {full_precision_prefix} wide rows"))?;
                 }
             }
         }
@@ -67,7 +68,7 @@ fn alone<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(2);
     for format in quantised() {
         for key_mean in MEANS {
-            let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).sinks(1);
+            let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).full_precision_prefix(1);
             let mut fixture = calibrated(backend, spec, NEUTRAL, 2)?;
             let rows = fixture.random_rows(&[24], &StepConfig::default()).remove(0);
             fixture.start(1)?;
@@ -107,16 +108,18 @@ fn truncated<B: Device>(backend: &B) -> CaseResult {
         KvFormat::Q8_0,
     ] {
         for key_mean in MEANS {
-            for sinks in [0, 3] {
-                let spec = spec(backend, format, key_mean, BlockOrder::Hnd).sinks(sinks);
+            for full_precision_prefix in [0, 3] {
+                let spec = spec(backend, format, key_mean, BlockOrder::Hnd)
+                    .full_precision_prefix(full_precision_prefix);
                 let mut fixture = calibrated(backend, spec, LARGE_MEANS, 33)?;
                 for len in 0..24 {
                     fixture.fill(1, 23)?;
                     fixture.truncate(1, len)?;
                     fixture.check().at(format!("{format}, {key_mean:?}, truncated to {len}"))?;
                     for more in [1, 4, 9] {
-                        step(&mut fixture, &[(1, more)])
-                            .at(format!("{format}, {key_mean:?}, {sinks} sinks, from {len}"))?;
+                        step(&mut fixture, &[(1, more)]).at(format!(
+                            "{format}, {key_mean:?}, {full_precision_prefix} wide rows, from {len}"
+                        ))?;
                     }
                     fixture.release(1)?;
                 }
@@ -129,8 +132,12 @@ fn truncated<B: Device>(backend: &B) -> CaseResult {
 fn forked<B: Device>(backend: &B) -> CaseResult {
     for (format, order) in quantised().zip(ORDERS.into_iter().cycle()) {
         for key_mean in MEANS {
-            let mut fixture =
-                calibrated(backend, spec(backend, format, key_mean, order).sinks(1), NEUTRAL, 4)?;
+            let mut fixture = calibrated(
+                backend,
+                spec(backend, format, key_mean, order).full_precision_prefix(1),
+                NEUTRAL,
+                4,
+            )?;
             for len in [1, 2, 6, 7, 9, 10, 13] {
                 let place = || format!("{format}, {key_mean:?}, forked at {len}");
                 fixture.fill(1, len)?;
@@ -154,7 +161,7 @@ fn rolled_back<B: Device>(backend: &B) -> CaseResult {
     let dropped = StepConfig { finish: Finish::Drop, ..StepConfig::default() };
     for format in quantised() {
         for key_mean in MEANS {
-            let spec = spec(backend, format, key_mean, BlockOrder::Nhd).sinks(1);
+            let spec = spec(backend, format, key_mean, BlockOrder::Nhd).full_precision_prefix(1);
             let mut fixture = calibrated(backend, spec, NEUTRAL, 5)?;
             fixture.fill(1, 8)?;
             fixture.fork(1, 2)?;
@@ -177,7 +184,7 @@ fn options<B: Device>(backend: &B) -> CaseResult {
             for key_mean in MEANS {
                 let v = rng.pick(&[format, KvFormat::Bf16, KvFormat::L4(ScaleGroup::Row)]);
                 let spec = spec(backend, format, key_mean, rng.pick(&ORDERS)).formats(format, v);
-                let spec = spec.transform(transform).sinks(rng.pick(&[0, 1, 4, 7]));
+                let spec = spec.transform(transform).full_precision_prefix(rng.pick(&[0, 1, 4, 7]));
                 let spec = spec.paged(rng.pick(&[8, 11, 16]), 30);
                 let mut fixture = calibrated(backend, spec, LARGE_MEANS, 6)?;
                 let config = StepConfig { group: 3, ..StepConfig::random(&mut rng) };

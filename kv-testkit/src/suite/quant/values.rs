@@ -35,7 +35,8 @@ fn forms<B: Device>(backend: &B) -> CaseResult {
                     StepConfig { kv_format, kv_dtype, inputs, padding, ..StepConfig::default() };
                 let spec =
                     CacheSpec::builder().layers(1).kv_heads(3).head_dims(16, 20).format(format);
-                let mut fixture = calibrated(backend, spec.sinks(1).paged(8, 6), LARGE_MEANS, 1)?;
+                let mut fixture =
+                    calibrated(backend, spec.full_precision_prefix(1).paged(8, 6), LARGE_MEANS, 1)?;
                 super::two_sequences(&mut fixture, &config)
                     .at(format!("{format} from {kv_dtype}, {kv_format}"))?;
             }
@@ -48,7 +49,7 @@ fn gathers<B: Device>(backend: &B) -> CaseResult {
     for format in quantised() {
         for order in ORDERS {
             let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dims(36, 20).format(format);
-            let spec = spec.block_order(order).sinks(2).paged(9, 12);
+            let spec = spec.block_order(order).full_precision_prefix(2).paged(9, 12);
             let mut fixture = calibrated(backend, spec, LARGE_MEANS, 2)?;
             fixture.fill(1, 13)?;
             fixture.fill(2, 2)?;
@@ -73,8 +74,12 @@ fn write<B: Device>(
     rows: &Rows,
 ) -> Result<CacheFixture<B>, CaseError> {
     let spec = CacheSpec::builder().layers(1).kv_heads(2).head_dim(40).format(format);
-    let mut fixture =
-        calibrated(backend, spec.transform(transform).sinks(1).paged(8, 6), NEUTRAL, 3)?;
+    let mut fixture = calibrated(
+        backend,
+        spec.transform(transform).full_precision_prefix(1).paged(8, 6),
+        NEUTRAL,
+        3,
+    )?;
     fixture.start(1)?;
     let tokens = (rows[0][0].len() / 80) as u32;
     fixture.write_only(&[(1, tokens)], std::slice::from_ref(rows), DType::F32)?;

@@ -42,14 +42,17 @@ fn bits<B: Device>(
 fn quantised<B: Device>(backend: &B) -> CaseResult {
     let formats = [KvFormat::F16, KvFormat::Q8_0, KvFormat::L4(ScaleGroup::Row)];
     for format in formats {
-        for (sinks, tail) in [(0, false), (3, false), (2, true)] {
+        for (full_precision_prefix, tail) in [(0, false), (3, false), (2, true)] {
             if tail && !format.is_quantised() {
                 continue;
             }
             let spec = CacheSpec::builder().layers(2).kv_heads(2).head_dim(32).format(format);
-            let spec = spec.transform(kv_core::Transform::Off).sinks(sinks).tail(tail);
+            let spec = spec
+                .transform(kv_core::Transform::Off)
+                .full_precision_prefix(full_precision_prefix)
+                .tail(tail);
             let mut prompts = Prompts::new(backend, spec.paged(8, 24))?;
-            let place = format!("{format}, {sinks} sinks, tail: {tail}");
+            let place = format!("{format}, {full_precision_prefix} wide rows, tail: {tail}");
             let spec = prompts.spec.clone();
             let prompt = tokens(0..30);
             let mut first = Vec::new();
@@ -57,15 +60,15 @@ fn quantised<B: Device>(backend: &B) -> CaseResult {
                 let reused = prompts.cache.start(seq(id), &prompt, plain())?;
                 ensure((reused > 8) == (id == 2), || format!("{place}: {reused} tokens"))?;
                 if id == 2 {
-                    let got = bits(&mut prompts, 2, reused).at(&place)?;
-                    let row = |bits: &Vec<u32>| bits[..reused * 64].to_vec();
+                    let got = bits(&mut prompts, 2, reused as usize).at(&place)?;
+                    let row = |bits: &Vec<u32>| bits[..reused as usize * 64].to_vec();
                     let expected: Vec<_> = first.iter().map(row).collect();
                     ensure(got == expected, || format!("{place}: other bits"))?;
                 }
                 let hashes = provenance::prefix_hashes(&prompt, &plain());
-                let input = StepInput::tokens(seq(id), &prompt[reused..]);
+                let input = StepInput::prompt(seq(id), &prompt, reused);
                 let mut step = prompts.cache.begin_step(&[input]).at(&place)?;
-                provenance::write(&mut step, &spec, &hashes[reused..])?;
+                provenance::write(&mut step, &spec, &hashes[reused as usize..])?;
                 step.commit()?;
                 if id == 1 {
                     first = bits(&mut prompts, 1, 30)?;
@@ -107,13 +110,13 @@ fn apart<B: Device>(backend: &B) -> CaseResult {
     let (cat, dog, bird) = (span(1), span(2), span(3));
     let all = [
         (plain(), 0),
-        (plain().salt(b"t1"), 0),
-        (plain().salt(b"t2"), 0),
-        (plain().adapter(1), 0),
-        (plain().salt(b"t1").adapter(1), 0),
+        (plain().with_salt(b"t1"), 0),
+        (plain().with_salt(b"t2"), 0),
+        (plain().with_adapter(1), 0),
+        (plain().with_salt(b"t1").with_adapter(1), 0),
         // Up to the beginning of the picture.
-        (plain().contents(&cat), 5),
-        (plain().contents(&dog), 5),
+        (plain().with_contents(&cat), 5),
+        (plain().with_contents(&dog), 5),
     ];
     for ((options, expected), id) in all.iter().zip(0..) {
         let got = prompts.begin(id, &tokens(0..14), *options)?;
@@ -127,7 +130,7 @@ fn apart<B: Device>(backend: &B) -> CaseResult {
     let mut other = tokens(0..9);
     other[7] = 999;
     for (contents, expected, id) in [(&cat, 7, 200), (&bird, 5, 201)] {
-        let got = prompts.begin(id, &other, plain().contents(contents))?;
+        let got = prompts.begin(id, &other, plain().with_contents(contents))?;
         same(format!("tokens of a part with {contents:?}"), got, expected)?;
     }
     Ok(Outcome::Holds)

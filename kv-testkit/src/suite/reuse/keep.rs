@@ -160,10 +160,11 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
             match way {
                 // The priority is given by the request that computes, by one that reuses, or by a
                 // call for the prefix.
-                0 => drop(prompts.begin(1, &first[..8], plain().retention(&high))?),
+                0 => drop(prompts.begin(1, &first[..8], plain().with_retention(&high))?),
                 1 => {
                     compute_and_release(&mut prompts, &first[..8])?;
-                    let reused = prompts.cache.start(seq(1), &first, plain().retention(&high))?;
+                    let reused =
+                        prompts.cache.start(seq(1), &first, plain().with_retention(&high))?;
                     same("tokens", reused, 8)?;
                 }
                 _ => {
@@ -176,7 +177,7 @@ fn priorities<B: Device>(backend: &B) -> CaseResult {
             // The duration starts when no sequence holds the blocks.
             time.advance(Duration::from_mins(1));
             prompts.cache.release(seq(1))?;
-            prompts.begin(2, &tokens(100..108), plain().retention(&middle))?;
+            prompts.begin(2, &tokens(100..108), plain().with_retention(&middle))?;
             prompts.cache.release(seq(2))?;
             time.advance(Duration::from_secs(seconds));
             prompts.begin(3, &tokens(200..208), plain())?;
@@ -196,7 +197,7 @@ fn reused_not_free<B: Device>(backend: &B) -> CaseResult {
     prompts.begin(1, &[90], plain())?;
     // One block is held, one is empty, two are cached; each of the cached ones begins the prompt.
     let group = GroupId(0);
-    let full = |result: Result<usize, CacheError>| match result {
+    let full = |result: Result<u32, CacheError>| match result {
         Err(CacheError::Exhausted(exhausted)) => Ok(exhausted),
         other => Err(CaseError::from(format!("{other:?} where blocks are short"))),
     };
@@ -207,14 +208,14 @@ fn reused_not_free<B: Device>(backend: &B) -> CaseResult {
     let refused = full(admit(&prompts, 13, all))?;
     same("13 tokens", refused, BlocksExhausted { group, needed: 4, free: 3, evictable: 2 })?;
     same("9 tokens", admit(&prompts, 9, all).ok(), Some(8))?;
-    same("a chunk of 13", admit(&prompts, 13, all.chunk(4)).ok(), Some(8))?;
-    full(admit(&prompts, 13, all.chunk(4).must_fit()))?;
-    let refused = full(admit(&prompts, 9, all.watermark(1)))?;
+    same("a chunk of 13", admit(&prompts, 13, all.with_chunk(4)).ok(), Some(8))?;
+    full(admit(&prompts, 13, all.with_chunk(4).with_must_fit(true)))?;
+    let refused = full(admit(&prompts, 9, all.with_watermark(1)))?;
     same("a watermark", refused, BlocksExhausted { group, needed: 4, free: 3, evictable: 2 })?;
-    let refused = full(prompts.cache.start(seq(2), &tokens(0..9), plain().reserve(16)))?;
+    let refused = full(prompts.cache.start(seq(2), &tokens(0..9), plain().with_reserve(16)))?;
     same("a reserve", refused, BlocksExhausted { group, needed: 2, free: 1, evictable: 0 })?;
     same("free blocks", prompts.cache.free_blocks(group), 3)?;
-    same("tokens", prompts.cache.start(seq(2), &tokens(0..9), plain().reserve(12))?, 8)?;
+    same("tokens", prompts.cache.start(seq(2), &tokens(0..9), plain().with_reserve(12))?, 8)?;
     same("free blocks", prompts.cache.free_blocks(group), 0)?;
     prompts.check(1)?;
     Ok(Outcome::Holds)

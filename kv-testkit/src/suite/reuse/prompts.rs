@@ -48,14 +48,14 @@ impl<B: Device> Prompts<B> {
         id: u64,
         prompt: &[u32],
         options: StartOptions<'_>,
-    ) -> Result<usize, CaseError> {
+    ) -> Result<u32, CaseError> {
         let probed = self.cache.probe(prompt, options);
         let reused = self.cache.start(seq(id), prompt, options)?;
         same("start and probe", reused, probed)?;
         let all = provenance::prefix_hashes(prompt, &options);
-        self.hashes.insert(id, all[..reused].to_vec());
+        self.hashes.insert(id, all[..reused as usize].to_vec());
         self.check(id).at(format!("{reused} reused tokens"))?;
-        self.run(&[(id, &prompt[reused..])], &all[reused..])?;
+        self.run(&[(id, &prompt[reused as usize..])], &all[reused as usize..])?;
         Ok(reused)
     }
 

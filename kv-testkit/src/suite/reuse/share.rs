@@ -137,7 +137,8 @@ fn diverge<B: Device>(backend: &B) -> CaseResult {
     let drafts = [60, 61, 62, 63, 64];
     let hashes = prompts.hashes_after(3, &drafts);
     let spec = prompts.spec.clone();
-    let mut step = prompts.cache.begin_step(&[StepInput::tokens(seq(3), &drafts).drafts(4)])?;
+    let mut step =
+        prompts.cache.begin_step(&[StepInput::tokens(seq(3), &drafts).with_drafts(4)])?;
     provenance::write(&mut step, &spec, &hashes)?;
     step.commit_accepted(&[2])?;
     prompts.hashes.entry(3).and_modify(|all| all.extend(&hashes[..2]));
@@ -179,7 +180,8 @@ fn unsure<B: Device>(backend: &B) -> CaseResult {
         prompts.hashes.insert(1, Vec::new());
         let drafts = tokens(0..8);
         let (hashes, spec) = (prompts.hashes_after(1, &drafts), prompts.spec.clone());
-        let mut step = prompts.cache.begin_step(&[StepInput::tokens(seq(1), &drafts).drafts(7)])?;
+        let mut step =
+            prompts.cache.begin_step(&[StepInput::tokens(seq(1), &drafts).with_drafts(7)])?;
         provenance::write(&mut step, &spec, &hashes)?;
         step.commit()?;
         prompts.hashes.insert(1, hashes);

@@ -37,7 +37,7 @@ use crate::oracle::gaussian;
 use limits::Expected;
 
 /// Tokens in the full-precision prefix.
-const SINKS: u32 = 4;
+const FULL_PRECISION_PREFIX: u32 = 4;
 
 /// The description of a recording.
 #[derive(Debug)]
@@ -146,8 +146,9 @@ impl Recording {
         let heads = self.kv_heads as u32;
         let dims = self.dims.map(|dim| dim as u32);
         let refused = |error: CalibrateError| CaseError::Broken(error.to_string());
-        let mut calibrator =
-            Calibrator::new(self.layers as u16, heads, dims).map_err(refused)?.skip_first(SINKS);
+        let mut calibrator = Calibrator::new(self.layers as u16, heads, dims)
+            .map_err(refused)?
+            .skip_first(FULL_PRECISION_PREFIX);
         for layer in 0..self.layers {
             let part = |rows: &[f32], heads: usize, dim: usize| rows[..half * heads * dim].to_vec();
             // Every recorded query also represents the tokens without a recorded query.
@@ -182,8 +183,8 @@ impl Recording {
             .head_dims(dk, dv)
             .formats(formats[0], formats[1])
             .transform(Transform::On)
-            .sinks(SINKS)
-            .paged(16, self.tokens.div_ceil(16) as u32 + SINKS);
+            .full_precision_prefix(FULL_PRECISION_PREFIX)
+            .paged(16, self.tokens.div_ceil(16) as u32 + FULL_PRECISION_PREFIX);
         Ok(spec.build()?)
     }
 }

@@ -38,7 +38,7 @@ fn tokens_that_are_not_accepted_are_removed() {
     let mut state = state(4, 8);
     start(&mut state, SEQ[0]);
     start(&mut state, SEQ[1]);
-    let inputs = [SEQ[0], SEQ[1]].map(|s| StepInput::count(s, 5).drafts(4));
+    let inputs = [SEQ[0], SEQ[1]].map(|s| StepInput::count(s, 5).with_drafts(4));
     begin(&mut state, &inputs).unwrap();
     state.commit_accepted(&[2, 5]).unwrap();
     assert_eq!([SEQ[0], SEQ[1]].map(|s| state.seq_len(s)), [Some(2), Some(5)]);
@@ -64,7 +64,7 @@ fn a_rollback_removes_sequences_started_in_the_step() {
     begin(&mut state, &[StepInput::tokens(SEQ[0], &prompt)]).unwrap();
     let found = state.start_in_step(SEQ[1], &prompt, StartOptions::default()).unwrap();
     assert_eq!(found, 8);
-    state.add(StepInput::tokens(SEQ[1], &prompt[found..]), |_| 1).unwrap();
+    state.add(StepInput::prompt(SEQ[1], &prompt, found), |_| 1).unwrap();
     state.roll_back();
     assert_eq!(books(&state), before);
     assert_eq!(state.probe(&prompt, StartOptions::default()), 0);
@@ -82,7 +82,7 @@ fn a_rollback_removes_sequences_started_beside_forks() {
     let before = books(&state);
     begin(&mut state, &[SEQ[0], SEQ[1]].map(|s| StepInput::count(s, 1))).unwrap();
     let found = state.start_in_step(SEQ[2], &prompt, StartOptions::default()).unwrap();
-    state.add(StepInput::tokens(SEQ[2], &prompt[found..]), |_| 1).unwrap();
+    state.add(StepInput::prompt(SEQ[2], &prompt, found), |_| 1).unwrap();
     state.roll_back();
     assert_eq!(books(&state), before);
     check_invariants(&state);
@@ -228,7 +228,7 @@ fn a_truncated_fork_does_not_write_into_its_parent() {
 #[test]
 fn reserved_blocks_outlive_truncation() {
     let mut state = state(4, 3);
-    state.start(SEQ[0], &[], StartOptions::default().reserve(9)).unwrap();
+    state.start(SEQ[0], &[], StartOptions::default().with_reserve(9)).unwrap();
     start(&mut state, SEQ[1]);
     let refused = append(&mut state, &[(SEQ[1], 1)]).unwrap_err();
     assert!(matches!(refused, CacheError::Exhausted(_)));

@@ -100,7 +100,7 @@ fn unsupported_calls_are_left_to_the_general_kernel() {
     means.k_plane.block_means = 1;
     assert_eq!(kernel(&means), None);
     let mut tail = params(BF16, code, 64);
-    (tail.k_plane.sinks, tail.k_plane.has_tail) = (4, 1);
+    (tail.k_plane.full_precision_prefix, tail.k_plane.has_tail) = (4, 1);
     assert_eq!(kernel(&tail), Some("prefill_coded_64"));
     let little = Prefill::of(&params(BF16, code, 256), 48 << 10);
     assert_eq!(little, None);

@@ -1,7 +1,7 @@
 //! Error limits of attention outputs over stored rows.
 use kv_core::{Calibration, KvFormat, LayerId, Plane, PlaneLayout, ScaleGroup};
 
-use super::{Recording, Rows, SINKS};
+use super::{FULL_PRECISION_PREFIX, Recording, Rows};
 use crate::case::{CaseError, ensure};
 use crate::oracle::Stored;
 
@@ -113,7 +113,12 @@ impl Expected {
                 };
                 let sums = &mut expected.heads[layer * q_heads + index];
                 sums.energy += out.iter().map(|x| x * x).sum::<f64>();
-                let change = weights.iter().enumerate().skip(SINKS as usize).map(of).sum::<f64>();
+                let change = weights
+                    .iter()
+                    .enumerate()
+                    .skip(FULL_PRECISION_PREFIX as usize)
+                    .map(of)
+                    .sum::<f64>();
                 sums.change += change;
                 sums.change_squared += change * change;
                 outputs.extend(out);
