@@ -76,7 +76,7 @@ pub(crate) struct EvalArgs {
     pub(crate) no_transform: bool,
 
     /// First tokens of a window that stay in 16 bits; default: 4 if rows are transformed, otherwise
-    /// 0. A format's own sinks= takes precedence
+    /// 0. A format's own full-precision-prefix= takes precedence
     #[arg(long, value_name = "N")]
     pub(crate) full_precision_prefix: Option<u32>,
 

@@ -176,12 +176,15 @@ mod tests {
         assert_eq!(text("tail", tail), "tail: a tail takes 3 blocks, the pool has 2");
         let small = SpecConflict::BlockTooSmall { slots: 4, block_size: 2 };
         assert_eq!(
-            text("sinks", small),
-            "sinks: a row in 16 bits takes 4 slots, a block has 2: use larger blocks, or keep no \
-             rows in 16 bits"
+            text("full_precision_prefix", small),
+            "full_precision_prefix: a row in 16 bits takes 4 slots, a block has 2: use larger \
+             blocks, or keep no rows in 16 bits"
         );
         let few = SpecConflict::TooFewSlots { needed: 4, got: 1 };
-        assert_eq!(text("sinks", few), "sinks: a row in 16 bits needs 4 slots, 1 are given");
+        assert_eq!(
+            text("full_precision_prefix", few),
+            "full_precision_prefix: a row in 16 bits needs 4 slots, 1 are given"
+        );
     }
 
     #[test]
