@@ -65,8 +65,8 @@ fn python() -> PathBuf {
 fn install() -> Result<()> {
     println!(
         "Installing PyTorch and llama-cpp-python below target/peers. PyTorch takes 5.5 GB on \
-         Linux for x86-64, because it contains CUDA's libraries; llama-cpp-python is compiled, 10 minutes \
-         of one core, and needs a C++ compiler. Removing the folder takes all of it back."
+         Linux for x86-64, because it contains CUDA's libraries; llama-cpp-python is compiled, \
+         10 minutes of one core, and needs a C++ compiler. To uninstall, remove the folder."
     );
     let system = if cfg!(windows) { "python" } else { "python3" };
     shell::run(shell::program(system).args(["-m", "venv"]).arg(environment()))?;

@@ -46,7 +46,8 @@ impl Samples {
         self.seconds.push(seconds);
     }
 
-    /// Returns the number of rounds to run, given the `requested` number; valid after the first round.
+    /// Returns the number of rounds to run, given the `requested` number; valid after the first
+    /// round.
     pub(super) fn rounds(&self, requested: u32) -> u32 {
         if self.is_long { requested.min(ROUNDS_OF_LONG) } else { requested }
     }

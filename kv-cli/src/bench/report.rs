@@ -15,7 +15,8 @@ append-prompt  the same for one prompt as long as a context
 copy           the blocks of one sequence to those of another: reads and writes stored rows
 plain copy     (copy us, copy GB/s) the bytes that the operation reads, from one buffer to
                another, in the same rounds
-GB/s counts 10^9 bytes, read and written together; of copy is the operation's rate over the plain copy's.
+GB/s counts 10^9 bytes, read and written together; of copy is the operation's rate over that of the
+plain copy.
 ";
 
 /// Formats the report as text.

@@ -94,7 +94,7 @@ pub(super) fn join<B: Device>(
             Ok(()) => entries.push(entry),
             Err(CacheError::Exhausted(_)) => joined.coverage.add(Behaviour::RefusedJoin),
             Err(CacheError::Device(_)) if device.clear() => {
-                joined.coverage.add(Behaviour::FailedJoin)
+                joined.coverage.add(Behaviour::FailedJoin);
             }
             // An empty prompt adds nothing.
             Err(CacheError::Plan(PlanError::ZeroTokens { .. })) => {}

@@ -10,10 +10,10 @@
 //!         // Sequence 1 with `len` random tokens, and sequence 2, which shares its blocks.
 //!         fixture.fill(1, len)?;
 //!         fixture.fork(1, 2)?;
-//!         // One step in which sequence 2 gets a token: write, attend and commit. The fixture compares
+//!         // A step with a token of sequence 2: write, attend and commit. The fixture compares
 //!         // positions with the model, and outputs with the oracle in f64.
 //!         fixture.step(&[(2, StepKind::Tokens(1))], &StepConfig::default())?;
-//!         // Every length and every cached row of both sequences; `at` names the input in a failure.
+//!         // Compare all lengths and cached rows; `at` names the input if they differ.
 //!         fixture.check().at(format!("fork at {len}"))?;
 //!     }
 //!     // `Outcome::Unsupported(reason)` where a device cannot run the case.
@@ -21,9 +21,9 @@
 //! }
 //! ```
 //!
-//! To add a case, write such a function in the module of its area and add a line to `cases()` there:
-//! `case("copy/fork_then_child_writes", child_writes)`. Then break what it checks and see it fail.
-//! `cargo xtask conformance -- copy/fork` runs the cases whose names contain this.
+//! To add a case, write such a function in the module of its area and add a line to `cases()`
+//! there: `case("copy/fork_then_child_writes", child_writes)`. Then break what it checks and see it
+//! fail. `cargo xtask conformance -- copy/fork` runs the cases whose names contain this.
 mod attend;
 mod buffer;
 mod cache;

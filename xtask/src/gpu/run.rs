@@ -251,8 +251,8 @@ impl<'k> Runner<'k> {
         Ok(Some(limit.min(left)))
     }
 
-    /// Runs a stage and notes its outcome, which `outcome_of` decides if the program succeeds. `None` if
-    /// it was not run.
+    /// Runs a stage and notes its outcome, which `outcome_of` decides if the program succeeds.
+    /// `None` if it was not run.
     pub(super) fn stage(
         &mut self,
         name: &str,
