@@ -277,7 +277,7 @@ impl CudaSwap {
 
 impl Drop for CudaSwap {
     fn drop(&mut self) {
-        // An event follows every copy, including those of calls that failed half-transfer.
+        // An event follows every copy, including those of calls that failed half-way.
         let passed = self.stream.record().and_then(|event| event.wait());
         if passed.is_err() {
             // The device is gone and may still use the bytes: leak them.

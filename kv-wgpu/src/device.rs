@@ -24,7 +24,7 @@ pub(crate) struct Shared {
     /// Whether threads may block until work is done.
     pub(crate) may_wait: bool,
     pub(crate) neighbours: OnceLock<bool>,
-    fate: Arc<Loss>,
+    loss: Arc<Loss>,
 }
 
 /// Why the device was lost, if it was.
@@ -41,15 +41,15 @@ impl Loss {
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shared = f.debug_struct("Shared");
-        shared.field("device", &self.device).field("lost", &self.fate.0.get());
+        shared.field("device", &self.device).field("lost", &self.loss.0.get());
         shared.finish_non_exhaustive()
     }
 }
 
 impl Shared {
     pub(crate) fn new(device: wgpu::Device, queue: wgpu::Queue, may_use_subgroups: bool) -> Self {
-        let fate = Arc::new(Loss::default());
-        let noticed = Arc::clone(&fate);
+        let loss = Arc::new(Loss::default());
+        let noticed = Arc::clone(&loss);
         device.set_device_lost_callback(move |reason, words| {
             noticed.lose(format!("{reason:?}: {words}"));
         });
@@ -64,7 +64,7 @@ impl Shared {
             may_use_subgroups,
             may_wait: cfg!(not(target_family = "wasm")),
             neighbours: OnceLock::new(),
-            fate,
+            loss,
         }
     }
 
@@ -107,7 +107,7 @@ impl Shared {
     /// # Errors
     /// `Lost`.
     pub(crate) fn require(&self, operation: &'static str) -> Result<(), DeviceError> {
-        match self.fate.0.get() {
+        match self.loss.0.get() {
             None => Ok(()),
             Some(why) => {
                 Err(DeviceError::new(DeviceErrorKind::Lost, operation).with_detail(why.as_str()))

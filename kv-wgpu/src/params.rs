@@ -16,7 +16,7 @@ macro_rules! params {
             #[repr(C)]
             pub(crate) struct $name { $($(#[$field_doc])* pub(crate) $field: $kind,)* }
 
-            const _: () = assert!(size_of::<$name>() % 16 == 0, "WGSL requires multiples of 16 bytes");
+            const _: () = assert!(size_of::<$name>() % 16 == 0, "WGSL needs multiples of 16 bytes");
         )*
         /// Lists names and fields, for the test that compares them with the shaders'.
         #[cfg(test)]

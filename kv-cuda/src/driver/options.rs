@@ -59,7 +59,7 @@ impl CudaOptions {
     /// backend only: neither later allocations nor other programs can take them. The default, 0,
     /// allocates memory as buffers need it.
     ///
-    /// Buffers beyond the reserve are allocated as usual. Either transfer, freed memory is kept for
+    /// Buffers beyond the reserve are allocated as usual. Either way, freed memory is kept for
     /// later buffers until the device is closed.
     #[must_use]
     pub fn with_reserved_bytes(self, bytes: u64) -> Self {

@@ -434,7 +434,8 @@ proptest! {
         let spec = spec.full_precision_prefix(prefix).group([1], |group| {
             group.paged(3, 16).window_left(3)
         });
-        run_operations(&mut KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap(), &operations);
+        let mut cache = KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap();
+        run_operations(&mut cache, &operations);
     }
 }
 

@@ -1,4 +1,4 @@
-//! Reference of `kernels/plan.cu`: item by item, in the most obvious transfer.
+//! Reference of `kernels/plan.cu`: item by item, in the most obvious way.
 #![expect(
     clippy::arithmetic_side_effects,
     reason = "costs are bounded by the tokens of a batch, u32 each, so sums fit u64; divisors are \
