@@ -1,4 +1,4 @@
-//! `kv calibrate`: the constants of quantised storage as a file.
+//! `kv calibrate`: writes the constants of quantised storage to a file.
 use std::fs;
 use std::path::Path;
 
@@ -11,14 +11,14 @@ use crate::loaded::Loaded;
 use crate::num::to_usize;
 use crate::{output, progress};
 
-/// The object `--json` prints.
+/// The object that `--json` prints.
 #[derive(Debug, Serialize)]
 struct Report {
     file: String,
     model: String,
-    /// What ties the file to the model.
+    /// The fingerprint of the model.
     fingerprint: String,
-    /// Tokens that count: those of the text without the sinks.
+    /// Tokens that were counted: those of the text without the full-precision prefix.
     tokens: u32,
     layers: u16,
     kv_heads: u32,
@@ -32,8 +32,8 @@ pub(crate) fn run(args: &CalibrateArgs) -> anyhow::Result<()> {
     let mut ids = loaded.read_tokens(&args.text)?;
     ids.truncate(to_usize(args.tokens));
     let Loaded { name, model, backend, .. } = &loaded;
-    let calibrators = progress::calibrate(model, backend, &ids, &[args.sinks])?;
-    let calibrator = calibrators.first().context("one was made for one number of sinks")?;
+    let calibrators = progress::calibrate(model, backend, &ids, &[args.full_precision_prefix])?;
+    let calibrator = calibrators.first().context("one was made for one full-precision prefix")?;
     let describe = || args.text.display().to_string();
     let bytes = calibrate::to_file(calibrator, model).with_context(describe)?;
     write(&args.output, &bytes).with_context(|| args.output.display().to_string())?;
@@ -62,13 +62,13 @@ pub(crate) fn run(args: &CalibrateArgs) -> anyhow::Result<()> {
     ))
 }
 
-/// Whole or not at all: a file that was there stays until the new one is complete.
+/// Writes the file whole or not at all: an existing file stays until the new one is complete.
 fn write(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let mut partial = path.as_os_str().to_owned();
     partial.push(".partial");
     let written = fs::write(&partial, bytes).and_then(|()| fs::rename(&partial, path));
     if written.is_err() {
-        // It may not even be there.
+        // The file may not exist.
         let _ = fs::remove_file(&partial);
     }
     written

@@ -1,38 +1,38 @@
-//! A bar for what takes long, on a terminal only.
+//! Progress bars, on a terminal only.
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kv::AnyBackend;
+use kv::backend::AnyBackend;
 use kv::quant::calibrate::Calibrator;
 use kv_runner::{Decoder, Error, calibrate};
 
 use crate::num::to_u64;
 
-/// A bar over `total` tokens; without a terminal one that is never seen.
+/// Makes a bar over `total` tokens; hidden without a terminal.
 pub(crate) fn tokens(total: u64) -> ProgressBar {
     bar(total, "{bar:40} {pos}/{len} tokens, {per_sec}, {eta} {msg}")
 }
 
-/// A bar over `total` requests; without a terminal one that is never seen.
+/// Makes a bar over `total` requests; hidden without a terminal.
 pub(crate) fn requests(total: u64) -> ProgressBar {
     bar(total, "{bar:40} {pos}/{len} requests, {per_sec}, {eta} {msg}")
 }
 
-/// A bar over `total` rounds of measuring; without a terminal one that is never seen.
+/// Makes a bar over `total` rounds of a measurement; hidden without a terminal.
 pub(crate) fn rounds(total: u64) -> ProgressBar {
     bar(total, "{bar:40} {pos}/{len} rounds, {eta} {msg}")
 }
 
-/// [`calibrate::observe`] beside a bar.
+/// Runs [`calibrate::observe`] with a bar.
 pub(crate) fn calibrate(
     model: &Decoder,
     backend: &AnyBackend,
     ids: &[u32],
-    sinks: &[u32],
+    prefixes: &[u32],
 ) -> Result<Vec<Calibrator>, Error> {
     let bar = tokens(to_u64(ids.len())).with_message("calibration");
     let mut inc = |read| bar.inc(to_u64(read));
-    let calibrators = calibrate::observe(model, backend, ids, sinks, &mut inc)?;
+    let calibrators = calibrate::observe(model, backend, ids, prefixes, &mut inc)?;
     bar.finish_and_clear();
     Ok(calibrators)
 }

@@ -1,7 +1,7 @@
 //! The built-in cache manager, paged and not.
 use hashbrown::{HashMap, HashSet};
 use kv_core::backend::{AnyBackend, Backend};
-use kv_core::error::LayerProblem;
+use kv_core::error::{LayerProblem, StateProblem};
 use kv_core::num::{to_u32, to_u64};
 use kv_core::{
     AttentionOptions, BlockId, BlockOrder, BlocksExhausted, CacheError, CacheSpec, GroupId,
@@ -178,7 +178,7 @@ impl<B: Backend> BlockManager<B> {
         number: usize,
         call: impl FnOnce(&mut Step<'_, B>, LayerId) -> Result<(), CacheError>,
     ) -> Result<(), CacheError> {
-        let problem = "pre_step comes first";
+        let problem = StateProblem::NotPrepared;
         let mut step = self.cache.step().ok_or(PlanError::State { operation, problem })?;
         let problem = LayerProblem::Unallocated;
         let layer = self.layers.get(&number).copied();

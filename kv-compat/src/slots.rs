@@ -9,6 +9,7 @@ use hashbrown::HashMap;
 use kv_core::backend::{AnyBackend, Backend, Queue};
 use kv_core::block::BlockTables;
 use kv_core::calibration::PlaneConstants;
+use kv_core::error::OptionProblem;
 use kv_core::num::to_u32;
 use kv_core::plan::{AttendArgs, BatchEntry, PlanBuffers, WriteArgs};
 use kv_core::{
@@ -191,7 +192,7 @@ impl<B: Backend> KvCacheManager<B> {
     pub fn allocate_sequence(&mut self, max_len: u32) -> Result<SequenceId, CacheError> {
         let max = self.spec.max_seq_len();
         if max_len == 0 {
-            let problem = "0 tokens given, at least 1 is needed";
+            let problem = OptionProblem::Zero;
             return Err(PlanError::Option { option: "max_len", problem }.into());
         }
         if max_len > max {

@@ -2,18 +2,18 @@
 //!
 //! A token takes one slot of its blocks, but a *wide* row, kept in 16 bits among quantised ones,
 //! takes as many as its bytes need. Two kinds of tokens are wide:
-//! - *sinks*, the first tokens of a sequence: almost every query attends to them, and their keys
-//!   are unlike all others;
+//! - the *full-precision prefix*, the first tokens of a sequence: almost every query attends to
+//!   them, and their keys are unlike all others;
 //! - the *tail*, where asked for: the tokens of the block that a sequence is filling. They become
 //!   codes when the block is full.
 //!
 //! Both lie in ordinary blocks, so sharing, copy-on-write and eviction know nothing of them.
-use crate::error::SpecError;
+use crate::error::{SpecConflict, SpecError};
 use crate::plan::PlannedSequence;
 
 /// From positions of tokens to slots of a sequence's blocks.
 ///
-/// With 2 sinks of 3 slots in blocks of 8:
+/// With a full-precision prefix of 2 tokens of 3 slots in blocks of 8:
 ///
 /// ```text
 /// slot    | 0  1  2 | 3  4  5 | 6 | 7 |  | 8 | 9 | ...
@@ -22,13 +22,14 @@ use crate::plan::PlannedSequence;
 ///
 /// A wide row that would cross the end of a block begins in the next one instead.
 ///
-/// With a tail, a sequence's table lists the blocks of its sinks and codes, then those of its tail.
-/// How many leading tokens are codes is `coded`: whole blocks, or more after a truncation, because
-/// codes do not become 16-bit rows again; the block that was cut is filled with codes.
+/// With a tail, a sequence's table lists the blocks of its full-precision prefix and codes, then
+/// those of its tail. How many leading tokens are codes is `coded`: whole blocks, or more after a
+/// truncation, because codes do not become 16-bit rows again; the block that was cut is filled with
+/// codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SlotMap {
     block_size: u32,
-    sinks: u32,
+    full_precision_prefix: u32,
     wide_slots: u32,
     /// Wide rows that fit one block.
     per_block: u32,
@@ -61,42 +62,46 @@ impl SlotMap {
     /// A slot for every token.
     pub(crate) fn plain(block_size: u32) -> Self {
         let shift = shift_of(block_size);
-        Self { block_size, sinks: 0, wide_slots: 1, per_block: block_size, tail: false, shift }
+        Self {
+            block_size,
+            full_precision_prefix: 0,
+            wide_slots: 1,
+            per_block: block_size,
+            tail: false,
+            shift,
+        }
     }
 
-    /// `sinks` first tokens, and the tail if asked for, that take `wide_slots` slots each; one slot
-    /// for any other token.
+    /// `wide_slots` slots for each of the first `full_precision_prefix` tokens and for each token
+    /// of the tail, if there is one; one slot for any other token.
     ///
     /// # Errors
     /// [`SpecError::Conflict`] when a block is too small for one wide row.
     pub(crate) fn new(
         block_size: u32,
         wide_slots: u32,
-        sinks: u32,
+        full_precision_prefix: u32,
         tail: bool,
     ) -> Result<Self, SpecError> {
-        if sinks == 0 && !tail {
+        if full_precision_prefix == 0 && !tail {
             return Ok(Self::plain(block_size));
         }
         let wide_slots = wide_slots.max(1);
         let per_block = block_size.checked_div(wide_slots).unwrap_or(0);
         if per_block == 0 {
-            let problem = format!(
-                "a row in 16 bits takes {wide_slots} slots, a block has {block_size}: \
-                 use larger blocks, or no sinks and no tail"
-            );
-            return Err(SpecError::Conflict { what: "sinks", problem });
+            let problem = SpecConflict::BlockTooSmall { slots: wide_slots, block_size };
+            return Err(SpecError::Conflict { what: "full_precision_prefix", problem });
         }
         let shift = shift_of(block_size);
-        Ok(Self { block_size, sinks, wide_slots, per_block, tail, shift })
+        Ok(Self { block_size, full_precision_prefix, wide_slots, per_block, tail, shift })
     }
 
     pub(crate) fn block_size(&self) -> u32 {
         self.block_size
     }
     /// Tokens at the start of a sequence that are kept in 16 bits.
-    pub fn sinks(&self) -> u32 {
-        self.sinks
+    pub fn full_precision_prefix(&self) -> u32 {
+        self.full_precision_prefix
     }
     /// Slots of one wide row.
     pub fn wide_slots(&self) -> u32 {
@@ -110,26 +115,26 @@ impl SlotMap {
     /// Whether every token is one slot, in the order of the tokens.
     #[inline]
     pub(crate) fn is_plain(&self) -> bool {
-        self.sinks == 0 && !self.tail
+        self.full_precision_prefix == 0 && !self.tail
     }
 
     /// Slots from the first of a sequence to behind its token `tokens - 1`, without a tail;
     /// `u32::MAX` if more.
     #[inline]
     pub fn slots(&self, tokens: u32) -> u32 {
-        if self.sinks == 0 {
+        if self.full_precision_prefix == 0 {
             return tokens;
         }
-        let Some(last_sink) = tokens.min(self.sinks).checked_sub(1) else {
+        let Some(last_prefix) = tokens.min(self.full_precision_prefix).checked_sub(1) else {
             return tokens;
         };
-        let place = self.wide(last_sink);
+        let place = self.wide(last_prefix);
         place
             .index
             .saturating_mul(self.block_size)
             .saturating_add(place.inside)
             .saturating_add(self.wide_slots)
-            .saturating_add(tokens.saturating_sub(self.sinks))
+            .saturating_add(tokens.saturating_sub(self.full_precision_prefix))
     }
 
     /// Blocks that hold `tokens` tokens without a tail.
@@ -164,20 +169,20 @@ impl SlotMap {
     #[inline]
     pub fn tokens(&self, blocks: u32) -> u32 {
         let slots = blocks.saturating_mul(self.block_size);
-        if self.sinks == 0 {
+        if self.full_precision_prefix == 0 {
             return slots;
         }
-        match slots.checked_sub(self.slots(self.sinks)) {
-            Some(rest) => self.sinks.saturating_add(rest),
-            None => self.per_block.saturating_mul(blocks).min(self.sinks),
+        match slots.checked_sub(self.slots(self.full_precision_prefix)) {
+            Some(rest) => self.full_precision_prefix.saturating_add(rest),
+            None => self.per_block.saturating_mul(blocks).min(self.full_precision_prefix),
         }
     }
 
     /// Blocks that the first `tokens` tokens fill.
     #[inline]
     pub fn full_blocks(&self, tokens: u32) -> u32 {
-        if tokens < self.sinks {
-            // A block of sinks is full when no further one fits, whatever is left of it.
+        if tokens < self.full_precision_prefix {
+            // A block of wide rows is full when no further one fits, whatever is left of it.
             return tokens.checked_div(self.per_block).unwrap_or(0);
         }
         self.whole_blocks(self.slots(tokens))
@@ -190,12 +195,14 @@ impl SlotMap {
         slots.checked_shr(self.shift.into()).unwrap_or_else(slow)
     }
 
-    /// Where token `position` lies once it is a code, or as a sink.
+    /// Where token `position` lies once it is a code, or in the full-precision prefix.
     pub fn place(&self, position: u32) -> Place {
-        if position < self.sinks {
+        if position < self.full_precision_prefix {
             return self.wide(position);
         }
-        let slot = self.slots(self.sinks).saturating_add(position.saturating_sub(self.sinks));
+        let slot = self
+            .slots(self.full_precision_prefix)
+            .saturating_add(position.saturating_sub(self.full_precision_prefix));
         // `block_size` is at least 1, by the layout's constructor.
         let index = slot.checked_div(self.block_size).unwrap_or(0);
         let inside = slot.checked_rem(self.block_size).unwrap_or(0);
@@ -204,7 +211,7 @@ impl SlotMap {
 
     /// Where token `position` of a sequence lies whose first `coded` tokens are codes.
     pub fn place_in(&self, position: u32, coded: u32) -> Place {
-        let begin = coded.max(self.sinks);
+        let begin = coded.max(self.full_precision_prefix);
         if !self.tail || position < begin {
             return self.place(position);
         }
@@ -215,17 +222,19 @@ impl SlotMap {
     /// Where token `position` of the tail that a sequence had before an open step lies in it, once
     /// the step has made codes of the tail.
     pub fn place_sealed(&self, position: u32, sequence: &PlannedSequence) -> Place {
-        let row = self.wide(position.saturating_sub(sequence.coded_before.max(self.sinks)));
+        let row = self
+            .wide(position.saturating_sub(sequence.coded_before.max(self.full_precision_prefix)));
         Place { index: row.index.saturating_add(sequence.sealed_index), ..row }
     }
 
     /// First position that is in the tail of a sequence of `len` tokens whose first `coded` are
     /// codes; `len` where nothing is.
     pub fn tail_begin(&self, len: u32, coded: u32) -> u32 {
-        if self.tail { coded.max(self.sinks).min(len) } else { len }
+        if self.tail { coded.max(self.full_precision_prefix).min(len) } else { len }
     }
 
-    /// Blocks of sinks and codes of a sequence of `len` tokens whose first `coded` are codes.
+    /// Blocks of full-precision prefix and codes of a sequence of `len` tokens whose first `coded`
+    /// are codes.
     pub(crate) fn code_blocks(&self, len: u32, coded: u32) -> u32 {
         self.blocks(self.tail_begin(len, coded))
     }
@@ -248,7 +257,7 @@ impl SlotMap {
         }
         let full = self.tokens(self.full_blocks(len)).min(len);
         let index = self.place(coded).index;
-        let cut = coded > self.tokens(index).max(self.sinks);
+        let cut = coded > self.tokens(index).max(self.full_precision_prefix);
         // A block that holds codes already is filled with codes.
         let rest = if cut { self.tokens(index.saturating_add(1)).min(len) } else { 0 };
         coded.max(full).max(rest)
@@ -260,8 +269,8 @@ impl SlotMap {
             return coded.min(len);
         }
         let whole = self.tokens(self.place(len).index);
-        // Sinks alone leave the block free for a tail.
-        if len > whole.max(self.sinks) { len } else { whole.min(len) }
+        // The prefix alone leaves the block free for a tail.
+        if len > whole.max(self.full_precision_prefix) { len } else { whole.min(len) }
     }
 
     /// Slots in use of entry `index` of the table of a sequence of `len` tokens.

@@ -79,8 +79,11 @@ impl Partial {
 
     /// With one more logit that carries no value.
     #[must_use]
-    pub fn with_sink(self, sink: f32) -> Self {
-        self.merge(Self { max: sink, sum: if sink == f32::NEG_INFINITY { 0.0 } else { 1.0 } })
+    pub fn with_sink_logit(self, sink_logit: f32) -> Self {
+        self.merge(Self {
+            max: sink_logit,
+            sum: if sink_logit == f32::NEG_INFINITY { 0.0 } else { 1.0 },
+        })
     }
 
     /// What a row relative to this maximum is multiplied with to be a mean whose weights sum to
@@ -320,11 +323,14 @@ mod tests {
     }
 
     #[test]
-    fn sinks_join_the_sum_alone() {
+    fn sink_logits_join_the_sum_alone() {
         let seen = Partial { max: 0.0, sum: 1.0 };
-        let total = seen.with_sink(0.0);
+        let total = seen.with_sink_logit(0.0);
         assert_eq!((total.sum, seen.weight_in(total)), (2.0, 0.5));
-        assert_eq!(Partial::EMPTY.with_sink(3.0).log_sum_exp(), 3.0);
-        assert_eq!(Partial::EMPTY.with_sink(f32::NEG_INFINITY).log_sum_exp(), f32::NEG_INFINITY);
+        assert_eq!(Partial::EMPTY.with_sink_logit(3.0).log_sum_exp(), 3.0);
+        assert_eq!(
+            Partial::EMPTY.with_sink_logit(f32::NEG_INFINITY).log_sum_exp(),
+            f32::NEG_INFINITY
+        );
     }
 }

@@ -45,29 +45,29 @@ impl CpuOptions {
     /// Uses `threads` threads: the calling one, and a pool of the backend's own. Without it there
     /// is one thread a core, and all backends of a process share the pool.
     #[must_use]
-    pub fn threads(self, threads: usize) -> Self {
+    pub fn with_threads(self, threads: usize) -> Self {
         Self { threads: Some(threads), ..self }
     }
     /// Uses threads of the embedding program instead of a pool of the backend's own, such as those
-    /// of a rayon pool: [`Workers`] says how. Setting [`threads`](Self::threads) too is refused;
-    /// `KV_CPU_THREADS` is not read.
+    /// of a rayon pool: [`Workers`] says how. Setting [`with_threads`](Self::with_threads) too is
+    /// refused; `KV_CPU_THREADS` is not read.
     ///
     /// # Panics
     /// Operations panic when the workers break their contract.
     #[must_use]
-    pub fn workers(self, workers: Arc<dyn Workers>) -> Self {
+    pub fn with_workers(self, workers: Arc<dyn Workers>) -> Self {
         Self { workers: Some(workers), ..self }
     }
     /// Keeps threads of the backend's own pool off the CPU of the thread that wakes them, by their
     /// affinity (Linux). Off by default; helps where the scheduler puts a woken thread on its
     /// caller's CPU though others are idle, as was seen in a virtual machine.
     #[must_use]
-    pub fn helper_affinity(self, helper_affinity: bool) -> Self {
+    pub fn with_helper_affinity(self, helper_affinity: bool) -> Self {
         Self { helper_affinity, ..self }
     }
     /// Uses this instruction set instead of the best there is.
     #[must_use]
-    pub fn isa(self, isa: Isa) -> Self {
+    pub fn with_isa(self, isa: Isa) -> Self {
         Self { isa: Some(isa), ..self }
     }
 }
@@ -101,7 +101,7 @@ impl CpuBackend {
     /// use kv_core::KvFormat;
     /// use kv_cpu::{AttendShape, CpuBackend, CpuOptions, Isa};
     ///
-    /// let backend = CpuBackend::open(CpuOptions::default().isa(Isa::SCALAR))?;
+    /// let backend = CpuBackend::open(CpuOptions::default().with_isa(Isa::SCALAR))?;
     /// let drafts = AttendShape {
     ///     formats: [KvFormat::Bf16; 2],
     ///     head_dims: [128; 2],
@@ -229,7 +229,7 @@ mod tests {
         let text = refused.to_string();
         assert!(text.contains("sse9") && text.contains("scalar"), "{text}");
         for isa in Isa::ALL.iter().filter(|isa| !isa.is_available()) {
-            let refused = CpuBackend::open(CpuOptions::default().isa(*isa)).unwrap_err();
+            let refused = CpuBackend::open(CpuOptions::default().with_isa(*isa)).unwrap_err();
             assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
             assert!(refused.to_string().contains(&isa.to_string()), "{refused}");
         }

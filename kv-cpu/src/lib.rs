@@ -22,7 +22,7 @@
 //! use kv_cpu::{CpuBackend, CpuOptions};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let backend = CpuBackend::open(CpuOptions::default().threads(1))?;
+//! let backend = CpuBackend::open(CpuOptions::default().with_threads(1))?;
 //! let mut queue = backend.queue()?;
 //!
 //! // Two blocks of four tokens, one kv head of eight values.

@@ -99,7 +99,7 @@ fn step<B: Backend>(
 }
 
 fn cpu() -> CpuBackend {
-    CpuBackend::open(CpuOptions::default().threads(1)).unwrap()
+    CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap()
 }
 
 /// What a step reads and writes.
@@ -107,7 +107,7 @@ fn cpu() -> CpuBackend {
 struct Stored {
     format: KvFormat,
     block_size: u32,
-    sinks: u32,
+    full_precision_prefix: u32,
     tail: bool,
     key_mean: KeyMean,
     /// Query heads a kv head.
@@ -117,7 +117,7 @@ struct Stored {
 impl Stored {
     fn plain(format: KvFormat, block_size: u32) -> Self {
         let key_mean = KeyMean::Calibrated;
-        Self { format, block_size, sinks: 0, tail: false, key_mean, group: 4 }
+        Self { format, block_size, full_precision_prefix: 0, tail: false, key_mean, group: 4 }
     }
 }
 
@@ -138,7 +138,7 @@ fn allocations(backend: impl Backend, determinism: Determinism, stored: Stored) 
         .head_dim(DIM)
         .format(stored.format)
         .transform(Transform::On)
-        .sinks(stored.sinks)
+        .full_precision_prefix(stored.full_precision_prefix)
         .tail(stored.tail)
         .key_mean(stored.key_mean)
         .paged(stored.block_size, 40_000 / stored.block_size)
@@ -202,9 +202,9 @@ fn large_groups_allocate_nothing() {
 }
 
 #[test]
-fn transformed_codes_and_sinks_allocate_nothing() {
+fn transformed_codes_and_wide_rows_allocate_nothing() {
     for format in KvFormat::all().filter(|format| format.is_quantised()) {
-        let stored = Stored { sinks: 4, ..Stored::plain(format, 16) };
+        let stored = Stored { full_precision_prefix: 4, ..Stored::plain(format, 16) };
         assert_eq!(allocations(cpu(), Determinism::Fast, stored), 0, "{format}");
     }
 }
@@ -213,7 +213,7 @@ fn transformed_codes_and_sinks_allocate_nothing() {
 fn tails_and_means_of_blocks_allocate_nothing() {
     let l4 = Stored::plain(KvFormat::L4(ScaleGroup::Row), 16);
     for key_mean in [KeyMean::Calibrated, KeyMean::PerBlock] {
-        let stored = Stored { sinks: 4, tail: true, key_mean, ..l4 };
+        let stored = Stored { full_precision_prefix: 4, tail: true, key_mean, ..l4 };
         assert_eq!(allocations(cpu(), Determinism::Fast, stored), 0, "{key_mean:?}");
     }
 }
@@ -253,7 +253,7 @@ impl Workers for InTurn {
 fn threads_of_the_program_are_called_without_an_allocation() {
     let workers = Arc::new(InTurn::default());
     let given: Arc<dyn Workers> = Arc::<InTurn>::clone(&workers);
-    let backend = CpuBackend::open(CpuOptions::default().workers(given)).unwrap();
+    let backend = CpuBackend::open(CpuOptions::default().with_workers(given)).unwrap();
     let stored = Stored::plain(KvFormat::Bf16, 16);
     assert_eq!(allocations(backend, Determinism::Fast, stored), 0);
     assert!(workers.0.load(Ordering::Relaxed) > 100, "steps were run in parallel");

@@ -1,28 +1,29 @@
-//! The constants of quantised storage: made from what a model computes, or read from a file.
+//! Calibration constants of quantised storage: measured on a model, or read from a file.
 use std::path::Path;
 
 use candle_core::{D, IndexOp};
+use kv::backend::AnyBackend;
+use kv::quant::Calibration;
 use kv::quant::calibrate::Calibrator;
 use kv::quant::file::{self, Metadata};
-use kv::{AnyBackend, Calibration};
 
 use crate::error::{Error, InFile};
 use crate::model::{Decoder, Tapped};
 use crate::num::{to_u32, to_usize};
 use crate::reader::Reader;
 
-/// Tokens that go through the model at once.
+/// Tokens per forward pass.
 const CHUNK: usize = 256;
-/// Tokens of one sequence: a longer text is read in several, each from an empty cache.
+/// Tokens per sequence: a longer text is read in several sequences, each from an empty cache.
 const SEQUENCE_MAX: usize = 2048;
-/// Tokens that constants made on the way come from.
+/// Number of tokens for constants that are made during a run.
 const ONLINE_TOKENS: u32 = 256;
 
-/// Reads the constants of a model from a file of [`to_file`].
+/// Reads the constants of a model from a file that [`to_file`] made.
 ///
 /// # Errors
-/// [`Error::File`] with what is wrong: [`Error::Io`], or [`Error::CalibrationFile`], for one that
-/// was made for another model too.
+/// [`Error::File`] with the cause: [`Error::Io`], or [`Error::CalibrationFile`], also for a file of
+/// another model.
 pub fn load(path: &Path, model: &Decoder) -> Result<Calibration, Error> {
     let bytes = std::fs::read(path).in_file(path)?;
     let (calibration, metadata) = file::read(&bytes).in_file(path)?;
@@ -30,29 +31,29 @@ pub fn load(path: &Path, model: &Decoder) -> Result<Calibration, Error> {
     Ok(calibration)
 }
 
-/// Writes the constants of a model as the bytes of a file.
+/// Encodes the constants of a model as the bytes of a file.
 ///
 /// # Errors
-/// [`Error::Calibrate`] where the calibrator has seen too little.
+/// [`Error::Calibrate`] if the calibrator has seen too few tokens.
 pub fn to_file(calibrator: &Calibrator, model: &Decoder) -> Result<Vec<u8>, Error> {
     let metadata = Metadata::of(calibrator, model.fingerprint());
     Ok(file::write(&calibrator.finish()?, &metadata)?)
 }
 
-/// Shows a text to a calibrator for each of these numbers of sinks. The model reads with an f32
-/// cache, so that the constants are those of its own rows. `progress` gets the number of tokens
-/// after each part that was read.
+/// Runs the model over a text and passes its rows to one calibrator for each length of the
+/// full-precision prefix in `sinks`. The cache is f32, so that the constants are those of the
+/// model's own rows. `progress` gets the number of tokens after each chunk.
 ///
 /// # Errors
-/// [`Error::Cache`] for a device that fails, [`Error::Calibrate`] for rows that are not finite.
+/// [`Error::Cache`] for a device failure, [`Error::Calibrate`] for rows that are not finite.
 pub fn observe(
     model: &Decoder,
     backend: &AnyBackend,
     ids: &[u32],
-    sinks: &[u32],
+    prefixes: &[u32],
     progress: &mut dyn FnMut(usize),
 ) -> Result<Vec<Calibrator>, Error> {
-    let mut observer = Observer::new(model, sinks)?;
+    let mut observer = Observer::new(model, prefixes)?;
     let sequence = SEQUENCE_MAX.min(to_usize(model.config().context));
     let mut reader = Reader::f32(model, backend, to_u32(sequence.min(ids.len())))?;
     for ids in ids.chunks(sequence.max(1)) {
@@ -66,19 +67,19 @@ pub fn observe(
     Ok(observer.calibrators)
 }
 
-/// Makes constants from the first tokens of a sequence: of its prompt, and where that is short, of
-/// what the model generates after it. They do not change after that.
+/// Makes constants from the first tokens of a sequence: from its prompt and, if that is short, from
+/// tokens that the model generates after it. They are constant from then on.
 ///
 /// # Errors
-/// As [`observe`]; [`Error::Calibrate`] too where the model's context is too short.
+/// Those of [`observe`]; also [`Error::Calibrate`] if the model's context is too short.
 pub fn online(
     model: &Decoder,
     backend: &AnyBackend,
     prompt: &[u32],
-    sinks: u32,
+    full_precision_prefix: u32,
 ) -> Result<Calibration, Error> {
-    let mut observer = Observer::new(model, &[sinks])?;
-    let wanted = ONLINE_TOKENS.saturating_add(sinks).min(model.config().context);
+    let mut observer = Observer::new(model, &[full_precision_prefix])?;
+    let wanted = ONLINE_TOKENS.saturating_add(full_precision_prefix).min(model.config().context);
     let mut reader = Reader::f32(model, backend, wanted)?;
     reader.begin()?;
     let mut position = 0_u32;
@@ -93,7 +94,7 @@ pub fn online(
         }
     }
     let finished = observer.calibrators.iter().map(Calibrator::finish).next();
-    Ok(finished.unwrap_or_else(|| unreachable!("one was made for one number of sinks"))?)
+    Ok(finished.unwrap_or_else(|| unreachable!("one was made for one full-precision prefix"))?)
 }
 
 /// Calibrators that see the same rows.
@@ -103,14 +104,14 @@ struct Observer {
 }
 
 impl Observer {
-    fn new(model: &Decoder, sinks: &[u32]) -> Result<Self, Error> {
+    fn new(model: &Decoder, prefixes: &[u32]) -> Result<Self, Error> {
         let config = model.config();
         let head_dims = [config.head_dim; 2];
-        let calibrator = |sinks: &u32| {
+        let calibrator = |prefix: &u32| {
             let new = Calibrator::new(config.layers(), config.kv_heads, head_dims)?;
-            Ok(new.skip_first(*sinks))
+            Ok(new.skip_first(*prefix))
         };
-        let calibrators = sinks.iter().map(calibrator).collect::<Result<_, Error>>()?;
+        let calibrators = prefixes.iter().map(calibrator).collect::<Result<_, Error>>()?;
         Ok(Self { calibrators, q_heads: config.heads })
     }
 

@@ -1,5 +1,6 @@
-// Joins the partial results of attend.wgsl, in their order, with the sink logit, and writes rows and
-// log-sum-exp. A workgroup has one tile of rows of one kv head; see attend.wgsl for the numbers.
+// Merges the partial results of attend.wgsl in a fixed order, adds the sink logit, and writes
+// output rows and log-sum-exp. A workgroup has one tile of rows of one kv head; attend_unit.wgsl
+// describes the indices.
 //! include params.wgsl
 //! include numbers.wgsl
 
@@ -15,7 +16,7 @@ struct Params {
     segments: u32,
     stats: u32,
     rows: u32,      // of a workgroup of attend.wgsl
-    sinks: u32,     // whether there are sink logits
+    sink_logits: u32,  // whether there are sink logits
     v_constants: u32,
     pad0: u32,
     pad1: u32,
@@ -43,7 +44,7 @@ const EMPTY: f32 = -3.0e38;
 //! include tiles.wgsl
 //! include transform.wgsl
 
-// What a result relative to `before` is multiplied with to be relative to `after`.
+// Returns the factor that changes a result's running maximum from `before` to `after`.
 fn rescaled(before: f32, after: f32) -> f32 {
     return select(exponential(before - after), 1.0, before == after);
 }
@@ -89,11 +90,11 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) groups
         let is_empty = sum == 0.0;
         var total = most;
         var total_sum = sum;
-        if params.sinks != 0u {
-            let sink = sink_logits[head];
-            if sink > EMPTY {
-                total = max(most, sink);
-                total_sum = exponential(sink - total);
+        if params.sink_logits != 0u {
+            let sink_logit = sink_logits[head];
+            if sink_logit > EMPTY {
+                total = max(most, sink_logit);
+                total_sum = exponential(sink_logit - total);
                 if !is_empty {
                     total_sum += sum * rescaled(most, total);
                 }

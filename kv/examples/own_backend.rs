@@ -1,12 +1,13 @@
-//! A backend of one's own: it forwards every call to another one and logs it (see `kv::backend`).
+//! A custom backend that forwards every call to another one and logs it (see `kv::backend`).
 //!
 //! `cargo run --release -p kv --example own_backend -- cpu`
 #![expect(clippy::print_stdout, reason = "an example")]
 
+use kv::backend::plan::{AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan};
+use kv::backend::plan::{GatherArgs, GatherPlan, WriteArgs, WritePlan};
 use kv::backend::{Backend, Capabilities, Queue};
-use kv::plan::{AttendArgs, AttentionPlan, ConvertArgs, ConvertPlan, CopyArgs, CopyPlan};
-use kv::plan::{GatherArgs, GatherPlan, WriteArgs, WritePlan};
-use kv::{AttentionOptions, CacheSpec, Device, DeviceError, GroupId, KvCache, QkvFormat};
+use kv::error::DeviceError;
+use kv::{AttentionOptions, CacheSpec, Device, GroupId, KvCache, QkvFormat};
 use kv::{SequenceId, StartOptions, StepInput, TensorView, TensorViewMut};
 use std::sync::{Mutex, PoisonError};
 

@@ -15,9 +15,9 @@ fn prefill(
     seq: SequenceId,
     prompt: &[u32],
     options: StartOptions<'_>,
-) -> Result<usize, kv::Error> {
+) -> Result<u32, kv::Error> {
     let reused = cache.start(seq, prompt, options)?;
-    let mut step = cache.begin_step(&[StepInput::tokens(seq, &prompt[reused..])])?;
+    let mut step = cache.begin_step(&[StepInput::prompt(seq, prompt, reused)])?;
     // The V of a token is its position; zero queries make the output the mean of all V before.
     let v: Vec<f32> = step.positions().iter().flat_map(|position| [*position as f32; 4]).collect();
     let (zeros, mut out) = (vec![0.0_f32; v.len()], vec![0.0_f32; v.len()]);
@@ -50,12 +50,12 @@ fn main() -> Result<(), kv::Error> {
     assert_ne!(tables[0][2], tables[1][2]);
     assert_eq!(cache.usage().blocks_used, 4); // not 6
 
-    // Blocks of requests that have ended can be found until their memory is needed. The last token
-    // of a prompt is always computed: its logits are wanted.
+    // Blocks of ended requests can be found until their memory is needed. The last token of a
+    // prompt is always computed, because its logits are needed.
     cache.release(a)?;
     assert_eq!(prefill(&mut cache, c, &first, plain)?, 10);
-    // Tenants with different salts find nothing of each other.
-    assert_eq!(prefill(&mut cache, d, &first, plain.salt(b"tenant 7"))?, 0);
+    // Tenants with different salts do not share blocks.
+    assert_eq!(prefill(&mut cache, d, &first, plain.with_salt(b"tenant 7"))?, 0);
 
     let stats = cache.stats();
     assert_eq!((stats.requests, stats.query_tokens, stats.hit_tokens), (4, 44, 18));

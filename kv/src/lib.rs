@@ -1,7 +1,23 @@
 //! One KV cache for transformers, on every device that was built in.
 //!
 //! A KV cache keeps the keys and values of every token a model has seen. This crate is what users
-//! import: all of `kv-core`, the backends behind features, and [`Device`] to pick one at run time.
+//! import: the cache and what its steps take at the root, everything else in modules, one backend
+//! for each Cargo feature, and [`Device`] to choose a backend at run time.
+//!
+//! | to | see |
+//! |---|---|
+//! | open a device | [`Device`], and [`cpu`], `cuda`, `wgpu` for a backend with its own options |
+//! | describe a cache | [`CacheSpec`], [`KvFormat`]; every setting is in [`spec`] |
+//! | run a model over it | [`KvCache`], [`Step`], [`StepInput`], [`StartOptions`] |
+//! | attend | [`AttentionOptions`], [`Mask`] |
+//! | hand in tensors | [`TensorView`], [`TensorViewMut`], [`QkvFormat`], [`DType`] |
+//! | handle errors | [`Error`]; the narrow errors are in [`error`] |
+//! | share prefixes between prompts | [`KvCache::start`], [`reuse`] |
+//! | choose what is evicted | [`eviction`] |
+//! | store K and V in 3 to 8 bits | [`quant`] |
+//! | schedule requests | [`KvCache::check_admission`](scheduling::CacheState::check_admission), [`scheduling`] |
+//! | watch a cache | [`Stats`], [`Usage`]; for routers [`events`], for simulations [`block`] |
+//! | write a backend | [`backend`] |
 //!
 //! ```
 //! # #[cfg(feature = "cpu")] {
@@ -12,7 +28,7 @@
 //! let mut cache = KvCache::new(Device::open("cpu")?, spec)?;
 //! let (seq, prompt) = (SequenceId(0), [11, 22]);
 //! let reused = cache.start(seq, &prompt, StartOptions::default())?; // tokens that need no step
-//! let mut step = cache.begin_step(&[StepInput::tokens(seq, &prompt[reused..])])?;
+//! let mut step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
 //! assert_eq!(step.positions(), [0, 1]); // what RoPE needs
 //! let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
 //! let (q, mut out) = ([0.0_f32; 8], [0.0_f32; 8]);
@@ -33,6 +49,7 @@
 //! | `cpu` (default) | the backend `cpu`, and the module `kv::cpu` |
 //! | `cuda` | the backend `cuda`, and the module `kv::cuda`; builds without CUDA |
 //! | `wgpu` | the backend `wgpu`, and the module `kv::wgpu`: Vulkan, Metal and DX12 |
+//! | `emulated` | for tests: the device `emulated`, CUDA kernels that this machine's CPU runs |
 //!
 //! Features only add names; which device is used is always the program's choice.
 #![forbid(unsafe_code)]
@@ -42,19 +59,74 @@ mod failure;
 
 pub use device::{Adapter, Device};
 pub use failure::Error;
-pub use kv_core::*;
+/// Blocks and their pool, for simulations that run without a cache.
+pub use kv_core::block;
+/// The narrow errors that [`Error`] and [`CacheError`] hold.
+pub use kv_core::error;
+/// Announcements of content that becomes reusable or is gone, for routers and monitors.
+pub use kv_core::events;
+/// Eviction policies, priorities and clocks, and the trait for a policy of one's own.
+pub use kv_core::eviction;
+pub use kv_core::{
+    AttentionOptions, BlockId, BlockOrder, CacheError, CacheSpec, DType, Element, GroupId, KvCache,
+    KvFormat, LayerId, Mask, QkvFormat, SequenceId, StartOptions, Stats, Step, StepInput,
+    TensorView, TensorViewMut, Usage, bf16, f16,
+};
 /// The CPU backend with its own types, for callers that want no type erasure.
 #[cfg(feature = "cpu")]
 pub use kv_cpu as cpu;
 /// The CUDA backend with its own types.
 #[cfg(feature = "cuda")]
 pub use kv_cuda as cuda;
-/// Stored formats to the bit, and the calibration of a model.
-pub use kv_quant as quant;
 /// The WebGPU backend with its own types: devices and buffers of the caller's own, and the list of
 /// adapters.
 #[cfg(feature = "wgpu")]
 pub use kv_wgpu as wgpu;
+
+pub mod backend {
+    //! What a backend implements and is given: the contract, checked plans, tensors, planes.
+    //!
+    //! [`AnyBackend`] is any of them behind one type, which [`Device::open`](crate::Device::open)
+    //! returns.
+    pub use kv_core::backend::*;
+    pub use kv_core::calibration::{HeadConstants, PlaneConstants, sign};
+    pub use kv_core::plan;
+    pub use kv_core::{
+        Dims, KvStorage, Place, Plane, PlaneLayout, PlaneShape, PlaneView, Slot, SlotMap,
+        StorageView, TensorData, TensorDataMut, TokenRows, TokenTensor, TokenTensorMut,
+    };
+}
+
+pub mod quant {
+    //! Stored formats to the bit, the calibration of a model, and files that hold one.
+    pub use kv_core::calibration::{
+        Calibration, CalibrationError, LayerCalibration, PlaneCalibration,
+    };
+    pub use kv_core::{ScaleGroup, Scaling};
+    pub use kv_quant::*;
+}
+
+pub mod reuse {
+    //! How cached blocks are found by their content: keys, the prefix index, pins, spans of content
+    //! that is not text.
+    pub use kv_core::reuse::*;
+    pub use kv_core::{Pin, PinId};
+}
+
+pub mod scheduling {
+    //! What a scheduler needs: whether a prompt fits, how many blocks a step takes, and the
+    //! bookkeeping of a cache without a device.
+    pub use kv_core::{Admission, BlockDemand, CacheState};
+}
+
+pub mod spec {
+    //! Settings of a cache and of its groups of layers.
+    pub use kv_core::plan::Determinism;
+    pub use kv_core::{
+        CacheSpecBuilder, GroupBuilder, GroupSpec, KeyMean, MemoryUsage, PrefixReuse, PublishAt,
+        Transform, Window,
+    };
+}
 
 /// Compiles and runs the examples of the project's documents.
 #[cfg(all(doctest, feature = "cpu"))]

@@ -1,5 +1,4 @@
-//! The lines of README's example, on every device that was built in and can be opened here. On the
-//! emulated GPU they are the case `cache/host_tensors_alone` of the conformance suite.
+//! The lines of README's example, on every device that was built in and can be opened here.
 #![cfg(feature = "cpu")]
 #![forbid(unsafe_code)]
 #![expect(
@@ -18,7 +17,7 @@ fn example(device: &str) -> Result<(), kv::Error> {
     let mut cache = KvCache::new(Device::open(device)?, spec)?;
     let (seq, prompt) = (SequenceId(0), [11, 22]);
     let reused = cache.start(seq, &prompt, StartOptions::default())?;
-    let mut step = cache.begin_step(&[StepInput::tokens(seq, &prompt[reused..])])?;
+    let mut step = cache.begin_step(&[StepInput::prompt(seq, &prompt, reused)])?;
     assert_eq!(step.positions(), [0, 1]);
     let (k, v) = ([1.0_f32; 8], [1.0_f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
     let (q, mut out) = ([0.0_f32; 8], [0.0_f32; 8]);
@@ -71,11 +70,20 @@ fn the_same_lines_run_on_cuda() {
     run_or_skip("cuda", true);
 }
 
+/// On the emulator; without its library, the test says so.
+#[cfg(feature = "emulated")]
+#[test]
+fn the_same_lines_run_on_the_emulator() {
+    run_or_skip("emulated", true);
+}
+
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 fn run_or_skip(device: &str, may_skip: bool) {
     use std::io::Write;
     match Device::open(device) {
-        Err(error) if may_skip && error.device_kind() == Some(kv::DeviceErrorKind::Unsupported) => {
+        Err(error)
+            if may_skip && error.device_kind() == Some(kv::error::DeviceErrorKind::Unsupported) =>
+        {
             let _ = writeln!(std::io::stderr(), "skipped: {error}");
         }
         Err(error) => panic!("{device}: {error}"),

@@ -1,8 +1,9 @@
-//! Copies between blocks: what forks and, later, defragmentation cost.
+//! Copies between blocks, as forks make them.
 use criterion::{BenchmarkId, Criterion, Throughput};
+use kv::BlockId;
+use kv::backend::KvStorage;
+use kv::backend::plan::{BlockCopy, CopyArgs, CopyPlan};
 use kv::backend::{Backend, Queue};
-use kv::plan::{BlockCopy, CopyArgs, CopyPlan};
-use kv::{BlockId, KvStorage};
 use kv_bench::{BLOCK_SIZE, Shape, is_smoke};
 
 const LAYERS: usize = 8;

@@ -5,6 +5,7 @@ mod accessors;
 mod output;
 
 use kv_core::backend::{AnyBackend, Backend};
+use kv_core::error::StateProblem;
 use kv_core::{
     AttentionOptions, CacheError, PlanError, Plane, QkvFormat, SequenceId, TensorView,
     TensorViewMut,
@@ -177,7 +178,7 @@ impl<B: Backend> InferenceParams<B> {
             row.id == *id && new_len(row) == *tokens && row.pre_step_len <= row.len
         };
         if rows.len() != self.step.len() || !rows.iter().zip(&self.step).all(as_named) {
-            let problem = "the cache manager tracks other rows than the step names";
+            let problem = StateProblem::OtherRows;
             return Err(PlanError::State { operation: "pre_step", problem }.into());
         }
         self.buffers.fill(&*self.manager)?;
@@ -319,7 +320,7 @@ impl<B: Backend> InferenceParams<B> {
         batch: u32,
     ) -> Result<CacheView<'_, B::Buffer>, PlanError> {
         let found = self.manager.plane(layer, plane);
-        let (operation, problem) = ("step", "the cache manager has no plane for the layer");
+        let (operation, problem) = ("step", StateProblem::NoPlane);
         let rows = found.ok_or(PlanError::State { operation, problem })?;
         let CacheManagerConfig { num_heads, head_dim_k, head_dim_v, .. } = self.config;
         let dim = match plane {

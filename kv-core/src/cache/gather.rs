@@ -1,4 +1,4 @@
-//! Cached rows read back: ranges of sequences, or the batch of the open step.
+//! Reading of cached rows: ranges of sequences, or the batch of the open step.
 use crate::backend::{Backend, Queue};
 use crate::cache::KvCache;
 use crate::error::{CacheError, PlanError};
@@ -10,14 +10,15 @@ use crate::storage::Plane;
 use crate::tensor::TensorViewMut;
 
 impl<B: Backend> KvCache<B> {
-    /// Reads cached rows of one layer back, decoded to the element type of `out`.
+    /// Reads cached rows of one layer, decoded to the element type of `out`.
     ///
     /// Range `b` is `(sequence, first position, tokens)` and fills entry `b` of `out`, axes by
     /// `format`; rows past a range become zero.
     ///
     /// # Errors
-    /// [`PlanError`] for an unknown sequence or layer, a range past a sequence's length or one that
-    /// has left a window or that a layer lacks, or a shape that does not fit; the device's own.
+    /// [`PlanError`] for an unknown sequence or layer, for a range past a sequence's length,
+    /// outside a window, or missing in a layer, and for a shape that does not fit; the device's
+    /// errors.
     pub fn gather(
         &mut self,
         layer: impl Into<LayerId>,

@@ -1,4 +1,4 @@
-//! What a plan proves, and what it refuses to prove.
+//! Guarantees of plans, and refusals.
 use super::*;
 use crate::block::BlockTables;
 use crate::error::PlanError;
@@ -172,13 +172,13 @@ fn a_query_sees_what_mask_and_window_leave() {
     let sequence = planned(3, 10);
     let seen = |options: AttentionOptions<'_>| [0, 1, 2].map(|i| options.visible(&sequence, i));
     assert_eq!(seen(causal), [(0, 8), (0, 9), (0, 10)]);
-    assert_eq!(seen(causal.window_left(0)), [(7, 8), (8, 9), (9, 10)]);
-    assert_eq!(seen(causal.window_left(8)), [(0, 8), (0, 9), (1, 10)]);
+    assert_eq!(seen(causal.with_window_left(0)), [(7, 8), (8, 9), (9, 10)]);
+    assert_eq!(seen(causal.with_window_left(8)), [(0, 8), (0, 9), (1, 10)]);
     assert_eq!(seen(AttentionOptions::full(1.0)), [(0, 10); 3]);
     let more_queries = planned(4, 2);
     let seen = [0, 1, 2, 3].map(|i| causal.visible(&more_queries, i));
     assert_eq!(seen, [(0, 0), (0, 0), (0, 1), (0, 2)]);
-    assert_eq!(causal.window_left(u32::MAX).visible(&planned(1, 12), 0), (0, 12));
+    assert_eq!(causal.with_window_left(u32::MAX).visible(&planned(1, 12), 0), (0, 12));
 }
 
 #[test]
@@ -188,28 +188,31 @@ fn sink_tokens_are_seen_before_a_window_alone() {
     let seen = |options: AttentionOptions<'_>| {
         [0, 1, 2].map(|i| options.visible_sink_tokens(&sequence, i))
     };
-    assert_eq!(seen(causal.window_left(2)), [0; 3], "none unless asked for");
-    assert_eq!(seen(causal.sink_tokens(4)), [0; 3], "without a window all is seen anyway");
-    assert_eq!(seen(causal.window_left(2).sink_tokens(4)), [4; 3]);
-    assert_eq!(seen(causal.window_left(5).sink_tokens(4)), [2, 3, 4], "up to the window");
-    assert_eq!(seen(causal.window_left(8).sink_tokens(u32::MAX)), [0, 0, 1]);
-    let windowed = causal.window_left(2);
+    assert_eq!(seen(causal.with_window_left(2)), [0; 3], "none unless asked for");
+    assert_eq!(seen(causal.with_sink_tokens(4)), [0; 3], "without a window all is seen anyway");
+    assert_eq!(seen(causal.with_window_left(2).with_sink_tokens(4)), [4; 3]);
+    assert_eq!(seen(causal.with_window_left(5).with_sink_tokens(4)), [2, 3, 4], "up to the window");
+    assert_eq!(seen(causal.with_window_left(8).with_sink_tokens(u32::MAX)), [0, 0, 1]);
+    let windowed = causal.with_window_left(2);
     let windows = [0, 1, 2].map(|i| windowed.visible(&sequence, i));
-    let with_sinks = [0, 1, 2].map(|i| windowed.sink_tokens(4).visible(&sequence, i));
-    assert_eq!(with_sinks, windows, "the window stays as it is");
-    let full = AttentionOptions::full(1.0).window_left(2).sink_tokens(9);
+    let with_sink_tokens = [0, 1, 2].map(|i| windowed.with_sink_tokens(4).visible(&sequence, i));
+    assert_eq!(with_sink_tokens, windows, "the window stays as it is");
+    let full = AttentionOptions::full(1.0).with_window_left(2).with_sink_tokens(9);
     assert_eq!(seen(full), [5, 6, 7]);
     assert_eq!(full.visible(&sequence, 1), (6, 10));
 }
 
-/// Both ranges against the rule for single keys, for every length, window and number of sinks.
+/// Both ranges against the rule for single keys, for every length, window and number of sink
+/// tokens.
 #[test]
 fn visible_ranges_hold_the_keys_that_the_rule_names() {
     for (q_len, kv_len) in [(1, 1), (1, 12), (3, 12), (12, 12), (5, 2), (2, 0)] {
         let sequence = planned(q_len, kv_len);
-        for (left, sinks) in (0..14).flat_map(|left| (0..14).map(move |sinks| (left, sinks))) {
+        for (left, sink_tokens) in
+            (0..14).flat_map(|left| (0..14).map(move |sink_tokens| (left, sink_tokens)))
+        {
             for base in [AttentionOptions::causal(1.0), AttentionOptions::full(1.0)] {
-                let options = base.window_left(left).sink_tokens(sinks);
+                let options = base.with_window_left(left).with_sink_tokens(sink_tokens);
                 for i in 0..q_len {
                     let (begin, end) = options.visible(&sequence, i);
                     let before = options.visible_sink_tokens(&sequence, i);
@@ -218,11 +221,11 @@ fn visible_ranges_hold_the_keys_that_the_rule_names() {
                     for j in 0..kv_len {
                         let masked = base.mask() == Mask::Causal && i64::from(j) > position;
                         let near = i64::from(j) >= position - i64::from(left);
-                        let seen = !masked && (near || j < sinks);
+                        let seen = !masked && (near || j < sink_tokens);
                         let got = j < before || (begin..end).contains(&j);
                         assert_eq!(got, seen, "{options:?}: query {i} of {q_len}, key {j}");
                         // What a kernel may rely on that cuts its tiles at the last sink token.
-                        let cut = if j < sinks { j < end } else { (begin..end).contains(&j) };
+                        let cut = if j < sink_tokens { j < end } else { (begin..end).contains(&j) };
                         assert_eq!(cut, seen, "{options:?}: query {i} of {q_len}, key {j}");
                     }
                 }

@@ -2,7 +2,7 @@
 #![expect(clippy::arithmetic_side_effects, reason = "a test that overflows fails")]
 use super::*;
 
-/// Block size, slots of a wide row, sinks.
+/// Block size, slots of a wide row, full-precision prefix.
 const SHAPES: [(u32, u32, u32); 9] = [
     (3, 2, 3),
     (8, 3, 2),
@@ -27,13 +27,13 @@ fn without_wide_rows_a_token_is_a_slot() {
 
 #[test]
 fn places_follow_each_other_without_overlap() {
-    for (block_size, wide_slots, sinks) in SHAPES {
-        let map = SlotMap::new(block_size, wide_slots, sinks, false).unwrap();
+    for (block_size, wide_slots, full_precision_prefix) in SHAPES {
+        let map = SlotMap::new(block_size, wide_slots, full_precision_prefix, false).unwrap();
         let mut end = 0;
         for position in 0..60 {
             let place = map.place(position);
-            let slots = if position < sinks { wide_slots } else { 1 };
-            assert_eq!(place.is_wide, position < sinks);
+            let slots = if position < full_precision_prefix { wide_slots } else { 1 };
+            assert_eq!(place.is_wide, position < full_precision_prefix);
             assert!(place.inside + slots <= block_size, "{map:?}: a row crosses a block");
             let begin = place.index * block_size + place.inside;
             assert!(begin >= end, "{map:?}: token {position} overlaps the one before");
@@ -55,7 +55,7 @@ fn check_rows(map: &SlotMap, len: u32, coded: u32) {
     let mut used = std::collections::BTreeSet::new();
     for position in 0..len {
         let place = map.place_in(position, coded);
-        assert_eq!(place.is_wide, position < map.sinks || position >= coded);
+        assert_eq!(place.is_wide, position < map.full_precision_prefix || position >= coded);
         assert!(place.index < map.blocks_in(len, coded), "{map:?}: {position} of {len}");
         let slots = if place.is_wide { map.wide_slots } else { 1 };
         assert!(place.inside + slots <= map.block_size);
@@ -64,15 +64,15 @@ fn check_rows(map: &SlotMap, len: u32, coded: u32) {
         }
     }
     let filled: u32 = (0..map.blocks_in(len, coded)).map(|i| map.filled(i, len, coded)).sum();
-    // Slots that a straddling sink leaves free count as filled.
+    // Slots that a straddling wide row leaves free count as filled.
     assert!(filled >= u32::try_from(used.len()).unwrap(), "{map:?}: {len}, {coded}");
     assert!(map.blocks_in(len, coded) <= map.blocks_to_grow(len));
 }
 
 #[test]
 fn a_tail_is_less_than_a_block_and_becomes_codes() {
-    for (block_size, wide_slots, sinks) in SHAPES {
-        let map = SlotMap::new(block_size, wide_slots, sinks, true).unwrap();
+    for (block_size, wide_slots, full_precision_prefix) in SHAPES {
+        let map = SlotMap::new(block_size, wide_slots, full_precision_prefix, true).unwrap();
         let mut coded = 0;
         for len in 1..100 {
             coded = map.coded_after(coded, len);
@@ -86,8 +86,8 @@ fn a_tail_is_less_than_a_block_and_becomes_codes() {
 
 #[test]
 fn a_cut_block_is_filled_with_codes() {
-    for (block_size, wide_slots, sinks) in SHAPES {
-        let map = SlotMap::new(block_size, wide_slots, sinks, true).unwrap();
+    for (block_size, wide_slots, full_precision_prefix) in SHAPES {
+        let map = SlotMap::new(block_size, wide_slots, full_precision_prefix, true).unwrap();
         for len in (1..70).step_by(7) {
             for cut in 0..=len {
                 let mut coded = map.coded_truncated(map.coded_after(0, len), cut);
@@ -95,7 +95,9 @@ fn a_cut_block_is_filled_with_codes() {
                 check_rows(&map, cut, coded);
                 // No row of a block that is left was a code and is now taken for a wide one.
                 let were = map.coded_after(0, len).min(cut);
-                assert!(coded == were || map.place(coded).inside == 0 || were <= sinks);
+                assert!(
+                    coded == were || map.place(coded).inside == 0 || were <= full_precision_prefix
+                );
                 for longer in cut + 1..cut + 2 * block_size {
                     let after = map.coded_after(coded, longer);
                     assert!(after >= coded && after <= longer);

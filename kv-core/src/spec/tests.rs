@@ -1,4 +1,4 @@
-//! Every inconsistency of a geometry is found when it is built.
+//! Inconsistent geometries are refused when they are built.
 use super::*;
 use crate::error::SpecError;
 use crate::format::KvFormat;

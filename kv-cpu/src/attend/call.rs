@@ -76,7 +76,7 @@ impl<'a> AttendCall<'a> {
     /// How scores become logits. Log-sum-exps are `f32` where outputs may not be.
     pub(super) fn logits(&self) -> Logits {
         let exact = self.is_exact() || self.lse.is_some();
-        Logits::new(self.options.scale(), self.options.cap(), exact)
+        Logits::new(self.options.scale(), self.options.soft_cap(), exact)
     }
 
     /// What the choice of a strategy depends on, for `queries` queries of a sequence.
@@ -116,9 +116,9 @@ impl<'a> AttendCall<'a> {
     /// 1. No other thread finishes the same token and head.
     pub(super) unsafe fn finish(&self, at: RowAt, head: u32, partial: Partial, row: &mut [f32]) {
         let mut total = partial;
-        if let Some(sinks) = self.options.sink_logits() {
-            let sink = sinks.get(to_usize(head)).copied();
-            total = partial.with_sink(sink.unwrap_or(f32::NEG_INFINITY));
+        if let Some(sink_logits) = self.options.sink_logits() {
+            let sink_logit = sink_logits.get(to_usize(head)).copied();
+            total = partial.with_sink_logit(sink_logit.unwrap_or(f32::NEG_INFINITY));
         }
         // SAFETY: condition 1.
         let out = unsafe { self.out.get_mut(at, head, 1) };

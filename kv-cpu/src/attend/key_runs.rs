@@ -49,9 +49,9 @@ impl<'a> StorageRegions<'a> {
             sequence,
             tail: map.tail_begin(sequence.kv_len, sequence.coded),
             by_block: layout.has_block_means(),
-            sink_tokens: call.options.window().map_or(0, |_| call.options.num_sink_tokens()),
+            sink_tokens: call.options.window_left().map_or(0, |_| call.options.sink_tokens()),
             tokens: to_u32(tokens),
-            odd_slots: map.sinks().wrapping_mul(map.wide_slots()) % ALIGN,
+            odd_slots: map.full_precision_prefix().wrapping_mul(map.wide_slots()) % ALIGN,
         }
     }
 
@@ -67,7 +67,7 @@ impl<'a> StorageRegions<'a> {
         }
         let cut = if from < self.sink_tokens { self.sink_tokens } else { u32::MAX };
         let limit = self.end(from).min(cut).min(end);
-        let inside = match from.checked_sub(self.map.sinks()) {
+        let inside = match from.checked_sub(self.map.full_precision_prefix()) {
             Some(after) => after % self.tokens + self.odd_slots,
             None => from,
         };
@@ -75,13 +75,13 @@ impl<'a> StorageRegions<'a> {
     }
 
     fn is_wide(&self, position: u32) -> bool {
-        position < self.map.sinks() || position >= self.tail
+        position < self.map.full_precision_prefix() || position >= self.tail
     }
 
     /// One past the last row that is stored like that of `position`.
     fn end(&self, position: u32) -> u32 {
-        if position < self.map.sinks() {
-            self.map.sinks()
+        if position < self.map.full_precision_prefix() {
+            self.map.full_precision_prefix()
         } else if position >= self.tail {
             u32::MAX
         } else if self.by_block {

@@ -96,10 +96,10 @@ impl SeenKeys<'_> {
         let (begin, end) = self.bounds;
         let options = &self.call.options;
         let query = self.item.queries.0 + to_u32(row / self.call.heads.group);
-        let sinks = options.window().map_or(0, |_| options.num_sink_tokens());
+        let sink_tokens = options.window_left().map_or(0, |_| options.sink_tokens());
         let (low, high) = options.visible(self.sequence, query);
         // A tile of sink tokens has no others, and a query sees what lies before its end.
-        let low = if begin < sinks { 0 } else { low };
+        let low = if begin < sink_tokens { 0 } else { low };
         let (low, high) = (low.clamp(begin, end) - begin, high.clamp(begin, end) - begin);
         (to_usize(low), to_usize(high.max(low)))
     }

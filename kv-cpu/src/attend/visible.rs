@@ -1,11 +1,11 @@
 //! Which keys queries see: causal, sliding window, sink tokens.
 use kv_core::plan::{AttentionOptions, PlannedSequence};
 
-/// Positions that some neighbouring queries see: sink tokens `sinks.0..sinks.1`, and
+/// Positions that some neighbouring queries see: sink tokens `sink_tokens.0..sink_tokens.1`, and
 /// `window.0..window.1` after them. Every one of them is seen by one of the queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Visible {
-    sinks: (u32, u32),
+    sink_tokens: (u32, u32),
     window: (u32, u32),
 }
 
@@ -17,14 +17,14 @@ impl Visible {
         (q_begin, q_end): (u32, u32),
     ) -> Self {
         let Some(last) = q_end.checked_sub(1).filter(|last| q_begin <= *last) else {
-            return Self { sinks: (0, 0), window: (0, 0) };
+            return Self { sink_tokens: (0, 0), window: (0, 0) };
         };
         // Bounds never fall from one query to the next and windows of neighbours touch, so the
         // first and the last tell the union.
         let (begin, _) = options.visible(sequence, q_begin);
         let (_, end) = options.visible(sequence, last);
-        let sinks = options.visible_sink_tokens(sequence, last).min(begin);
-        Self { sinks: (0, sinks), window: (begin, end.max(begin)) }
+        let sink_tokens = options.visible_sink_tokens(sequence, last).min(begin);
+        Self { sink_tokens: (0, sink_tokens), window: (begin, end.max(begin)) }
     }
 
     /// Those at `begin..end`.
@@ -33,7 +33,7 @@ impl Visible {
             let first = range.0.max(begin);
             (first, range.1.min(end).max(first))
         };
-        Self { sinks: cut(self.sinks), window: cut(self.window) }
+        Self { sink_tokens: cut(self.sink_tokens), window: cut(self.window) }
     }
 
     /// Whether any is at `begin..end`.
@@ -44,14 +44,14 @@ impl Visible {
     /// How many there are.
     pub(super) fn num_keys(self) -> u32 {
         let len = |(begin, end): (u32, u32)| end.saturating_sub(begin);
-        len(self.sinks).saturating_add(len(self.window))
+        len(self.sink_tokens).saturating_add(len(self.window))
     }
 
     /// The first of them at or after `from`, and where those that follow it without a gap end.
     /// Both are the same where nothing is left.
     pub(super) fn seen_from(self, from: u32) -> (u32, u32) {
-        if from < self.sinks.1 {
-            return (from.max(self.sinks.0), self.sinks.1);
+        if from < self.sink_tokens.1 {
+            return (from.max(self.sink_tokens.0), self.sink_tokens.1);
         }
         (from.max(self.window.0).min(self.window.1), self.window.1)
     }
@@ -61,10 +61,10 @@ impl Visible {
 mod tests {
     use super::*;
 
-    const BOTH: Visible = Visible { sinks: (0, 4), window: (100, 130) };
+    const BOTH: Visible = Visible { sink_tokens: (0, 4), window: (100, 130) };
 
     #[test]
-    fn the_walk_leaps_from_the_sinks_to_the_window() {
+    fn the_walk_leaps_from_the_sink_tokens_to_the_window() {
         assert_eq!(BOTH.seen_from(0), (0, 4));
         assert_eq!(BOTH.seen_from(3), (3, 4));
         assert_eq!(BOTH.seen_from(4), (100, 130));
@@ -76,7 +76,7 @@ mod tests {
     #[test]
     fn parts_hold_what_lies_inside_them() {
         assert_eq!(BOTH.num_keys(), 34);
-        assert_eq!(BOTH.within(2, 110), Visible { sinks: (2, 4), window: (100, 110) });
+        assert_eq!(BOTH.within(2, 110), Visible { sink_tokens: (2, 4), window: (100, 110) });
         assert_eq!(BOTH.within(110, 200).seen_from(110), (110, 130));
         assert_eq!(BOTH.within(4, 100).num_keys(), 0);
         assert!(BOTH.intersects(0, 1) && BOTH.intersects(99, 101) && BOTH.intersects(129, 500));

@@ -41,20 +41,20 @@ pub(super) fn write(
     let map = plane.layout().slot_map();
     let cached = grow.cached();
     let (values, mean) = scratch.row_and_mean(to_usize(plane.layout().head_dim()));
-    for position in cached..sequence.kv_len.min(map.sinks()) {
+    for position in cached..sequence.kv_len.min(map.full_precision_prefix()) {
         grow.put_wide(position, values);
     }
     let tail = map.tail_begin(sequence.kv_len, sequence.coded);
-    let mut begin = map.tail_begin(cached, sequence.coded_before).max(map.sinks());
+    let mut begin = map.tail_begin(cached, sequence.coded_before).max(map.full_precision_prefix());
     while begin < tail {
         let index = map.place(begin).index;
         let end = map.tokens(index.saturating_add(1)).min(tail);
         // Codes that were in the block before keep its mean.
-        let is_whole = begin <= map.tokens(index).max(map.sinks());
+        let is_whole = begin <= map.tokens(index).max(map.full_precision_prefix());
         grow.put_codes(begin..end, is_whole, values, mean);
         begin = end.max(begin.saturating_add(1));
     }
-    for position in tail.max(cached).max(map.sinks())..sequence.kv_len {
+    for position in tail.max(cached).max(map.full_precision_prefix())..sequence.kv_len {
         grow.put_wide(position, values);
     }
 }

@@ -22,7 +22,7 @@ pub(super) fn case(batch: Vec<BatchEntry>) -> Case {
         order: BlockOrder::Hnd,
         formats: [KvFormat::F32; 2],
         transforms: [false; 2],
-        sinks: 0,
+        full_precision_prefix: 0,
         broken: Vec::new(),
         dtype: DType::F32,
         qkv: QkvFormat::Thd,
@@ -55,7 +55,7 @@ pub(super) fn random_case(random: &mut Random) -> Case {
         order: random.pick(&[BlockOrder::Nhd, BlockOrder::Hnd]),
         formats: [0, 1].map(|_| random.format()),
         transforms: [0, 1].map(|_| random.below(2) == 0),
-        sinks: random.pick(&[0, 0, 1, 4, 40]),
+        full_precision_prefix: random.pick(&[0, 0, 1, 4, 40]),
         broken: Vec::new(),
         dtype: random.pick(&DTYPES),
         qkv: random.pick(&[QkvFormat::Thd, QkvFormat::Bshd, QkvFormat::Sbhd]),
@@ -73,10 +73,10 @@ pub(super) fn random_choice(random: &mut Random, case: &Case) -> Choice {
         window: (random.below(3) == 0).then(|| random.below(40)),
         sink_tokens: random.pick(&[0, 0, 1, 4, 33, 50]),
         cap: (random.below(4) == 0).then_some(1.5),
-        sinks: (random.below(3) == 0).then(|| {
-            let mut sinks: Vec<_> = (0..heads).map(|_| random.unit() * 3.0).collect();
-            sinks[0] = f32::NEG_INFINITY;
-            sinks
+        sink_logits: (random.below(3) == 0).then(|| {
+            let mut sink_logits: Vec<_> = (0..heads).map(|_| random.unit() * 3.0).collect();
+            sink_logits[0] = f32::NEG_INFINITY;
+            sink_logits
         }),
     }
 }
@@ -123,7 +123,7 @@ fn any_number_of_heads_matches_the_reference() {
             formats: [format; 2],
             group,
             block_size: 16,
-            sinks: if group % 2 == 0 { 3 } else { 0 },
+            full_precision_prefix: if group % 2 == 0 { 3 } else { 0 },
             dtype: if group % 3 == 0 { DType::F32 } else { DType::Bf16 },
             ..case(vec![entry(0, 70, 1, 1), entry(1, 5, 1, 1)])
         };
@@ -141,9 +141,9 @@ fn a_cut_context_matches_the_reference() {
             block_size: 16,
             ..case(vec![entry(0, 2500, queries, queries), entry(1, 5, 1, 1)])
         };
-        let sinks = Some(vec![0.5, -1.0, 2.0, f32::NEG_INFINITY]);
-        for sinks in [None, sinks] {
-            let choice = Choice { window, sinks, ..Choice::default() };
+        let sink_logits = Some(vec![0.5, -1.0, 2.0, f32::NEG_INFINITY]);
+        for sink_logits in [None, sink_logits] {
+            let choice = Choice { window, sink_logits, ..Choice::default() };
             for (name, backend) in backends() {
                 let world = World::new(&backend, case.clone());
                 world.attend(&name, &backend, &choice);
@@ -176,7 +176,7 @@ fn bits_depend_neither_on_repetition_nor_on_threads() {
     };
     let choice = Choice::default();
     let run = |threads| {
-        let options = CpuOptions::default().isa(Isa::detect()).threads(threads);
+        let options = CpuOptions::default().with_isa(Isa::detect()).with_threads(threads);
         let backend = CpuBackend::open(options).unwrap();
         let world = World::new(&backend, case.clone());
         world
@@ -204,7 +204,8 @@ fn bits_do_not_depend_on_prefetches() {
         for isa in Isa::available() {
             let run = |target| {
                 let kernels = Kernels::new(isa, target).unwrap();
-                let backend = CpuBackend::open(CpuOptions::default().isa(isa).threads(1)).unwrap();
+                let backend =
+                    CpuBackend::open(CpuOptions::default().with_isa(isa).with_threads(1)).unwrap();
                 let backend = backend.with_kernels(kernels);
                 let world = World::new(&backend, case.clone());
                 world.attend("prefetch", &backend, &Choice::default())
@@ -299,10 +300,10 @@ fn a_broken_row_spoils_what_sees_it() {
 #[test]
 fn queries_without_keys_are_zero() {
     let batch = vec![entry(0, 0, 0, 3), entry(1, 0, 2, 5), entry(2, 0, 0, 0), entry(3, 6, 0, 0)];
-    for sinks in [None, Some(vec![1.0, -2.0, 0.0, f32::NEG_INFINITY])] {
+    for sink_logits in [None, Some(vec![1.0, -2.0, 0.0, f32::NEG_INFINITY])] {
         for qkv in [QkvFormat::Thd, QkvFormat::Sbhd] {
             let case = Case { qkv, padding: [1, 2], ..case(batch.clone()) };
-            let choice = Choice { sinks: sinks.clone(), ..Choice::default() };
+            let choice = Choice { sink_logits: sink_logits.clone(), ..Choice::default() };
             for (name, backend) in backends() {
                 World::new(&backend, case.clone()).attend(&name, &backend, &choice);
             }

@@ -26,15 +26,16 @@ fn every_format_is_decoded_with_a_cap_and_sink_logits() {
                 dims: [0, 2].map(|shift| DIMS[(index + i + shift) % DIMS.len()]),
                 formats: [format; 2],
                 transforms: [i % 3 == 0; 2],
-                sinks: [0, 3][i % 2],
+                full_precision_prefix: [0, 3][i % 2],
                 kv_heads,
                 group,
                 block_size: 16,
                 dtype: DTYPES[(index + i) % DTYPES.len()],
                 ..case(vec![entry(0, 37, 1, 1), entry(1, 3, 1, 1)])
             };
-            let sinks = random.units((kv_heads * group) as usize);
-            let choice = Choice { cap: Some(2.0), sinks: Some(sinks), ..Choice::default() };
+            let sink_logits = random.units((kv_heads * group) as usize);
+            let choice =
+                Choice { cap: Some(2.0), sink_logits: Some(sink_logits), ..Choice::default() };
             for (name, backend) in backends() {
                 World::new(&backend, case.clone()).attend(&name, &backend, &choice);
             }
@@ -42,7 +43,8 @@ fn every_format_is_decoded_with_a_cap_and_sink_logits() {
     }
 }
 
-/// A cache of one layer and one sequence whose blocks have means, with sinks and a tail.
+/// A cache of one layer and one sequence whose blocks have means, with a full-precision prefix and
+/// a tail.
 struct Means {
     cache: KvCache<CpuBackend>,
     heads: u32,
@@ -59,7 +61,7 @@ impl Means {
             .head_dim(dim)
             .format(format)
             .transform(Transform::On)
-            .sinks(4)
+            .full_precision_prefix(4)
             .tail(true)
             .key_mean(KeyMean::PerBlock)
             .paged(16, 20)
@@ -131,10 +133,10 @@ impl Means {
 }
 
 fn options() -> AttentionOptions<'static> {
-    AttentionOptions::causal(0.3).soft_cap(1.5)
+    AttentionOptions::causal(0.3).with_soft_cap(1.5)
 }
 
-/// Sinks, codes of blocks with and without all of their rows, and a tail.
+/// A full-precision prefix, codes of blocks with and without all of their rows, and a tail.
 #[test]
 fn blocks_with_means_are_decoded() {
     let mut random = Random::new(32);

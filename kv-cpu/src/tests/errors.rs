@@ -13,7 +13,7 @@ use kv_core::{
 use crate::{CpuBackend, CpuBuffer, CpuOptions, Isa};
 
 fn backend() -> CpuBackend {
-    CpuBackend::open(CpuOptions::default().threads(1)).unwrap()
+    CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap()
 }
 
 fn layout(num_blocks: u32, num_kv_heads: u32) -> PlaneLayout {
@@ -199,10 +199,10 @@ fn a_plan_of_another_pool_is_refused() {
 
 #[test]
 fn impossible_options_are_refused_in_words() {
-    let refused = CpuBackend::open(CpuOptions::default().threads(0)).unwrap_err();
+    let refused = CpuBackend::open(CpuOptions::default().with_threads(0)).unwrap_err();
     assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
     for isa in Isa::ALL.iter().filter(|isa| !isa.is_available()) {
-        let refused = CpuBackend::open(CpuOptions::default().isa(*isa)).unwrap_err();
+        let refused = CpuBackend::open(CpuOptions::default().with_isa(*isa)).unwrap_err();
         assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
         assert!(refused.to_string().contains("scalar"), "{refused}");
     }
@@ -211,7 +211,7 @@ fn impossible_options_are_refused_in_words() {
 
 #[test]
 fn capabilities_say_what_the_cpu_can_do() {
-    let backend = CpuBackend::open(CpuOptions::default().threads(3)).unwrap();
+    let backend = CpuBackend::open(CpuOptions::default().with_threads(3)).unwrap();
     let facts = backend.capabilities();
     assert_eq!((backend.name(), facts.workers), ("cpu", 3));
     assert!(facts.host_outputs && facts.blocking_wait);

@@ -61,7 +61,8 @@ const FORMATS: [KvFormat; 3] = [KvFormat::F32, KvFormat::F16, KvFormat::Bf16];
 
 /// Every way to compute that this machine has.
 fn backends() -> Vec<(String, CpuBackend)> {
-    let open = |isa, threads| CpuBackend::open(CpuOptions::default().isa(isa).threads(threads));
+    let open =
+        |isa, threads| CpuBackend::open(CpuOptions::default().with_isa(isa).with_threads(threads));
     let mut list = Vec::new();
     for isa in Isa::available() {
         list.push((isa.to_string(), open(isa, 1).unwrap()));

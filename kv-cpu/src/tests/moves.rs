@@ -46,7 +46,7 @@ fn world_case(random: &mut Random) -> Case {
         order: random.pick(&[BlockOrder::Nhd, BlockOrder::Hnd]),
         formats: [0, 1].map(|_| random.format()),
         transforms: [0, 1].map(|_| random.below(2) == 0),
-        sinks: random.pick(&[0, 0, 1, 4, 40]),
+        full_precision_prefix: random.pick(&[0, 0, 1, 4, 40]),
         broken: Vec::new(),
         dtype: random.pick(&DTYPES),
         qkv: random.pick(&QKV),

@@ -28,9 +28,10 @@ pub(super) fn layouts(case: &Case, lens: &[u32]) -> [PlaneLayout; 2] {
     });
     let slots = plain.iter().map(|layout| layout.format().wide_slots(layout.head_dim()));
     let slots = slots.max().unwrap();
-    // Small blocks have no room for sinks.
-    let sinks = if slots <= case.block_size { case.sinks } else { 0 };
-    let map = plain[0].with_wide_rows(sinks, false, slots).unwrap();
+    // Small blocks have no room for wide rows.
+    let full_precision_prefix =
+        if slots <= case.block_size { case.full_precision_prefix } else { 0 };
+    let map = plain[0].with_wide_rows(full_precision_prefix, false, slots).unwrap();
     let needed: u32 = lens.iter().map(|len| map.slot_map().blocks(*len)).sum();
     [0, 1].map(|which: usize| {
         PlaneLayout::new(PlaneShape {
@@ -43,7 +44,7 @@ pub(super) fn layouts(case: &Case, lens: &[u32]) -> [PlaneLayout; 2] {
         })
         .unwrap()
         .with_transform(case.transforms[which])
-        .with_wide_rows(sinks, false, slots)
+        .with_wide_rows(full_precision_prefix, false, slots)
         .unwrap()
         .with_segments_of(case.blocks_per_segment)
     })
@@ -129,7 +130,7 @@ fn case(format: KvFormat, order: BlockOrder) -> Case {
         order,
         formats: [format; 2],
         transforms: [true; 2],
-        sinks: 2,
+        full_precision_prefix: 2,
         broken: Vec::new(),
         dtype: DType::F32,
         qkv: QkvFormat::Thd,
@@ -152,7 +153,7 @@ fn gather(backend: &CpuBackend, world: &World, which: usize) -> Vec<f32> {
     rows
 }
 
-/// Every format, transformed and with sinks, in both orders of blocks.
+/// Every format, transformed and with a full-precision prefix, in both orders of blocks.
 #[test]
 fn every_format_is_written_attended_and_gathered() {
     for format in KvFormat::all() {
@@ -170,7 +171,7 @@ fn every_format_is_written_attended_and_gathered() {
 }
 
 /// A value that is not a number, infinite or huge spoils its own row at most, as the definition
-/// says: a sink's and a code's.
+/// says: a wide row's and a code's.
 #[test]
 fn a_broken_row_harms_no_other() {
     let bits = |x: &f32| if x.is_nan() { f32::NAN.to_bits() } else { x.to_bits() };
@@ -198,7 +199,7 @@ fn a_broken_row_harms_no_other() {
 
 #[test]
 fn too_few_constants_are_refused() {
-    let backend = CpuBackend::open(CpuOptions::default().threads(1)).unwrap();
+    let backend = CpuBackend::open(CpuOptions::default().with_threads(1)).unwrap();
     let world = World::new(&backend, case(KvFormat::Int8(Scaling::Head), BlockOrder::Hnd));
     let needed = PlaneConstants::len_of(2, 80) * 4;
     let ranges = [GatherRange { row: 0, begin: 0, len: 1 }];

@@ -70,10 +70,13 @@ fn bits_do_not_depend_on_whose_threads_compute() {
                 .attend(step, &backend, &choice)
                 .map(|values| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>())
         };
-        let own = run(CpuOptions::default().threads(3));
-        assert!(own == run(CpuOptions::default().threads(3).helper_affinity(true)), "{step}");
+        let own = run(CpuOptions::default().with_threads(3));
+        assert!(
+            own == run(CpuOptions::default().with_threads(3).with_helper_affinity(true)),
+            "{step}"
+        );
         for (source, workers) in sources() {
-            assert!(own == run(CpuOptions::default().workers(workers)), "{step}: {source}");
+            assert!(own == run(CpuOptions::default().with_workers(workers)), "{step}: {source}");
         }
     }
 }
@@ -81,10 +84,13 @@ fn bits_do_not_depend_on_whose_threads_compute() {
 #[test]
 fn impossible_workers_are_refused_in_words() {
     for (options, words) in [
-        (CpuOptions::default().workers(Arc::new(InTurn(0))), "0 workers given, at least 1"),
-        (CpuOptions::default().workers(Arc::new(InTurn(4097))), "4097 workers given, at most 4096"),
+        (CpuOptions::default().with_workers(Arc::new(InTurn(0))), "0 workers given, at least 1"),
         (
-            CpuOptions::default().workers(Arc::new(InTurn(2))).threads(2),
+            CpuOptions::default().with_workers(Arc::new(InTurn(4097))),
+            "4097 workers given, at most 4096",
+        ),
+        (
+            CpuOptions::default().with_workers(Arc::new(InTurn(2))).with_threads(2),
             "workers and 2 threads given, only one of both may be",
         ),
     ] {
@@ -93,7 +99,8 @@ fn impossible_workers_are_refused_in_words() {
         assert_eq!(refused.kind(), DeviceErrorKind::Unsupported);
         assert!(refused.to_string().contains(words), "{refused}");
     }
-    let backend = CpuBackend::open(CpuOptions::default().workers(Arc::new(InTurn(5)))).unwrap();
+    let backend =
+        CpuBackend::open(CpuOptions::default().with_workers(Arc::new(InTurn(5)))).unwrap();
     assert_eq!(backend.capabilities().workers, 5);
 }
 
@@ -112,7 +119,7 @@ impl Workers for Skips {
 #[test]
 #[should_panic(expected = "Workers::run returned without a call of worker 1 of 3")]
 fn an_operation_on_workers_that_break_their_contract_panics() {
-    let backend = CpuBackend::open(CpuOptions::default().workers(Arc::new(Skips))).unwrap();
+    let backend = CpuBackend::open(CpuOptions::default().with_workers(Arc::new(Skips))).unwrap();
     let case = Case { workers: 8, ..case(vec![entry(0, 0, 200, 200)]) };
     World::new(&backend, case).attend("skips", &backend, &Choice::default());
 }

@@ -101,7 +101,7 @@ fn every_format_in_parts_does_not_read_it() {
         for (queries, sink_tokens, determinism) in kinds {
             let case = Case {
                 formats: [format, KvFormat::F16],
-                sinks: [0, 3][index % 2],
+                full_precision_prefix: [0, 3][index % 2],
                 block_size: 16,
                 workers: 8,
                 determinism,

@@ -24,7 +24,7 @@ pub(super) struct Case {
     pub(super) formats: [KvFormat; 2],
     /// Whether K and V are transformed, and tokens kept in 16 bits among codes.
     pub(super) transforms: [bool; 2],
-    pub(super) sinks: u32,
+    pub(super) full_precision_prefix: u32,
     /// Tokens of every sequence that begin with a value no model makes.
     pub(super) broken: Vec<(usize, f32)>,
     pub(super) dtype: DType,
@@ -43,7 +43,7 @@ pub(super) struct Choice {
     pub(super) window: Option<u32>,
     pub(super) sink_tokens: u32,
     pub(super) cap: Option<f32>,
-    pub(super) sinks: Option<Vec<f32>>,
+    pub(super) sink_logits: Option<Vec<f32>>,
 }
 
 impl Choice {
@@ -52,16 +52,16 @@ impl Choice {
         let mut options =
             if self.full { AttentionOptions::full(scale) } else { AttentionOptions::causal(scale) };
         if let Some(window) = self.window {
-            options = options.window_left(window);
+            options = options.with_window_left(window);
         }
-        options = options.sink_tokens(self.sink_tokens);
+        options = options.with_sink_tokens(self.sink_tokens);
         if let Some(cap) = self.cap {
-            options = options.soft_cap(cap);
+            options = options.with_soft_cap(cap);
         }
-        if let Some(sinks) = &self.sinks {
-            options = options.sinks(sinks);
+        if let Some(sink_logits) = &self.sink_logits {
+            options = options.with_sink_logits(sink_logits);
         }
-        options.qkv_format(case.qkv)
+        options.with_qkv_format(case.qkv)
     }
 
     /// Whether a query at `position` sees `key`.
@@ -380,8 +380,9 @@ impl World {
                 choice.cap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh());
             scores.push((key, capped));
         }
-        let sink = choice.sinks.as_ref().map(|sinks| f64::from(sinks[head as usize]));
-        let logits = scores.iter().map(|(_, s)| *s).chain(sink);
+        let sink_logit =
+            choice.sink_logits.as_ref().map(|sink_logits| f64::from(sink_logits[head as usize]));
+        let logits = scores.iter().map(|(_, s)| *s).chain(sink_logit);
         let max = logits.clone().fold(f64::NEG_INFINITY, f64::max);
         let mut out = vec![0.0; case.dims[1] as usize];
         if max == f64::NEG_INFINITY {

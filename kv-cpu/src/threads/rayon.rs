@@ -24,7 +24,7 @@ use super::workers::Workers;
 ///
 /// let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(2).build()?);
 /// let workers = Arc::new(RayonWorkers::new(pool));
-/// let backend = CpuBackend::open(CpuOptions::default().workers(workers))?;
+/// let backend = CpuBackend::open(CpuOptions::default().with_workers(workers))?;
 /// assert_eq!(backend.capabilities().workers, 2);
 /// # Ok::<_, Box<dyn std::error::Error>>(())
 /// ```

@@ -31,7 +31,7 @@ type Spawn = dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync;
 /// std::thread::spawn(move || receive.into_iter().for_each(|closure| closure()));
 ///
 /// let workers = SpawnWorkers::new(2, move |help| _ = send.send(help));
-/// let backend = CpuBackend::open(CpuOptions::default().workers(Arc::new(workers)))?;
+/// let backend = CpuBackend::open(CpuOptions::default().with_workers(Arc::new(workers)))?;
 /// # drop(backend);
 /// # Ok::<_, kv_core::DeviceError>(())
 /// ```

@@ -12,7 +12,8 @@ use super::{THREADS_MAX, unsupported};
 /// Provides the threads that a backend computes on, instead of a pool of the backend's own.
 ///
 /// A program that has threads already hands them over with
-/// [`CpuOptions::workers`](crate::CpuOptions::workers). Three ways to get an implementation:
+/// [`CpuOptions::with_workers`](crate::CpuOptions::with_workers). Three ways to get an
+/// implementation:
 ///
 /// - `RayonWorkers` (feature `rayon`) runs operations on a rayon pool.
 /// - [`SpawnWorkers`](crate::SpawnWorkers) needs only a function that starts a `'static` closure on
@@ -67,7 +68,7 @@ use super::{THREADS_MAX, unsupported};
 ///     }
 /// }
 ///
-/// let backend = CpuBackend::open(CpuOptions::default().workers(Arc::new(Scoped(2))))?;
+/// let backend = CpuBackend::open(CpuOptions::default().with_workers(Arc::new(Scoped(2))))?;
 /// assert_eq!(backend.capabilities().workers, 2);
 /// # Ok::<_, kv_core::DeviceError>(())
 /// ```

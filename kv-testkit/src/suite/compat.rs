@@ -1,4 +1,4 @@
-//! `InferenceParams` and `KvCacheManager` on a device.
+//! The TransformerEngine-style and slot-style interfaces on a device.
 use std::collections::BTreeMap;
 
 use kv_compat::{InferenceConfig, InferenceParams, KvCacheManager, SlotConfig};
@@ -9,14 +9,14 @@ use kv_core::{
 use super::case;
 use crate::case::{At, Case, CaseError, CaseResult, Outcome, ensure, refused, same};
 use crate::device::{Device, Place, Staged, fetch};
-use crate::lab::{FORMATS, dense, judge_layer, options};
+use crate::fixture::{FORMATS, check_attention, dense, options};
 use crate::oracle::Attention;
 use crate::rng::Rng;
 use crate::vectors::te::{Config, Entry, Form, cached, check_content, state, write};
 
 pub(super) fn cases<B: Device>() -> Vec<Case<B>> {
     vec![
-        case("compat/inference_params_random_lives", random_lives),
+        case("compat/inference_params_random_steps", random_steps),
         case("compat/inference_params_attends", attends),
         case("compat/inference_params_arrays", arrays),
         case("compat/inference_params_exhaustion", exhaustion),
@@ -45,9 +45,9 @@ fn config<B: Device>(backend: &B, pages: Option<[u32; 2]>, dtype: &str) -> Confi
     config.fitted(backend)
 }
 
-/// Arrivals, departures, chunks, drafts and pauses in any order, against lengths and contents that
-/// follow from the steps alone.
-fn random_lives<B: Device>(backend: &B) -> CaseResult {
+/// Sequences arrive, leave, get chunks and drafts, and pause in random order; lengths and contents
+/// must follow from the steps alone.
+fn random_steps<B: Device>(backend: &B) -> CaseResult {
     let mut rng = Rng::new(31);
     let geometries = [None, Some([1, 60]), Some([3, 24]), Some([8, 15]), Some([24, 5])];
     for (pages, dtype) in geometries.into_iter().zip(["f32", "f16", "bf16", "f32", "f16"]) {
@@ -67,7 +67,7 @@ fn random_lives<B: Device>(backend: &B) -> CaseResult {
                     next += u64::from(rng.within(1, 9));
                     step.push((next, rng.below(9)));
                 }
-                // Any order: row i is entry i.
+                // A random order: row i is entry i.
                 for i in (1..step.len()).rev() {
                     step.swap(i, rng.below(i as u32 + 1) as usize);
                 }
@@ -118,7 +118,8 @@ fn one_step<B: Device>(
     check_content(backend, params, config)
 }
 
-/// Attention of `InferenceParams`, prefill, chunk and decode in one batch, against the oracle.
+/// Attention through `InferenceParams`, with prefill, chunk and decode in one batch, against the
+/// oracle.
 fn attends<B: Device>(backend: &B) -> CaseResult {
     for pages in [None, Some([4, 30])] {
         for format in FORMATS {
@@ -174,10 +175,10 @@ fn attend<B: Device>(
             [rows(0, dk), rows(1, dv)]
         })
         .collect();
-    Ok(judge_layer(&oracle, &q_rows, &cached, (&got, None), DType::F32)?)
+    Ok(check_attention(&oracle, &q_rows, &cached, (&got, None), DType::F32)?)
 }
 
-/// The arrays of a step keep their addresses, and the device has the same numbers.
+/// The arrays of a step keep their addresses, and the device arrays hold the same numbers.
 fn arrays<B: Device>(backend: &B) -> CaseResult {
     let config = config(backend, Some([4, 30]), "f32");
     let mut params = config.open(backend)?;
@@ -219,7 +220,8 @@ fn arrays<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// Fewer pages than the worst case: a step too many is refused whole, and departures make room.
+/// With fewer pages than the worst case, a step that does not fit is refused whole, and releases
+/// make room.
 fn exhaustion<B: Device>(backend: &B) -> CaseResult {
     let config = config(backend, Some([4, 6]), "f32");
     let mut params = config.open(backend)?;
@@ -298,7 +300,7 @@ const SLOTS: SlotConfig = SlotConfig {
     format: KvFormat::F32,
 };
 
-/// Appends mix values of `n` rows at `len` to both layers.
+/// Appends `mix` values of `n` rows at `len` to both layers.
 fn append<B: Device>(
     manager: &mut KvCacheManager<B>,
     id: SequenceId,
@@ -331,7 +333,8 @@ fn slots<B: Device>(backend: &B) -> CaseResult {
         let entries = [(a, news[0]), (b, news[1])];
         for (id, n) in entries {
             let len = lens.get(&id).copied().unwrap_or(0);
-            // Given up and repeated: an append goes to the length, not after the last append.
+            // Repeated without an advance: an append writes at the length, not after the previous
+            // append.
             append(&mut manager, id, len + 1, n.min(2))?;
             append(&mut manager, id, len, n)?;
             lens.insert(id, len + n);
@@ -353,7 +356,7 @@ fn slots<B: Device>(backend: &B) -> CaseResult {
                 let place = |kv| [kv, u32::from(layer)];
                 [0, 1].map(|kv| crate::vectors::te::rows(id.0, 0..len, place(kv), [2, 4]))
             });
-            judge_layer(&oracle, &q_rows, &cached, (&got, None), DType::F32)
+            check_attention(&oracle, &q_rows, &cached, (&got, None), DType::F32)
                 .at(format!("{news:?}, layer {layer}"))?;
         }
         for (id, n) in entries {
@@ -409,7 +412,7 @@ fn slot_refusals<B: Device>(backend: &B) -> CaseResult {
     Ok(Outcome::Holds)
 }
 
-/// The refusal inside a broken promise.
+/// Returns the cache's refusal inside a case error.
 fn cache_error(error: CaseError) -> CacheError {
     match error {
         CaseError::Cache(error) => error,

@@ -1,4 +1,4 @@
-//! Attention over cached rows: partial results of parts of contexts, and their merge.
+//! Attention over cached rows: partial results of KV splits, and their merge.
 mod form;
 
 use kv_core::DeviceError;
@@ -7,7 +7,7 @@ use kv_core::plan::{AttendArgs, AttentionOptions, AttentionPlan, Mask};
 use super::pad::{self, Owned};
 use crate::buffer::WgpuBuffer;
 use crate::device::unsupported;
-use crate::params::{AttendParams, MergeParams, Plane, Sight, Tensor};
+use crate::params::{AttendParams, MaskOptions, MergeParams, Plane, Tensor};
 use crate::pipelines::Kernel;
 use crate::queue::WgpuQueue;
 use crate::recording::Slot;
@@ -19,19 +19,19 @@ use form::{Form, Rows, Side};
 use kv_core::num::to_u32;
 
 const OPERATION: &str = "attend";
-/// Bytes of partial results, at most: longer prompts take several rounds.
+/// Limit for the bytes of partial results: longer prompts take several rounds.
 const PARTS_BYTES: u64 = 32 << 20;
 
-/// What is alike in all dispatches of a call.
+/// Parameters and bindings that all dispatches of a call share.
 struct Work {
     form: Form,
     merge: Kernel,
     params: AttendParams,
     merged: MergeParams,
-    /// Query, constants of K and of V.
+    /// Query, constants of K, constants of V.
     inputs: [Slot; 3],
-    sinks: Slot,
-    /// Output, and the log-sum-exp where it is asked for.
+    sink_logits: Slot,
+    /// Output, and the log-sum-exp if it was requested.
     outputs: Vec<Slot>,
     tiles: u32,
     kv_heads: u32,
@@ -55,7 +55,7 @@ pub(crate) fn attend(
     let k = call.plane(&k_view, blocks, Some(plan.layout()))?;
     let v = call.plane(&v_view, blocks, Some(plan.layout()))?;
     let inputs = [q_slot, call.constants(&k_view)?, call.constants(&v_view)?];
-    let sinks = call.recorder.push(options.sink_logits().unwrap_or(&[0.0; 4]))?.into();
+    let sink_logits = call.recorder.push(options.sink_logits().unwrap_or(&[0.0; 4]))?.into();
     let group = group(&q, &k, &v)?;
     let most = plan.sequences().iter().map(|s| s.q_len).max().unwrap_or(0).saturating_mul(group);
     let rows = Rows::of(&k, &v, most);
@@ -71,9 +71,9 @@ pub(crate) fn attend(
         q,
         k,
         v,
-        sight: sight(&options),
+        mask: mask_options(&options),
         scale: options.scale(),
-        soft_cap: options.cap().unwrap_or(0.0),
+        soft_cap: options.soft_cap().unwrap_or(0.0),
         group,
         splits,
         slices,
@@ -91,7 +91,7 @@ pub(crate) fn attend(
         slices,
         segments,
         rows: rows.count,
-        sinks: options.sink_logits().is_some().into(),
+        sink_logits: options.sink_logits().is_some().into(),
         v_constants,
         ..MergeParams::default()
     };
@@ -103,7 +103,7 @@ pub(crate) fn attend(
         params,
         merged,
         inputs,
-        sinks,
+        sink_logits,
         outputs: std::iter::once(out_slot.clone()).chain(lse_slot).collect(),
         tiles: u32::try_from(units).unwrap_or(u32::MAX).saturating_add(to_u32(room.entries)),
         kv_heads: k.num_kv_heads,
@@ -113,22 +113,23 @@ pub(crate) fn attend(
     lse.map_or(Ok(()), |lse| fill(queue, &step, lse, (plan.total_q(), f32::NEG_INFINITY)))
 }
 
-/// Query heads that share a kv head.
+/// Returns how many query heads share a kv head.
 fn group(q: &Tensor, k: &Plane, v: &Plane) -> Result<u32, DeviceError> {
     match q.heads.checked_div(k.num_kv_heads) {
         Some(group) if group > 0 && v.num_kv_heads == k.num_kv_heads => Ok(group),
         _ => {
-            let why = format!("{} query, {} kv heads", q.heads, k.num_kv_heads);
+            let why =
+                format!("{} query heads do not divide by {} kv heads", q.heads, k.num_kv_heads);
             Err(unsupported(OPERATION, why))
         }
     }
 }
 
-fn sight(options: &AttentionOptions<'_>) -> Sight {
-    Sight {
+fn mask_options(options: &AttentionOptions<'_>) -> MaskOptions {
+    MaskOptions {
         full: (options.mask() == Mask::Full).into(),
-        window_left: options.window().unwrap_or(u32::MAX),
-        sink_tokens: options.num_sink_tokens(),
+        window_left: options.window_left().unwrap_or(u32::MAX),
+        sink_tokens: options.sink_tokens(),
         pad: 0,
     }
 }
@@ -141,7 +142,7 @@ fn run(
 ) -> Result<(), DeviceError> {
     let shared = &std::sync::Arc::clone(&queue.recorder.shared);
     let Work { params, merged, .. } = work;
-    // Words of a tile of rows: its values, then maximum and sum of each row.
+    // Words of a tile of rows: its values, then the maximum and the sum of each row.
     let rows = u64::from(work.kv_heads)
         .saturating_mul(params.slices.into())
         .saturating_mul(merged.rows.into());
@@ -156,7 +157,8 @@ fn run(
     let stats = rows.saturating_mul(params.v.head_dim.into()).saturating_mul(together.into());
     let bytes = each.saturating_mul(together.into()).saturating_mul(4);
     let memory = queue.scratch.reserve(shared, bytes, OPERATION)?;
-    let stats = u32::try_from(stats).map_err(|_| unsupported(OPERATION, "partial results"))?;
+    let stats = u32::try_from(stats)
+        .map_err(|_| unsupported(OPERATION, "partial results beyond 4 Gi words"))?;
     let mut first_tile = 0;
     while first_tile < work.tiles {
         let tiles = together.min(work.tiles.saturating_sub(first_tile));
@@ -176,7 +178,7 @@ fn run(
         let (parts, _) = recorder.slot(&memory, (0, bytes), (false, OPERATION))?;
         let merged = MergeParams { first_tile, stats, ..*merged };
         let [_, _, v_constants] = work.inputs.clone();
-        let inputs = [step.lists.clone(), parts, work.sinks.clone(), v_constants];
+        let inputs = [step.lists.clone(), parts, work.sink_logits.clone(), v_constants];
         let slots = [inputs.as_slice(), &work.outputs].concat();
         recorder.dispatch(&work.merge, &merged, &slots, [tiles, work.kv_heads, 1])?;
         first_tile = first_tile.saturating_add(tiles);
@@ -184,7 +186,7 @@ fn run(
     Ok(())
 }
 
-/// Fills the rows that no query owns.
+/// Fills the rows that belong to no query.
 fn fill(
     queue: &mut WgpuQueue,
     step: &Step,

@@ -1,4 +1,4 @@
-//! The read of cached rows into a plain tensor.
+//! Reading cached rows into a plain tensor.
 use kv_core::DeviceError;
 use kv_core::plan::{GatherArgs, GatherPlan};
 
@@ -22,7 +22,11 @@ fn kernel(plane: &Plane) -> Kernel {
 #[cfg(test)]
 pub(crate) fn kernels() -> Vec<Kernel> {
     use kv_core::backend::kernels::FORMATS;
-    let plane = |(format, sinks)| Plane { format, sinks, ..Plane::default() };
+    let plane = |(format, full_precision_prefix)| Plane {
+        format,
+        full_precision_prefix,
+        ..Plane::default()
+    };
     let formats = FORMATS.iter().map(|format| format.kernel_code());
     formats.flat_map(|format| [(format, 0), (format, 1)]).map(|of| kernel(&plane(of))).collect()
 }
@@ -62,7 +66,7 @@ pub(crate) fn gather(
     pad::pad_rows(&mut queue.recorder, (out, written), owned, 0.0)
 }
 
-/// Entries of the output, ranges and block tables, one behind the other.
+/// Output entries, ranges and block tables in one list, one after another.
 struct Lists {
     words: Vec<u32>,
     ranges: u32,

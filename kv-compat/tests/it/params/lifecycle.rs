@@ -308,8 +308,8 @@ fn failing() -> (Params, NullControl) {
 
 #[test]
 fn a_failing_device_leaves_a_state_to_go_on_from() {
-    // The submission of the step before, then each upload.
-    for operation in 0..5 {
+    // The submission of the step before, the plans of this one, then each upload.
+    for operation in 0..6 {
         let (mut params, control) = failing();
         control.fail_after(operation);
         let failed = pre_step(&mut params, &[(1, 1), (2, 9)]);

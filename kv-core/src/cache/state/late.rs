@@ -1,4 +1,4 @@
-//! Layers that get memory when tokens are cached already: which rows they lack.
+//! Layers that are allocated when tokens are cached already: the rows that they lack.
 use hashbrown::HashMap;
 
 use crate::cache::state::CacheState;
@@ -7,8 +7,8 @@ use crate::ids::LayerId;
 use crate::plan::AttentionOptions;
 use crate::spec::LateLayers;
 
-/// Leading tokens of sequences, by table row, that were cached before a layer had memory. Empty but
-/// for layers on demand.
+/// Leading tokens of sequences, by table row, that were cached before a layer was allocated. Empty
+/// except with layers on demand.
 #[derive(Debug, Default)]
 pub(super) struct Late {
     missing: HashMap<u32, Vec<(LayerId, u32)>>,
@@ -24,14 +24,14 @@ impl Late {
         layers.filter(|(of, _)| *of == layer).map(|(_, tokens)| *tokens).max().unwrap_or(0)
     }
 
-    /// A fork lacks what its parent lacks.
+    /// Copies the missing rows of a parent to its fork.
     pub(super) fn fork(&mut self, parent: u32, child: u32) {
         if let Some(layers) = self.missing.get(&parent).cloned() {
             self.missing.insert(child, layers);
         }
     }
 
-    /// Tokens that come anew are written to every layer.
+    /// Truncates the missing rows: tokens added later are written to every layer.
     pub(super) fn truncate(&mut self, row: u32, len: u32) {
         if let Some(layers) = self.missing.get_mut(&row) {
             for (_, tokens) in layers {
@@ -46,8 +46,8 @@ impl Late {
 }
 
 impl CacheState {
-    /// Makes unfindable what was cached before `layer` had memory, and notes which sequences lack
-    /// rows in it.
+    /// Removes from the index what was cached before `layer` was allocated, and records which
+    /// sequences lack rows in it.
     pub(in crate::cache) fn note_late(&mut self, layer: LayerId) {
         if self.groups.iter().any(|group| !group.pool.index().is_empty()) {
             self.clear_index();
@@ -72,16 +72,16 @@ impl CacheState {
         }
         for entry in self.open.batch.iter().filter(|entry| entry.queries > 0) {
             let first = entry.cached.saturating_add(entry.new_tokens).saturating_sub(entry.queries);
-            let sees_sinks = options.num_sink_tokens() > 0;
-            let window = options.window().filter(|_| !sees_sinks);
+            let sees_sink_tokens = options.sink_tokens() > 0;
+            let window = options.window_left().filter(|_| !sees_sink_tokens);
             let begin = window.map_or(0, |left| first.saturating_sub(left));
             self.check_rows_in(layer, entry.row, begin)?;
         }
         Ok(())
     }
 
-    /// Refuses rows of a sequence from position `begin` on where a layer lacks them, unless the
-    /// spec says that they are read as zeros.
+    /// Refuses rows of a sequence from position `begin` on if a layer lacks them, unless the spec
+    /// says that they are read as zeros.
     pub(in crate::cache) fn check_rows_in(
         &self,
         layer: LayerId,

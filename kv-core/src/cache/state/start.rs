@@ -1,6 +1,6 @@
 //! How sequences begin, and what they take over from cached prompts.
 use crate::cache::state::history::History;
-use crate::cache::state::lookup::Found;
+use crate::cache::state::lookup::PrefixHit;
 use crate::cache::state::{CacheState, Group};
 use crate::error::{BlocksExhausted, CacheError, PlanError};
 use crate::eviction::Retention;
@@ -9,91 +9,132 @@ use crate::num::{to_u32, to_u64, to_usize};
 use crate::reuse::{ContentSpan, Namespace};
 use crate::spec::PrefixReuse;
 
-/// How a sequence starts, and what tells its tokens from equal ones.
+/// How a sequence starts, and what distinguishes its tokens from equal ones.
 ///
 /// ```
 /// use kv_core::StartOptions;
-/// let options = StartOptions::default().salt(b"tenant 7").adapter(3);
-/// # let _ = options;
+/// let options = StartOptions::default().with_salt(b"tenant 7").with_adapter(3);
+/// assert_eq!(options.adapter(), Some(3));
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StartOptions<'a> {
-    /// Tokens whose blocks are taken at once and stay with the sequence for life.
-    pub reserve: u32,
-    /// Isolates tenants: prompts share blocks only where the salt is equal, so that nobody can tell
-    /// by the time it takes what others have asked.
-    pub salt: &'a [u8],
-    /// The adapter (`LoRA`) that K and V come from, `None` for the model itself.
-    pub adapter: Option<u64>,
-    /// What lies behind placeholder tokens of the prompt.
-    pub contents: &'a [ContentSpan],
-    /// What the blocks of this sequence are worth once nobody holds them; the default level for all
-    /// unless set. Blocks that it takes over get these priorities too.
-    pub retention: Option<&'a Retention>,
-    /// Takes over so many full blocks less than are there, for draft models whose K and V come from
-    /// the token before (EAGLE: 1): what they wrote at the end of a hit belongs to another token.
-    ///
-    /// A hit counts only where so many blocks more than it are cached, in every group: those are
-    /// computed anew. Of a group with a window, they must follow the window of the hit without a
-    /// gap, so that a window is asked for that is so many blocks longer. Groups of other block
-    /// sizes count in blocks of their own.
-    pub backoff_blocks: u32,
-    /// Computes the whole prompt, and offers none of it to others.
-    pub no_reuse: bool,
-    /// The sequence was [preempted](CacheState::preempt) before: its lookup counts apart.
-    pub resumed: bool,
+    pub(in crate::cache) reserve: u32,
+    pub(in crate::cache) salt: &'a [u8],
+    pub(in crate::cache) adapter: Option<u64>,
+    pub(in crate::cache) contents: &'a [ContentSpan],
+    pub(in crate::cache) retention: Option<&'a Retention>,
+    pub(in crate::cache) backoff_blocks: u32,
+    pub(in crate::cache) reuse: bool,
+    pub(in crate::cache) resumed: bool,
+}
+
+impl Default for StartOptions<'_> {
+    /// Reuses what is cached of the model itself, without a salt; reserves nothing.
+    fn default() -> Self {
+        Self {
+            reserve: 0,
+            salt: &[],
+            adapter: None,
+            contents: &[],
+            retention: None,
+            backoff_blocks: 0,
+            reuse: true,
+            resumed: false,
+        }
+    }
 }
 
 impl<'a> StartOptions<'a> {
-    /// Takes the blocks of `tokens` tokens at once, so that no step up to there can run out of
-    /// blocks. A sequence that is cut back into a block which it shares, and then writes there,
-    /// needs a block more for the copy.
+    /// Takes the blocks of `tokens` tokens at once, which stay with the sequence until it is
+    /// released: no step up to there can run out of blocks. A sequence that is cut back into a
+    /// block which it shares, and then writes there, needs a block more for the copy.
     #[must_use]
-    pub fn reserve(self, tokens: u32) -> Self {
+    pub fn with_reserve(self, tokens: u32) -> Self {
         Self { reserve: tokens, ..self }
     }
-    /// Sets [`Self::salt`].
+    /// Isolates tenants: prompts share blocks only where the salt is equal, so that nobody can tell
+    /// from the time it takes what others have requested.
     #[must_use]
-    pub fn salt(self, salt: &'a [u8]) -> Self {
+    pub fn with_salt(self, salt: &'a [u8]) -> Self {
         Self { salt, ..self }
     }
-    /// Sets [`Self::adapter`].
+    /// Names the adapter (`LoRA`) that K and V come from; the model itself unless set.
     #[must_use]
-    pub fn adapter(self, adapter: u64) -> Self {
+    pub fn with_adapter(self, adapter: u64) -> Self {
         Self { adapter: Some(adapter), ..self }
     }
-    /// Sets [`Self::contents`].
+    /// Says what placeholder tokens of the prompt stand for, such as images.
     #[must_use]
-    pub fn contents(self, contents: &'a [ContentSpan]) -> Self {
+    pub fn with_contents(self, contents: &'a [ContentSpan]) -> Self {
         Self { contents, ..self }
     }
-    /// Sets [`Self::retention`].
+    /// Sets the eviction priorities of the sequence's blocks once no sequence holds them; the
+    /// default level for all unless set. Blocks that it reuses get these priorities too.
     #[must_use]
-    pub fn retention(self, retention: &'a Retention) -> Self {
+    pub fn with_retention(self, retention: &'a Retention) -> Self {
         Self { retention: Some(retention), ..self }
     }
-    /// Sets [`Self::backoff_blocks`].
+    /// Reuses `blocks` full blocks less than are cached, for draft models whose K and V come from
+    /// the token before (EAGLE: 1): what they wrote at the end of a hit belongs to another token.
+    ///
+    /// A hit counts only where `blocks` blocks more than it are cached, in every group: those are
+    /// computed anew. Of a group with a window, they must follow the window of the hit without a
+    /// gap, so that the window that is looked up is `blocks` blocks longer. Groups of other block
+    /// sizes count in blocks of their own.
     #[must_use]
-    pub fn backoff_blocks(self, blocks: u32) -> Self {
+    pub fn with_backoff_blocks(self, blocks: u32) -> Self {
         Self { backoff_blocks: blocks, ..self }
     }
-    /// Sets [`Self::no_reuse`].
+    /// Whether cached blocks are reused, and the blocks of this sequence offered to others: true
+    /// unless set. Without it the whole prompt is computed.
     #[must_use]
-    pub fn no_reuse(self) -> Self {
-        Self { no_reuse: true, ..self }
+    pub fn with_reuse(self, reuse: bool) -> Self {
+        Self { reuse, ..self }
     }
-    /// Sets [`Self::resumed`].
+    /// Whether the sequence was [preempted](CacheState::preempt) before, so that its lookup counts
+    /// apart in [`Stats`](crate::Stats): false unless set.
     #[must_use]
-    pub fn resumed(self) -> Self {
-        Self { resumed: true, ..self }
+    pub fn with_resumed(self, resumed: bool) -> Self {
+        Self { resumed, ..self }
+    }
+    /// Tokens whose blocks are taken at once.
+    pub fn reserve(&self) -> u32 {
+        self.reserve
+    }
+    /// What isolates the tenant; empty without one.
+    pub fn salt(&self) -> &'a [u8] {
+        self.salt
+    }
+    /// The adapter that K and V come from, `None` for the model itself.
+    pub fn adapter(&self) -> Option<u64> {
+        self.adapter
+    }
+    /// What placeholder tokens of the prompt stand for.
+    pub fn contents(&self) -> &'a [ContentSpan] {
+        self.contents
+    }
+    /// Eviction priorities of the blocks, `None` for the default level.
+    pub fn retention(&self) -> Option<&'a Retention> {
+        self.retention
+    }
+    /// Full blocks of a hit that are computed anew.
+    pub fn backoff_blocks(&self) -> u32 {
+        self.backoff_blocks
+    }
+    /// Whether cached blocks are reused, and the sequence's own offered to others.
+    pub fn reuse(&self) -> bool {
+        self.reuse
+    }
+    /// Whether the sequence was preempted before.
+    pub fn resumed(&self) -> bool {
+        self.resumed
     }
 }
 
 /// The lookup of one prompt, and the history it was made with.
 #[derive(Debug, Default)]
 pub(super) struct Lookup {
-    pub(super) found: Found,
+    pub(super) found: PrefixHit,
     pub(super) history: History,
 }
 
@@ -111,13 +152,13 @@ impl CacheState {
         sequence: SequenceId,
         prompt: &[u32],
         options: StartOptions<'_>,
-    ) -> Result<usize, CacheError> {
+    ) -> Result<u32, CacheError> {
         self.check_closed("start")?;
         self.check_start(sequence, prompt, &options)?;
         self.start_checked(sequence, prompt, options)
     }
 
-    /// Refuses a sequence that cannot start, however many blocks there are.
+    /// Refuses a sequence that cannot start, whatever blocks are free.
     pub(in crate::cache) fn check_start(
         &self,
         sequence: SequenceId,
@@ -132,15 +173,15 @@ impl CacheState {
         self.check_new(sequence)
     }
 
-    /// As [`Self::start`], after [`Self::check_start`].
+    /// Does what [`Self::start`] does, after [`Self::check_start`].
     pub(in crate::cache) fn start_checked(
         &mut self,
         sequence: SequenceId,
         prompt: &[u32],
         options: StartOptions<'_>,
-    ) -> Result<usize, CacheError> {
+    ) -> Result<u32, CacheError> {
         let mut lookup = std::mem::take(&mut self.lookup);
-        let is_off = options.no_reuse || self.spec.prefix_reuse() == PrefixReuse::Off;
+        let is_off = !options.reuse || self.spec.prefix_reuse() == PrefixReuse::Off;
         let space = (!is_off).then(|| self.ledger.join(options.salt, options.adapter));
         self.look_up(&mut lookup, space, prompt, &options);
         let started = self.take_found(sequence, &mut lookup, &options);
@@ -154,18 +195,18 @@ impl CacheState {
             self.note_lookup(to_u32(prompt.len()), options.resumed);
         }
         self.note_peak();
-        Ok(to_usize(tokens))
+        Ok(tokens)
     }
 
-    /// How many tokens of `prompt` a sequence would take over that started now. Changes nothing: no
-    /// block becomes younger, nothing is counted.
-    pub fn probe(&self, prompt: &[u32], options: StartOptions<'_>) -> usize {
+    /// Returns how many tokens of `prompt` a sequence would reuse that started now. Changes
+    /// nothing: neither the age of blocks nor the counters.
+    pub fn probe(&self, prompt: &[u32], options: StartOptions<'_>) -> u32 {
         let mut lookup = Lookup::default();
         self.look_up_unnamed(&mut lookup, prompt, &options);
-        to_usize(lookup.found.tokens())
+        lookup.found.tokens()
     }
 
-    /// Looks a prompt up without becoming a user of its namespace.
+    /// Looks up a prompt without becoming a user of its namespace.
     pub(super) fn look_up_unnamed(
         &self,
         lookup: &mut Lookup,
@@ -173,11 +214,11 @@ impl CacheState {
         options: &StartOptions<'_>,
     ) {
         let space = self.ledger.find_namespace(options.salt, options.adapter);
-        let space = space.filter(|_| !options.no_reuse);
+        let space = space.filter(|_| options.reuse);
         self.look_up(lookup, space, prompt, options);
     }
 
-    /// The last token of the prompt is always computed.
+    /// Looks up a prompt except its last token, which is always computed.
     fn look_up(
         &self,
         lookup: &mut Lookup,
@@ -204,7 +245,7 @@ impl CacheState {
         lookup.found.search(&self.groups, &mut lookup.history, limits, reuse);
     }
 
-    /// Makes the sequence of what was found, and returns its tokens; or changes nothing.
+    /// Creates the sequence from a hit and returns its tokens; or changes nothing.
     fn take_found(
         &mut self,
         sequence: SequenceId,
@@ -258,7 +299,7 @@ impl CacheState {
 
     /// Begins `child` with everything `parent` has committed. All blocks are shared; the last
     /// partial one is copied when either writes to it first. Token ids are shared too, so that only
-    /// the names of the blocks are copied and their holders counted.
+    /// block IDs are copied and holders counted.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], [`PlanError::SequenceExists`], [`PlanError::TooMany`];
@@ -273,7 +314,7 @@ impl CacheState {
         (state.certain, state.store_at) = (certain, store_at);
         let known = (len, self.chains.as_slice());
         self.sequences.fork_history((parent_row, row), known, &mut self.ledger);
-        self.sequences.disown(parent_row);
+        self.sequences.mark_shared(parent_row);
         self.late.fork(parent_row, row);
         for group in &mut *self.groups {
             let coded = group.tables.coded(parent_row);
@@ -288,8 +329,8 @@ impl CacheState {
     }
 }
 
-/// Says what a group lacks. `free`: blocks that the request could take, empty ones and the idle
-/// ones among them that `evictable` counts.
+/// Creates the error for a group without enough blocks. `free` counts the blocks that the request
+/// could take: empty ones, and the idle ones that `evictable` counts.
 pub(super) fn exhausted(
     group: &Group,
     needed: u32,

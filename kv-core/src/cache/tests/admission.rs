@@ -1,10 +1,10 @@
-//! A prompt that is said to fit does, chunk by chunk, and no other.
+//! Admission: a prompt is admitted exactly if all its chunks fit.
 use super::reuse::{run, tokens};
 use super::*;
 use crate::num::to_usize;
 use crate::{KvFormat, PrefixReuse, Scaling};
 
-/// Ways to lay out the groups of a cache.
+/// Number of group layouts to test.
 const SHAPES: usize = 6;
 
 fn build(shape: usize, num_blocks: u32) -> Option<KvCache<NullBackend>> {
@@ -22,11 +22,12 @@ fn build(shape: usize, num_blocks: u32) -> Option<KvCache<NullBackend>> {
     Some(KvCache::new(NullBackend::new(), cache).unwrap())
 }
 
-/// Computes a prompt in chunks; whether there were always enough blocks.
+/// Computes a prompt in chunks; returns whether there were always enough blocks.
 fn runs(cache: &mut KvCache<NullBackend>, prompt: &[u32], (chunk, ahead): (u32, u32)) -> bool {
     let reused = cache.start(SEQ[1], prompt, StartOptions::default()).unwrap();
-    for (at, chunk) in prompt[reused..].chunks(to_usize(chunk)).enumerate() {
-        let input = StepInput::tokens(SEQ[1], chunk).lookahead(if at == 0 { ahead } else { 0 });
+    for (at, chunk) in prompt[to_usize(reused)..].chunks(to_usize(chunk)).enumerate() {
+        let input =
+            StepInput::tokens(SEQ[1], chunk).with_lookahead(if at == 0 { ahead } else { 0 });
         match cache.begin_step(&[input]) {
             Ok(mut step) => {
                 write_all(&mut step).unwrap();
@@ -40,7 +41,7 @@ fn runs(cache: &mut KvCache<NullBackend>, prompt: &[u32], (chunk, ahead): (u32, 
 }
 
 #[test]
-fn a_prompt_is_said_to_fit_exactly_where_all_its_chunks_do() {
+fn a_prompt_is_admitted_exactly_if_all_its_chunks_fit() {
     let mut answers = [[0_u32; 2]; SHAPES];
     for (shape, counts) in answers.iter_mut().enumerate() {
         let sizes = [2, 3, 5, 7, 9, 12].into_iter();
@@ -53,12 +54,16 @@ fn a_prompt_is_said_to_fit_exactly_where_all_its_chunks_do() {
                 if len.max(others) > max || (others > 0 && !warm(&mut cache, others)) {
                     continue;
                 }
-                let admission = Admission::default().chunk(chunk).lookahead(ahead).must_fit();
+                let admission = Admission::default()
+                    .with_chunk(chunk)
+                    .with_lookahead(ahead)
+                    .with_must_fit(true);
                 let prompt = tokens(0..len);
                 let said = cache.check_admission(&prompt, StartOptions::default(), &admission);
                 let before = cache.stats().duplicate_blocks;
                 let fits = runs(&mut cache, &prompt, (chunk, ahead));
-                // Blocks that another's take the place of are let go of, which nobody counts on.
+                // Admission does not count on blocks that are released because another one replaces
+                // them.
                 if fits && cache.stats().duplicate_blocks > before {
                     continue;
                 }
@@ -74,7 +79,7 @@ fn a_prompt_is_said_to_fit_exactly_where_all_its_chunks_do() {
     assert!(answers.iter().flatten().all(|n| *n > 0), "{answers:?}");
 }
 
-/// Another sequence with the same tokens, which goes on living where their number is odd.
+/// Runs another sequence with the same tokens, which stays live if their number is odd.
 fn warm(cache: &mut KvCache<NullBackend>, len: u32) -> bool {
     cache.start(SEQ[0], &tokens(0..len), StartOptions::default()).unwrap();
     let Ok(mut step) = cache.begin_step(&[StepInput::tokens(SEQ[0], &tokens(0..len))]) else {
@@ -88,25 +93,26 @@ fn warm(cache: &mut KvCache<NullBackend>, len: u32) -> bool {
     true
 }
 
-/// At its end a prompt of whole blocks has no tail, but one step before it has.
+/// At its end a prompt of whole blocks has no tail, but one step before it has one.
 #[test]
-fn the_tail_that_becomes_codes_counts_until_it_has() {
-    // 3 blocks of codes, and two of a tail while the last of them is made; one is another's.
+fn a_tail_counts_until_it_is_quantised() {
+    // 3 blocks of codes, and two of a tail while the last of them is filled; one belongs to another
+    // sequence.
     for (num_blocks, fits) in [(5, false), (6, true)] {
         let mut cache = build(4, num_blocks).unwrap();
         assert!(warm(&mut cache, 1));
-        let admission = Admission::default().chunk(1).must_fit();
+        let admission = Admission::default().with_chunk(1).with_must_fit(true);
         let said = cache.check_admission(&tokens(0..12), StartOptions::default(), &admission);
         assert_eq!(said.is_ok(), fits, "{said:?}");
         assert_eq!(runs(&mut cache, &tokens(0..12), (1, 0)), fits);
     }
 }
 
-/// Blocks that hold one sink each are full with it.
+/// Blocks that hold one wide row each are full with it.
 #[test]
-fn a_block_of_sinks_is_taken_over_whole() {
+fn a_block_of_wide_rows_is_reused_whole() {
     let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32);
-    let spec = spec.format(KvFormat::Int8(Scaling::Row)).sinks(3).paged(3, 12);
+    let spec = spec.format(KvFormat::Int8(Scaling::Row)).full_precision_prefix(3).paged(3, 12);
     let mut cache = KvCache::new(NullBackend::new(), spec.build().unwrap()).unwrap();
     run(&mut cache, SEQ[0], &tokens(0..6));
     cache.release(SEQ[0]).unwrap();
@@ -114,7 +120,7 @@ fn a_block_of_sinks_is_taken_over_whole() {
         let id = SequenceId(u64::from(len));
         let mut prompt = tokens(0..len);
         prompt.push(99);
-        assert_eq!(run(&mut cache, id, &prompt), to_usize(len));
+        assert_eq!(run(&mut cache, id, &prompt), len);
         check_invariants(&cache);
         cache.release(id).unwrap();
     }

@@ -1,15 +1,15 @@
-//! Counts that callers give: each is within a bound of the cache, or refused before anything is
-//! allocated for it.
+//! Counts from callers: each is bounded by the cache, or refused before anything is allocated for
+//! it.
 use super::*;
 use crate::plan::{BatchEntry, ConvertPlan, GatherPlan, GatherRange, PlanBuffers};
 use crate::storage::Plane;
 use crate::{Determinism, KvFormat};
 
-/// The most tokens of a sequence, in pools of 40.
+/// Maximum tokens of a sequence, in pools of 40.
 const MAX: u32 = 24;
-/// Tokens that [`SEQ`]`[0]` has.
+/// Tokens of [`SEQ`]`[0]`.
 const LEN: u32 = 3;
-/// Bytes of tables and plans beyond which a count has been believed.
+/// Bytes of tables and plans beyond which a count was trusted unchecked.
 const BYTES_MAX: usize = 1 << 20;
 
 fn counted() -> KvCache<NullBackend> {
@@ -21,7 +21,7 @@ fn counted() -> KvCache<NullBackend> {
     cache
 }
 
-/// What a call with a count answers: refusals in words.
+/// The result of a call with a count, with the error's text.
 type Answer = Result<(), String>;
 type Call = fn(&mut KvCache<NullBackend>, u32) -> Result<(), CacheError>;
 
@@ -46,8 +46,8 @@ fn admit(
     cache.check_admission(&[1, 2], options, admission).map(|_| ())
 }
 
-/// Every call of a cache that takes a count, with the largest count that it takes, whether it takes
-/// none, and the refusal of one more.
+/// Every call of a cache with a count: the largest accepted count, whether 0 is accepted, and the
+/// error for one more.
 const CALLS: [(&str, u32, bool, &str, Call); 12] = [
     (
         "new tokens",
@@ -64,48 +64,48 @@ const CALLS: [(&str, u32, bool, &str, Call); 12] = [
         |cache, n| step(cache, StepInput::query(SEQ[0], n)),
     ),
     ("drafts", 2, true, "drafts: 3 given, at most 2 are possible", |cache, n| {
-        step(cache, StepInput::count(SEQ[0], 2).drafts(n))
+        step(cache, StepInput::count(SEQ[0], 2).with_drafts(n))
     }),
     ("drafts of ids", 2, true, "drafts: 3 given, at most 2 are possible", |cache, n| {
-        step(cache, StepInput::tokens(SEQ[0], &[5, 6]).drafts(n))
+        step(cache, StepInput::tokens(SEQ[0], &[5, 6]).with_drafts(n))
     }),
     ("drafts without tokens", 0, true, "drafts: 1 given, at most 0 are possible", |cache, n| {
-        step(cache, StepInput::idle(SEQ[0]).drafts(n))
+        step(cache, StepInput::idle(SEQ[0]).with_drafts(n))
     }),
     (
         "lookahead",
         36,
         true,
         "group 0 is out of blocks: 10 needed, 9 free, 0 of them evictable",
-        |cache, n| step(cache, StepInput::count(SEQ[0], 1).lookahead(n)),
+        |cache, n| step(cache, StepInput::count(SEQ[0], 1).with_lookahead(n)),
     ),
     (
         "reserve",
         MAX,
         true,
         "sequence 1: 0 cached + 25 new tokens exceed the maximum of 24",
-        |cache, n| cache.start(SEQ[1], &[], StartOptions::default().reserve(n)).map(drop),
+        |cache, n| cache.start(SEQ[1], &[], StartOptions::default().with_reserve(n)).map(drop),
     ),
     (
         "reserve of a prompt that asks",
         MAX,
         true,
         "reserved tokens: 25 given, at most 24 are possible",
-        |cache, n| admit(cache, StartOptions::default().reserve(n), &Admission::default()),
+        |cache, n| admit(cache, StartOptions::default().with_reserve(n), &Admission::default()),
     ),
     (
         "lookahead of a prompt that asks",
         34,
         true,
         "group 0 is out of blocks: 10 needed, 9 free, 0 of them evictable",
-        |cache, n| admit(cache, StartOptions::default(), &Admission::default().lookahead(n)),
+        |cache, n| admit(cache, StartOptions::default(), &Admission::default().with_lookahead(n)),
     ),
     (
         "watermark of a prompt that asks",
         8,
         true,
         "group 0 is out of blocks: 10 needed, 9 free, 0 of them evictable",
-        |cache, n| admit(cache, StartOptions::default(), &Admission::default().watermark(n)),
+        |cache, n| admit(cache, StartOptions::default(), &Admission::default().with_watermark(n)),
     ),
     (
         "tokens at completion",
@@ -114,21 +114,21 @@ const CALLS: [(&str, u32, bool, &str, Call); 12] = [
         "sequence 0: 3 cached + 22 new tokens exceed the maximum of 24",
         |cache, n| cache.blocks_to_completion(GroupId(0), SEQ[0], n).map(drop),
     ),
-    ("tokens to keep", LEN, true, "sequence 0 has 3 tokens, 4 were asked for", |cache, n| {
+    ("tokens to keep", LEN, true, "sequence 0 has 3 tokens, 4 were requested", |cache, n| {
         cache.truncate(SEQ[0], n)
     }),
 ];
 
-/// A count with what it is answered: none, one, the bound, and what is beyond it.
+/// Returns counts with the expected results: 0, 1, the bound, and counts beyond it.
 fn cases(max: u32, takes_none: bool, refusal: &str) -> [(u32, Option<Answer>); 5] {
     let refused = || Some(Err(refusal.to_owned()));
     [
-        // The refusal of none is in other words.
+        // The error for 0 has other words.
         (0, takes_none.then_some(Ok(()))),
         (1, if max >= 1 { Some(Ok(())) } else { refused() }),
         (max, Some(Ok(()))),
         (max + 1, refused()),
-        // The refusal names another number.
+        // The error has another number.
         (u32::MAX, None),
     ]
 }
@@ -155,15 +155,17 @@ fn counts_are_bounded_before_anything_is_allocated() {
 }
 
 #[test]
-fn chunks_of_a_prompt_are_no_longer_than_it() {
+fn chunks_are_no_longer_than_their_prompt() {
     let mut cache = counted();
     for chunk in [1, MAX, u32::MAX] {
-        let admission = Admission::default().chunk(chunk).must_fit();
+        let admission = Admission::default().with_chunk(chunk).with_must_fit(true);
         admit(&cache, StartOptions::default(), &admission).unwrap();
     }
     let long = vec![7; 25];
-    assert!(cache.start(SEQ[1], &long, StartOptions::default().backoff_blocks(u32::MAX)).is_err());
-    cache.start(SEQ[1], &[7; 24], StartOptions::default().backoff_blocks(u32::MAX)).unwrap();
+    assert!(
+        cache.start(SEQ[1], &long, StartOptions::default().with_backoff_blocks(u32::MAX)).is_err()
+    );
+    cache.start(SEQ[1], &[7; 24], StartOptions::default().with_backoff_blocks(u32::MAX)).unwrap();
 }
 
 #[test]
@@ -200,7 +202,7 @@ fn tokens_beyond_the_pools_cost_nothing() {
 }
 
 #[test]
-fn accepted_tokens_are_those_that_were_brought() {
+fn accepted_tokens_are_bounded_by_new_ones() {
     for (accepted, is_refused) in [(0, false), (1, false), (2, false), (3, true), (u32::MAX, true)]
     {
         let mut cache = counted();
@@ -230,7 +232,7 @@ fn ranges_to_gather_lie_within_the_sequence() {
     }
 }
 
-/// Plans that a caller makes by hand know no cache: their tables are the bound.
+/// Hand-made plans have no cache: their tables are the bound.
 #[test]
 fn lengths_in_plans_are_bounded_by_their_tables() {
     let cache = counted();
@@ -253,7 +255,7 @@ fn lengths_in_plans_are_bounded_by_their_tables() {
         let range = GatherRange { row: 0, begin: n, len: n };
         assert!(GatherPlan::new(layout, tables, &[range]).is_err());
     }
-    // Queries take nothing here: tensors of as many rows are asked for later.
+    // Queries allocate nothing here: tensors with that many rows are required later.
     assert!(!plan(BatchEntry { queries: u32::MAX, ..entry }));
     assert!(ConvertPlan::new(&[u32::MAX, 1]).is_err());
     assert_eq!(ConvertPlan::new(&[u32::MAX]).unwrap().total(), u32::MAX);
@@ -262,7 +264,12 @@ fn lengths_in_plans_are_bounded_by_their_tables() {
 #[test]
 fn slot_maps_take_any_number() {
     let spec = |tail| {
-        let spec = CacheSpec::builder().layers(1).kv_heads(1).head_dim(32).sinks(3).tail(tail);
+        let spec = CacheSpec::builder()
+            .layers(1)
+            .kv_heads(1)
+            .head_dim(32)
+            .full_precision_prefix(3)
+            .tail(tail);
         let spec = spec.format(KvFormat::Int8(crate::Scaling::Row)).paged(4, 100);
         *spec.build().unwrap().groups()[0].slot_map()
     };

@@ -1,4 +1,4 @@
-//! Steps: what they take, what they leave behind, and what is refused.
+//! Steps: allocation, commit, rollback, refusals.
 use super::*;
 
 #[test]
@@ -23,7 +23,7 @@ fn a_fork_copies_the_partial_block_once() {
     assert_eq!(state.usage().blocks_used, 2);
     let shared = table(&state, SEQ[0]);
     begin(&mut state, &[StepInput::count(SEQ[0], 1), StepInput::count(SEQ[1], 1)]).unwrap();
-    // The second writer finds itself alone.
+    // The second writer is the only holder then.
     let [parent, child] = [SEQ[0], SEQ[1]].map(|s| table(&state, s));
     let copies = state.copies(GroupId(0));
     assert_eq!((copies.len(), copies[0].from, copies[0].to), (1, shared[1], parent[1]));
@@ -34,11 +34,11 @@ fn a_fork_copies_the_partial_block_once() {
 }
 
 #[test]
-fn tokens_that_are_not_accepted_are_taken_back() {
+fn tokens_that_are_not_accepted_are_removed() {
     let mut state = state(4, 8);
     start(&mut state, SEQ[0]);
     start(&mut state, SEQ[1]);
-    let inputs = [SEQ[0], SEQ[1]].map(|s| StepInput::count(s, 5).drafts(4));
+    let inputs = [SEQ[0], SEQ[1]].map(|s| StepInput::count(s, 5).with_drafts(4));
     begin(&mut state, &inputs).unwrap();
     state.commit_accepted(&[2, 5]).unwrap();
     assert_eq!([SEQ[0], SEQ[1]].map(|s| state.seq_len(s)), [Some(2), Some(5)]);
@@ -56,7 +56,7 @@ fn tokens_that_are_not_accepted_are_taken_back() {
 }
 
 #[test]
-fn a_sequence_that_starts_in_a_step_goes_away_with_it() {
+fn a_rollback_removes_sequences_started_in_the_step() {
     let mut state = state_with((4, 8), |spec| spec.publish_at(crate::PublishAt::Begin));
     let prompt = tokens(0..9);
     state.start(SEQ[0], &prompt, StartOptions::default()).unwrap();
@@ -64,16 +64,17 @@ fn a_sequence_that_starts_in_a_step_goes_away_with_it() {
     begin(&mut state, &[StepInput::tokens(SEQ[0], &prompt)]).unwrap();
     let found = state.start_in_step(SEQ[1], &prompt, StartOptions::default()).unwrap();
     assert_eq!(found, 8);
-    state.add(StepInput::tokens(SEQ[1], &prompt[found..]), |_| 1).unwrap();
+    state.add(StepInput::prompt(SEQ[1], &prompt, found), |_| 1).unwrap();
     state.roll_back();
     assert_eq!(books(&state), before);
     assert_eq!(state.probe(&prompt, StartOptions::default()), 0);
     check_invariants(&state);
 }
 
-/// Forks that part in the step share again, and who began in it is gone by then.
+/// Forks that part in the step share again after a rollback, which also removes sequences begun in
+/// it.
 #[test]
-fn a_sequence_that_starts_beside_forks_goes_away_with_the_step() {
+fn a_rollback_removes_sequences_started_beside_forks() {
     let mut state = state(4, 8);
     let prompt = tokens(0..6);
     run(&mut state, SEQ[0], &prompt);
@@ -81,7 +82,7 @@ fn a_sequence_that_starts_beside_forks_goes_away_with_the_step() {
     let before = books(&state);
     begin(&mut state, &[SEQ[0], SEQ[1]].map(|s| StepInput::count(s, 1))).unwrap();
     let found = state.start_in_step(SEQ[2], &prompt, StartOptions::default()).unwrap();
-    state.add(StepInput::tokens(SEQ[2], &prompt[found..]), |_| 1).unwrap();
+    state.add(StepInput::prompt(SEQ[2], &prompt, found), |_| 1).unwrap();
     state.roll_back();
     assert_eq!(books(&state), before);
     check_invariants(&state);
@@ -180,9 +181,9 @@ fn a_second_mention_is_refused_again_and_again() {
     assert_eq!(state.planned_sequences().len(), 1);
 }
 
-/// A block whose other holder took a copy in a step is shared again without that step.
+/// A block whose other holder took a copy in a step is shared again after a rollback.
 #[test]
-fn a_step_taken_back_shares_what_it_parted() {
+fn a_rollback_shares_blocks_again() {
     let mut state = state(4, 8);
     start(&mut state, SEQ[0]);
     append(&mut state, &[(SEQ[0], 6)]).unwrap();
@@ -227,7 +228,7 @@ fn a_truncated_fork_does_not_write_into_its_parent() {
 #[test]
 fn reserved_blocks_outlive_truncation() {
     let mut state = state(4, 3);
-    state.start(SEQ[0], &[], StartOptions::default().reserve(9)).unwrap();
+    state.start(SEQ[0], &[], StartOptions::default().with_reserve(9)).unwrap();
     start(&mut state, SEQ[1]);
     let refused = append(&mut state, &[(SEQ[1], 1)]).unwrap_err();
     assert!(matches!(refused, CacheError::Exhausted(_)));
