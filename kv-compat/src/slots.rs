@@ -318,8 +318,8 @@ impl<B: Backend> KvCacheManager<B> {
 
     /// Gives a sequence's slot back. Its id is never used again.
     ///
-    /// No work is recorded, so that a failure of the device cannot leave the sequence half released;
-    /// its rows stay in memory until the next sequence of the slot overwrites them.
+    /// No work is recorded, so a failure of the device cannot leave the sequence half released. Its
+    /// rows stay in memory until the next sequence of the slot overwrites them.
     ///
     /// # Errors
     /// [`PlanError::UnknownSequence`], also for a second release.

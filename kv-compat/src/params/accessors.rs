@@ -13,8 +13,8 @@ impl<B: Backend> InferenceParams<B> {
     pub fn backend(&self) -> &B {
         self.manager.backend()
     }
-    /// The queue that all work of this cache is recorded on. A step's work goes to the device when the
-    /// next step begins; submit this queue to send it earlier.
+    /// The queue that all work of this cache is recorded on. A step's work goes to the device when
+    /// the next step begins; submit this queue to send it earlier.
     pub fn queue_mut(&mut self) -> &mut B::Queue {
         self.manager.queue_mut()
     }
