@@ -10,7 +10,8 @@ use crate::lanes::{Lane, Outcome, Stage};
 use crate::programs::{self, Program};
 use crate::workspace::Workspace;
 use crate::{
-    arm, conformance, emulator, examples, kernels, lanes, readme, setup, shell, tidy, webgpu,
+    arm, conformance, emulator, examples, kernels, lanes, public_api, readme, setup, shell, tidy,
+    webgpu,
 };
 
 /// The crates with the heavy dependencies: built once, in release, for their tests and for README
@@ -48,6 +49,7 @@ const STAGES: &[Stage] = &[
     compile("build of examples of kv", &[], |_| examples::build().map(passed)),
     compile("doc tests", &[], doc_tests),
     compile("rustdoc", &[], rustdoc),
+    compile("public API", &[], public_api::compare),
     compile("features", &[], features),
     run_stage("CUDA emulator", &["tools"], |_| emulator::run(&SELF_TEST).map(passed)),
     run_stage("CUDA kernels", &[], compile_kernels),
@@ -332,10 +334,7 @@ fn heavy_tests(workspace: &Workspace) -> Result<Outcome> {
 }
 
 fn rustdoc(_: &Workspace) -> Result<Outcome> {
-    // Programs are left out: `kv` the program and `kv` the library would share a page. The choice
-    // of crates and features is clippy's, so that what that checked is not checked again.
-    let mut command = shell::cargo(["doc", "--workspace", "--no-deps", "--lib"]);
-    shell::run(command.args(FEATURES).env("RUSTDOCFLAGS", "--deny warnings")).map(passed)
+    public_api::document().map(passed)
 }
 
 /// Features only add: what users import must build with none of them.
