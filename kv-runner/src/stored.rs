@@ -77,8 +77,8 @@ pub enum StoredError {
     },
     /// An option of an unknown name.
     #[error(
-        "{got:?} is no option of a format, expected V=, calib=, full-precision-prefix=, transform=, \
-         tail= or mean="
+        "{got:?} is no option of a format, expected V=, calib=, full-precision-prefix=, \
+         transform=, tail= or mean="
     )]
     Option {
         /// What is there in place of an option.

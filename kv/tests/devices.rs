@@ -4,7 +4,6 @@
 #![forbid(unsafe_code)]
 #![expect(
     clippy::panic,
-    clippy::indexing_slicing,
     clippy::float_cmp,
     reason = "a test, and its helpers outside the test functions"
 )]
